@@ -1,0 +1,138 @@
+"""The command line, ``python -m ddpshim``: parse and print.
+
+Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr), 2 wrong usage. Each sub-command
+imports what it needs when it runs: patching needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from ddpshim.errors import DdpShimError
+
+if TYPE_CHECKING:
+    from ddpshim.patching import Status
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one command and return its exit code; `argv` is without the program's name."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except DdpShimError as error:
+        print(f"ddpshim: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ddpshim", description=__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_patch(commands)
+    return parser
+
+
+def _add_patch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    patch = commands.add_parser("patch", help="make an upstream trainer use ddpshim, or take that back")
+    actions = patch.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="the patch sets that ddpshim carries")
+    listing.set_defaults(run=_patch_list)
+    for name, run, text in (
+        ("status", _patch_status, "which set fits the target, and the state of each file"),
+        ("check", _patch_check, "try an apply without changing anything"),
+        ("apply", _patch_apply, "patch all files, or none"),
+        ("revert", _patch_revert, "take the patches out again, byte for byte"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument(
+            "--target",
+            default="robomimic",
+            metavar="PACKAGE|PATH",
+            help="an installed package, or a folder that is or contains it (default: %(default)s)",
+        )
+        action.add_argument("--set", metavar="NAME", help="only this set, e.g. robomimic/0.3.0")
+        action.set_defaults(run=run)
+    manifest = actions.add_parser("manifest", help="maintainers: write manifest.json from a pristine tree")
+    manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
+    manifest.add_argument("--source", type=Path, required=True, help="folder with the package folder in it")
+    manifest.add_argument("--base", required=True, help="the commit or release that SOURCE is")
+    manifest.set_defaults(run=_patch_manifest)
+
+
+def _patch_list(arguments: argparse.Namespace) -> int:
+    from ddpshim.patchset import load_sets
+
+    for patch_set in load_sets():
+        changed = patch_set.num_added + patch_set.num_removed
+        print(
+            f"{patch_set.name}  {changed} changed lines (+{patch_set.num_added} -{patch_set.num_removed}) "
+            f"in {len(patch_set.files)} files, for {patch_set.base}"
+        )
+        for patch, diffs in patch_set.patches.items():
+            print(f"  {patch}  {', '.join(diff.path for diff in diffs)}")
+    return 0
+
+
+def _patch_status(arguments: argparse.Namespace) -> int:
+    from ddpshim.patching import status
+
+    _print_status(status(arguments.target, arguments.set))
+    return 0
+
+
+def _patch_check(arguments: argparse.Namespace) -> int:
+    from ddpshim.patching import check
+
+    found, changed = check(arguments.target, arguments.set)
+    would = f"would change {len(changed)} files" if changed else "already applied"
+    print(f"{found.patch_set.name} in {found.directory}: {would}")
+    return 0
+
+
+def _patch_apply(arguments: argparse.Namespace) -> int:
+    from ddpshim.patching import apply
+
+    found, changed = apply(arguments.target, arguments.set)
+    print(f"{found.patch_set.name}: {'applied' if changed else 'already applied, nothing to do'}")
+    _print_status(found)
+    return 0
+
+
+def _patch_revert(arguments: argparse.Namespace) -> int:
+    from ddpshim.patching import revert
+
+    found, changed = revert(arguments.target, arguments.set)
+    print(f"{found.patch_set.name}: {'reverted' if changed else 'not applied, nothing to do'}")
+    _print_status(found)
+    return 0
+
+
+def _patch_manifest(arguments: argparse.Namespace) -> int:
+    from ddpshim.patchset import build_manifest
+
+    manifest = build_manifest(arguments.directory, arguments.source, arguments.base)
+    print(f"{arguments.directory / 'manifest.json'}: {len(manifest['patches'])} patches")
+    for name, hashes in manifest["files"].items():
+        print(f"  {hashes['original'][:12]} -> {hashes['patched'][:12]}  {name}")
+    return 0
+
+
+def _print_status(found: Status) -> None:
+    print(f"{found.patch_set.name} in {found.directory}: {found.state}")
+    for file in found.files:
+        print(f"  {file.state:8}  {file.sha256[:12]:12}  {file.name}{'  (CRLF)' if file.crlf else ''}")
+    if found.journal is not None:
+        print(
+            f"  journal: {found.journal.get('state')} {found.journal.get('set')} at "
+            f"{found.journal.get('time')} by ddpshim {found.journal.get('ddpshim')}"
+        )
+    if found.state == "unknown":
+        print("  no set fits; `python -m ddpshim patch check` says why and what to do")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

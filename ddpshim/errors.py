@@ -1,0 +1,37 @@
+"""The errors that ddpshim raises, one leaf for each part of a migration that can go wrong.
+
+::
+
+    DdpShimError (RuntimeError)
+    ├── LaunchError   the launch environment is partial, garbled or impossible
+    ├── WorldError    the process group: contradicting setup, a collective that cannot be served
+    ├── SyncError     gradients, parameters or noise would not be what one process has
+    ├── DataError     (also ValueError) batches, samplers or datasets that do not split
+    └── PatchError    a patch set does not fit the files it was asked to change
+
+Every message has three parts: what was found, what it would have caused, what to do.
+"""
+
+
+class DdpShimError(RuntimeError):
+    """Base of all errors that ddpshim raises on purpose."""
+
+
+class LaunchError(DdpShimError):
+    """The launch environment cannot be a process of a distributed job."""
+
+
+class WorldError(DdpShimError):
+    """The process group cannot do what was asked of it."""
+
+
+class SyncError(DdpShimError):
+    """Ranks would train different models, or the same noise."""
+
+
+class DataError(DdpShimError, ValueError):
+    """A dataset, sampler or batch size does not split over the ranks."""
+
+
+class PatchError(DdpShimError):
+    """A patch set does not fit its target."""

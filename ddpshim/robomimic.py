@@ -1,0 +1,180 @@
+"""What the robomimic patch sets call, each in place of the upstream line it stands for.
+
+Without a launcher every function here does exactly what that line did. robomimic is imported inside the
+functions only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Callable, Optional
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddpshim.group import abort, cleanup, setup, split_random_streams, world
+from ddpshim.launch import read_launch_env
+from ddpshim.loader import ShardedLoader, make_loader
+from ddpshim.parallel import broadcast_state, wrap_parallel
+
+
+def quiet() -> None:
+    """Lead standard output and warnings nowhere on ranks that are not the main one. Local; before imports.
+
+    Errors still reach standard error. Raises LaunchError where the launcher's variables are impossible.
+    """
+    if read_launch_env(os.environ).rank > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        warnings.simplefilter("ignore")
+
+
+def start(config: Any, device: torch.device) -> torch.device:
+    """The device of this rank, in place of `device`; joins the job (collective, once, first of all)."""
+    here = setup(device=None if device.type == "cuda" else device)
+    if not here.is_launched:
+        return device
+    return setup(seed=config.train.seed).device
+
+
+def finish() -> None:
+    """Leave the job when training is over: the main rank may be saving still, so all wait (collective)."""
+    world().barrier()
+    cleanup()
+
+
+def failed(error: BaseException) -> None:
+    """Where upstream swallows `error`: end the job with it. Returns without a launcher, as upstream does."""
+    if world().is_launched:
+        abort(error)
+
+
+def is_main() -> bool:
+    """Whether this process prints, writes and decides. True without a launcher."""
+    return world().is_main
+
+
+def main_decides(choice: bool) -> bool:
+    """The main rank's `choice` on every rank: clocks differ (collective)."""
+    return world().broadcast(choice)
+
+
+def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make` on the main rank; elsewhere something that takes the same calls and does nothing. Local."""
+    return make if world().is_main else _Nothing()
+
+
+def get_exp_dir(config: Any, **options: Any) -> Any:
+    """The experiment's directories, asked for, removed and made by the main rank alone (collective)."""
+    import robomimic.utils.train_utils as TrainUtils
+
+    return world().run_on_main(TrainUtils.get_exp_dir, config, **options)
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same. Local."""
+    return make_loader(**options)
+
+
+def prepare(model: Any) -> Any:
+    """`model` (an Algo), every network of which is now reduced over the ranks (collective).
+
+    The networks stay where they are: no wrapper gets between an algorithm, its optimizers, its EMA and its
+    checkpoints. Networks that train together share one reducer; target networks and the EMA become the
+    main rank's. Then each rank gets random streams of its own.
+    """
+    here = world()
+    if not here.is_launched:
+        return model
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), _num_cores() // here.local_world_size)))
+    for algo in _algos(model):
+        for net in _trained_together(algo):
+            wrap_parallel(net)
+        ema = getattr(algo, "ema", None)
+        for module in (algo.nets, getattr(ema, "averaged_model", None)):
+            if module is not None:
+                same_on_all_ranks(module)
+    split_random_streams()
+    return model
+
+
+def same_on_all_ranks(nets: nn.Module) -> nn.Module:
+    """`nets` with the main rank's weights, so that a copy made next (an EMA) is the same everywhere (collective)."""
+    if world().world_size > 1:
+        broadcast_state(nets)
+    return nets
+
+
+def run_epoch(
+    *, model: Any, data_loader: Any, epoch: int, num_steps: Optional[int] = None, **options: Any
+) -> dict[str, float]:
+    """Upstream's run_epoch, its metrics averaged over the ranks (collective).
+
+    Ranks meet here first, for as long as the main rank rolls out or saves. The order of samples depends on
+    `epoch` alone, so that a resumed run sees what the uninterrupted one would have seen.
+    """
+    import robomimic.utils.train_utils as TrainUtils
+
+    here = world()
+    if isinstance(data_loader, ShardedLoader):
+        passes = 1 if num_steps is None else math.ceil(num_steps / len(data_loader))
+        data_loader.set_epoch((epoch - 1) * passes)
+    here.barrier()
+    log = TrainUtils.run_epoch(model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options)
+    return {key: float(value) for key, value in here.mean(log).items()} if here.world_size > 1 else log
+
+
+def save_model(**options: Any) -> None:
+    """Upstream's save_model, on the main rank alone. Local: nobody waits for it."""
+    import robomimic.utils.train_utils as TrainUtils
+
+    if world().is_main:
+        TrainUtils.save_model(**options)
+
+
+class _Nothing:
+    """Takes every call and attribute, does nothing: a logger or a file on a rank that must not write."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        return None
+
+
+def _algos(model: Any) -> Iterator[Any]:
+    """`model` and the algorithms inside it (hbc and iris hold planners, actors and value functions)."""
+    from robomimic.algo.algo import Algo
+
+    inner = [value for value in vars(model).values() if isinstance(value, Algo)]
+    for algo in inner:
+        yield from _algos(algo)
+    if "nets" in vars(model):
+        yield model
+
+
+def _trained_together(algo: Any) -> Iterator[nn.Module]:
+    """The networks of `algo`, cut where its optimizers cut them."""
+    optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
+    for name, net in algo.nets.items():
+        if isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list):
+            yield from net
+        else:
+            yield net
+
+
+def _num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,91 @@
+"""Random streams: seeds derived from one another, and scopes that leave the process's own streams alone."""
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, Optional, Union
+
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), random, and numpy where it is loaded. Local."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def derive_seed(seed: int, *scope: Union[int, str]) -> int:
+    """A 63-bit seed that depends on `seed` and on what it is for, the same on every machine. Local.
+
+    >>> derive_seed(1, "noise", 0) != derive_seed(1, "noise", 1)
+    True
+    """
+    text = "/".join(str(part) for part in (seed, *scope)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+@contextlib.contextmanager
+def shared_random_streams(seed: int) -> Iterator[None]:
+    """Inside, all ranks draw alike from `seed`; afterwards each goes on where it was. Local.
+
+    For a network that has to be built after `wrap_parallel` gave every rank streams of its own.
+    """
+    gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=gpus), PrivateRandom(seed).swapped_in():
+        if gpus:
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+class PrivateRandom:
+    """Python's, torch's (CPU) and numpy's global generators, as one consumer sees them.
+
+    Code that draws from the global generators runs inside :meth:`swapped_in`: it finds them seeded from
+    `seed`, or as its last visit left them, and the process finds its own states untouched afterwards. Local.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: Optional[dict[str, Any]] = None
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Make the global generators this consumer's own until the block is left."""
+        outer = _global_states()
+        if self._states is None:
+            _seed_globals(self._seed)
+        else:
+            _restore_globals(self._states)
+        try:
+            yield
+        finally:
+            self._states = _global_states()
+            _restore_globals(outer)
+
+
+def _global_states() -> dict[str, Any]:
+    states = {"random": random.getstate(), "torch": torch.default_generator.get_state()}
+    # numpy is not imported for this: a process without it has no global state of it to protect.
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _seed_globals(seed: int) -> None:
+    random.seed(seed)
+    # Not torch.manual_seed, which reseeds the accelerators as well.
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+def _restore_globals(states: dict[str, Any]) -> None:
+    random.setstate(states["random"])
+    torch.default_generator.set_state(states["torch"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])

@@ -1,0 +1,109 @@
+"""The one launcher for tests that need several ranks: forked from a preloaded server, never hanging.
+
+`run_ranks(fn, num_ranks, *args)` calls the top-level function `fn(*args)` in `num_ranks` processes that
+have been through `ddpshim.setup`, and returns what each rank returned. A deadline holds inside (the
+group's timeout) and outside (the processes are killed); the first failure in time is the one reported.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import tempfile
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from typing import Any, Callable
+
+import torch
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel.distributed"])
+
+
+class RankFailure(AssertionError):
+    """A rank of a test failed; the text holds its traceback."""
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _enter(
+    fn: Callable[..., Any], rank: int, size: int, folder: str, deadline_s: float, seed: Any, args: Any, out: Any
+) -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    try:
+        import torch.distributed as dist
+
+        import ddpshim
+
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(os.path.join(folder, "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s))
+        ddpshim.setup(seed=seed, device="cpu", side_timeout_s=deadline_s)
+        try:
+            result = fn(*args)
+        finally:
+            ddpshim.cleanup()
+        packed = io.BytesIO()  # bytes, not tensors: those would travel as file descriptors of this process
+        torch.save(result, packed)
+        out.send((time.time(), None, packed.getvalue()))
+        dist.destroy_process_group()
+    except BaseException:
+        out.send((time.time(), traceback.format_exc(), None))
+        os._exit(1)
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60, seed: Any = 0) -> list[Any]:
+    """What `fn(*args)` returned on each rank; raises RankFailure with the first failing rank's traceback."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], []
+        for rank in range(num_ranks):
+            receive, send = _server.Pipe(duplex=False)
+            process = _server.Process(
+                target=_enter, args=(fn, rank, num_ranks, folder, timeout_s, seed, args, send), daemon=True
+            )
+            process.start()
+            send.close()
+            processes.append(process)
+            pipes.append(receive)
+        results: dict[int, Any] = {}
+        failures: list[tuple[float, int, str]] = []
+        end = time.monotonic() + timeout_s
+        grace_s = 3.0
+        while len(results) + len(failures) < num_ranks and time.monotonic() < end:
+            done = {rank for _, rank, _ in failures} | set(results)
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in done]
+            for pipe in multiprocessing.connection.wait(waiting, timeout=0.5):
+                rank = pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    moment, error, result = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    moment, error, result = time.time(), "the process died without a word", None
+                if error is None:
+                    results[rank] = torch.load(io.BytesIO(result), weights_only=False)
+                else:
+                    failures.append((moment, rank, error))
+                    end = min(end, time.monotonic() + grace_s)
+        for process in processes:
+            process.join(timeout=5 if not failures and len(results) == num_ranks else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if failures:
+            moment, rank, error = min(failures)
+            raise RankFailure(f"rank {rank} of {num_ranks} failed first:\n{error}")
+        if len(results) < num_ranks:
+            missing = sorted(set(range(num_ranks)) - set(results))
+            raise RankFailure(f"ranks {missing} of {num_ranks} were still busy after {timeout_s} s")
+        return [results[rank] for rank in range(num_ranks)]

@@ -1,0 +1,530 @@
+"""The launch environment: pure functions over dicts, and one really bound port."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+
+import pytest
+
+from ddpshim.errors import LaunchError
+from ddpshim.launch import LaunchEnv, check_port, expand_nodelist, read_launch_env
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "gpu1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+HAND_SPAWNED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-gpu1-77@1",
+    "MASTER_ADDR": "gpu1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_JOBID": "9"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "2",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "0",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "gpu1",
+    "MASTER_PORT": "4000",
+}
+# mpirun and srun may be started from this: 7 tasks on 4 nodes, the last node has one.
+SLURM = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[008-011]",
+    "SLURM_JOB_NODELIST": "gpu[001-011]",
+}
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def read(environ: dict[str, str], **arguments: object) -> LaunchEnv:
+    before = dict(environ)
+    launch_env = read_launch_env(environ, **arguments)  # type: ignore[arg-type]
+    assert environ == before
+    assert "\n" not in launch_env.reason
+    return launch_env
+
+
+def numbers(env: LaunchEnv) -> tuple[int, int, int, int, int]:
+    return env.rank, env.local_rank, env.world_size, env.local_world_size, env.node_rank
+
+
+READ = {
+    "nothing": ({}, "none", (0, 0, 1, 1, 0), None, None),
+    "master only": ({"MASTER_ADDR": "gpu1", "MASTER_PORT": "1"}, "none", (0, 0, 1, 1, 0), None, None),
+    "torchrun": (TORCHRUN, "torchrun", (3, 1, 4, 2, 1), "gpu1", 29500),
+    "torchrun without group": (without(TORCHRUN, "GROUP_RANK"), "torchrun", (3, 1, 4, 2, 1), "gpu1", 29500),
+    "torchrun in mpirun": ({**OPENMPI, **TORCHRUN}, "torchrun", (3, 1, 4, 2, 1), "gpu1", 29500),
+    "torchrun in srun": ({**SLURM, **TORCHRUN}, "torchrun", (3, 1, 4, 2, 1), "gpu1", 29500),
+    "hand-spawned": (HAND_SPAWNED, "torchrun", (1, 1, 2, 2, 0), "localhost", 29500),
+    "hand-spawned ip": (
+        {**HAND_SPAWNED, "MASTER_ADDR": "127.0.1.1"},
+        "torchrun",
+        (1, 1, 2, 2, 0),
+        "127.0.1.1",
+        29500,
+    ),
+    "hand-spawned one node": (
+        {**HAND_SPAWNED, "MASTER_ADDR": "gpu1", "LOCAL_WORLD_SIZE": "2"},
+        "torchrun",
+        (1, 1, 2, 2, 0),
+        "gpu1",
+        29500,
+    ),
+    "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun", (0, 0, 1, 1, 0), None, None),
+    "openmpi": ({**OPENMPI, "MASTER_PORT": "4000"}, "openmpi", (5, 1, 8, 4, 1), "gpu1", 4000),
+    "openmpi round robin": (
+        {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2", "MASTER_PORT": "4000"},
+        "openmpi",
+        (5, 2, 8, 4, -1),
+        "gpu1",
+        4000,
+    ),
+    "openmpi of one": (
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        "openmpi",
+        (0, 0, 1, 1, 0),
+        None,
+        None,
+    ),
+    "mpich": ({**MPICH, "MASTER_PORT": "4000"}, "pmi", (1, 1, 2, 2, 0), "127.0.0.1", 4000),
+    "mvapich": (MVAPICH, "pmi", (2, 0, 4, 2, 1), "gpu1", 4000),
+    "mvapich sets PMI too": (
+        {**MVAPICH, "PMI_RANK": "2", "PMI_SIZE": "4"},
+        "pmi",
+        (2, 0, 4, 2, 1),
+        "gpu1",
+        4000,
+    ),
+    # mpiexec's daemons are one srun task for each node, so SLURM_LOCALID is 0 for all ranks of a node.
+    "mpich in a SLURM job": (
+        {**SLURM, **MPICH, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": "4000"},
+        "pmi",
+        (1, 1, 2, 2, 0),
+        "127.0.0.1",
+        4000,
+    ),
+    "srun --mpi=pmi2": (
+        {**SLURM, "PMI_RANK": "6", "PMI_SIZE": "7", "MASTER_PORT": "4000"},
+        "pmi",
+        (6, 0, 7, 1, 3),
+        "gpu008",
+        4000,
+    ),
+    "srun": ({**SLURM, "MASTER_PORT": "4000"}, "slurm", (6, 0, 7, 1, 3), "gpu008", 4000),
+    "srun, job's nodes": (
+        {**without(SLURM, "SLURM_STEP_NODELIST"), "MASTER_PORT": "4000"},
+        "slurm",
+        (6, 0, 7, 1, 3),
+        "gpu001",
+        4000,
+    ),
+    "srun, address given": (
+        {**SLURM, "MASTER_ADDR": "h", "MASTER_PORT": "4"},
+        "slurm",
+        (6, 0, 7, 1, 3),
+        "h",
+        4,
+    ),
+    "forced none": ({**TORCHRUN, "DDPSHIM_LAUNCHER": "none"}, "none", (0, 0, 1, 1, 0), None, None),
+    "forced torchrun": (
+        {**OPENMPI, **TORCHRUN, "DDPSHIM_LAUNCHER": "torchrun"},
+        "torchrun",
+        (3, 1, 4, 2, 1),
+        "gpu1",
+        29500,
+    ),
+    "forced mpi": ({**TORCHRUN, **MPICH, "DDPSHIM_LAUNCHER": "mpi"}, "pmi", (1, 1, 2, 2, 0), "gpu1", 29500),
+    "forced slurm": (
+        {**SLURM, **TORCHRUN, "DDPSHIM_LAUNCHER": "slurm"},
+        "slurm",
+        (6, 0, 7, 1, 3),
+        "gpu1",
+        29500,
+    ),
+    "forced slurm in a pty": (
+        {**SLURM, "SLURM_PTY_PORT": "1", "MASTER_PORT": "4000", "DDPSHIM_LAUNCHER": "slurm"},
+        "slurm",
+        (6, 0, 7, 1, 3),
+        "gpu008",
+        4000,
+    ),
+    "empty force": ({"DDPSHIM_LAUNCHER": ""}, "none", (0, 0, 1, 1, 0), None, None),
+}
+
+
+@pytest.mark.parametrize(("environ", "launcher", "expected", "addr", "port"), READ.values(), ids=READ)
+def test_reads(environ, launcher, expected, addr, port):
+    env = read(environ)
+    assert (env.launcher, numbers(env), env.master_addr, env.master_port) == (launcher, expected, addr, port)
+    assert env.is_launched == (launcher != "none")
+
+
+@pytest.mark.parametrize(("flag", "expected"), [("True", True), ("False", False), (None, False)])
+def test_agent_store(flag, expected):
+    environ = without(TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE")
+    assert read(environ if flag is None else {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": flag}).agent_store == expected
+    assert not read({**SLURM, **TORCHRUN, "DDPSHIM_LAUNCHER": "slurm"}).agent_store
+
+
+def test_reason_names_what_decided():
+    assert "RANK='3', WORLD_SIZE='4'" in read(TORCHRUN).reason
+    assert "SLURM_PROCID='6'" in read(SLURM).reason
+    assert "DDPSHIM_LAUNCHER='none'" in read({**TORCHRUN, "DDPSHIM_LAUNCHER": "none"}).reason
+    reason = read(TORCHRUN, rank=0, world_size=4, local_rank=0, local_world_size=2).reason
+    assert "rank='0', world_size='4'" in reason
+    assert "not RANK='3', LOCAL_RANK='1'" in reason
+
+
+ALONE = {
+    "allocation only": {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4"},
+    "batch script": {**SLURM, "SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0"},
+    "first reserved id": {**SLURM, "SLURM_STEP_ID": str(0xFFFFFFF0)},
+    "one task": {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    "rank of another step": {**SLURM, "SLURM_PROCID": "7"},
+    "shell of srun --pty": {**SLURM, "SLURM_PTY_PORT": "40000"},
+    "shell of srun --pty --mpi=pmi2": {**SLURM, "SLURM_PTY_PORT": "4", "PMI_RANK": "6", "PMI_SIZE": "7"},
+    "no step": without(SLURM, "SLURM_STEP_ID"),
+}
+
+
+@pytest.mark.parametrize("environ", ALONE.values(), ids=ALONE)
+def test_alone_in_an_allocation(environ):
+    env = read(environ)
+    assert (env.launcher, numbers(env), env.master_port) == ("none", (0, 0, 1, 1, 0), None)
+    assert "SLURM" in env.reason
+    assert "runs alone" in env.reason
+
+
+def test_last_unreserved_step_is_a_step():
+    assert read({**SLURM, "SLURM_STEP_ID": str(0xFFFFFFEF)}).launcher == "slurm"
+
+
+EXPLICIT = {
+    "one": ({}, {"rank": 0, "world_size": 1}, (0, 0, 1, 1, 0), None, None, False),
+    # N separate processes inside a torchrun job must not meet at its store.
+    "one in torchrun": (TORCHRUN, {"rank": 0, "world_size": 1}, (0, 0, 1, 1, 0), None, None, False),
+    "loopback": (
+        {},
+        {"rank": 1, "world_size": 2, "master_addr": "localhost", "master_port": 4000},
+        (1, 1, 2, 2, 0),
+        "localhost",
+        4000,
+        False,
+    ),
+    "environ's master": (
+        HAND_SPAWNED,
+        {"rank": 0, "world_size": 3},
+        (0, 0, 3, 3, 0),
+        "localhost",
+        29500,
+        False,
+    ),
+    "hosts": (
+        {},
+        {
+            "rank": 3,
+            "world_size": 4,
+            "local_rank": 1,
+            "local_world_size": 2,
+            "master_addr": "h",
+            "master_port": 4,
+        },
+        (3, 1, 4, 2, 1),
+        "h",
+        4,
+        False,
+    ),
+    "over torchrun": (
+        TORCHRUN,
+        {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 2, "master_port": 4},
+        (0, 0, 2, 2, 0),
+        "gpu1",
+        4,
+        False,
+    ),
+    "as torchrun says": (TORCHRUN, {"rank": 3, "world_size": 4}, (3, 1, 4, 2, 1), "gpu1", 29500, True),
+    "torchrun's port": (
+        TORCHRUN,
+        {"rank": 3, "world_size": 4, "master_port": 29500},
+        (3, 1, 4, 2, 1),
+        "gpu1",
+        29500,
+        True,
+    ),
+    "over force": (
+        {"DDPSHIM_LAUNCHER": "slurm"},
+        {"rank": 0, "world_size": 1},
+        (0, 0, 1, 1, 0),
+        None,
+        None,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "expected", "addr", "port", "agent_store"), EXPLICIT.values(), ids=EXPLICIT
+)
+def test_arguments_win(environ, arguments, expected, addr, port, agent_store):
+    env = read(environ, **arguments)
+    assert (env.launcher, numbers(env)) == ("explicit", expected)
+    assert (env.master_addr, env.master_port, env.agent_store) == (addr, port, agent_store)
+
+
+# What each message has to hold: the variable, its value, and the cure.
+ERRORS = {
+    "lone LOCAL_RANK": ({"LOCAL_RANK": "0"}, ["LOCAL_RANK='0'", "RANK and WORLD_SIZE not set", "torchrun"]),
+    "lone RANK": ({"RANK": "0"}, ["RANK='0'", "WORLD_SIZE not set", "export WORLD_SIZE"]),
+    "lone WORLD_SIZE": ({"WORLD_SIZE": "1"}, ["WORLD_SIZE='1'", "RANK not set", "unset", "torchrun"]),
+    "WORLD_SIZE in srun": (
+        {**SLURM, "WORLD_SIZE": "7"},
+        ["WORLD_SIZE='7'", "RANK not set", "DDPSHIM_LAUNCHER"],
+    ),
+    "rank = size": ({**TORCHRUN, "RANK": "4"}, ["RANK=4", "WORLD_SIZE=4", "Correct"]),
+    "rank -1": ({**TORCHRUN, "RANK": "-1"}, ["RANK='-1'", "Correct RANK"]),
+    "rank 1.5": ({**TORCHRUN, "RANK": "1.5"}, ["RANK='1.5'", "Correct RANK"]),
+    "rank empty": ({**TORCHRUN, "RANK": ""}, ["RANK=''", "Correct RANK"]),
+    "size abc": ({**TORCHRUN, "WORLD_SIZE": "abc"}, ["WORLD_SIZE='abc'", "Correct WORLD_SIZE"]),
+    "size 0": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0", "Correct"]),
+    "local rank": ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2", "Correct"]),
+    "local size": (
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "5"},
+        ["LOCAL_WORLD_SIZE='5'", "WORLD_SIZE='4'", "Correct"],
+    ),
+    "local size 0": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0", "Correct"]),
+    "group abc": ({**TORCHRUN, "GROUP_RANK": "abc"}, ["GROUP_RANK='abc'", "Correct GROUP_RANK"]),
+    "no address": (
+        without(TORCHRUN, "MASTER_ADDR"),
+        ["WORLD_SIZE='4'", "MASTER_ADDR not set", "export MASTER_ADDR"],
+    ),
+    "address empty": ({**TORCHRUN, "MASTER_ADDR": " "}, ["MASTER_ADDR=' '", "Set MASTER_ADDR"]),
+    "no port": (
+        without(TORCHRUN, "MASTER_PORT"),
+        ["WORLD_SIZE='4'", "MASTER_PORT not set", "export MASTER_PORT"],
+    ),
+    "port 0": ({**TORCHRUN, "MASTER_PORT": "0"}, ["MASTER_PORT='0'", "Set MASTER_PORT"]),
+    "port 65536": ({**TORCHRUN, "MASTER_PORT": "65536"}, ["MASTER_PORT='65536'", "1 to 65535"]),
+    "port abc": ({**MPICH, "MASTER_PORT": "abc"}, ["MASTER_PORT='abc'", "Correct MASTER_PORT"]),
+    "no local rank": (
+        {**HAND_SPAWNED, "MASTER_ADDR": "gpu1"},
+        ["RANK='1'", "LOCAL_RANK and LOCAL_WORLD_SIZE not set", "torchrun"],
+    ),
+    "no local size": (without(TORCHRUN, "LOCAL_WORLD_SIZE"), ["LOCAL_RANK='1'", "LOCAL_WORLD_SIZE not set"]),
+    "unknown force": (
+        {"DDPSHIM_LAUNCHER": "pbs"},
+        ["DDPSHIM_LAUNCHER='pbs'", "torchrun, slurm, mpi or none"],
+    ),
+    "force torchrun": (
+        {"DDPSHIM_LAUNCHER": "torchrun"},
+        ["DDPSHIM_LAUNCHER='torchrun'", "RANK and WORLD_SIZE"],
+    ),
+    "force mpi": (
+        {"DDPSHIM_LAUNCHER": "mpi"},
+        ["DDPSHIM_LAUNCHER='mpi'", "OMPI_COMM_WORLD_RANK", "PMI_RANK"],
+    ),
+    "force slurm": (
+        {"DDPSHIM_LAUNCHER": "slurm", "SLURM_JOB_ID": "1"},
+        ["DDPSHIM_LAUNCHER='slurm'", "SLURM_PROCID", "export"],
+    ),
+    "lone OMPI rank": (
+        {"OMPI_COMM_WORLD_RANK": "0"},
+        ["OMPI_COMM_WORLD_RANK='0'", "OMPI_COMM_WORLD_SIZE not set"],
+    ),
+    "OMPI rank": (
+        {**OPENMPI, "OMPI_COMM_WORLD_RANK": "8"},
+        ["OMPI_COMM_WORLD_RANK=8", "OMPI_COMM_WORLD_SIZE=8"],
+    ),
+    "OMPI address": (without(OPENMPI, "MASTER_ADDR"), ["OMPI_COMM_WORLD_SIZE='8'", "export MASTER_ADDR"]),
+    "OMPI port": (without(OPENMPI, "PMIX_NAMESPACE"), ["OMPI_COMM_WORLD_SIZE='8'", "export MASTER_PORT"]),
+    "PMI port": (without(MPICH, "PMI_JOBID"), ["PMI_SIZE='2'", "export MASTER_PORT"]),
+    "PMI local": (
+        {**without(MPICH, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")},
+        ["PMI_RANK='1'", "MPI_LOCALRANKID", "export"],
+    ),
+    "SLURM local": ({**SLURM, "SLURM_LOCALID": "1"}, ["SLURM_LOCALID=1", "SLURM_STEP_TASKS_PER_NODE=1"]),
+    "SLURM no local": (without(SLURM, "SLURM_LOCALID"), ["SLURM_PROCID='6'", "SLURM_LOCALID not set"]),
+    "SLURM tasks": (
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x"},
+        ["SLURM_STEP_TASKS_PER_NODE='2(x'", "srun"],
+    ),
+    "SLURM sum": (
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),2"},
+        ["='2(x3),2'", "SLURM_STEP_NUM_TASKS='7'", "srun"],
+    ),
+    "SLURM node": ({**SLURM, "SLURM_NODEID": "4"}, ["SLURM_NODEID='4'", "srun"]),
+    "SLURM nodes": (
+        {**SLURM, "SLURM_STEP_NODELIST": "gpu["},
+        ["SLURM_STEP_NODELIST", "'gpu['", "export MASTER_ADDR"],
+    ),
+    "SLURM step abc": ({**SLURM, "SLURM_STEP_ID": "abc"}, ["SLURM_STEP_ID='abc'", "Correct SLURM_STEP_ID"]),
+}
+ARGUMENT_ERRORS = {
+    "rank only": ({"rank": 0}, ["rank='0'", "world_size not set", "pass world_size"]),
+    "address only": ({"master_addr": "h"}, ["master_addr='h'", "rank and world_size not set", "pass rank"]),
+    "no master": ({"rank": 0, "world_size": 2}, ["world_size='2'", "master_addr and master_port not set"]),
+    "no local rank": (
+        {"rank": 0, "world_size": 2, "master_addr": "h", "master_port": 4},
+        ["rank='0'", "pass local_rank"],
+    ),
+    "rank": ({"rank": 2, "world_size": 2}, ["rank=2", "world_size=2", "Correct rank"]),
+    "negative": ({"rank": -1, "world_size": 2}, ["rank='-1'", "Correct rank"]),
+    "float": ({"rank": 0, "world_size": 2.0}, ["world_size='2.0'", "Correct world_size"]),
+    "port": ({"rank": 0, "world_size": 1, "master_port": 0}, ["master_port='0'", "Set master_port"]),
+}
+
+
+def assert_three_parts(message: str, parts: list[str]) -> None:
+    for part in parts:
+        assert part in message
+    # found: consequence. Cure.
+    found, _, rest = message.partition(": ")
+    consequence, _, cure = rest.partition(". ")
+    assert found
+    assert consequence
+    assert cure.endswith(".")
+
+
+@pytest.mark.parametrize(("environ", "parts"), ERRORS.values(), ids=ERRORS)
+def test_errors(environ, parts):
+    with pytest.raises(LaunchError) as caught:
+        read(environ)
+    assert_three_parts(str(caught.value), parts)
+
+
+@pytest.mark.parametrize(("arguments", "parts"), ARGUMENT_ERRORS.values(), ids=ARGUMENT_ERRORS)
+def test_argument_errors(arguments, parts):
+    with pytest.raises(LaunchError) as caught:
+        read({}, **arguments)
+    assert_three_parts(str(caught.value), parts)
+
+
+def test_ranks_of_another_rank_are_not_inherited():
+    # Rank 0 with torchrun's LOCAL_RANK=1 would take rank 3's GPU.
+    with pytest.raises(LaunchError, match="pass local_rank and local_world_size"):
+        read(TORCHRUN, rank=0, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("login1", ["login1"]),
+        ("a,b.c.d", ["a", "b.c.d"]),
+        ("gpu[001-003,07]-ib,login1", ["gpu001-ib", "gpu002-ib", "gpu003-ib", "gpu07-ib", "login1"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[0-1]n[1-2],x[3]", ["r0n1", "r0n2", "r1n1", "r1n2", "x3"]),
+        ("gpu-a[1,3]", ["gpu-a1", "gpu-a3"]),
+    ],
+)
+def test_expand_nodelist(nodelist, hosts):
+    assert expand_nodelist(nodelist) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    ["", "a,", ",a", "a,,b", "a[", "a]", "a[]", "a[1", "a[[1]]", "a[x]", "a[3-1],b", "a[1,3-2]", "a b"],
+)
+def test_bad_nodelist(nodelist):
+    with pytest.raises(LaunchError) as caught:
+        expand_nodelist(nodelist)
+    assert_three_parts(str(caught.value), [repr(nodelist), "export MASTER_ADDR"])
+
+
+def test_derived_port_is_the_same_on_all_ranks_and_differs_between_jobs():
+    first, last = {**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, SLURM
+    port = read(first).master_port
+    assert port == read(last).master_port
+    assert port is not None
+    others = {read({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "1"}).master_port for job in range(42, 62)}
+    assert port not in others
+    assert len(others) == 20
+    assert all(15000 <= other < 30000 for other in others if other is not None)
+
+
+def test_mpirun_in_a_slurm_job_ignores_its_daemons_step():
+    # Rank 0 runs in the batch step; rank 5's node was reached by a step that lacks the first node.
+    environ = without({**OPENMPI, **SLURM}, "MASTER_ADDR", "PMIX_NAMESPACE")
+    head = {
+        **environ,
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "SLURM_STEP_ID": "4294967291",
+    }
+    head["SLURM_STEP_NODELIST"] = "gpu001"
+    envs = [read(environ), read(head)]
+    assert [env.launcher for env in envs] == ["openmpi", "openmpi"]
+    assert [env.master_addr for env in envs] == ["gpu001", "gpu001"]
+    assert envs[0].master_port == envs[1].master_port
+
+
+def test_os_environ_is_not_written(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    read_launch_env(os.environ, rank=0, world_size=1)
+    read_launch_env(without(dict(os.environ), "RANK", "WORLD_SIZE", "LOCAL_RANK", "DDPSHIM_LAUNCHER"))
+    assert dict(os.environ) == before
+
+
+@pytest.fixture
+def taken():
+    """Rank 0 of 2 whose port another socket of this machine listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield read({**HAND_SPAWNED, "RANK": "0", "MASTER_PORT": str(server.getsockname()[1])})
+
+
+@pytest.mark.parametrize("addr", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_check_port_taken(taken, addr):
+    with pytest.raises(LaunchError) as caught:
+        check_port(dataclasses.replace(taken, master_addr=addr))
+    assert_three_parts(str(caught.value), [f"MASTER_PORT={taken.master_port}", addr, "free port"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 1, "local_rank": 1},
+        {"agent_store": True},
+        {"world_size": 1},
+        {"master_addr": "192.0.2.1"},  # reserved for documentation: never this machine
+        {"master_addr": "no-such-host.invalid"},
+        {"master_addr": None, "master_port": None},
+    ],
+    ids=str,
+)
+def test_check_port_not_ours(taken, change):
+    check_port(dataclasses.replace(taken, **change))
+
+
+def test_check_port_free(taken):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+    env = dataclasses.replace(taken, master_port=port)
+    check_port(env)
+    check_port(env)  # the first left nothing behind

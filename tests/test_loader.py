@@ -1,0 +1,587 @@
+"""make_loader: W ranks side by side in one process, compared with a world of one."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from ddpshim import loader as loader_module
+from ddpshim.errors import DataError
+from ddpshim.loader import ShardedLoader, make_loader, scale_lr
+from tests.ranks import run_ranks
+
+
+class Side:
+    """A rank that shares its process with the others: the main rank acts first, the others read its post."""
+
+    launcher, is_launched = "torchrun", True
+
+    def __init__(self, rank, world_size, seed, post):
+        self.rank, self.world_size, self.seed, self.is_main = rank, world_size, seed, rank == 0
+        self._post, self._num_read = post, 0
+
+    def gather(self, value):
+        return [value] * self.world_size
+
+    def run_on_main(self, function, *args):
+        if self.is_main:
+            self._post.append(function(*args))
+        self._num_read += 1
+        return self._post[self._num_read - 1]
+
+
+def side_by_side(world_size, seed=0):
+    post = []
+    return [Side(rank, world_size, seed, post) for rank in range(world_size)]
+
+
+UNLAUNCHED = SimpleNamespace(rank=0, world_size=1, seed=0, is_main=True, is_launched=False)
+
+
+def make_loaders(world_size, make_dataset, *args, world_seed=0, make=None, **kwargs):
+    worlds = side_by_side(world_size, world_seed)
+    made = make() if make else {}
+    return [make_loader(make_dataset(), *args, world=world, **made, **kwargs) for world in worlds]
+
+
+def epoch_of(loaders, limit=None):
+    """The global batches of one pass, put together from all ranks: position p is rank p % W's."""
+    passes = []
+    for one in loaders:
+        steps = []
+        for step, batch in enumerate(one):
+            if step == limit:
+                break
+            steps.append(batch.tolist())
+        passes.append(steps)
+    assert len({len(steps) for steps in passes}) == 1
+    width = len(loaders)
+    together = []
+    for shares in zip(*passes):
+        assert len({len(share) for share in shares}) == 1
+        together.append([shares[p % width][p // width] for p in range(len(shares[0]) * width)])
+    return together
+
+
+def states():
+    return (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        np.random.get_state()[2],
+        torch.get_rng_state().tolist(),
+    )
+
+
+class Numbers(IterableDataset):
+    """0, 1, 2, ...; with noise, shuffled in a buffer that draws from all the global generators."""
+
+    def __init__(self, length, noisy=False, sized=False):
+        self.length, self.noisy, self.epochs = length, noisy, []
+        if sized:
+            self.__class__ = SizedNumbers
+
+    def __iter__(self):
+        info = get_worker_info()
+        numbers = range(self.length)
+        if info is not None:
+            numbers = range(info.id, self.length, info.num_workers)
+        if not self.noisy:
+            yield from numbers
+            return
+        buffer = []
+        for number in numbers:
+            buffer.append(number)
+            if len(buffer) == 5:
+                choice = random.randrange(5) + int(np.random.randint(5)) + int(torch.randint(5, ()))
+                yield buffer.pop(choice % 5)
+        yield from buffer
+
+
+class SizedNumbers(Numbers):
+    def __len__(self):
+        return self.length
+
+
+def numbers():
+    return torch.arange(96)
+
+
+# --- without a launcher -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_without_a_launcher_it_is_torchs_loader(num_workers):
+    data = TensorDataset(torch.arange(20.0), torch.arange(20))
+    ours = make_loader(data, 4, True, None, None, num_workers, drop_last=False, world=UNLAUNCHED, seed=5)
+    theirs = DataLoader(data, 4, True, None, None, num_workers)
+    assert type(ours) is DataLoader
+    runs = []
+    for one in (ours, theirs):
+        torch.manual_seed(11)
+        runs.append(([batch[1].tolist() for _ in range(2) for batch in one], states()))
+    assert runs[0] == runs[1]
+
+
+def test_without_a_launcher_arguments_go_where_torch_has_them():
+    def collate(items):
+        return len(items)
+
+    def init(worker):
+        del worker
+
+    data = list(range(10))
+    arguments = [data, 3, None, [5, 4, 3, 2], None, 0, collate, False, False, 0, init, None, None]
+    ours = make_loader(*arguments, world=UNLAUNCHED)
+    assert list(ours) == [3, 1]
+    assert ours.worker_init_fn is init
+    assert len(make_loader(data, 3, world=UNLAUNCHED)) == 3
+    batches = make_loader(data, batch_sampler=[[0, 1], [2]], collate_fn=collate, world=UNLAUNCHED)
+    assert list(batches) == [2, 1]
+    assert list(make_loader(data, batch_size=None, world=UNLAUNCHED)) == data
+    with pytest.raises(TypeError, match="no_such_thing"):
+        make_loader(data, no_such_thing=1, world=UNLAUNCHED)
+    with pytest.raises(TypeError, match="no_such_thing"):
+        make_loader(data, no_such_thing=1, world=side_by_side(1)[0])
+
+
+def test_the_current_world_is_used_where_none_is_given():
+    assert type(make_loader([1, 2])) is DataLoader
+
+
+# --- order ------------------------------------------------------------------------------------------------
+
+
+def test_ten_samples_two_ranks_unshuffled():
+    loaders = make_loaders(2, lambda: torch.arange(10), 2)
+    assert [torch.cat(list(one)).tolist() for one in loaders] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+
+
+SOURCES = {
+    "sequential": dict,
+    "shuffled": lambda: {"shuffle": True},
+    "random": lambda: {"sampler": RandomSampler(range(96))},
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(5, 85))},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 48 + [3.0] * 48, 96)},
+    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(96)), 8, True)},
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("source", SOURCES)
+def test_global_batches_are_those_of_a_world_of_one(source, num_workers):
+    runs = {}
+    for world_size in (1, 2, 4) if num_workers == 0 else (1, 2):
+        options = {} if source == "batches" else {"batch_size": 8}
+        loaders = make_loaders(world_size, numbers, make=SOURCES[source], num_workers=num_workers, **options)
+        assert [one.global_batch_size for one in loaders] == [8] * world_size
+        torch.manual_seed(world_size)
+        before = states()
+        runs[world_size] = [epoch_of(loaders), epoch_of(loaders, limit=3), epoch_of(loaders)]
+        assert states() == before
+        assert [one.epoch for one in loaders] == [2] * world_size
+        assert {len(one) for one in loaders} == {len(runs[world_size][0])}
+    assert all(run == runs[1] for run in runs.values())
+    first, abandoned, last = runs[1]
+    if source != "sequential":
+        assert first[:3] != abandoned != last[:3]
+        assert first != last
+    if source != "weighted":
+        seen = [index for batch in first for index in batch]
+        assert len(set(seen)) == len(seen)
+
+
+def test_weights_hold_globally():
+    weights = torch.tensor([1.0, 2.0, 4.0, 1.0])
+    loaders = make_loaders(2, lambda: torch.arange(4), 8, sampler=WeightedRandomSampler(weights, 4000))
+    counts = Counter(index for batch in epoch_of(loaders) for index in batch)
+    chi_square = sum((counts[i] - 500 * w) ** 2 / (500 * w) for i, w in enumerate(weights.tolist()))
+    assert chi_square < 11.3  # 1 % with 3 degrees of freedom
+
+
+def test_a_sampler_with_private_entropy_gives_one_draw():
+    class Private:
+        random_state = np.random.RandomState()
+
+        def __len__(self):
+            return 40
+
+        def __iter__(self):
+            return iter(self.random_state.permutation(40))
+
+    sampler = Private()
+    batches = epoch_of(make_loaders(4, lambda: torch.arange(40), 8, sampler=sampler))
+    assert sorted(index for batch in batches for index in batch) == list(range(40))
+
+
+def test_an_abandoned_pass_is_not_replayed():
+    loader = make_loaders(1, lambda: torch.arange(400), 4, shuffle=True)[0]
+    seen = set()
+    for _ in range(50):
+        for step, batch in enumerate(loader):
+            if step == 5:
+                break
+            seen.update(batch.tolist())
+    assert len(seen) > 350
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_set_epoch_is_honoured_by_every_name(persistent):
+    kwargs = {"num_workers": 2, "persistent_workers": True} if persistent else {}
+    [loader] = make_loaders(1, numbers, 8, shuffle=True, **kwargs)
+    epochs = [epoch_of([loader]) for _ in range(3)]
+    loader.set_epoch(1)
+    assert loader.epoch == 1
+    assert epoch_of([loader]) == epochs[1]
+    assert epoch_of([loader]) == epochs[2]
+    loader.sampler.set_epoch(0)
+    assert epoch_of([loader]) == epochs[0]
+    loader.batch_sampler.set_epoch(2)
+    assert epoch_of([loader]) == epochs[2]
+
+
+def test_two_passes_side_by_side_are_two_epochs():
+    loader = make_loaders(1, numbers, 8, shuffle=True)[0]
+    both = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader)]
+    loader.set_epoch(0)
+    assert [list(column) for column in zip(*both)] == [epoch_of([loader]), epoch_of([loader])]
+
+
+def test_the_seed_comes_from_argument_generator_world():
+    def first(world_seed=None, **kwargs):
+        return epoch_of(make_loaders(1, numbers, 8, shuffle=True, world_seed=world_seed, **kwargs))
+
+    generator = torch.Generator().manual_seed(7)
+    before = generator.get_state().tolist()
+    by_seed = first(seed=7)
+    assert first(generator=generator) == by_seed == first(world_seed=7)
+    assert first(3, seed=7, generator=torch.Generator()) == by_seed
+    assert generator.get_state().tolist() == before
+    assert first() == first(world_seed=0) != by_seed
+
+
+def test_drop_last_false_repeats_the_start_of_the_order():
+    for world_size in (1, 2, 4):
+        loaders = make_loaders(world_size, lambda: torch.arange(21), 8, drop_last=False)
+        padding = {1: [], 2: [0], 4: [0, 1, 2]}[world_size]
+        assert epoch_of(loaders)[-1] == [16, 17, 18, 19, 20, *padding]
+        assert [len(one) for one in loaders] == [3] * world_size
+
+
+def test_a_loader_reads_as_torchs_does():
+    [_, loader] = make_loaders(2, numbers, 8, shuffle=True)
+    assert isinstance(loader, ShardedLoader)
+    assert (loader.batch_size, loader.global_batch_size, loader.drop_last) == (4, 8, True)
+    assert (len(loader), len(loader.sampler), len(loader.batch_sampler)) == (12, 48, 12)
+    [_, per_rank] = make_loaders(2, numbers, 8, per_rank_batch=True)
+    assert (per_rank.batch_size, per_rank.global_batch_size, len(per_rank)) == (8, 16, 6)
+
+
+def test_dicts_are_collated_and_batched_fetches_are_used():
+    class Windows:
+        def __len__(self):
+            return 16
+
+        def __getitems__(self, indices):
+            return [{"obs": torch.full((3,), float(i)), "index": i} for i in indices]
+
+    _, loader = make_loaders(2, Windows, 8)
+    batch = next(iter(loader))
+    assert batch["index"].tolist() == [1, 3, 5, 7]
+    assert batch["obs"].shape == (4, 3)
+
+
+def test_ready_batches_in_a_world_of_one():
+    [loader] = make_loaders(1, lambda: [[0, 1], [2], [3, 4, 5]], None, shuffle=True, collate_fn=list)
+    first, second = list(loader), list(loader)
+    assert sorted(first) == sorted(second) == [[0, 1], [2], [3, 4, 5]]
+    loader.sampler.set_epoch(0)
+    assert (list(loader), len(loader), loader.global_batch_size) == (first, 3, None)
+
+
+# --- workers ----------------------------------------------------------------------------------------------
+
+
+class Noise:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def noise_of(loader):
+    return torch.cat(list(loader)).tolist()
+
+
+def test_workers_are_seeded_by_rank_worker_and_epoch():
+    loaders = make_loaders(2, Noise, 4, num_workers=2)
+    drawn = [noise_of(one) for one in loaders for _ in range(2)]
+    again = [noise_of(one) for one in make_loaders(2, Noise, 4, num_workers=2) for _ in range(2)]
+    assert drawn == again
+    values = [value for run in drawn for row in run for value in row]
+    assert len(set(values)) == len(values)
+    other = noise_of(make_loaders(1, Noise, 4, num_workers=2, seed=1)[0])
+    assert not {value for row in other for value in row} & set(values)
+
+
+# --- iterable datasets ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_stream_is_split_once_over_ranks_and_workers(noisy, drop_last):
+    runs = []
+    for world_size, num_workers in ((1, 0), (2, 0), (4, 0), (1, 2), (2, 2)):
+        kwargs = {"drop_last": drop_last, "num_workers": num_workers}
+        loaders = make_loaders(world_size, lambda: Numbers(30, noisy), 8, **kwargs)
+        before = states()
+        run = [epoch_of(loaders), epoch_of(loaders)]
+        assert states() == before
+        runs.append([[batch[:6] if step == 3 else batch for step, batch in enumerate(one)] for one in run])
+        if not drop_last:
+            last = run[0][-1]
+            assert last == last[:6] + last[: -30 % world_size]
+    assert all(run == runs[0] for run in runs)
+    for one in runs[0]:
+        assert [len(batch) for batch in one] == [8, 8, 8] + ([] if drop_last else [6])
+        seen = [number for batch in one for number in batch]
+        assert len(set(seen)) == len(seen)
+    assert (runs[0][0] != runs[0][1]) == noisy
+
+
+def test_the_last_batch_of_a_stream_may_be_smaller_than_the_world():
+    for length in (9, 10, 11):
+        loaders = make_loaders(4, lambda length=length: Numbers(length), 8, drop_last=False)
+        rest = list(range(8, length))
+        assert epoch_of(loaders)[1] == (rest * 4)[:4]
+
+
+class Epochal(IterableDataset):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch * 100 + number for number in range(8)])
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_stream_hears_of_its_epoch_also_in_workers_that_live_on(kwargs):
+    [loader] = make_loaders(1, Epochal, 4, **kwargs)
+    firsts = [epoch_of([loader])[0][0] for _ in range(2)]
+    next(iter(loader))
+    firsts.append(epoch_of([loader])[0][0])
+    loader.set_epoch(9)
+    firsts.append(epoch_of([loader])[0][0])
+    assert firsts == [0, 100, 300, 900]
+
+
+def test_a_streams_draws_do_not_leak_into_the_steps_between():
+    consumer = []
+    for noisy in (False, True):
+        [loader] = make_loaders(1, lambda noisy=noisy: Numbers(32, noisy), 8)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        consumer.append([(float(torch.rand(())), random.random(), float(np.random.rand())) for _ in loader])
+    assert consumer[0] == consumer[1]
+    assert len(set(consumer[0])) == 4
+
+
+def test_worker_info_comes_back_after_a_read():
+    seen = []
+
+    def collate(items):
+        return torch.tensor([get_worker_info().id for _ in items])
+
+    [loader] = make_loaders(1, lambda: Numbers(32), 8, num_workers=2, collate_fn=collate)
+    seen = [batch[0] for batch in epoch_of([loader])]
+    assert seen == [0, 1, 0, 1]
+
+
+def test_length_of_a_stream_counts_global_steps():
+    [loader, _] = make_loaders(2, lambda: Numbers(30, sized=True), 8)
+    assert (len(loader), len(loader.dataset), loader.dataset.length) == (3, 30, 30)
+    assert len(make_loaders(2, lambda: Numbers(30, sized=True), 8, drop_last=False)[0]) == 4
+    [unsized] = make_loaders(1, lambda: Numbers(30), 8)
+    with pytest.raises(TypeError, match="has no len"):
+        len(unsized)
+
+
+def test_ready_batches_of_a_stream():
+    with pytest.raises(DataError, match=r"batch_size=None on 2 ranks: .* already_sharded=True"):
+        make_loaders(2, lambda: Numbers(6), None)
+    assert list(make_loaders(1, lambda: Numbers(6), None, num_workers=2)[0]) == list(range(6))
+    [_, loader] = make_loaders(2, lambda: Numbers(6), None, already_sharded=True)
+    assert list(loader) == list(range(6))
+
+
+# --- shares that are the user's ---------------------------------------------------------------------------
+
+
+def test_already_sharded_divides_only_the_batch():
+    streams = make_loaders(2, lambda: Numbers(8), 4, already_sharded=True)
+    assert [[batch.tolist() for batch in one] for one in streams] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
+    [first, second] = make_loaders(2, lambda: torch.arange(24), 4, shuffle=True, already_sharded=True)
+    assert (len(first), first.batch_size, first.global_batch_size) == (12, 2, 4)
+    orders = [torch.cat(list(one)).tolist() for one in (first, second)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(24))
+    assert orders[0] != orders[1]
+    sampler = DistributedSampler(range(24), 2, 1, shuffle=False)
+    [_, own] = make_loaders(2, lambda: torch.arange(24), 4, sampler=sampler, already_sharded=True)
+    assert torch.cat(list(own)).tolist() == list(range(1, 24, 2))
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "world_size", "text"),
+    [
+        (10, 4, r"Global batch 10 does not split over 4 ranks \(2 left over\); ranks would .* Use 8 or 12\."),
+        (3, 4, r"Global batch 3 does not split over 4 ranks \(3 left over\); .* Use 4\."),
+        (128, 2, r"Global batch 128 is larger than the 97 samples; .* Use at most 96 \(48 for each rank\)"),
+    ],
+)
+def test_batches_that_do_not_split(batch_size, world_size, text):
+    for make_dataset in (lambda: torch.arange(97), lambda: Numbers(97, sized=True)):
+        with pytest.raises(DataError, match=text):
+            make_loaders(world_size, make_dataset, batch_size)
+
+
+def test_datasets_that_do_not_split():
+    for make in (lambda n: torch.arange(n), lambda n: Numbers(n, sized=True)):
+        for shuffle in (None, True) if isinstance(make(1), torch.Tensor) else (None,):
+            with pytest.raises(DataError, match="is empty"):
+                make_loaders(2, lambda make=make: make(0), 4, shuffle=shuffle, drop_last=False)
+        with pytest.raises(DataError, match="has 3 samples for 4 ranks; some would train on none"):
+            make_loaders(4, lambda make=make: make(3), 4, drop_last=False)
+    with pytest.raises(DataError, match=r"sampler .* has 3 samples for 4 ranks"):
+        make_loaders(4, numbers, 4, sampler=[1, 2, 3])
+    with pytest.raises(DataError, match="generator has no __len__"):
+        make_loaders(2, numbers, 4, sampler=(i for i in range(4)))
+    with pytest.raises(DataError, match=r"The dataset .* has no __len__"):
+        make_loaders(2, object, 4)
+    with pytest.raises(DataError, match="batch_sampler has length 0"):
+        make_loaders(2, numbers, batch_sampler=[])
+    with pytest.raises(DataError, match="Global batch 6 does not split over 4"):
+        make_loaders(4, numbers, batch_sampler=BatchSampler(range(96), 6, True))
+    with pytest.raises(DataError, match="per_rank_batch=True with a batch_sampler"):
+        make_loaders(2, numbers, batch_sampler=[[1, 2]], per_rank_batch=True)
+    with pytest.raises(DataError, match="in_order=False"):
+        make_loaders(2, numbers, 4, num_workers=2, in_order=False)
+
+
+def test_a_batch_that_does_not_split_is_an_error_on_every_rank():
+    for one in make_loaders(2, numbers, batch_sampler=[[1, 2], [3, 4, 5]]):
+        with pytest.raises(DataError, match="Batch 1 of the batch_sampler has 3 indices"):
+            iter(one)
+
+
+def test_a_sampler_that_is_a_share_already_is_refused():
+    sharded = DistributedSampler(range(96), 2, 1)
+    for kwargs in ({"batch_size": 8, "sampler": sharded}, {"batch_sampler": BatchSampler(sharded, 8, True)}):
+        with pytest.raises(DataError, match=r"already takes one share of 2 \(rank 1\).* pass shuffle="):
+            make_loaders(2, numbers, **kwargs)
+    whole = DistributedSampler(range(96), 1, 0, shuffle=False)
+    assert epoch_of(make_loaders(2, numbers, 8, sampler=whole))[0] == list(range(8))
+
+
+def test_torchs_own_refusals_stay():
+    for world in (UNLAUNCHED, side_by_side(2)[0]):
+        with pytest.raises(ValueError, match="sampler option is mutually exclusive with shuffle"):
+            make_loader(numbers(), 4, True, [1, 2, 3, 4], world=world)
+        with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
+            make_loader(numbers(), 4, batch_sampler=[[1, 2]], world=world)
+        with pytest.raises(ValueError, match="expected unspecified shuffle option"):
+            make_loader(Numbers(8), 4, True, world=world)
+        with pytest.raises(ValueError, match="positive integer"):
+            make_loader(numbers(), 0, world=world)
+        with pytest.raises(ValueError, match="persistent_workers option needs num_workers"):
+            make_loader(numbers(), 4, persistent_workers=True, world=world)
+
+
+def test_ranks_that_would_step_apart_all_hear_of_it():
+    class Disagreeing(Side):
+        def gather(self, value):
+            failure, facts = value
+            return [value, (failure, {**facts, **self.other})]
+
+    world = Disagreeing(0, 2, 0, [])
+    for other in ({"number of samples": 95}, {"seed": 3}, {"global batch": 16}):
+        world.other = other
+        with pytest.raises(DataError, match=f"Ranks disagree on the {next(iter(other))}: .* on rank 1"):
+            make_loader(numbers(), 8, world=world)
+    world.gather = lambda value: [value, ("OSError: no such file", {})]
+    with pytest.raises(DataError, match=r"Rank 1 could not make its loader \(OSError: no such file\)"):
+        make_loader(numbers(), 8, world=world)
+
+
+def test_the_global_batch_is_printed_once_by_the_main_rank(capsys, monkeypatch):
+    monkeypatch.setattr(loader_module, "_announced", set())
+    for _ in range(2):
+        make_loaders(2, numbers, 8)
+    make_loaders(1, numbers, 8)
+    printed = capsys.readouterr()
+    assert [line.split(" = ")[1] for line in printed.err.splitlines()] == ["2 ranks x 4", "1 rank x 8"]
+    assert printed.out == ""
+
+
+def test_learning_rate_rules():
+    assert [scale_lr(0.5, rule, 4) for rule in ("linear", "sqrt", "none")] == [2.0, 1.0, 0.5]
+    assert scale_lr(0.5) == 0.5
+    with pytest.raises(DataError, match="rule='cubic' is no learning-rate rule"):
+        scale_lr(0.5, "cubic", 4)
+
+
+# --- two processes ----------------------------------------------------------------------------------------
+
+
+class FailsLater:
+    num_passes = 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        self.num_passes += 1
+        if self.num_passes > 1:
+            raise KeyError("gone")
+        return iter(np.random.RandomState().permutation(8).tolist())
+
+
+def _on_two_ranks():
+    import ddpshim
+
+    rank = ddpshim.world().rank
+    loader = make_loader(torch.arange(8), 4, sampler=FailsLater())
+    seen = [batch.tolist() for batch in loader]
+    errors = []
+    for attempt in (lambda: iter(loader), lambda: make_loader(torch.arange(8 + rank), 4)):
+        try:
+            attempt()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return seen, errors
+
+
+def test_one_draw_and_one_failure_on_two_processes():
+    (seen0, errors0), (seen1, errors1) = run_ranks(_on_two_ranks, 2)
+    assert sorted(index for batch in seen0 + seen1 for index in batch) == list(range(8))
+    assert errors0[0] == "KeyError: 'gone'"
+    assert errors1[0].startswith("WorldError")
+    assert "KeyError: 'gone'" in errors1[0]
+    assert "number of samples: 8 on rank 0, 9 on rank 1" in errors0[1] == errors1[1]

@@ -1,0 +1,548 @@
+"""wrap_parallel: N ranks on shards equal one process on the whole batch, whatever method trained."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import ddpshim
+from ddpshim.errors import SyncError
+from ddpshim.parallel import BareModule, DistributedModule, portable_keys
+from tests.ranks import RankFailure, run_ranks
+
+B, D_IN, D_OUT = 24, 6, 3  # global batch, observation and action dimensions
+
+
+@dataclasses.dataclass
+class Prediction:
+    mean: torch.Tensor
+
+
+class Policy(nn.Module):
+    """A network in robomimic's manner: it trains through `forward_train`, and does not always use all of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(D_IN, 16), nn.Tanh())
+        self.head = nn.Linear(16, D_OUT)
+        self.other_head = nn.Linear(16, D_OUT)
+        self.never = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.dim = 17
+
+    def forward(self, x: torch.Tensor, head: str = "head") -> torch.Tensor:
+        self.calls += 1
+        return getattr(self, head)(self.trunk(x))
+
+    def forward_train(self, x: torch.Tensor, head: str = "head") -> torch.distributions.Distribution:
+        return torch.distributions.Normal(self(x, head), 0.7)
+
+    def as_dataclass(self, x: torch.Tensor) -> Prediction:
+        return Prediction(self(x))
+
+    def as_tree(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, None]]:
+        return {"out": (self(x), None)}
+
+    def gather(self) -> str:
+        return "the module's own"
+
+
+def _distribution(net, x, y):
+    (-net.forward_train(x).log_prob(y).mean()).backward()
+
+
+def _inner_module(net, x, y):
+    (-getattr(net, "module", net).forward_train(x).log_prob(y).mean()).backward()
+
+
+def _plain_forward(net, x, y):
+    ((net(x) - y) ** 2).mean().backward()
+
+
+def _dataclass(net, x, y):
+    ((net.as_dataclass(x).mean - y) ** 2).mean().backward()
+
+
+def _tree(net, x, y):
+    ((net.as_tree(x)["out"][0] - y) ** 2).mean().backward()
+
+
+def _two_forwards(net, x, y):
+    (((net(x) - y) ** 2).mean() + net(x * 2, "other_head").pow(2).mean()).backward()
+
+
+def _two_backwards_over_one_forward(net, x, y):
+    out = net(x)
+    out.pow(2).mean().backward(retain_graph=True)
+    net.zero_grad()
+    ((out - y) ** 2).mean().backward()
+
+
+def _accumulated(net, x, y):
+    ((net(x) - y) ** 2).mean().backward()
+    net(x, "other_head").abs().mean().backward()
+
+
+def _no_sync_then_sync(net, x, y):
+    with net.no_sync() if hasattr(net, "no_sync") else torch.enable_grad():
+        ((net(x[::2]) - y[::2]) ** 2).mean().mul(0.5).backward()
+    ((net(x[1::2]) - y[1::2]) ** 2).mean().mul(0.5).backward()
+
+
+def _reentrant_checkpoint(net, x, y):
+    from torch.utils.checkpoint import checkpoint
+
+    hidden = checkpoint(net.trunk, x.requires_grad_(), use_reentrant=True)
+    ((net.head(hidden) - y) ** 2).mean().backward()
+
+
+WAYS = [
+    _distribution,
+    _inner_module,
+    _plain_forward,
+    _dataclass,
+    _tree,
+    _two_forwards,
+    _two_backwards_over_one_forward,
+    _accumulated,
+    _no_sync_then_sync,
+    _reentrant_checkpoint,
+]
+
+
+def _batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randn(B, D_IN, generator=generator, dtype=torch.float64),
+            torch.randn(B, D_OUT, generator=generator, dtype=torch.float64),
+        )
+        for _ in range(steps)
+    ]
+
+
+def _train(net: nn.Module, way, rank: int, size: int, steps: int = 4) -> nn.Module:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for x, y in _batches(steps):
+        optimizer.zero_grad()
+        way(net, x[rank::size].clone(), y[rank::size])
+        optimizer.step()
+    return net
+
+
+def _new_policy() -> Policy:
+    torch.manual_seed(3)
+    return Policy().double()
+
+
+def _rank_trains_every_way() -> dict[str, dict[str, torch.Tensor]]:
+    here = ddpshim.world()
+    out = {}
+    for way in WAYS:
+        net = _new_policy()
+        trained = _train(ddpshim.wrap_parallel(net, bucket_cap_mb=0.0002), way, here.rank, here.world_size)
+        assert isinstance(trained, DistributedDataParallel)
+        out[way.__name__] = {
+            **{k: v.clone() for k, v in net.state_dict().items()},
+            "no gradient": [n for n, p in net.named_parameters() if p.grad is None],
+        }
+    return out
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_way_to_train_equals_one_process(size: int) -> None:
+    ranks = run_ranks(_rank_trains_every_way, size, timeout_s=120)
+    for way in WAYS:
+        alone = _train(_new_policy(), way, 0, 1)
+        for got in ranks:
+            mine = got[way.__name__]
+            assert mine.pop("no gradient") == [n for n, p in alone.named_parameters() if p.grad is None], way.__name__
+            for key, value in alone.state_dict().items():
+                if key != "calls":
+                    assert (mine[key] - value).abs().max() < 1e-12, (way.__name__, key)
+
+
+def _rank_uses_another_branch() -> list[float]:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_new_policy())
+    x, _ = _batches(1)[0]
+    net(x, "head" if here.rank == 0 else "other_head").sum().backward()
+    assert net.never.weight.grad is None
+    return [net.head.weight.grad.sum().item(), net.other_head.weight.grad.sum().item()]
+
+
+def test_branches_that_differ_between_ranks_are_averaged() -> None:
+    first, second = run_ranks(_rank_uses_another_branch, 2)
+    net, (x, _) = _new_policy(), _batches(1)[0]
+    (net(x, "head").sum() / 2 + net(x, "other_head").sum() / 2).backward()
+    assert first == second
+    assert first == pytest.approx([net.head.weight.grad.sum().item(), net.other_head.weight.grad.sum().item()])
+
+
+def _rank_rolls_out_alone() -> int:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_new_policy())
+    _train(net, _plain_forward, here.rank, here.world_size, 1)
+    before = net.calls.item()
+    if here.is_main:
+        net.eval()
+        with torch.no_grad():
+            for _ in range(5):
+                net(torch.zeros(1, D_IN, dtype=torch.float64))
+        net(torch.zeros(1, D_IN, dtype=torch.float64)).sum()  # gradients enabled, and still nobody is waited for
+        copied = copy.deepcopy(net)
+        assert type(copied) is Policy
+        copied(torch.zeros(1, D_IN, dtype=torch.float64)).sum().backward()
+        net.train()
+    here.barrier()
+    _train(net, _plain_forward, here.rank, here.world_size, 1)
+    return int(net.calls.item() - before)
+
+
+def test_one_rank_alone_may_run_the_wrapped_network() -> None:
+    assert run_ranks(_rank_rolls_out_alone, 2) == [7, 7]  # buffers are the main rank's again after training
+
+
+class EMA:
+    """An EMA that matches parameters by name, as diffusers' EMAModel does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.averaged_model = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def step(self, model: nn.Module) -> None:
+        mine = self.averaged_model.state_dict()
+        for key, parameter in model.named_parameters():
+            mine[key].mul_(0.5).add_(parameter, alpha=0.5)
+
+
+def _rank_follows_with_ema() -> list[dict[str, torch.Tensor]]:
+    here = ddpshim.world()
+    out = []
+    for wrap_first in (True, False):
+        net = _new_policy()
+        ema = None if wrap_first else EMA(net)
+        wrapped = ddpshim.wrap_parallel(net)
+        ema = ema or EMA(wrapped)
+        _train(wrapped, _plain_forward, here.rank, here.world_size)
+        ema.step(wrapped)
+        out.append(dict(ema.averaged_model.state_dict()))
+    return out
+
+
+def test_an_ema_follows_the_wrapped_network() -> None:
+    alone = _new_policy()
+    ema = EMA(alone)
+    _train(alone, _plain_forward, 0, 1)
+    ema.step(alone)
+    for rank in run_ranks(_rank_follows_with_ema, 2):
+        for got in rank:
+            for key, value in ema.averaged_model.state_dict().items():
+                if key != "calls":
+                    assert torch.allclose(got[key], value, atol=1e-12), key
+
+
+def _rank_wraps_twice() -> list[torch.Tensor]:
+    here = ddpshim.world()
+    net = _new_policy()
+    once = ddpshim.wrap_parallel(net)
+    assert ddpshim.wrap_parallel(once) is once
+    assert isinstance(ddpshim.wrap_parallel(net), BareModule)  # nothing is left to reduce
+    parent = nn.ModuleDict({"child": once, "extra": nn.Linear(D_IN, D_OUT).double()})
+    nn.init.ones_(parent["extra"].weight)
+    nn.init.zeros_(parent["extra"].bias)
+    whole = ddpshim.wrap_parallel(parent)
+    assert [len(once._reduced), len(whole._reduced)] == [8, 2]
+    x, y = _batches(1)[0]
+    out = whole["child"](x[here.rank :: 2]) + whole["extra"](x[here.rank :: 2])
+    ((out - y[here.rank :: 2]) ** 2).mean().backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    assert list(parent.state_dict()) == [
+        *(f"child.{k}" for k in net.state_dict()),
+        "extra.weight",
+        "extra.bias",
+    ]
+    return [p.detach().clone() for p in parent.parameters()]
+
+
+def test_wrapping_twice_and_child_then_parent_reduces_once() -> None:
+    ranks = run_ranks(_rank_wraps_twice, 2)
+    for a, b in zip(*ranks):
+        assert torch.equal(a, b)
+
+
+def _rank_wraps_without_trainable() -> str:
+    net = _new_policy().requires_grad_(False)
+    return type(ddpshim.wrap_parallel(net)).__name__
+
+
+def test_no_trainable_parameter_passes_through() -> None:
+    assert run_ranks(_rank_wraps_without_trainable, 2) == ["BareModule", "BareModule"]
+
+
+def _rank_steps_on_unreduced(how: str) -> None:
+    here = ddpshim.world()
+    net = _new_policy()
+    net.never.requires_grad_(False)
+    wrapped = ddpshim.wrap_parallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y = _batches(1)[0]
+    x, y = x[here.rank :: 2], y[here.rank :: 2]
+    if how == "no_sync":
+        with wrapped.no_sync():
+            _plain_forward(wrapped, x, y)
+    elif how == "caught":
+        try:
+            loss = ((net(x) - y) ** 2).mean()
+            net.trunk[0].weight.register_hook(lambda _: 1 / 0)
+            loss.backward()
+        except ZeroDivisionError:
+            pass
+    elif how == "autograd.grad":
+        loss = ((net(x) - y) ** 2).mean()
+        for p, g in zip(net.head.parameters(), torch.autograd.grad(loss, list(net.head.parameters()))):
+            p.grad = g
+    elif how == "unfrozen":
+        net.never.requires_grad_(True)
+        (net(x).sum() + net.never(x[:, :2]).sum()).backward()
+    elif how == "added":
+        net.adapter = nn.Linear(D_OUT, D_OUT).double()
+        optimizer.add_param_group({"params": net.adapter.parameters()})
+        net.adapter(net(x)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("no_sync", r"SGD\.step\(\) after a backward pass of Policy under no_sync\(\)"),
+        ("caught", r"a backward pass of Policy never finished"),
+        ("autograd.grad", "gradients of Policy never went through a backward pass"),
+        ("unfrozen", "'never.weight' of Policy"),
+        ("added", "'adapter.weight' of Policy"),
+    ],
+)
+def test_a_step_on_unreduced_gradients_is_an_error(how: str, text: str) -> None:
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(_rank_steps_on_unreduced, 2, how)
+
+
+def _rank_is_strict(option: str) -> None:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_new_policy(), **{option: option == "static_graph"})
+    x, _ = _batches(1)[0]
+    net(x[here.rank :: 2]).sum().backward()
+    net(x[here.rank :: 2], "other_head").sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("find_unused_parameters", r"parameters \['other_head.weight', .* got no gradient"),
+        ("static_graph", r"static_graph=True, but \[.*head.*\] changed between used and unused"),
+    ],
+)
+def test_strict_options_name_the_parameters(option: str, text: str) -> None:
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(_rank_is_strict, 2, option)
+
+
+def _rank_with_comm_hook() -> float:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(
+        _new_policy(), comm_hook=allreduce_hook, gradient_as_bucket_view=False, broadcast_buffers=False
+    )
+    _train(net, _distribution, here.rank, here.world_size)
+    return net.head.weight.sum().item()
+
+
+def test_options_of_ddp_pass_through() -> None:
+    expected = _train(_new_policy(), _distribution, 0, 1).head.weight.sum().item()
+    assert run_ranks(_rank_with_comm_hook, 2) == pytest.approx([expected] * 2, abs=1e-12)
+
+
+def _rank_builds_different(kind: str) -> list[float]:
+    here = ddpshim.world()
+    torch.manual_seed(here.rank)
+    net = nn.Linear(3, 3 + (here.rank if kind == "shape" else 0))
+    if kind == "values":
+        with (
+            pytest.warns(UserWarning, match="weights differed between ranks before wrap_parallel")
+            if here.is_main
+            else torch.enable_grad()
+        ):
+            ddpshim.wrap_parallel(net)
+    else:
+        ddpshim.wrap_parallel(net)
+    return net.weight.flatten().tolist()
+
+
+def test_different_weights_warn_and_become_equal() -> None:
+    first, second = run_ranks(_rank_builds_different, 2, "values")
+    torch.manual_seed(0)
+    assert first == second == nn.Linear(3, 3).weight.flatten().tolist()
+
+
+def test_different_networks_are_refused() -> None:
+    with pytest.raises(RankFailure, match=r"'weight' is \(\(3, 3\).* and \(\(4, 3\)"):
+        run_ranks(_rank_builds_different, 2, "shape")
+
+
+def _rank_draws() -> tuple[float, float, float]:
+    built = torch.rand(()).item()
+    ddpshim.wrap_parallel(_new_policy())
+    noise = torch.rand(()).item()
+    with ddpshim.shared_random_streams(1):
+        shared = torch.rand(()).item()
+        ddpshim.wrap_parallel(nn.Linear(2, 2))
+    return built, noise, shared
+
+
+def test_streams_are_shared_until_the_wrap_and_differ_after() -> None:
+    ranks = run_ranks(_rank_draws, 4)
+    built, noise, shared = zip(*ranks)
+    assert len(set(built)) == 1
+    assert len(set(noise)) == 4
+    assert len(set(shared)) == 1
+
+
+def _rank_cleans_up() -> list[float]:
+    here = ddpshim.world()
+    net = _new_policy()
+    ddpshim.wrap_parallel(net)
+    ddpshim.cleanup()
+    net(_batches(1)[0][0][here.rank :: 2]).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    return net.head.weight.grad.flatten().tolist()
+
+
+def test_after_cleanup_the_module_is_bare_again() -> None:
+    first, second = run_ranks(_rank_cleans_up, 2)
+    assert first != second
+
+
+# One process
+
+
+@pytest.fixture
+def one() -> BareModule:
+    return ddpshim.wrap_parallel(_new_policy())
+
+
+def test_one_process_passes_everything_through(one: BareModule) -> None:
+    net = one.module
+    assert type(net) is Policy
+    assert ddpshim.unwrap(one) is net
+    assert ddpshim.unwrap(DataParallel(one)) is net
+    assert one.dim == 17
+    assert one.gather() == "the module's own"
+    assert list(one.state_dict()) == list(net.state_dict())
+    assert [n for n, _ in one.named_parameters()] == [n for n, _ in net.named_parameters()]
+    one.eval()
+    assert not net.training
+    assert not one.training
+    one.train()
+    assert net.trunk.training
+    one.note = 4
+    assert net.note == 4
+    one.extra = nn.Linear(2, 2)
+    assert "extra.weight" in net.state_dict()
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        one.nonsense  # noqa: B018
+    with pytest.raises(TypeError):
+        len(one)
+    assert bool(one)
+    assert one.double() is one
+
+
+def test_indexing_reaches_containers() -> None:
+    nets = ddpshim.wrap_parallel(nn.ModuleDict({"policy": nn.Linear(2, 2)}))
+    assert isinstance(nets["policy"], nn.Linear)
+    assert "policy" in nets
+    assert list(nets) == ["policy"]
+    assert len(ddpshim.wrap_parallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))) == 2
+
+
+def test_copies_and_pickles_are_bare(one: BareModule, tmp_path) -> None:
+    assert type(copy.deepcopy(one)) is Policy
+    assert type(copy.deepcopy(nn.ModuleDict({"a": one}))["a"]) is Policy
+    assert type(pickle.loads(pickle.dumps(one))) is Policy
+    torch.save(ddpshim.wrap_parallel(nn.Linear(2, 2)), tmp_path / "net.pth")
+    code = (
+        "import sys, torch; sys.modules['ddpshim'] = None; "
+        f"net = torch.load({str(tmp_path / 'net.pth')!r}, weights_only=False); print(type(net).__name__)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == "Linear"
+
+
+class WithChildCalledModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("net", "keys"),
+    [
+        (nn.Linear(2, 2), ["weight", "bias"]),
+        (nn.Linear(2, 2), ["module.weight", "module.bias"]),
+        (nn.Linear(2, 2), ["_orig_mod.weight", "_orig_mod.bias"]),
+        (nn.Linear(2, 2), ["module._orig_mod.weight", "module._orig_mod.bias"]),
+        (WithChildCalledModule(), ["weight", "module.weight", "module.bias"]),
+        (WithChildCalledModule(), ["module.weight", "module.module.weight", "module.module.bias"]),
+        (nn.Sequential(OrderedDict(submodule=nn.Linear(2, 2))), ["submodule.module.weight", "submodule.module.bias"]),
+        (
+            nn.Sequential(OrderedDict(prior_module=nn.Linear(2, 2))),
+            ["module.prior_module.weight", "module.prior_module.bias"],
+        ),
+    ],
+)
+def test_keys_with_and_without_prefixes_load(net: nn.Module, keys: list[str]) -> None:
+    state = net.state_dict()
+    assert list(portable_keys(dict.fromkeys(keys), net)) == list(state)
+    values = {key: torch.full_like(value, i) for i, (key, value) in enumerate(zip(keys, state.values()))}
+    ddpshim.wrap_parallel(net).load_state_dict(values)
+    assert [v.flatten()[0].item() for v in net.state_dict().values()] == list(range(len(keys)))
+    parent = nn.ModuleDict({"net": ddpshim.wrap_parallel(net)})
+    parent.load_state_dict({f"net.{key}": value + 10 for key, value in values.items()})
+    assert [v.flatten()[0].item() for v in net.state_dict().values()] == list(range(10, 10 + len(keys)))
+
+
+def test_unknown_keys_are_torchs_error(one: BareModule) -> None:
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
+        one.load_state_dict({**one.state_dict(), "nonsense": torch.zeros(1)})
+
+
+def test_another_wrapper_is_refused() -> None:
+    class Pretend(DistributedDataParallel):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    with pytest.raises(SyncError, match="reduced twice"):
+        ddpshim.wrap_parallel(Pretend())
+    inner = nn.Linear(2, 2)
+    assert ddpshim.wrap_parallel(DataParallel(inner)).module is inner
+
+
+def test_the_seams_of_torch_that_we_stand_on() -> None:
+    """Private parts of torch's DDP; a torch that lacks one must fail here, not in a training."""
+    from torch._C._distributed_c10d import Reducer
+
+    for name in ("prepare_for_backward", "_autograd_hook", "_remove_autograd_hooks"):
+        assert hasattr(Reducer, name)
+    for name in ("_build_params_for_reducer", "_distributed_broadcast_coalesced"):
+        assert hasattr(DistributedModule, name)
+    assert callable(torch.autograd.Variable._execution_engine.queue_callback)

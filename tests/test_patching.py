@@ -1,0 +1,904 @@
+"""Patch sets on small codebases made on the spot: chosen by content, all or nothing, byte for byte."""
+
+from __future__ import annotations
+
+import ast
+import calendar
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ddpshim import patching, patchset, replacing
+from ddpshim.__main__ import main
+from ddpshim.errors import PatchError
+from ddpshim.patching import apply, check, revert, status
+from ddpshim.patchset import build_manifest, load_sets
+from ddpshim.unidiff import apply_diff, parse_diff
+
+TRAIN = "import torch\n\n\ndef train(model):\n    model.fit()\n    return model\n"
+TRAIN_PATCHED = "import torch\nimport ddpshim\n\n\ndef train(model):\n    ddpshim.fit(model)\n    return model\n"
+LOOP = "one\ntwo\nthree"  # no newline at the end
+LOOP_PATCHED = "one\nTWO\nthree\nfour"
+COMMON = "shared = True\n"
+COMMON_PATCHED = "shared = 2\n"
+
+# 01 and 02 touch train.py one after the other; 02 has no context lines at all.
+SET_A = {
+    "01-launch.patch": """\
+Description: start under a launcher
+ --- not a file header, this is prose
+Origin: made by hand, base commit 0123abc
+Forwarded: no
+Without it: ranks do not find each other.
+--- a/toybot/train.py
++++ b/toybot/train.py
+@@ -1,2 +1,3 @@
+ import torch
++import ddpshim
+\x20
+""",
+    "02-fit.patch": """\
+Description: synchronise
+--- a/toybot/train.py\t2024-01-01 00:00:00
++++ b/toybot/train.py\t2024-01-01 00:00:00
+@@ -6 +6 @@ def train(model):
+-    model.fit()
++    ddpshim.fit(model)
+--- a/toybot/sub/loop.py
++++ b/toybot/sub/loop.py
+@@ -2,2 +2,3 @@
+-two
+-three
+\\ No newline at end of file
++TWO
++three
++four
+\\ No newline at end of file
+--- a/toybot/common.py
++++ b/toybot/common.py
+@@ -1 +1 @@
+-shared = True
++shared = 2
+""",
+}
+NEWER = TRAIN.replace("fit", "fit_all")
+SET_B = {
+    "01-fit.patch": """\
+--- a/toybot/train.py
++++ b/toybot/train.py
+@@ -4,0 +5 @@
++    # new
+--- a/toybot/common.py
++++ b/toybot/common.py
+@@ -1 +1 @@
+-shared = True
++shared = 2
+""",
+}
+ORIGINAL = {"train.py": TRAIN, "sub/loop.py": LOOP, "common.py": COMMON}
+PATCHED = {"train.py": TRAIN_PATCHED, "sub/loop.py": LOOP_PATCHED, "common.py": COMMON_PATCHED}
+
+
+class Toy(NamedTuple):
+    patches: Path
+    root: Path  # the folder that contains the package
+
+    @property
+    def package(self) -> Path:
+        return self.root / "toybot"
+
+    @property
+    def target(self) -> str:
+        return str(self.root)
+
+
+def write_package(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"__init__.py": '__version__ = "1.0"\n', **files}.items():
+        path = root / "toybot" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    return root
+
+
+def write_set(folder: Path, diffs: dict[str, str], source: Path, base: str = "toybot 1.0") -> None:
+    folder.mkdir(parents=True)
+    for name, text in diffs.items():
+        (folder / name).write_bytes(text.encode())
+    build_manifest(folder, source, base)
+
+
+def contents(package: Path) -> dict[str, bytes]:
+    """Every file under the package, ddpshim's own included."""
+    return {str(p.relative_to(package)): p.read_bytes() for p in sorted(package.rglob("*")) if p.is_file()}
+
+
+def assert_holds(package: Path, files: dict[str, str]) -> None:
+    assert {name: (package / name).read_bytes().decode() for name in files} == files
+
+
+def sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    """Two releases; 2.0 shares common.py with 1.0. The target is a pristine 1.0."""
+    patches = tmp_path / "patches"
+    write_set(patches / "toybot" / "1.0", SET_A, write_package(tmp_path / "pristine", ORIGINAL))
+    newer = write_package(tmp_path / "newer", {"train.py": NEWER, "common.py": COMMON})
+    write_set(patches / "toybot" / "2.0", SET_B, newer, "commit 89abcdef0")
+    return Toy(patches, write_package(tmp_path / "site", ORIGINAL))
+
+
+def fail_replace_of(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException, times: int = 1) -> None:
+    real, left = os.replace, [times]
+
+    def replace(source: Path, destination: Path) -> None:
+        if Path(destination).name == name and left[0]:
+            left[0] -= 1
+            raise error
+        real(source, destination)
+
+    monkeypatch.setattr(os, "replace", replace)
+
+
+def test_apply_then_revert_is_byte_identical(toy: Toy) -> None:
+    before = contents(toy.package)
+    assert status(toy.target, None, toy.patches).state == "not applied"
+
+    done = apply(toy.target, None, toy.patches)
+    assert (done.status.patch_set.name, done.status.state) == ("toybot/1.0", "applied")
+    assert sorted(done.changed) == ["toybot/common.py", "toybot/sub/loop.py", "toybot/train.py"]
+    assert_holds(toy.package, PATCHED)
+
+    done = revert(toy.target, None, toy.patches)
+    assert (len(done.changed), done.status.state) == (3, "not applied")
+    assert contents(toy.package) == before
+
+
+def test_apply_and_revert_are_idempotent(toy: Toy) -> None:
+    assert revert(toy.target, None, toy.patches).changed == ()
+    apply(toy.target, None, toy.patches)
+    once = contents(toy.package)
+    assert apply(toy.target, None, toy.patches).changed == ()
+    assert contents(toy.package) == once
+
+
+def test_what_is_applied_needs_no_write_permission(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply(toy.target, None, toy.patches)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert apply(toy.target, None, toy.patches).changed == ()
+    assert check(toy.target, None, toy.patches).changed == ()
+
+
+def test_check_changes_nothing(toy: Toy) -> None:
+    before = contents(toy.package)
+    assert len(check(toy.target, None, toy.patches).changed) == 3
+    assert contents(toy.package) == before
+
+
+def test_journal_records_the_apply_and_goes_with_the_revert(toy: Toy) -> None:
+    apply(toy.target, None, toy.patches)
+    journal = json.loads((toy.package / patching.JOURNAL).read_text())
+    assert (journal["set"], journal["state"]) == ("toybot/1.0", "applied")
+    hashes = {"before": sha(TRAIN.encode()), "after": sha(TRAIN_PATCHED.encode())}
+    assert journal["files"]["toybot/train.py"] == hashes
+    assert journal["ddpshim"]
+    noted = calendar.timegm(time.strptime(journal["time"], "%Y-%m-%dT%H:%M:%SZ"))
+    assert abs(noted - time.time()) < 60
+    assert {p.name for p in toy.package.iterdir() if p.name.startswith(".")} == {patching.JOURNAL}
+    revert(toy.target, None, toy.patches)
+    assert not list(toy.package.rglob(".*"))
+
+
+def test_journal_is_written_before_the_first_replace(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, order = os.replace, []
+
+    def replace(source: Path, destination: Path) -> None:
+        order.append(Path(destination).name)
+        real(source, destination)
+
+    monkeypatch.setattr(os, "replace", replace)
+    apply(toy.target, None, toy.patches)
+    assert order[0] == order[-1] == patching.JOURNAL
+    assert sorted(order[1:-1]) == ["common.py", "loop.py", "train.py"]
+
+
+def test_a_garbled_journal_is_no_reason_to_refuse(toy: Toy) -> None:
+    for text in ("{", "[]", '{"files": 3}', '{"files": {"a": 1}}'):
+        (toy.package / patching.JOURNAL).write_text(text)
+        assert status(toy.target, None, toy.patches).journal is None
+    apply(toy.target, None, toy.patches)
+    revert(toy.target, None, toy.patches)
+    assert not (toy.package / patching.JOURNAL).exists()
+
+
+def test_a_set_is_chosen_only_if_all_its_files_match(toy: Toy) -> None:
+    # common.py alone fits both sets, before and after patching.
+    write_package(toy.root, {"train.py": NEWER})
+    done = apply(toy.target, None, toy.patches)
+    assert done.status.patch_set.name == "toybot/2.0"
+    assert_holds(toy.package, {"common.py": COMMON_PATCHED, "sub/loop.py": LOOP})
+
+
+def test_version_strings_do_not_choose(toy: Toy) -> None:
+    (toy.package / "__init__.py").write_text('__version__ = "2.0"\n')
+    assert apply(toy.target, None, toy.patches).status.patch_set.name == "toybot/1.0"
+
+
+def test_several_different_fitting_sets_are_refused_until_named(toy: Toy) -> None:
+    other = {"01.patch": SET_B["01-fit.patch"].partition("--- a/toybot/common.py")[2]}
+    other["01.patch"] = "--- a/toybot/common.py" + other["01.patch"]
+    write_set(toy.patches / "fork" / "1.0", other, toy.root)
+    with pytest.raises(PatchError, match=r"several different sets \(fork/1.0, toybot/1.0\).*--set"):
+        apply(toy.target, None, toy.patches)
+    assert apply(toy.target, "toybot/1.0", toy.patches).status.patch_set.name == "toybot/1.0"
+    # Afterwards the journal remembers which one it was.
+    assert revert(toy.target, None, toy.patches).status.patch_set.name == "toybot/1.0"
+    assert_holds(toy.package, ORIGINAL)
+
+
+def test_equal_sets_of_two_codebases_are_one(toy: Toy) -> None:
+    write_set(toy.patches / "fork" / "1.0", SET_A, toy.root)
+    assert apply(toy.target, None, toy.patches).status.state == "applied"
+
+
+def test_naming_a_set_does_not_weaken_the_match(toy: Toy) -> None:
+    before = contents(toy.package)
+    with pytest.raises(PatchError, match=r"train.py: original in toybot/1\.0"):
+        apply(toy.target, "2.0", toy.patches)
+    with pytest.raises(PatchError, match=r"no patch set '3\.0'.*toybot/1\.0, toybot/2\.0"):
+        apply(toy.target, "3.0", toy.patches)
+    assert contents(toy.package) == before
+
+
+@pytest.mark.parametrize("work", [apply, revert, check])
+def test_an_edited_file_is_refused_with_both_hashes(toy: Toy, work: object) -> None:
+    edited = TRAIN + "# mine\n"
+    write_package(toy.root, {"train.py": edited})
+    before = contents(toy.package)
+    with pytest.raises(PatchError) as caught:
+        work(toy.target, None, toy.patches)  # type: ignore[operator]
+    text = str(caught.value)
+    for expected in (
+        "toybot/1.0 (2 of 3 files match; the package calls itself 1.0)",
+        f"found     {sha(edited.encode())}",
+        f"expected  {sha(TRAIN.encode())} (original in toybot/1.0)",
+        f"or {sha(TRAIN_PATCHED.encode())} (patched in toybot/1.0)",
+        f"found     {sha(COMMON.encode())}",
+        "toybot/sub/loop.py: original",
+        "pip install --force-reinstall --no-deps toybot==1.0",
+        "open an issue",
+    ):
+        assert expected in text
+    assert contents(toy.package) == before
+    look = status(toy.target, None, toy.patches)
+    assert look.state == "unknown"
+    assert [file.state for file in look.files] == ["original", "original", "unknown"]
+
+
+def test_an_edit_of_an_applied_package_is_refused_too(toy: Toy) -> None:
+    apply(toy.target, None, toy.patches)
+    write_package(toy.root, {"train.py": TRAIN_PATCHED + "# mine\n"})
+    before = contents(toy.package)
+    for work in (apply, revert):
+        with pytest.raises(PatchError, match=r"train\.py: unknown"):
+            work(toy.target, None, toy.patches)
+    assert contents(toy.package) == before
+
+
+def test_a_missing_file_is_refused(toy: Toy) -> None:
+    (toy.package / "train.py").unlink()
+    with pytest.raises(PatchError, match=r"train\.py: missing"):
+        apply(toy.target, None, toy.patches)
+
+
+def test_a_base_that_is_a_commit_names_the_checkout_as_next_step(toy: Toy) -> None:
+    write_package(toy.root, {"train.py": NEWER + "# mine\n"})
+    (toy.package / "sub" / "loop.py").unlink()
+    (toy.package / "__init__.py").write_text("__version__ = '2.0'\n")
+    with pytest.raises(PatchError, match="git checkout 89abcdef0 -- toybot"):
+        apply(toy.target, None, toy.patches)
+
+
+def test_a_package_patched_by_another_ddpshim_is_sent_to_that_one(toy: Toy, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    write_set(older / "toybot" / "1.0", {"01.patch": SET_A["01-launch.patch"]}, toy.root)
+    apply(toy.target, None, older)
+    with pytest.raises(PatchError, match=r"ddpshim .* applied its own toybot/1\.0: revert with that"):
+        apply(toy.target, None, toy.patches)
+    revert(toy.target, None, older)
+    assert_holds(toy.package, ORIGINAL)
+
+
+def test_target_is_found_by_name_without_importing_it(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    (toy.package / "__init__.py").write_text("raise SystemError('imported')\n")
+    monkeypatch.syspath_prepend(str(toy.root))
+    assert apply("toybot", None, toy.patches).status.directory == toy.package
+    assert "toybot" not in sys.modules
+    assert_holds(toy.package, PATCHED)
+
+
+def test_target_is_found_through_an_editable_finder(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As setuptools' finder does: the folder may be called otherwise than the package.
+    renamed = toy.root / "src_of_toybot"
+    toy.package.rename(renamed)
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> object:
+            from importlib.util import spec_from_file_location
+
+            if name != "toybot":
+                return None
+            return spec_from_file_location(name, renamed / "__init__.py", submodule_search_locations=[str(renamed)])
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    apply("toybot", None, toy.patches)
+    assert_holds(renamed, PATCHED)
+
+
+def test_target_may_be_the_package_folder_or_its_parent(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(toy.root)
+    for target in (str(toy.package), "./toybot", "."):
+        assert status(target, None, toy.patches).directory == toy.package
+
+
+def test_targets_that_are_not_there_are_named(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PatchError, match=r"toybot is not installed for .*--target PATH"):
+        apply("toybot", None, toy.patches)
+    with pytest.raises(PatchError, match=r"'nowhere' is neither a package .*\(toybot\) nor a folder"):
+        apply("nowhere", None, toy.patches)
+    (toy.package / "__init__.py").unlink()
+    monkeypatch.syspath_prepend(str(toy.root))
+    with pytest.raises(PatchError, match="no __init__"):
+        apply("toybot", None, toy.patches)
+
+
+def test_hard_links_keep_the_old_content(toy: Toy, tmp_path: Path) -> None:
+    cache = tmp_path / "cache.py"
+    os.link(toy.package / "train.py", cache)
+    apply(toy.target, None, toy.patches)
+    assert cache.read_text() == TRAIN
+    os.link(toy.package / "train.py", tmp_path / "patched.py")
+    revert(toy.target, None, toy.patches)
+    assert (tmp_path / "patched.py").read_text() == TRAIN_PATCHED
+
+
+def test_a_symlink_stays_one_and_its_target_is_replaced(toy: Toy, tmp_path: Path) -> None:
+    real = tmp_path / "elsewhere" / "real_train.py"
+    real.parent.mkdir()
+    (toy.package / "train.py").rename(real)
+    os.link(real, tmp_path / "cache.py")
+    (toy.package / "train.py").symlink_to(real)
+    apply(toy.target, None, toy.patches)
+    assert (toy.package / "train.py").is_symlink()
+    assert (real.read_text(), (tmp_path / "cache.py").read_text()) == (TRAIN_PATCHED, TRAIN)
+    revert(toy.target, None, toy.patches)
+    assert (toy.package / "train.py").is_symlink()
+    assert real.read_text() == TRAIN
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o600, 0o444])
+def test_mode_bits_stay(toy: Toy, mode: int) -> None:
+    (toy.package / "train.py").chmod(mode)
+    for work in (apply, revert):
+        work(toy.target, None, toy.patches)
+        assert stat.S_IMODE((toy.package / "train.py").stat().st_mode) == mode
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
+def test_the_owner_stays(toy: Toy) -> None:
+    os.chown(toy.package / "train.py", 1234, 1235)
+    apply(toy.target, None, toy.patches)
+    found = (toy.package / "train.py").stat()
+    assert (found.st_uid, found.st_gid) == (1234, 1235)
+
+
+def test_uniform_crlf_is_kept(toy: Toy) -> None:
+    crlf = {name: text.replace("\n", "\r\n") for name, text in ORIGINAL.items()}
+    write_package(toy.root, {**crlf, "common.py": COMMON})
+    before = contents(toy.package)
+    apply(toy.target, None, toy.patches)
+    assert (toy.package / "train.py").read_bytes() == TRAIN_PATCHED.replace("\n", "\r\n").encode()
+    assert (toy.package / "sub/loop.py").read_bytes() == LOOP_PATCHED.replace("\n", "\r\n").encode()
+    assert (toy.package / "common.py").read_bytes() == COMMON_PATCHED.encode()
+    assert [file.crlf for file in status(toy.target, None, toy.patches).files] == [False, True, True]
+    revert(toy.target, None, toy.patches)
+    assert contents(toy.package) == before
+
+
+def test_mixed_line_endings_are_refused(toy: Toy) -> None:
+    write_package(toy.root, {"train.py": TRAIN.replace("\n", "\r\n", 1)})
+    with pytest.raises(PatchError, match=r"train\.py: unknown"):
+        apply(toy.target, None, toy.patches)
+
+
+def test_an_upstream_file_with_crlf_is_taken_as_it_is(toy: Toy, tmp_path: Path) -> None:
+    write_package(toy.root, {"common.py": "a\r\nb\r\n"})
+    diff = "--- a/toybot/common.py\n+++ b/toybot/common.py\n@@ -2 +2 @@\n-b\r\n+c\r\n"
+    write_set(tmp_path / "crlf" / "toybot" / "1.0", {"01.patch": diff}, toy.root)
+    assert not apply(toy.target, None, tmp_path / "crlf").status.files[0].crlf
+    assert (toy.package / "common.py").read_bytes() == b"a\r\nc\r\n"
+
+
+def test_stale_bytecode_of_changed_modules_goes(toy: Toy) -> None:
+    cache = toy.package / "__pycache__"
+    cache.mkdir()
+    stale = [cache / "train.cpython-311.pyc", cache / "train.cpython-39.opt-1.pyc"]
+    kept = [cache / "other.cpython-311.pyc", cache / "train_utils.cpython-311.pyc"]
+    for work in (apply, revert):
+        for path in (*stale, *kept):
+            path.write_bytes(b"old")
+        work(toy.target, None, toy.patches)
+        assert [path.exists() for path in (*stale, *kept)] == [False, False, True, True]
+
+
+def test_bytecode_under_a_cache_prefix_goes(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.util import cache_from_source
+
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
+    stale = Path(cache_from_source(str(toy.package / "train.py")))
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"old")
+    apply(toy.target, None, toy.patches)
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("name", ["common.py", "loop.py", "train.py", patching.JOURNAL])
+def test_a_failing_replace_puts_everything_back(toy: Toy, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = contents(toy.package)
+    fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
+    with pytest.raises(PatchError, match=r"No space left.*everything was put back"):
+        apply(toy.target, None, toy.patches)
+    assert contents(toy.package) == before
+    apply(toy.target, None, toy.patches)
+    after = contents(toy.package)
+    fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
+    with pytest.raises(PatchError, match="everything was put back"):
+        revert(toy.target, None, toy.patches)
+    assert contents(toy.package) == after
+
+
+def test_an_interrupt_puts_everything_back_and_stays_an_interrupt(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(toy.package)
+    fail_replace_of(monkeypatch, "loop.py", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        apply(toy.target, None, toy.patches)
+    assert contents(toy.package) == before
+
+
+def test_a_failure_to_put_back_can_be_completed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = os.replace, []
+
+    def replace(source: Path, destination: Path) -> None:
+        seen.append(Path(destination).name)
+        if len(seen) > 2:  # journal, first file, then a dead disk
+            raise OSError(5, "Input/output error")
+        real(source, destination)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", replace)
+        with pytest.raises(PatchError, match=r"so did putting them back.*`revert` completes it"):
+            apply(toy.target, None, toy.patches)
+    assert status(toy.target, None, toy.patches).state == "partly applied"
+    revert(toy.target, None, toy.patches)
+    assert_holds(toy.package, ORIGINAL)
+    assert not list(toy.package.rglob(".*"))
+
+
+@pytest.mark.parametrize(("work", "files"), [(apply, PATCHED), (revert, ORIGINAL)])
+def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: dict[str, str]) -> None:
+    script = (
+        "import os, sys, pathlib; from ddpshim import patching\n"
+        "real = os.replace\n"
+        "def replace(a, b):\n"
+        "    if b.name == 'loop.py': os._exit(9)\n"
+        "    real(a, b)\n"
+        "os.replace = replace\n"
+        "patching.apply(sys.argv[1], None, pathlib.Path(sys.argv[2]))\n"
+    )
+    here = str(Path(patching.__file__).parent.parent)
+    command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, timeout=60)
+    assert killed.returncode == 9
+    look = status(toy.target, None, toy.patches)
+    assert (look.state, [file.state for file in look.files]) == (
+        "partly applied",
+        ["patched", "original", "original"],
+    )
+    assert look.journal is not None
+    assert look.journal["state"] == "applying"
+    assert (toy.package / replacing.LOCK).exists()  # its owner is dead: taken over
+
+    work(toy.target, None, toy.patches)  # type: ignore[operator]
+    assert_holds(toy.package, files)
+    left = {p.name for p in toy.package.rglob(".*")}
+    assert left == ({patching.JOURNAL} if work is apply else set())
+
+
+def test_a_kill_after_the_last_replace_leaves_only_the_journal_to_do(toy: Toy) -> None:
+    apply(toy.target, None, toy.patches)
+    journal = toy.package / patching.JOURNAL
+    journal.write_text(journal.read_text().replace('"applied"', '"applying"'))
+    assert apply(toy.target, None, toy.patches).changed == ()
+    assert json.loads(journal.read_text())["state"] == "applied"
+    write_package(toy.root, ORIGINAL)
+    assert revert(toy.target, None, toy.patches).changed == ()
+    assert not journal.exists()
+
+
+def test_files_are_verified_from_disk(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meddle(*sources: Path) -> None:
+        (toy.package / "train.py").write_text("meddled\n")
+
+    monkeypatch.setattr(patching, "drop_bytecode", meddle)
+    with pytest.raises(PatchError, match=r"After writing, toybot/train\.py .* not the patched content"):
+        apply(toy.target, None, toy.patches)
+
+
+def test_a_read_only_folder_is_refused_before_anything(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(toy.package)
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sub" and real(path, mode))
+    for work in (apply, check):
+        with pytest.raises(PatchError, match=r"sub is not writable.*nothing was changed"):
+            work(toy.target, None, toy.patches)
+    assert contents(toy.package) == before
+
+
+@pytest.mark.parametrize("suffix", [replacing.LOCK, ".loop.py.ddpshim-tmp"])
+def test_a_denied_write_is_refused_before_anything(toy: Toy, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    before = contents(toy.package)
+    real = os.open
+
+    def denied(path: Path, *rest: int) -> int:
+        if str(path).endswith(suffix):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(PatchError, match="Permission denied"):
+        apply(toy.target, None, toy.patches)
+    assert contents(toy.package) == before
+
+
+def test_a_live_lock_is_respected(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacing, "_LOCK_TIMEOUT_S", 0.0)
+    lock = toy.package / replacing.LOCK
+    for owner in (f"{os.getpid()} {platform.node()}", "1 another-host", ""):
+        lock.write_text(owner)
+        before = contents(toy.package)
+        with pytest.raises(PatchError, match=rf"{owner or 'not written yet'}.*delete the file"):
+            apply(toy.target, None, toy.patches)
+        assert contents(toy.package) == before
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(toy: Toy) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    lock = toy.package / replacing.LOCK
+    for pid in (dead.pid, 10**30):
+        lock.write_text(f"{pid} {platform.node()}\n")
+        apply(toy.target, None, toy.patches)
+        assert not lock.exists()
+        revert(toy.target, None, toy.patches)
+
+
+def test_a_lock_that_another_took_over_meanwhile_is_left_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    lock = toy.package / replacing.LOCK
+    lock.write_text(f"{10**30} {platform.node()}\n")
+
+    def waited(stream: object, operation: int) -> None:
+        lock.unlink()
+        lock.write_text("the winner's")
+
+    monkeypatch.setattr(fcntl, "flock", waited)
+    assert replacing._drop_stale_lock(lock)
+    assert lock.read_text() == "the winner's"
+
+
+def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
+    # Starting from a stale lock, so that the take-over is contended too.
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (toy.package / replacing.LOCK).write_text(f"{dead.pid} {platform.node()}\n")
+    script = (
+        "import sys, pathlib; from ddpshim.patching import apply\n"
+        "print(len(apply(sys.argv[1], None, pathlib.Path(sys.argv[2])).changed))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(patching.__file__).parent.parent)}
+    command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
+    printed = [process.communicate(timeout=60)[0].strip() for process in running]
+    assert sorted(printed) == ["0", "0", "0", "3"]
+    assert_holds(toy.package, PATCHED)
+    assert not (toy.package / replacing.LOCK).exists()
+
+
+def test_the_default_root_is_package_data_or_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ddpshim"
+    package.mkdir()
+    monkeypatch.setattr(patchset, "__file__", str(package / "patchset.py"))
+    assert patchset.default_patches_root() == tmp_path / "patches"
+    (package / "patches").mkdir()
+    assert patchset.default_patches_root() == package / "patches"
+
+
+def test_sets_are_listed_with_their_changed_lines(toy: Toy) -> None:
+    found = [(s.name, s.package, s.num_added, s.num_removed, list(s.patches)) for s in load_sets(toy.patches)]
+    assert found == [
+        ("toybot/1.0", "toybot", 6, 4, ["01-launch.patch", "02-fit.patch"]),
+        ("toybot/2.0", "toybot", 2, 1, ["01-fit.patch"]),
+    ]
+
+
+def test_the_manifest_has_the_documented_form(toy: Toy) -> None:
+    assert json.loads((toy.patches / "toybot/1.0/manifest.json").read_text()) == {
+        "codebase": "toybot",
+        "version": "1.0",
+        "base": "toybot 1.0",
+        "patches": ["01-launch.patch", "02-fit.patch"],
+        "files": {
+            f"toybot/{name}": {"original": sha(text.encode()), "patched": sha(PATCHED[name].encode())}
+            for name, text in ORIGINAL.items()
+        },
+    }
+
+
+def test_a_damaged_set_is_refused(toy: Toy) -> None:
+    folder = toy.patches / "toybot" / "1.0"
+    good = json.loads((folder / "manifest.json").read_text())
+    hashes = good["files"]["toybot/train.py"]
+
+    def with_patched(digest: str) -> dict[str, object]:
+        return {**good, "files": {**good["files"], "toybot/train.py": {**hashes, "patched": digest}}}
+
+    damages = [
+        ({**good, "patches": ["01-launch.patch"]}, "does not describe"),
+        ({**good, "version": "1.1"}, "does not describe"),
+        ({**good, "files": {"toybot/train.py": hashes}}, "does not describe"),
+        (with_patched(hashes["original"]), "two hashes"),
+        ({**good, "files": 3}, "no manifest"),
+        (with_patched("0" * 64), "set is damaged"),
+    ]
+    before = contents(toy.package)
+    for manifest, text in damages:
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(PatchError, match=text):
+            apply(toy.target, None, toy.patches)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(PatchError, match="patch manifest"):
+        load_sets(toy.patches)
+    with pytest.raises(PatchError, match="No patch set under"):
+        load_sets(toy.root)
+    assert contents(toy.package) == before
+
+
+def test_a_manifest_needs_the_tree_its_diffs_were_made_from(toy: Toy, tmp_path: Path) -> None:
+    apply(toy.target, None, toy.patches)
+    with pytest.raises(PatchError, match=r"toybot/common\.py line 1 is"):
+        build_manifest(toy.patches / "toybot" / "1.0", toy.root, "x")
+    with pytest.raises(PatchError, match="Could not read"):
+        build_manifest(toy.patches / "toybot" / "1.0", tmp_path, "x")
+    with pytest.raises(PatchError, match=r"No \*.patch"):
+        build_manifest(tmp_path, toy.root, "x")
+
+
+def both_ways(diff: bytes, old: bytes, new: bytes) -> None:
+    (parsed,) = parse_diff(b"--- a/p/f\n+++ b/p/f\n" + diff, "test.patch")
+    assert apply_diff(parsed, old) == new
+    assert apply_diff(parsed, new, reverse=True) == old
+
+
+@pytest.mark.parametrize(
+    ("diff", "old", "new"),
+    [
+        (b"@@ -2 +2 @@\n-b\n+B\n", b"a\nb\nc\n", b"a\nB\nc\n"),
+        (b"@@ -1,0 +2,2 @@\n+x\n+y\n", b"a\nb\n", b"a\nx\ny\nb\n"),
+        (b"@@ -0,0 +1 @@\n+x\n", b"a\n", b"x\na\n"),
+        (b"@@ -0,0 +1 @@\n+x\n", b"", b"x\n"),
+        (b"@@ -2,2 +1,0 @@\n-b\n-c\n", b"a\nb\nc\nd\n", b"a\nd\n"),
+        (b"@@ -1 +0,0 @@\n-a\n", b"a\n", b""),
+        (b"@@ -1,0 +2 @@\n+x\n@@ -3 +3,0 @@\n-c\n@@ -4 +4 @@\n-d\n+D\n", b"a\nb\nc\nd\n", b"a\nx\nb\nD\n"),
+        (b"@@ -1 +1 @@\n-a\n+a\n\\ No newline at end of file\n", b"a\n", b"a"),
+        (b"@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+a\n", b"a", b"a\n"),
+        (b"@@ -1,2 +1,2 @@\n-a\n+A\n b\n\\ No newline at end of file\n", b"a\nb", b"A\nb"),
+        (b"@@ -2 +2 @@\n---- x\n+++ y\n", b"a\n--- x\n", b"a\n++ y\n"),
+        (b"@@ -1 +1 @@\n-a\x0cb\rc\xff\n+\xfe\n", b"a\x0cb\rc\xff\n", b"\xfe\n"),
+    ],
+)
+def test_hunks_apply_and_reverse(diff: bytes, old: bytes, new: bytes) -> None:
+    both_ways(diff, old, new)
+
+
+@pytest.mark.parametrize(
+    "old", [b"x\na\nb\nc\n", b"a\nB\nc\n", b"a\n", b"", b"a\nb", b"a\nb \nc\n", b"a\r\nb\r\nc\r\n"]
+)
+def test_no_fuzz_and_no_offset(old: bytes) -> None:
+    (diff,) = parse_diff(b"--- a/p/f\n+++ b/p/f\n@@ -2 +2 @@\n-b\n+B\n", "test.patch")
+    with pytest.raises(PatchError, match=r"p/f line 2 is .*expects 'b\\n'"):
+        apply_diff(diff, old)
+
+
+def test_an_insertion_beyond_the_end_or_after_a_cut_line_is_refused() -> None:
+    (diff,) = parse_diff(b"--- a/p/f\n+++ b/p/f\n@@ -3,0 +4 @@\n+x\n", "test.patch")
+    with pytest.raises(PatchError, match="has 2 lines"):
+        apply_diff(diff, b"a\nb\n")
+    with pytest.raises(PatchError, match="join two lines"):
+        apply_diff(diff, b"a\nb\nc")
+
+
+HEAD = b"--- a/p/f\n+++ b/p/f\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"only prose\n", "no `--- a/"),
+        (HEAD, "no hunk"),
+        (HEAD + b"@@ -1,2 +1 @@\n-a\n+b\n", "counts 2,1 lines but has 1,1"),
+        (HEAD + b"@@ -1 +1 @@\n-a\n-b\n+c\n", "counts 1,1 lines but has 2,0"),
+        (HEAD + b"@@ -1 +1 @@\n-a\n+b\n+c\n", "neither a hunk"),
+        (HEAD + b"@@ -1 +1 @@\n-a\n+b\n c\n", "neither a hunk"),
+        (HEAD + b"@@ -1,2 +1,2 @@\n-a\n+b\n\n", "counts 2,2"),  # an editor stripped the space
+        (HEAD + b"@@ -1 +1 @@\n-a\n+b", "counts 1,1"),  # cut off
+        (HEAD + b"@@ -1 +1 @@\n a\n", "changes nothing"),
+        (HEAD + b"@@ -x +1 @@\n-a\n+b\n", "is not `@@"),
+        (HEAD + b"@@ -0 +1 @@\n-a\n+b\n", "start at 1"),
+        (HEAD + b"@@ -1 +2 @@\n-a\n+b\n", "new line index 1"),
+        (HEAD + b"@@ -5 +5 @@\n-a\n+b\n@@ -2 +2 @@\n-a\n+b\n", "out of order"),
+        (b"@@ -1 +1 @@\n-a\n+b\n", "neither a hunk"),
+        (b"--- a/p/f\n+++ b/p/g\n@@ -1 +1 @@\n-a\n+b\n", "names differ"),
+        (b"--- /dev/null\n+++ b/p/f\n@@ -0,0 +1 @@\n+b\n", "inside the tree"),
+        (b"--- a/../f\n+++ b/../f\n@@ -1 +1 @@\n-a\n+b\n", "inside the tree"),
+        (b"--- a//etc/f\n+++ b//etc/f\n@@ -1 +1 @@\n-a\n+b\n", "inside the tree"),
+        (b"--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\n", "inside the tree"),
+        (b"diff --git a/p/f b/p/f\nold mode 100644\nnew mode 100755\n" + HEAD, "mode"),
+    ],
+)
+def test_malformed_diffs_are_refused(text: bytes, reason: str) -> None:
+    with pytest.raises(PatchError, match=reason) as caught:
+        parse_diff(text, "01.patch")
+    assert str(caught.value).startswith("01.patch line ")
+
+
+def test_git_headers_and_crlf_patch_files_are_read() -> None:
+    text = b"prose\ndiff --git a/p/f b/p/f\nindex 123..456 100644\n" + HEAD + b"@@ -1 +1 @@ def f\n-a\n+b\n"
+    for version in (text, text.replace(b"\n", b"\r\n")):
+        (diff,) = parse_diff(version, "x")
+        assert apply_diff(diff, b"a\n") == b"b\n"
+
+
+@pytest.mark.skipif(shutil.which("diff") is None, reason="needs diff")
+@pytest.mark.parametrize("context", [0, 1, 3])
+def test_what_diff_makes_is_applied(tmp_path: Path, context: int) -> None:
+    old = "".join(f"line {n % 7}\n" for n in range(60)) + "end"
+    new = old.replace("line 3\nline 4\n", "line 3\nnew\nline 4\n", 3).replace("line 5\n", "", 2) + "ing"
+    (tmp_path / "old").write_text(old)
+    (tmp_path / "new").write_text(new)
+    made = subprocess.run(
+        ["diff", f"-U{context}", "--label", "a/p/f", "--label", "b/p/f", "old", "new"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+    ).stdout
+    (diff,) = parse_diff(made, "made")
+    assert apply_diff(diff, old.encode()) == new.encode()
+    assert apply_diff(diff, new.encode(), reverse=True) == old.encode()
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs GNU patch")
+def test_the_manual_commands_of_the_readme_do_the_same(toy: Toy) -> None:
+    diffs = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
+    for order, flags, files in ((diffs, ["--forward"], PATCHED), (diffs[::-1], ["-R"], ORIGINAL)):
+        for path in order:
+            command = ["patch", "-p1", "--fuzz=0", "--batch", *flags, "-i", str(path)]
+            subprocess.run(command, cwd=toy.root, check=True, stdout=subprocess.DEVNULL)
+        assert_holds(toy.package, files)
+        assert revert(toy.target, None, toy.patches).status.state == "not applied"
+        write_package(toy.root, files)
+
+
+def test_commands_print_and_give_exit_codes(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(patchset, "default_patches_root", lambda: toy.patches)
+    target = ["--target", toy.target]
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(["patch", *argv])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    assert run("list")[1].startswith("toybot/1.0  10 changed lines (+6 -4) in 3 files, for toybot 1.0\n")
+    assert run("status", *target) == (
+        0,
+        f"toybot/1.0 in {toy.package}: not applied\n"
+        f"  original  {sha(COMMON.encode())[:12]}  toybot/common.py\n"
+        f"  original  {sha(LOOP.encode())[:12]}  toybot/sub/loop.py\n"
+        f"  original  {sha(TRAIN.encode())[:12]}  toybot/train.py\n",
+        "",
+    )
+    assert run("check", *target) == (0, f"toybot/1.0 in {toy.package}: would change 3 files\n", "")
+    assert run("apply", *target, "--set", "1.0")[1].startswith("toybot/1.0: applied\n")
+    assert "already applied" in run("apply", *target)[1]
+    assert run("check", *target) == (0, f"toybot/1.0 in {toy.package}: already applied\n", "")
+    assert "journal: applied toybot/1.0 at" in run("status", *target)[1]
+    assert "toybot/1.0: reverted" in run("revert", *target)[1]
+    code, out, _ = run("revert", *target)
+    assert (code, out.splitlines()[0]) == (0, "toybot/1.0: not applied, nothing to do")
+
+    write_package(toy.root, {"train.py": "edited\n"})
+    for action in ("check", "apply", "revert"):
+        code, out, err = run(action, *target)
+        assert (code, out) == (1, "")
+        assert err.startswith("ddpshim: ")
+        assert sha(b"edited\n") in err
+    code, out, err = run("status", *target)
+    assert (code, err) == (0, "")
+    assert f"  unknown   {sha(b'edited' + bytes([10]))[:12]}  toybot/train.py" in out
+
+    folder = toy.patches / "toybot" / "1.0"
+    (folder / "manifest.json").unlink()
+    pristine = str(toy.root.parent / "pristine")
+    code, out, _ = run("manifest", str(folder), "--source", pristine, "--base", "again")
+    assert code == 0
+    assert load_sets(toy.patches)[0].base == "again"
+
+
+@pytest.mark.parametrize("argv", [[], ["patch"], ["patch", "unknown"], ["patch", "list", "--target", "x"]])
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> None:
+    # Only these modules, with package data beside them: nothing else is needed, torch least of all.
+    package = tmp_path / "lib" / "ddpshim"
+    package.mkdir(parents=True)
+    for name in ("__main__", "errors", "patching", "patchset", "replacing", "unidiff"):
+        shutil.copy(Path(patching.__file__).with_name(f"{name}.py"), package)
+    (package / "__init__.py").write_text("")
+    (tmp_path / "lib" / "torch.py").write_text("raise SystemError('torch was imported')\n")
+    shutil.copytree(toy.patches, package / "patches")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "lib"), str(toy.root)])}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", "-m", "ddpshim", "patch", *argv]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = run("apply", "--target", "toybot")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_holds(toy.package, PATCHED)
+    done = run("status")
+    assert done.returncode == 1  # robomimic is not known to these sets
+    assert done.stderr.startswith("ddpshim: 'robomimic' is neither")
+    assert "Traceback" not in done.stderr
+
+
+def test_patching_imports_only_the_standard_library() -> None:
+    for name in ("__main__", "patching", "patchset", "replacing", "unidiff"):
+        tree = ast.parse(Path(patching.__file__).with_name(f"{name}.py").read_text())
+        found = {
+            (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+        tops = {module.split(".")[0] for module in found}
+        assert not tops & {"torch", "numpy", "subprocess", "socket", "urllib", "robomimic"}
+        if sys.version_info >= (3, 10):
+            assert tops <= {*sys.stdlib_module_names, "ddpshim"}

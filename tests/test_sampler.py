@@ -1,0 +1,233 @@
+"""The sampler: orders, their split over ranks, and global random states that nobody notices to have moved."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from ddpshim.errors import DataError
+from ddpshim.sampler import (
+    DrawnOrder,
+    EpochCounter,
+    SequentialOrder,
+    ShardedBatchSampler,
+    ShardedSampler,
+    ShuffledOrder,
+    Split,
+    SplitBatchSampler,
+    layers,
+)
+from ddpshim.streams import PrivateRandom
+
+
+def global_draws():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def as_list(order):
+    return order.tolist() if isinstance(order, torch.Tensor) else list(order)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("num_samples", [8, 9, 10, 16, 23, 24])
+def test_shares_of_a_step_are_the_global_batch(num_samples, drop_last):
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(3))
+    whole = [order[start : start + 8].tolist() for start in range(0, num_samples, 8)]
+    for world_size in (1, 2, 4):
+        splits = [Split(8, rank, world_size, drop_last) for rank in range(world_size)]
+        assert len({split.num_steps(num_samples) for split in splits}) == 1
+        num_steps = splits[0].num_steps(num_samples)
+        assert num_steps == (num_samples // 8 if drop_last else len(whole))
+        for step in range(num_steps):
+            shares = [split.take(order, step) for split in splits]
+            assert len({len(share) for share in shares}) == 1
+            together = [shares[p % world_size][p // world_size] for p in range(len(shares[0]) * world_size)]
+            missing = len(together) - len(whole[step])
+            assert 0 <= missing < world_size
+            assert together == whole[step] + order[:missing].tolist()
+        for split in splits:
+            seen = sum(len(split.take(order, step)) for step in range(num_steps))
+            assert seen == split.num_samples_per_rank(num_samples)
+
+
+def test_any_step_can_be_named_without_the_ones_before():
+    sampler = ShardedSampler(ShuffledOrder(40, seed=1), Split(8, 1, 2, True))
+    sampler.begin(3)
+    assert list(sampler.batches(start_step=2)) == list(sampler.batches())[2:]
+    assert next(sampler.batches(4)) == Split(8, 1, 2, True).take(ShuffledOrder(40, seed=1).draw(3), 4)
+
+
+def test_a_list_of_anything_splits_as_ints_do():
+    order = [("demo", index) for index in range(7)]
+    shares = [Split(4, rank, 2, False).take(order, 1) for rank in range(2)]
+    assert shares == [[("demo", 4), ("demo", 6)], [("demo", 5), ("demo", 0)]]
+
+
+def test_epochs_advance_and_can_be_set():
+    epochs = EpochCounter()
+    assert (epochs.current, epochs.advance(), epochs.advance()) == (0, 0, 1)
+    epochs.set(7)
+    assert (epochs.current, epochs.advance(), epochs.advance()) == (7, 7, 8)
+    epochs.set(np.int64(8))
+    assert epochs.advance() == 8
+
+
+def test_shuffles_are_permutations_that_differ_by_seed_and_epoch():
+    drawn = {(s, e): tuple(as_list(ShuffledOrder(50, s).draw(e))) for s in range(3) for e in range(3)}
+    assert len(set(drawn.values())) == 9
+    assert all(sorted(order) == list(range(50)) for order in drawn.values())
+    assert drawn[1, 2] == tuple(as_list(ShuffledOrder(50, 1).draw(2)))
+
+
+def test_private_random_continues_and_leaves_no_trace():
+    private, before = PrivateRandom(5), global_draws()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with private.swapped_in():
+        first = global_draws()
+    seen = []
+
+    def draw_and_fail():
+        with private.swapped_in():
+            seen.append(global_draws())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+    second = seen[0]
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    again = PrivateRandom(5)
+    with again.swapped_in():
+        assert (global_draws(), global_draws()) == (first, second)
+    assert len({before, first, second}) == 3
+
+
+class NumpyWeighted(WeightedRandomSampler):
+    """As robomimic 0.5's CustomWeightedRandomSampler: from numpy's global generator."""
+
+    def __iter__(self):
+        p = self.weights.numpy() / torch.sum(self.weights).numpy()
+        drawn = np.random.choice(len(self.weights), size=self.num_samples, p=p, replace=self.replacement)
+        return iter(torch.from_numpy(drawn).tolist())
+
+
+class PythonShuffled:
+    def __len__(self):
+        return 30
+
+    def __iter__(self):
+        return iter(random.sample(range(30), 30))
+
+
+SEEDABLE = {
+    "random": lambda: RandomSampler(range(30)),
+    "own generator": lambda: RandomSampler(range(30), generator=torch.Generator().manual_seed(9)),
+    "replacement": lambda: RandomSampler(range(30), replacement=True, num_samples=25),
+    "weighted": lambda: WeightedRandomSampler([0.1] * 20 + [1.0] * 10, 40),
+    "subset": lambda: SubsetRandomSampler([3, 5, 8, 13, 21, 2, 1, 0]),
+    "numpy": lambda: NumpyWeighted(torch.rand(30, generator=torch.Generator().manual_seed(0)), 40),
+    "python": PythonShuffled,
+    "batches": lambda: BatchSampler(RandomSampler(range(30), generator=torch.Generator()), 4, True),
+}
+
+
+@pytest.mark.parametrize("name", SEEDABLE)
+def test_a_draw_is_a_function_of_seed_and_epoch(name):
+    sampler = SEEDABLE[name]()
+    own = [layer.generator for layer in layers(sampler) if getattr(layer, "generator", None) is not None]
+    global_draws()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    own_before = [generator.get_state().tolist() for generator in own]
+    first = as_list(DrawnOrder(sampler, 0).draw(0))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert [generator.get_state().tolist() for generator in own] == own_before
+    global_draws()
+    assert as_list(DrawnOrder(SEEDABLE[name](), 0).draw(0)) == first
+    assert as_list(DrawnOrder(sampler, 0).draw(0)) == first
+    assert as_list(DrawnOrder(sampler, 0).draw(1)) != first
+    assert as_list(DrawnOrder(sampler, 1).draw(0)) != first
+    assert len(first) == len(sampler)
+
+
+def test_draws_travel_as_tensors():
+    sent = []
+
+    def run_on_main(function, *args):
+        sent.append(function(*args))
+        return sent[-1]
+
+    mixed = [1, np.int32(2), torch.tensor(3)]
+    assert as_list(DrawnOrder(mixed, 0, run_on_main).draw(0)) == [1, 2, 3]
+    assert DrawnOrder([[1, 2], [3]], 0, run_on_main).draw(0) == [[1, 2], [3]]
+    assert DrawnOrder([[], [3]], 0, run_on_main).draw(0) == [[], [3]]
+    assert DrawnOrder([("a", 1), "b"], 0, run_on_main).draw(0) == [("a", 1), "b"]
+    assert [type(packed).__name__ for _, packed in sent] == ["Tensor", "tuple", "tuple", "list"]
+
+
+def test_the_samplers_epoch_is_set_also_inside_a_batch_sampler():
+    class Epochs:
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            return iter(range(self.epoch, self.epoch + 4))
+
+    assert DrawnOrder(BatchSampler(Epochs(), 2, True), 0).draw(5) == [[5, 6], [7, 8]]
+
+
+class Sized:
+    def __init__(self, length, indices):
+        self.length, self.indices = length, indices
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(self.indices)
+
+
+def test_a_draw_is_as_long_as_the_sampler_says():
+    assert as_list(DrawnOrder(Sized(3, iter(int, 1)), 0).draw(0)) == [0, 0, 0]
+    with pytest.raises(DataError, match="gave 2 indices in epoch 4 where its __len__ says 3"):
+        DrawnOrder(Sized(3, [1, 2]), 0).draw(4)
+    with pytest.raises(DataError, match="generator has no __len__; ranks could not agree"):
+        DrawnOrder((index for index in range(3)), 0)
+
+
+def test_sampler_gives_a_pass_as_often_as_it_is_asked():
+    sampler = ShardedSampler(ShuffledOrder(12, seed=0), Split(4, 0, 2, True))
+    assert list(sampler) == list(sampler)
+    assert list(ShardedBatchSampler(sampler)) == [list(sampler)[i : i + 2] for i in (0, 2, 4)]
+    assert (len(sampler), len(ShardedBatchSampler(sampler)), sampler.epoch) == (6, 3, 0)
+    ShardedBatchSampler(sampler).set_epoch(4)
+    assert sampler.epoch == 4
+
+
+def test_an_iterator_keeps_the_pass_it_was_made_for():
+    sampler = ShardedSampler(ShuffledOrder(12, seed=0), Split(4, 0, 2, True))
+    sampler.begin(0)
+    early, expected = iter(sampler), list(sampler)
+    sampler.begin(1)
+    assert list(early) == expected != list(sampler)
+
+
+def test_batch_sampler_shares():
+    batches = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]]
+    shares = [SplitBatchSampler(DrawnOrder(batches, 0), rank, 2, EpochCounter()) for rank in range(2)]
+    assert list(shares[0]) == [[0, 2], [4], [6, 8, 10]]
+    assert list(shares[1]) == [[1, 3], [5], [7, 9, 11]]
+    assert len(shares[0]) == 3
+    odd = SplitBatchSampler(DrawnOrder([[0, 1], [2, 3, 4]], 0), 0, 2, EpochCounter())
+    with pytest.raises(DataError, match=r"Batch 1 of the batch_sampler has 3 indices, .* over 2 ranks"):
+        odd.begin(0)
+
+
+def test_sequential_order_costs_nothing():
+    order = SequentialOrder(10**12)
+    assert Split(8, 1, 2, True).take(order.draw(0), 10**11) == [8 * 10**11 + i for i in (1, 3, 5, 7)]
