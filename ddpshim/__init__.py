@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 from ddpshim.errors import DataError, DdpShimError, LaunchError, PatchError, SyncError, WorldError
 
 if TYPE_CHECKING:
+    from ddpshim.failure import abort as abort
     from ddpshim.group import World as World
-    from ddpshim.group import abort as abort
     from ddpshim.group import cleanup as cleanup
     from ddpshim.group import setup as setup
     from ddpshim.group import split_random_streams as split_random_streams
     from ddpshim.group import world as world
     from ddpshim.loader import make_loader as make_loader
     from ddpshim.loader import scale_lr as scale_lr
-    from ddpshim.parallel import unwrap as unwrap
     from ddpshim.parallel import wrap_parallel as wrap_parallel
     from ddpshim.streams import shared_random_streams as shared_random_streams
+    from ddpshim.transparent import unwrap as unwrap
 
 __version__ = "0.1.0"
 
 # Loaded when first used: the patch command must answer without the seconds that importing torch takes.
 _HOMES = {
     "World": "group",
-    "abort": "group",
+    "abort": "failure",
     "cleanup": "group",
     "setup": "group",
     "split_random_streams": "group",
     "world": "group",
     "make_loader": "loader",
     "scale_lr": "loader",
-    "unwrap": "parallel",
     "wrap_parallel": "parallel",
     "shared_random_streams": "streams",
+    "unwrap": "transparent",
 }
 
 __all__ = [

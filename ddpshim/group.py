@@ -6,24 +6,21 @@ after `setup()` looks at the environment again.
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import pickle
 import socket
 import sys
-import threading
-import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from numbers import Integral, Real
-from types import TracebackType
-from typing import Any, Callable, NoReturn, Optional, TypeVar, Union
+from typing import Any, Callable, Optional, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 
+from ddpshim import failure
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.launch import LaunchEnv, check_port, read_launch_env
 from ddpshim.streams import derive_seed, seed_everything
@@ -32,7 +29,6 @@ T = TypeVar("T")
 
 _COLLECTIVE_TIMEOUT_S = 1800.0
 _SIDE_TIMEOUT_S = 86400.0
-_EXIT_HANDLERS_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -115,21 +111,24 @@ class World:
         if self.world_size == 1:
             return function(*args, **kwargs)
         name = getattr(function, "__qualname__", repr(function))
-        failure: Optional[BaseException] = None
+        error: Optional[BaseException] = None
         result: Any = None
         if self.is_main:
             try:
                 result = function(*args, **kwargs)
                 pickle.dumps(result)
-            except BaseException as error:
-                failure = error
-        message = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
+            except BaseException as raised:
+                error = raised
+        message = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
         if message is not None:
-            raise WorldError(
-                f"{name} failed on the main rank ({message}); rank {self.rank} would go on without its result. "
-                "See the main rank's traceback."
+            raise failure.caused_by(
+                0,
+                WorldError(
+                    f"{name} failed on the main rank ({message}); rank {self.rank} would go on without its result. "
+                    "See the main rank's traceback."
+                ),
             )
         return self.broadcast(result)  # type: ignore[no-any-return]
 
@@ -139,9 +138,11 @@ class _State:
 
     world: Optional[World] = None
     left: Optional[World] = None  # the world that cleanup() left: its rank is still true
-    owns_group: bool = False
-    store: Any = None
-    previous_hook: Any = None
+    group: Any = None  # the default group, where setup() made it
+    store: Any = None  # of this world alone
+    root_store: Any = None  # (address, store), kept after cleanup(): a server must outlive its clients
+    num_worlds: int = 0
+    timeout: Optional[timedelta] = None  # of training collectives, where setup() made the group
     rng_is_split: bool = False
     on_cleanup: list[Callable[[], None]]
 
@@ -160,7 +161,7 @@ def world() -> World:
     """
     if _state.world is not None or _state.left is not None:
         return _state.world or _state.left  # type: ignore[return-value]
-    if (dist.is_available() and dist.is_initialized()) or read_launch_env(os.environ).is_launched:
+    if _has_group() or read_launch_env(os.environ).is_launched:
         raise WorldError(
             "ddpshim.world() before ddpshim.setup(), in a process that a launcher started; every rank would take "
             "itself for rank 0 of 1. Call ddpshim.setup() first."
@@ -205,116 +206,73 @@ def setup(
         LaunchError: partial, garbled or impossible launch variables; a port that is taken.
         WorldError: called again with arguments that contradict the first call.
     """
+    place = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
+    asked: dict[str, Any] = {**place, "backend": backend, "device": device, "seed": seed}
     if _state.world is not None:
-        return _reuse(_state.world, rank=rank, world_size=world_size, backend=backend, seed=seed)
-    if dist.is_available() and dist.is_initialized():
-        made = _adopt(device, side_timeout_s, seed)
+        return _reuse(_state.world, asked)
+    if _has_group():
+        made = _adopt(device, side_timeout_s)
+        _check_same(made, asked)
     else:
-        env = read_launch_env(
-            os.environ,
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            master_addr=master_addr,
-            master_port=master_port,
-        )
-        if not env.is_launched:
-            made = World(device=_single_device(device), seed=seed)
+        env = read_launch_env(os.environ, **place, master_addr=master_addr, master_port=master_port)
+        if env.is_launched:
+            made = _join(env, backend, device, timeout_s, side_timeout_s)
         else:
-            made = _join(env, backend, device, timeout_s, side_timeout_s, seed)
-    _state.world, _state.left = made, None
+            made = World(device=_single_device(device))
+    _state.world, _state.left = replace(made, seed=seed), None
     if seed is not None:
         seed_everything(seed)
     if made.world_size > 1:
-        _state.previous_hook, sys.excepthook = sys.excepthook, _excepthook
+        failure.arm(made.rank, _state.store)
     if made.is_launched and made.is_main:
-        nodes = made.world_size // made.local_world_size
-        print(
-            f"ddpshim: world of {made.world_size} ({made.launcher}, {nodes} node{'s' * (nodes > 1)} x "
-            f"{made.local_world_size}), {made.backend} on {made.device.type}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return made
+        nodes, odd = divmod(made.world_size, made.local_world_size)
+        spread = "unequal nodes" if odd else f"{nodes} node{'s' * (nodes > 1)} x {made.local_world_size}"
+        decided = f"world of {made.world_size} ({made.launcher}, {spread}), {made.backend} on {made.device.type}"
+        print(f"ddpshim: {decided}", file=sys.stderr, flush=True)
+    return _state.world
 
 
 def cleanup() -> None:
     """Leave the job: take back what `setup()` made, and nothing that the user made.
 
-    Idempotent; safe in `finally`. While an exception is on its way out, the report of it (see `abort`)
-    stays armed, and an nccl group is left to the end of the process, because tearing it down would wait
-    for peers that may be gone.
+    Idempotent; safe in `finally`. While an exception is on its way out, the report of it (`ddpshim.abort`)
+    stays armed, and an nccl group is left to the end of the process: its teardown would wait for peers.
     """
     made, _state.world = _state.world, None
     if made is None:
         return
     _state.left = made
-    failing = sys.exc_info()[0] is not None
+    failing = failure.on_the_way_out()
     while _state.on_cleanup:
         _state.on_cleanup.pop()()
     _state.rng_is_split = False
-    if failing and made.world_size > 1:
-        if made.backend == "nccl":
-            return
-    else:
-        if _state.previous_hook is not None and sys.excepthook is _excepthook:
-            sys.excepthook = _state.previous_hook
-        _state.previous_hook = None
-        _state.store = None
-    if not dist.is_initialized():
+    if failing and made.backend == "nccl":
         return
-    if _state.owns_group:
-        dist.destroy_process_group()
+    if not failing:
+        failure.disarm()
     # In an adopted group the control group goes with the group that the user destroys.
-    _state.owns_group = False
+    if _state.group is not None and _has_group() and dist.group.WORLD is _state.group:
+        dist.destroy_process_group()
+    _state.group = None
 
 
 def split_random_streams() -> None:
     """Give every rank random streams of its own, once: noise, timesteps and dropout differ from here on.
 
-    Collective the first time (the main rank's torch seed is shared where `setup` got no seed), nothing
-    afterwards and nothing without a launcher. Call it when all networks are built: `wrap_parallel` does.
+    Local; nothing the second time, and nothing without a launcher. Derived from `setup`'s seed, else from
+    the seed that torch has. Call it when all networks are built: `wrap_parallel` does.
     """
     here = world()
     if _state.rng_is_split or not here.is_launched:
         return
-    base = here.seed if here.seed is not None else here.broadcast(torch.initial_seed())
+    base = here.seed if here.seed is not None else torch.initial_seed()
     seed_everything(derive_seed(base, "rank", here.rank))
     _state.rng_is_split = True
 
 
-def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
-    """End this rank now, and with it the job: one traceback on stderr, non-zero exit. Local.
-
-    The first rank to fail claims the job's store and prints its traceback (also into torchrun's error
-    file); a rank that fails because of it, or after it, prints one line. Exit handlers get five
-    seconds, so that a logger's thread cannot keep peers waiting.
-    """
-    rank = (_state.world or _state.left or World()).rank
-    first = _claim_failure(rank)
-    stream = sys.__stderr__ or sys.stderr
-    if first == rank:
-        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        print(f"ddpshim: rank {rank} ({socket.gethostname()}) failed:\n{lines}", file=stream, flush=True)
-        if isinstance(error, Exception):
-            _record_for_torchrun(error)
-    else:
-        line = str(error).splitlines()[0][:160] if str(error) else ""
-        print(
-            f"ddpshim: rank {rank} stops because rank {first} failed first ({type(error).__name__}: {line})",
-            file=stream,
-            flush=True,
-        )
-    handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
-    handlers.start()
-    handlers.join(_EXIT_HANDLERS_DEADLINE_S)
-    for out in (sys.stdout, sys.stderr, stream):
-        try:
-            out.flush()
-        except (OSError, ValueError, AttributeError):
-            continue
-    os._exit(exit_code)
+def new_group() -> Any:
+    """Another process group of all ranks, with the backend and timeout of the first (collective)."""
+    return dist.new_group(**({} if _state.timeout is None else {"timeout": _state.timeout}))
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:
@@ -340,19 +298,40 @@ def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
     return "nccl", None
 
 
-def _reuse(made: World, **asked: Any) -> World:
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _reuse(made: World, asked: dict[str, Any]) -> World:
     """The World that is there already, unless the caller asks for another one."""
-    if asked["seed"] is not None and made.seed is None:
-        made = World(**{**made.__dict__, "seed": asked["seed"]})
-        _state.world = made
-        seed_everything(asked["seed"])
-    for name, value in asked.items():
-        if value is not None and value != getattr(made, name):
-            raise WorldError(
-                f"setup({name}={value!r}) after setup() had made a world with {name}={getattr(made, name)!r}; "
-                "half of the program would rely on the one, half on the other. Call setup once, or cleanup() before."
-            )
+    seed = asked["seed"]
+    if seed is None or made.seed is not None:
+        _check_same(made, asked)
+        return made
+    if _state.rng_is_split:
+        raise WorldError(
+            f"setup(seed={seed}) after the ranks got random streams of their own; networks were built without that "
+            "seed, and now every rank would draw the same noise. Give the seed to the first setup()."
+        )
+    made = replace(made, seed=seed)
+    _check_same(made, asked)
+    _state.world = made
+    seed_everything(seed)
     return made
+
+
+def _check_same(made: World, asked: dict[str, Any]) -> None:
+    """Raise WorldError where arguments of `setup` contradict the world that is there."""
+    for name, value in asked.items():
+        there = getattr(made, name)
+        if name == "device" and value is not None:
+            value = torch.device(value)
+            there = there if value.index is not None else torch.device(there.type)
+        if None not in (value, there) and value != there:
+            raise WorldError(
+                f"setup({name}={str(value)!r}), but there is a world with {name}={str(there)!r} already; half of the "
+                "program would rely on the one, half on the other. Call setup once, or cleanup() before."
+            )
 
 
 def _join(
@@ -361,25 +340,27 @@ def _join(
     device: Union[str, torch.device, None],
     timeout_s: float,
     side_timeout_s: float,
-    seed: Optional[int],
 ) -> World:
     """Bind the device, meet the others, agree on a backend, and make the two groups."""
-    bound = _bind_device(env, device)
+    bound = _bind_device(env.rank, env.local_rank, device)
     if backend == "nccl" and bound.type != "cuda":
         raise LaunchError(
             f"backend='nccl' but rank {env.rank} computes on {bound}; nccl only moves GPU memory and would fail "
             "in the first collective. Drop backend= or give the rank a GPU."
         )
-    check_port(env)
-    timeout = timedelta(seconds=timeout_s)
-    store = _rendezvous(env, timeout)
+    _state.num_worlds += 1
+    # A second world finds the first one's keys in the store, and must not take them for its own.
+    store = dist.PrefixStore(f"ddpshim/{_state.num_worlds}", _rendezvous(env, timedelta(seconds=timeout_s)))
     if backend is None:
         backend = _agree_on_backend(store, env, bound)
     dist.init_process_group(
-        backend, store=dist.PrefixStore("group", store), rank=env.rank, world_size=env.world_size, timeout=timeout
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
-    _state.owns_group = True
-    _state.store = store
+    _state.group, _state.timeout, _state.store = dist.group.WORLD, timedelta(seconds=timeout_s), store
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
     return World(
         rank=env.rank,
@@ -390,21 +371,27 @@ def _join(
         device=bound,
         backend=backend,
         launcher=env.launcher,
-        seed=seed,
         _control=control,
     )
 
 
 def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
-    """The store through which the ranks of this job find each other."""
-    if env.master_addr is None or env.master_port is None:
-        return dist.HashStore()  # a world of one that has nobody to meet
-    if env.launcher == "torchrun":
-        # Follows torchrun's restarts and the store that its agent serves.
-        return next(dist.rendezvous("env://", timeout=timeout))[0]
-    # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
-    serves = env.rank == 0 and not env.agent_store
-    return dist.TCPStore(env.master_addr, env.master_port, env.world_size, serves, timeout)
+    """The store through which the ranks of this job find each other; the same one again after `cleanup`."""
+    if env.world_size == 1 and not env.agent_store:
+        return dist.HashStore()  # nobody to meet, and no port to take
+    address = (env.master_addr, env.master_port, env.rank, env.world_size)
+    if _state.root_store is None or _state.root_store[0] != address:
+        check_port(env)
+        if env.launcher == "torchrun":
+            # Follows torchrun's restarts and the store that its agent serves.
+            store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        else:
+            # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
+            serves = env.rank == 0 and not env.agent_store
+            store = dist.TCPStore(str(env.master_addr), int(env.master_port or 0), env.world_size, serves, timeout)
+        _state.root_store = address, store
+    _state.root_store[1].set_timeout(timeout)
+    return _state.root_store[1]
 
 
 def _agree_on_backend(store: Any, env: LaunchEnv, device: torch.device) -> str:
@@ -426,7 +413,7 @@ def _gpu_identity(device: torch.device) -> Optional[str]:
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{visible}[{device.index}]')}"
 
 
-def _bind_device(env: LaunchEnv, device: Union[str, torch.device, None]) -> torch.device:
+def _bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None]) -> torch.device:
     """The rank's device, made current before anything else touches CUDA."""
     wanted = torch.device(device) if device is not None else None
     if wanted is not None and wanted.type != "cuda":
@@ -434,13 +421,12 @@ def _bind_device(env: LaunchEnv, device: Union[str, torch.device, None]) -> torc
     if not torch.cuda.is_available():
         if wanted is not None:
             raise LaunchError(
-                f"device={str(wanted)!r} but torch sees no GPU on rank {env.rank}; the first tensor would fail. "
+                f"device={str(wanted)!r} but torch sees no GPU on rank {rank}; the first tensor would fail. "
                 "Drop device= to compute on the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
             )
         return torch.device("cpu")
-    index = wanted.index if wanted is not None and wanted.index is not None else None
-    if index is None:
-        index = env.local_rank % torch.cuda.device_count()
+    asked = wanted.index if wanted is not None else None
+    index = asked if asked is not None else local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -451,7 +437,7 @@ def _single_device(device: Union[str, torch.device, None] = None) -> torch.devic
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _adopt(device: Union[str, torch.device, None], side_timeout_s: float, seed: Optional[int]) -> World:
+def _adopt(device: Union[str, torch.device, None], side_timeout_s: float) -> World:
     """A World around the group that the user made; only the control group is ours."""
     rank, size = dist.get_rank(), dist.get_world_size()
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
@@ -460,18 +446,19 @@ def _adopt(device: Union[str, torch.device, None], side_timeout_s: float, seed: 
     local = [other for other in range(size) if hosts[other] == hosts[rank]]
     first_seen = list(dict.fromkeys(hosts))
     backend = str(dist.get_backend())
-    if device is None and "nccl" in backend:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if device is None and torch.cuda.is_available() and (backend == "nccl" or torch.cuda.is_initialized()):
+        device = torch.device("cuda", torch.cuda.current_device())  # the user has bound one
+    _state.num_worlds += 1
+    _state.store = dist.PrefixStore(f"ddpshim/{_state.num_worlds}", dist.distributed_c10d._get_default_store())
     return World(
         rank=rank,
         local_rank=local.index(rank),
         world_size=size,
         local_world_size=len(local),
         node_rank=first_seen.index(hosts[rank]),
-        device=torch.device(device) if device is not None else torch.device("cpu"),
+        device=_bind_device(rank, local.index(rank), device),
         backend=backend,
         launcher="adopted",
-        seed=seed,
         _control=control,
     )
 
@@ -487,14 +474,14 @@ def _to_cpu(value: Any) -> Any:
 def _reduce(values: list[Any], mean: bool, like: Any) -> Any:
     """Add or average one value of each rank, keeping the type of `like`."""
     first = values[0]
-    if isinstance(first, Mapping):
-        keys = set(like)
-        for rank, other in enumerate(values):
-            if not isinstance(other, Mapping) or set(other) != keys:
-                odd = sorted(map(str, keys.symmetric_difference(other if isinstance(other, Mapping) else ())))
+    if any(isinstance(value, Mapping) for value in values):
+        keys = [set(value) if isinstance(value, Mapping) else {type(value)} for value in values]
+        for rank, other in enumerate(keys):
+            if other != keys[0] or not isinstance(values[rank], Mapping):
                 raise WorldError(
-                    f"ranks reduce mappings with different keys (rank {rank}: {odd}); their numbers would not belong "
-                    "together. Log the same keys on every rank."
+                    f"ranks reduce mappings with different keys (rank 0 and rank {rank} differ in "
+                    f"{sorted(map(str, other ^ keys[0]))}); their numbers would not belong together. "
+                    "Log the same keys on every rank."
                 )
         return {key: _reduce([value[key] for value in values], mean, like[key]) for key in like}
     if isinstance(first, torch.Tensor):
@@ -503,16 +490,17 @@ def _reduce(values: list[Any], mean: bool, like: Any) -> Any:
                 f"ranks reduce tensors of different shapes ({[tuple(getattr(v, 'shape', ())) for v in values]}); "
                 "broadcasting would invent numbers. Reduce equal shapes."
             )
-        exact = torch.float64 if first.is_floating_point() or mean else torch.int64
-        total = torch.stack([v.to(exact) for v in values]).sum(0)
-        if mean:
-            total = total / len(values)
-        return total.to(like.device, like.dtype if like.is_floating_point() else total.dtype)
+        if not any(v.is_complex() for v in values):
+            is_float = any(v.is_floating_point() for v in values)
+            total = torch.stack([v.to(torch.float64 if is_float else torch.int64) for v in values]).sum(0)
+            if mean:
+                total = total.double() / len(values)
+            return total.to(like.device, like.dtype if like.is_floating_point() else total.dtype)
     if all(isinstance(v, Integral) for v in values):
         added = sum(int(v) for v in values)
         return added / len(values) if mean else added
     if all(isinstance(v, Real) for v in values):
-        added_float = math.fsum(float(v) for v in values)
+        added_float = _sum_of_floats([float(v) for v in values])
         return added_float / len(values) if mean else added_float
     raise WorldError(
         f"cannot add values of type {sorted({type(v).__name__ for v in values})} over ranks; the result would be "
@@ -520,27 +508,8 @@ def _reduce(values: list[Any], mean: bool, like: Any) -> Any:
     )
 
 
-def _claim_failure(rank: int) -> int:
-    """The rank that failed first: this one, unless another has said so in the store."""
-    store = _state.store
-    if store is None:
-        return rank
+def _sum_of_floats(values: list[float]) -> float:
     try:
-        store.set_timeout(timedelta(seconds=2))
-        return int(store.compare_set("ddpshim/first_failure", "", str(rank)))
-    except (RuntimeError, ValueError):
-        return rank  # the store died with its host: nobody can be asked any more
-
-
-def _record_for_torchrun(error: Exception) -> None:
-    """Tell torchrun's agent the traceback, so that its summary names the root cause."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
-    abort(error.with_traceback(trace), 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # infinities: a loss that exploded is to be seen, not to end the job
+        return float(sum(values))

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpshim.group import abort, cleanup, setup, split_random_streams, world
+from ddpshim.failure import abort
+from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
 from ddpshim.loader import ShardedLoader, make_loader
 from ddpshim.parallel import broadcast_state, wrap_parallel

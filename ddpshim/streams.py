@@ -81,7 +81,7 @@ def _seed_globals(seed: int) -> None:
     # Not torch.manual_seed, which reseeds the accelerators as well.
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
 
 
 def _restore_globals(states: dict[str, Any]) -> None:

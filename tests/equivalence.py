@@ -172,15 +172,14 @@ def train(
     settings["train"]["output_dir"] = str(folder / "out")
     own = folder / "config.json"
     own.write_text(json.dumps(settings))
-    launcher = (
-        [] if num_ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     observe = [str(folder), precision] if module == "tests.observed" else []
-    command = [sys.executable, *launcher, "-m", module, *observe, "--config", str(own)]
+    command = [*(torchrun if num_ranks is not None else []), "-m", module, *observe, "--config", str(own)]
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    where = os.pathsep.join(filter(None, [str(tree), str(ROOT), os.environ.get("DDPSHIM_TEST_STUBS", "")]))
+    stubs = [] if importlib.util.find_spec("transformers") else [str(ROOT / "tests" / "stubs")]
+    where = os.pathsep.join([str(tree), str(ROOT), *stubs])
     ran = subprocess.run(
-        command if num_ranks is not None else [sys.executable, *command[1:]],
+        [sys.executable, *command],
         env={**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})},
         cwd=folder,
         stdin=subprocess.DEVNULL,

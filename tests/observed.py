@@ -6,12 +6,15 @@ Started by tests/equivalence.py, with or without torchrun, as
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
 from typing import Any
 
 import torch
+
+from examples.recorded_train import record_samples
 
 
 def _in_float64() -> None:
@@ -23,18 +26,6 @@ def _in_float64() -> None:
     TensorUtils.to_float = lambda x: TensorUtils.map_tensor(x, lambda t: t.double())
 
 
-def _write_down_samples(out: dict[str, Any]) -> None:
-    from robomimic.utils.dataset import SequenceDataset
-
-    original = SequenceDataset.__getitem__
-
-    def observed(self: Any, index: int) -> Any:
-        out.setdefault("samples", {}).setdefault(str(self.filter_by_attribute), []).append(int(index))
-        return original(self, index)
-
-    SequenceDataset.__getitem__ = observed  # type: ignore[method-assign]
-
-
 def _write_down_networks(out: dict[str, Any]) -> None:
     import ddpshim.robomimic as adapter
 
@@ -42,6 +33,7 @@ def _write_down_networks(out: dict[str, Any]) -> None:
 
     def observed_prepare(model: Any) -> Any:
         out["model"] = prepare(model)
+        out["initial"] = networks(out["model"])
         return out["model"]
 
     def observed_finish() -> None:
@@ -49,6 +41,17 @@ def _write_down_networks(out: dict[str, Any]) -> None:
         finish()
 
     adapter.prepare, adapter.finish = observed_prepare, observed_finish
+
+
+def _with_small_unet() -> None:
+    """The diffusion policy's UNet has 66M parameters whatever the config says: too many for a test."""
+    try:
+        import robomimic.models.diffusion_policy_nets as DPNets
+    except ImportError:
+        return
+    DPNets.ConditionalUnet1D = functools.partial(  # type: ignore[misc]
+        DPNets.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16
+    )
 
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
@@ -71,7 +74,9 @@ def main() -> None:
     out: dict[str, Any] = {}
     if precision == "float64":
         _in_float64()
-    _write_down_samples(out)
+    _with_small_unet()
+    samples = out.setdefault("samples", {})
+    record_samples(lambda key, index: samples.setdefault(key, []).append(index))
     _write_down_networks(out)
     sys.argv = ["train.py", *arguments]
     runpy.run_module("robomimic.scripts.train", run_name="__main__")

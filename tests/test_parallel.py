@@ -16,7 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.parallel import BareModule, DistributedModule, portable_keys
+from ddpshim.parallel import BareModule
+from ddpshim.transparent import portable_keys
 from tests.ranks import RankFailure, run_ranks
 
 B, D_IN, D_OUT = 24, 6, 3  # global batch, observation and action dimensions
@@ -432,6 +433,163 @@ def test_after_cleanup_the_module_is_bare_again() -> None:
     assert first != second
 
 
+def _rank_leaves_a_network_out() -> list[torch.Tensor]:
+    """Two networks in one backward pass; on the main rank the second one skips a branch."""
+    here = ddpshim.world()
+    torch.manual_seed(3)
+    first, second = nn.Linear(D_IN, D_IN).double(), Policy().double()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    ddpshim.wrap_parallel(first)
+    ddpshim.wrap_parallel(second, bucket_cap_mb=0.0001)
+    for x, _ in _batches(3):
+        optimizer.zero_grad()
+        out = second(first(x[here.rank :: 2])).pow(2).mean()
+        if here.rank:
+            out = out + second(first(x[here.rank :: 2]), "other_head").pow(2).mean()
+        out.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+
+def test_networks_in_one_backward_pass_do_not_mix() -> None:
+    ranks = run_ranks(_rank_leaves_a_network_out, 2)
+    torch.manual_seed(3)
+    first, second = nn.Linear(D_IN, D_IN).double(), Policy().double()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    for x, _ in _batches(3):
+        optimizer.zero_grad()
+        whole = (second(first(x[::2])).pow(2).mean() + second(first(x[1::2])).pow(2).mean()) / 2
+        (whole + second(first(x[1::2]), "other_head").pow(2).mean() / 2).backward()
+        optimizer.step()
+    for alone, a, b in zip(optimizer.param_groups[0]["params"], *ranks):
+        assert torch.equal(a, b)
+        assert (alone - a).abs().max() < 1e-12
+
+
+def _freeze_and_thaw(net: nn.Module, rank: int, size: int) -> nn.Module:
+    _train(net, _plain_forward, rank, size, 2)
+    net.trunk.requires_grad_(False)
+    _train(net, _plain_forward, rank, size, 2)
+    net.trunk.requires_grad_(True)
+    return _train(net, _two_forwards, rank, size, 2)
+
+
+def _rank_freezes_and_thaws() -> torch.Tensor:
+    here = ddpshim.world()
+    return _freeze_and_thaw(ddpshim.wrap_parallel(_new_policy()), here.rank, 2).trunk[0].weight.detach().clone()
+
+
+def test_freezing_after_the_wrap_equals_one_process() -> None:
+    alone = _freeze_and_thaw(_new_policy(), 0, 1).trunk[0].weight
+    for got in run_ranks(_rank_freezes_and_thaws, 2):
+        assert (got - alone).abs().max() < 1e-12
+
+
+def _rank_unfreezes_and_wraps_again() -> list[torch.Tensor]:
+    here = ddpshim.world()
+    net = _new_policy().requires_grad_(False)
+    wrapped = ddpshim.wrap_parallel(net)
+    net.requires_grad_(True)
+    with pytest.raises(SyncError, match="again if it was unfrozen"):
+        _train(wrapped, _plain_forward, here.rank, here.world_size, 1)
+    net.zero_grad()
+    wrapped = ddpshim.wrap_parallel(wrapped)
+    _train(wrapped, _plain_forward, here.rank, here.world_size)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_the_advice_for_an_unfrozen_network_helps() -> None:
+    ranks = run_ranks(_rank_unfreezes_and_wraps_again, 2)
+    alone = _train(_new_policy(), _plain_forward, 0, 1)
+    for p, *got in zip(alone.parameters(), *ranks):
+        assert all((g - p).abs().max() < 1e-12 for g in got)
+
+
+def _rank_converts(how: str) -> None:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_new_policy())
+    net = net.float() if how == "float" else net.float().double()
+    x, y = _batches(1)[0]
+    dtype = net.head.weight.dtype
+    _plain_forward(net, x[here.rank :: 2].to(dtype), y[here.rank :: 2].to(dtype))
+
+
+@pytest.mark.parametrize("how", ["float", "float and back"])
+def test_a_conversion_after_the_wrap_is_an_error(how: str) -> None:
+    with pytest.raises(RankFailure, match="of Policy changed its dtype or device after wrap_parallel"):
+        run_ranks(_rank_converts, 2, how)
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D_IN)
+        self.out = nn.Linear(D_IN, D_OUT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x))
+
+
+def _rank_with_buffers() -> torch.Tensor:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(WithBatchNorm().double())
+    x, _ = _batches(1)[0]
+    out = net(x[here.rank :: 2])
+    out.mean().backward(retain_graph=True)
+    out.pow(2).mean().backward()
+    return net.norm.running_mean.clone()
+
+
+def test_buffers_are_the_main_ranks_after_each_backward_pass() -> None:
+    first, second = run_ranks(_rank_with_buffers, 2)
+    expected = WithBatchNorm().double()
+    expected(_batches(1)[0][0][::2])
+    assert torch.equal(first, second)
+    assert torch.allclose(first, expected.norm.running_mean, atol=1e-12)
+
+
+class Awkward(nn.Module):
+    """Names that torch's wrapper has, too; a parameter at the root, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(D_OUT, D_IN, dtype=torch.float64))
+        self.join = nn.Linear(D_IN, D_OUT, bias=False).double()
+        self.join.weight = self.weight
+        self.device, self.reducer, self.logger, self.detach = "mine", "mine", "mine", "mine"
+
+
+def _rank_with_awkward_names() -> list[str]:
+    here = ddpshim.world()
+    net = Awkward()
+    wrapped = ddpshim.wrap_parallel(net)
+    wrapped.device = "set"
+    wrapped.join(_batches(1)[0][0][here.rank :: 2]).mean().backward()
+    with ddpshim.shared_random_streams(1):
+        parent = ddpshim.wrap_parallel(nn.ModuleDict({"net": net, "more": nn.Linear(1, 1)}))
+    assert len(parent._reduced) == 2
+    ddpshim.cleanup()
+    assert not wrapped._handles
+    return [net.device, wrapped.reducer, wrapped.logger, wrapped.detach, str(net.weight.grad.sum().item())]
+
+
+def test_names_that_torch_uses_are_the_modules() -> None:
+    first, second = run_ranks(_rank_with_awkward_names, 2)
+    assert first[:4] == ["set", "mine", "mine", "mine"]
+    assert first == second
+
+
+def _rank_with_powersgd() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+    ddpshim.wrap_parallel(_new_policy(), comm_hook=powerSGD_hook)
+
+
+def test_powersgd_is_refused() -> None:
+    with pytest.raises(RankFailure, match="PowerSGD sends several messages"):
+        run_ranks(_rank_with_powersgd, 2)
+
+
 # One process
 
 
@@ -463,6 +621,11 @@ def test_one_process_passes_everything_through(one: BareModule) -> None:
     with pytest.raises(TypeError):
         len(one)
     assert bool(one)
+    one.apply(lambda m: setattr(m, "visited", True))
+    assert net.visited
+    with one.no_sync():
+        one(torch.zeros(1, D_IN, dtype=torch.float64)).sum().backward()
+    assert net.head.weight.grad is not None
     assert one.double() is one
 
 
@@ -543,6 +706,7 @@ def test_the_seams_of_torch_that_we_stand_on() -> None:
 
     for name in ("prepare_for_backward", "_autograd_hook", "_remove_autograd_hooks"):
         assert hasattr(Reducer, name)
-    for name in ("_build_params_for_reducer", "_distributed_broadcast_coalesced"):
-        assert hasattr(DistributedModule, name)
+    assert hasattr(DistributedDataParallel, "_build_params_for_reducer")
+    assert callable(torch.distributed._broadcast_coalesced)
+    assert callable(torch._C._will_engine_execute_node)
     assert callable(torch.autograd.Variable._execution_engine.queue_callback)

@@ -1,0 +1,147 @@
+"""How a failing rank ends its job: the first one is named, once, with its traceback, and nobody hangs.
+
+(torch's elastic agent takes the failure with the smallest timestamp for the root cause; ranks that fail
+because another one did must therefore leave after it.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Callable, NoReturn, Optional, TypeVar
+
+T = TypeVar("T")
+
+_EXIT_HANDLERS_DEADLINE_S = 5.0
+_STORE_DEADLINE_S = 5.0
+_LAUNCHER_DEADLINE_S = 5.0
+
+
+class _State:
+    """Who this rank is and whom it can ask, from `arm` on; both outlive the process group."""
+
+    rank: int = 0
+    store: Any = None
+    previous_hook: Any = None
+
+
+_state = _State()
+
+
+def arm(rank: int, store: Any) -> None:
+    """Have an exception that nobody catches end the job. `store`: the job's own key-value store. Local."""
+    _state.rank, _state.store = rank, store
+    if sys.excepthook is not _excepthook:
+        _state.previous_hook, sys.excepthook = sys.excepthook, _excepthook
+
+
+def disarm() -> None:
+    """Leave exceptions to Python again. Local."""
+    if _state.previous_hook is not None and sys.excepthook is _excepthook:
+        sys.excepthook = _state.previous_hook
+    _state.previous_hook = _state.store = None
+
+
+def on_the_way_out() -> bool:
+    """Whether this rank is failing just now, for code in a `finally`; it then claims the failure. Local."""
+    error = sys.exc_info()[1]
+    if _state.store is None or error is None or (isinstance(error, SystemExit) and not error.code):
+        return False
+    # Now, because peers fail as soon as this rank's connections close, and would claim to be the first.
+    if _claim(error) == _state.rank and isinstance(error, SystemExit):
+        _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
+    return True
+
+
+def caused_by(rank: int, error: Exception) -> Exception:
+    """`error`, marked as a consequence of the failure of `rank`. Local."""
+    error.__dict__["first_failure"] = rank
+    return error
+
+
+def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
+    """End this rank now, and with it the job: one traceback on stderr, non-zero exit. Local.
+
+    The first rank to fail claims the job's store and prints its traceback (also into torchrun's error
+    file); a rank that fails because of it, or after it, prints one line. Exit handlers get five
+    seconds, so that a logger's thread cannot keep peers waiting.
+    """
+    rank, first = _state.rank, _claim(error)
+    stream = sys.__stderr__ or sys.stderr
+    if first == rank and _lost_a_peer(error):
+        # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.
+        print(f"ddpshim: rank {rank} lost a peer ({type(error).__name__})", file=stream, flush=True)
+        time.sleep(_LAUNCHER_DEADLINE_S)
+    if first == rank:
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        print(f"ddpshim: rank {rank} ({socket.gethostname()}) failed:\n{lines}", file=stream, flush=True)
+        if isinstance(error, Exception):
+            _record_for_torchrun(error)
+    else:
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        print(f"ddpshim: rank {rank} stops because rank {first} failed first ({said})", file=stream, flush=True)
+        # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
+        # the earliest second: not before the first has told its traceback and left.
+        _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
+        time.sleep(1.1)
+    handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    handlers.start()
+    handlers.join(_EXIT_HANDLERS_DEADLINE_S)
+    for out in (sys.stdout, sys.stderr, stream):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            out.flush()
+    if first == rank:
+        _ask_store(lambda store: store.set("left", "1"))
+    os._exit(exit_code)
+
+
+def _claim(error: BaseException) -> int:
+    """The rank that failed first: this one, unless another has said so in the store."""
+    if "first_failure" in error.__dict__:
+        return int(error.__dict__["first_failure"])
+    claimed = _ask_store(lambda store: store.compare_set("first_failure", "", str(_state.rank)))
+    if claimed is not None:
+        return int(claimed)
+    # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.
+    return 0 if _state.store is not None and _lost_a_peer(error) else _state.rank
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether gloo or nccl says that another process is gone."""
+    return "by peer" in str(error) or "remote process exited" in str(error)
+
+
+def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:
+    """The store's answer, or None where it died with its host: nobody can be asked any more."""
+    if _state.store is None:
+        return None
+    try:
+        _state.store.set_timeout(timedelta(seconds=_STORE_DEADLINE_S))
+        return ask(_state.store)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Tell torchrun's agent the traceback, so that its summary names the root cause."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        try:
+            raise error
+        except Exception:  # torch writes down the exception that is being handled
+            handler.record_exception(error)
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+    abort(error.with_traceback(trace), 130 if issubclass(kind, KeyboardInterrupt) else 1)

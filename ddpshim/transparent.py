@@ -1,0 +1,195 @@
+"""A wrapper that shows its module as if it were not there: attributes, names, keys, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_PREFIXES = ("module", "_orig_mod")  # what DataParallel, DDP and torch.compile put before their child's keys
+# What a wrapper needs of its own instance attributes after torch's constructor; the rest must not hide the module's.
+_KEPT = {"module", "require_backward_grad_sync"}
+
+
+def portable_keys(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """`state_dict` with the keys that `module` has, whichever wrappers wrote or will read it. Local.
+
+    Whole path segments are compared, never substrings, and a key that the module has is left alone: a
+    child that is called `module` survives. Unknown keys are kept, for torch to complain about.
+
+    >>> list(portable_keys({"module.weight": 0, "module.bias": 0}, nn.Linear(1, 1)))
+    ['weight', 'bias']
+    """
+    new = _new_keys(state_dict, module)
+    return {new[key]: value for key, value in state_dict.items()}
+
+
+def _new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
+    """For each key the one that `module` knows it by, or itself."""
+    keys, own = list(keys), module.state_dict()
+    if all(key in own for key in keys):
+        return {key: key for key in keys}
+    for prefix in _PREFIXES:
+        cut = len(prefix) + 1
+        if all(key.startswith(prefix + ".") and key[cut:] in own for key in keys):
+            return {key: key[cut:] for key in keys}
+    by_bare: dict[str, list[str]] = {}
+    for key in own:
+        by_bare.setdefault(_bare_key(key), []).append(key)
+    candidates = {key: [key] if key in own else by_bare.get(_bare_key(key), []) for key in keys}
+    return {key: found[0] if len(found) == 1 else key for key, found in candidates.items()}
+
+
+def _bare_key(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in _PREFIXES)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The network inside any of ddpshim's or torch's parallel wrappers and torch.compile; itself if bare. Local."""
+    inner: Any = module
+    while True:
+        if isinstance(inner, (Transparent, DistributedDataParallel, DataParallel)):
+            inner = inner.module
+        elif hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        else:
+            return inner  # type: ignore[no-any-return]
+
+
+class Transparent:
+    """A wrapper that has its module's parameters, children, attributes and keys, under the same names.
+
+    It shares the module's dictionaries rather than holding it as a child, so no traversal
+    (`named_parameters`, an EMA, a parent's `state_dict`) finds another tree than that of the bare module.
+    """
+
+    module: nn.Module
+
+    def _show(self, module: nn.Module) -> None:
+        mine = self.__dict__
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            mine[name] = getattr(module, name)
+        mine["module"] = module
+        for name in [name for name in mine if not name.startswith("_") and name not in _KEPT]:
+            if hasattr(module, name):
+                del mine[name]  # torch's own `dim`, `logger` and the like
+        children = [name for name, _ in module.named_children()]
+        for name in [*vars(module), *module._parameters, *module._buffers, *children]:
+            if not name.startswith("_") and name not in Transparent.__dict__ and hasattr(type(self), name):
+                mine[name] = getattr(module, name)  # a child called `join`, an attribute `gather`
+        for name in dir(type(module)):
+            theirs = getattr(type(module), name)
+            if not callable(theirs) or name.startswith("_") or name in Transparent.__dict__:
+                continue
+            if hasattr(type(self), name) and theirs is not getattr(nn.Module, name, None):
+                mine[name] = getattr(module, name)  # a method of the module that torch's wrapper has, too
+
+    def __getattr__(self, name: str) -> Any:
+        if "module" not in self.__dict__:
+            # While torch's own constructor runs: nn.Module's look-up in its own dictionaries.
+            return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
+        return getattr(self.__dict__["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "module" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            nn.Module.__setattr__(self, name, value)  # type: ignore[arg-type]
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode; the module's own flag, not a second one."""
+        module = self.__dict__.get("module")
+        return True if module is None else module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        module = self.__dict__.get("module")
+        if module is not None:
+            module.training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Any:
+        self.module.eval()
+        return self
+
+    def apply(self, fn: Any) -> Any:
+        self.module.apply(fn)
+        return self
+
+    def no_sync(self) -> Any:
+        """A context in which backward passes only add up; nothing to leave out in one process."""
+        return contextlib.nullcontext()
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        self.module._apply(fn, *args, **kwargs)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The bare module's state, with its keys, however many ranks there are."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load keys as the bare module has them, or as DataParallel, DDP or torch.compile would write them."""
+        return self.module.load_state_dict(portable_keys(state_dict, self.module), *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Reached when a parent module loads: keys below `prefix` are ours, in the caller's own dict.
+        mine = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+        renamed = {old: new for old, new in _new_keys(mine, self.module).items() if new != old}
+        values = {new: state_dict.pop(prefix + old) for old, new in renamed.items()}
+        state_dict.update({prefix + new: value for new, value in values.items()})
+        self.module._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.module[key] = value  # type: ignore[operator]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.module  # type: ignore[operator]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+    def __dir__(self) -> Iterable[str]:
+        return sorted(set(super().__dir__()) | set(dir(self.module)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.module!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Unpickles to the bare module, with nothing of ddpshim in the file.
+        return operator.getitem, ([self.module], 0)
+
+
+class BareModule(Transparent, nn.Module):
+    """One process, or nothing to reduce: the module behind the interface of the other two."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._show(module)

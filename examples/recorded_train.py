@@ -1,0 +1,36 @@
+"""robomimic's own trainer, with each rank's samples counted: `recorded_train.py FOLDER [trainer arguments]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Callable
+
+
+def record_samples(seen: Callable[[str, int], None]) -> None:
+    """Call `seen(filter_key, index)` for each sample that a robomimic dataset hands out in this process."""
+    from robomimic.utils.dataset import SequenceDataset
+
+    original = SequenceDataset.__getitem__
+
+    def recorded(self: SequenceDataset, index: int) -> object:
+        seen(str(self.filter_by_attribute), int(index))
+        return original(self, index)
+
+    SequenceDataset.__getitem__ = recorded
+
+
+def main() -> None:
+    folder, *arguments = sys.argv[1:]
+    samples: list[int] = []
+    record_samples(lambda _, index: samples.append(index))
+    sys.argv = ["train.py", *arguments]
+    runpy.run_module("robomimic.scripts.train", run_name="__main__")
+    (Path(folder) / f"samples_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(samples))
+
+
+if __name__ == "__main__":
+    main()

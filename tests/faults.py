@@ -1,0 +1,66 @@
+"""The patched trainer with something that goes wrong: `python -m tests.faults --config FILE`.
+
+What, where and when is read from DDPSHIM_FAULT, as KIND:RANK:CALL, for instance raise:1:150.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from typing import Any
+
+
+def _break_dataset(kind: str, call: int) -> None:
+    from robomimic.utils.dataset import SequenceDataset
+
+    original = SequenceDataset.__getitem__
+    calls = 0
+
+    def broken(self: Any, index: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            if kind == "raise":
+                raise ValueError(f"sample {index} is broken on purpose")
+            if kind == "exit":
+                sys.exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, index)
+
+    SequenceDataset.__getitem__ = broken  # type: ignore[method-assign]
+
+
+def _break_save() -> None:
+    import robomimic.utils.train_utils as TrainUtils
+
+    def broken(**options: Any) -> None:
+        raise OSError(28, "No space left on device (on purpose)")
+
+    TrainUtils.save_model = broken
+
+
+def _use_toy_env() -> None:
+    """Rollouts in an environment that counts who asks for it."""
+    import robomimic.utils.env_utils as EnvUtils
+
+    from tests.toy_env import ToyEnv
+
+    EnvUtils.create_env_from_metadata = ToyEnv
+
+
+def main() -> None:
+    kind, rank, call = os.environ["DDPSHIM_FAULT"].split(":")
+    if kind == "toy_env":
+        _use_toy_env()
+    elif os.environ.get("RANK", "0") == rank:
+        if kind == "save":
+            _break_save()
+        else:
+            _break_dataset(kind, int(call))
+    runpy.run_module("robomimic.scripts.train", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The shape of the package: what imports what, what an import costs, and that the docs do what they say."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddpshim
+
+ROOT = Path(__file__).parent.parent
+# Each module imports only modules above it.
+ROOMS = [
+    "errors",
+    "launch",
+    "streams",
+    "failure",
+    "group",
+    "transparent",
+    "guard",
+    "parallel",
+    "sampler",
+    "loader",
+    "robomimic",
+    "unidiff",
+    "patchset",
+    "replacing",
+    "patching",
+    "__main__",
+]
+ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
+
+
+def _imports(source: str) -> list[tuple[str, bool]]:
+    """Each imported module, and whether the import stands at the top level of the file."""
+    tree = ast.parse(source)
+    out = []
+    for node in ast.walk(tree):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            names = [f"ddpshim.{a.name}" for a in node.names] if node.module == "ddpshim" else [node.module]
+        out += [(name, node in tree.body) for name in names]
+    return out
+
+
+def _wrong_imports(room: str, source: str) -> list[str]:
+    out = []
+    for name, top_level in _imports(source):
+        package, _, inner = name.partition(".")
+        below = package == "ddpshim" and inner in ROOMS and ROOMS.index(inner) >= ROOMS.index(room)
+        foreign = ALLOWED is not None and package not in ALLOWED and (top_level or room != "robomimic")
+        if below or foreign:
+            out.append(name)
+    return out
+
+
+def test_rooms_are_all_there_are() -> None:
+    assert sorted(p.stem for p in (ROOT / "ddpshim").glob("*.py")) == sorted(["__init__", *ROOMS])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_module_imports_only_modules_above_it(room: str) -> None:
+    assert _wrong_imports(room, (ROOT / "ddpshim" / f"{room}.py").read_text()) == []
+
+
+def test_the_check_of_imports_can_fail() -> None:
+    assert _wrong_imports("group", "from ddpshim.parallel import wrap_parallel") == ["ddpshim.parallel"]
+    assert _wrong_imports("group", "from ddpshim import loader") == ["ddpshim.loader"]
+    if ALLOWED:
+        assert _wrong_imports("group", "def f():\n    import numpy") == ["numpy"]
+        assert _wrong_imports("robomimic", "import robomimic") == ["robomimic"]
+        assert _wrong_imports("robomimic", "def f():\n    import robomimic.algo") == []
+
+
+def _run(*command: str, cwd: Path = ROOT) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_importing_loads_no_torch_and_using_it_no_dynamo() -> None:
+    code = (
+        "import sys, ddpshim; print('torch' in sys.modules); ddpshim.setup; ddpshim.wrap_parallel; ddpshim.make_loader"
+    )
+    seen = _run("-c", f"{code}; print('torch._dynamo' in sys.modules, 'torch.distributed.fsdp' in sys.modules)")
+    assert seen.split() == ["False", "False", "False"]
+
+
+def test_public_names() -> None:
+    for name in ddpshim.__all__:
+        assert getattr(ddpshim, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        ddpshim.nonsense  # noqa: B018
+    assert set(ddpshim.__all__) <= set(dir(ddpshim))
+
+
+@pytest.mark.parametrize("room", ["group", "streams", "transparent", "sampler", "loader", "launch"])
+def test_examples_in_docstrings(room: str) -> None:
+    module = __import__(f"ddpshim.{room}", fromlist=["_"])
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "MIGRATION.md"])
+def test_examples_in_the_docs(page: str) -> None:
+    assert doctest.testfile(str(ROOT / page), module_relative=False).failed == 0
+
+
+def _diff_lines(page: str) -> list[str]:
+    blocks = (ROOT / page).read_text().split("```diff\n")[1:]
+    return [line for block in blocks for line in block.split("```")[0].splitlines()]
+
+
+def test_the_readmes_diff_is_that_of_the_examples() -> None:
+    before, after = ((ROOT / "examples" / f"train_{which}.py").read_text() for which in ("before", "after"))
+    for line in _diff_lines("README.md"):
+        if line.startswith("-"):
+            assert line[1:].strip() in before
+        elif line.startswith("+"):
+            assert line[1:].strip() in after
+
+
+def _losses(printed: str) -> list[float]:
+    return [float(line.split("loss ")[1]) for line in printed.splitlines() if line.startswith("epoch")]
+
+
+def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
+    before = _losses(_run(str(ROOT / "examples" / "train_before.py"), cwd=tmp_path))
+    plain = _losses(_run(str(ROOT / "examples" / "train_after.py"), cwd=tmp_path))
+    assert len(before) == 5
+    assert plain == before
+    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    after = str(ROOT / "examples" / "train_after.py")
+    one, two = (_losses(_run(*torchrun, f"--nproc_per_node={n}", after, cwd=tmp_path)) for n in (1, 2))
+    assert two == pytest.approx(one, abs=2e-4)
+    assert len(two) == 5
+
+
+def test_version_stands_in_one_place() -> None:
+    assert f"## {ddpshim.__version__}" in (ROOT / "CHANGELOG.md").read_text()

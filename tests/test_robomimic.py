@@ -1,0 +1,287 @@
+"""The real robomimic, patched: the same experiment on any number of ranks, and the same program without a launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+
+from ddpshim import patching
+from tests.equivalence import (
+    Run,
+    batches,
+    copy_release,
+    largest_difference,
+    make_config,
+    make_data,
+    source,
+    train,
+)
+
+pytestmark = pytest.mark.robomimic
+RELEASE = "0.3.0"
+Trainer = Callable[..., Run]
+
+
+def _require(release: str) -> None:
+    if source(release) is None:
+        how = "pip install --no-deps robomimic==0.3.0" if release == RELEASE else "see patches/README.md"
+        pytest.skip(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM ({how})")
+
+
+@pytest.fixture(scope="session")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Trains a variant and keeps the run for the tests that ask for the same one."""
+    folder = tmp_path_factory.mktemp("robomimic")
+    done: dict[str, Run] = {}
+
+    def run(
+        variant: str,
+        num_ranks: Optional[int],
+        *,
+        release: str = RELEASE,
+        patched: bool = True,
+        precision: str = "float32",
+        steps: Optional[int] = 10,
+        epochs: int = 2,
+        module: str = "tests.observed",
+        fault: str = "",
+        check: bool = True,
+        **settings: Any,
+    ) -> Run:
+        name = "-".join(map(str, (release, variant, num_ranks, patched, precision, steps, epochs, fault)))
+        name += "".join(f"-{key[-12:]}={value}" for key, value in settings.items())
+        if name not in done:
+            tree = copy_release(release, folder, patched)
+            data = make_data(folder, num_demos=50)
+            settings.setdefault("train__data", str(data) if release < "0.5" else [{"path": str(data)}])
+            config = make_config(tree, variant, data, folder, steps, epochs, **settings)
+            environ = {"DDPSHIM_FAULT": fault} if fault else {}
+            done[name] = train(tree, config, folder / name, num_ranks, precision, environ, check, module)
+        return done[name]
+
+    _require(RELEASE)
+    return run
+
+
+VALIDATION = {
+    "experiment__validate": True,
+    "experiment__validation_epoch_every_n_steps": 3,
+    "train__hdf5_filter_key": "train",
+    "train__hdf5_validation_filter_key": "valid",
+}
+
+
+def _check_equal(one: Run, many: Run, tolerance: float) -> None:
+    start, alone = one.observed[0]["initial"], one.observed[0]["networks"]
+    assert batches(many, 100) == batches(one, 100)
+    for observed in many.observed:
+        assert largest_difference(observed["initial"], start) == 0
+        assert largest_difference(observed["networks"], alone) < tolerance
+    assert largest_difference(start, alone) > 100 * tolerance, "nothing was trained"
+    assert many.losses() == pytest.approx(one.losses(), rel=1e-5)
+    assert len(many.losses()) == 2
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [("bc", 2), ("bc", 4), ("bc_gaussian", 2), ("bc_gmm", 2), ("bc_rnn_gmm", 2)]
+)
+def test_ranks_on_shards_equal_one_process_on_the_batch(trainer: Trainer, variant: str, ranks: int) -> None:
+    _check_equal(trainer(variant, 1), trainer(variant, ranks), 1e-6)
+
+
+def test_a_whole_epoch_in_float64(trainer: Trainer) -> None:
+    one, two = (trainer("bc_gmm", n, precision="float64", steps=None, epochs=1) for n in (1, 2))
+    assert len(batches(one, 100)) == 20  # 50 demonstrations hold 2,079 samples
+    assert largest_difference(one.observed[0]["networks"], two.observed[0]["networks"]) < 1e-9
+    assert largest_difference(two.observed[0]["networks"], two.observed[1]["networks"]) == 0
+
+
+def _check_noisy(one: Run, two: Run) -> None:
+    first, second = two.observed
+    assert batches(two, 100) == batches(one, 100)
+    assert largest_difference(first["initial"], one.observed[0]["initial"]) == 0
+    assert largest_difference(first["initial"], second["initial"]) == 0
+    assert largest_difference(first["networks"], second["networks"]) == 0
+    assert largest_difference(first["networks"], first["initial"]) > 0
+    assert not torch.equal(first["noise"], second["noise"])
+    assert two.losses() == pytest.approx(one.losses(), rel=0.05)
+
+
+def test_an_algorithm_with_noise_of_its_own(trainer: Trainer) -> None:
+    _check_noisy(trainer("td3_bc", 1), trainer("td3_bc", 2))
+
+
+@pytest.mark.parametrize("variant", ["bc_gmm", "td3_bc"])
+def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer, variant: str) -> None:
+    plain, patched = (
+        trainer(variant, None, patched=p, module="robomimic.scripts.train", **VALIDATION) for p in (False, True)
+    )
+    assert patched.losses() == plain.losses()
+    assert patched.losses("Validation") == plain.losses("Validation")
+    assert len(plain.losses("Validation")) == 2
+    before, after = plain.checkpoint["model"], patched.checkpoint["model"]
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert [p.name for p in _written(patched)] == [p.name for p in _written(plain)]
+
+
+def _written(run: Run) -> list[Path]:
+    return sorted(p for p in (run.folder / "out").rglob("*") if p.is_file() and "tfevents" not in p.name)
+
+
+def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
+    two = trainer(
+        "bc",
+        2,
+        module="robomimic.scripts.train",
+        experiment__save__every_n_seconds=0,
+        experiment__save__on_best_validation=True,
+        experiment__logging__log_tb=True,
+        **VALIDATION,
+    )
+    one = trainer("bc", 1, module="robomimic.scripts.train", experiment__save__every_n_seconds=0, **VALIDATION)
+    names = [p.name for p in _written(two)]
+    best = two.losses("Validation")[0]
+    assert f"model_epoch_1_best_validation_{best}.pth" in names
+    assert sum(n.endswith(".pth") for n in names) == 2
+    assert names.count("log.txt") == names.count("config.json") == 1
+    assert len(list((two.folder / "out").rglob("*tfevents*"))) == 1
+    assert len(list((two.folder / "out" / "bc").iterdir())) == 1
+    for text in (
+        "Train Epoch 1\n",
+        "Validation Epoch 2\n",
+        "New Training Run with Config",
+        "finished run successfully",
+    ):
+        assert two.log.count(text) == 1, text
+    assert two.log.count("ddpshim: world of 2 (torchrun, 1 node x 2), gloo on cpu") == 1
+    assert two.log.count("ddpshim: global batch 100 = 2 ranks x 50") == 1
+    assert two.losses("Validation") == pytest.approx(one.losses("Validation"), rel=1e-5)
+
+
+def test_unpatched_code_loads_the_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    run = trainer("bc_gmm", 2)
+    newest = max(run.folder.glob("out/*/*/models/*.pth"))
+    tree = copy_release(RELEASE, tmp_path, patched=False)
+    code = (
+        "import sys, torch, robomimic.utils.file_utils as F; sys.modules['ddpshim'] = None; "
+        "load = torch.load; torch.load = lambda *a, **k: load(*a, **{**k, 'weights_only': False}); "
+        f"policy, _ = F.policy_from_checkpoint(ckpt_path={str(newest)!r}, device=torch.device('cpu')); "
+        "print('loaded', sum(p.sum().item() for p in policy.policy.nets.parameters()))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tree)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    total = float(ran.stdout.rsplit("loaded ", 1)[1])
+    networks = run.observed[0]["networks"]
+    assert total == pytest.approx(sum(value.sum().item() for value in networks.values()), abs=1e-3)
+
+
+def test_rollouts_run_on_the_main_rank_and_peers_wait(trainer: Trainer) -> None:
+    run = trainer(
+        "bc_gmm",
+        2,
+        module="tests.faults",
+        fault="toy_env:0:0",
+        experiment__render_video=False,
+        experiment__rollout__enabled=True,
+        experiment__rollout__n=2,
+        experiment__rollout__horizon=5,
+        experiment__rollout__rate=1,
+        experiment__save__on_best_rollout_success_rate=True,
+    )
+    assert run.exit_code == 0
+    assert run.log.count("ToyEnv was made") == 1
+    assert run.log.count('"Success_Rate": 1.0') == 2
+    assert any("success_1.0" in p.name for p in _written(run))
+
+
+FAULTS = [
+    ("raise:0:30", "ValueError: sample", 0),
+    ("raise:1:30", "ValueError: sample", 1),
+    ("save:0:0", "No space left on device (on purpose)", 0),
+]
+
+
+@pytest.mark.parametrize(("fault", "text", "rank"), FAULTS)
+def test_a_failing_rank_ends_the_job_with_its_traceback(trainer: Trainer, fault: str, text: str, rank: int) -> None:
+    start = time.monotonic()
+    run = trainer("bc", 2, module="tests.faults", fault=fault, check=False)
+    assert time.monotonic() - start < 30
+    assert run.exit_code != 0
+    assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
+    ours = run.log.split(f"ddpshim: rank {rank} (")[1].split("Root Cause")[0]
+    assert text in ours
+    root = run.log.split("Root Cause (first observed failure):")[1]
+    assert f"rank      : {rank} " in root
+    assert text in root
+    assert "finished run successfully" not in run.log
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
+    start = time.monotonic()
+    run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False)
+    assert time.monotonic() - start < 30
+    assert run.exit_code != 0
+    root = run.log.split("Root Cause (first observed failure):")[1]
+    assert f"rank      : {rank} " in root
+    assert "SIGKILL" in root
+
+
+def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer) -> None:
+    first = trainer("bc", 2, module="robomimic.scripts.train", steps=2, epochs=1)
+    tree, config = copy_release(RELEASE, first.folder.parent), first.folder / "config.json"
+    again = train(tree, config, first.folder, 2, check=False, module="robomimic.scripts.train")
+    assert again.exit_code != 0
+    assert again.log.count("already exists! \noverwrite? (y/n)") == 1
+    assert "EOFError" in again.log
+    assert len([p for p in _written(first) if p.suffix == ".pth"]) == 1, "the experiment that was there is gone"
+
+
+UPSTREAM = ["0.4.0", "0.5.0", "master"]
+
+
+@pytest.mark.parametrize("release", [RELEASE, *UPSTREAM])
+def test_the_patch_set_applies_and_reverts_byte_for_byte(release: str, tmp_path: Path) -> None:
+    _require(release)
+    tree = copy_release(release, tmp_path, patched=False)
+    before = {p: p.read_bytes() for p in tree.rglob("*.py")}
+    outcome = patching.apply(str(tree))
+    assert outcome.changed
+    changed = {p for p in before if p.read_bytes() != before[p]}
+    assert {p.name for p in changed} == ({"train.py"} if release < "0.5" else {"train.py", "diffusion_policy.py"})
+    patching.revert(str(tree))
+    assert {p: p.read_bytes() for p in tree.rglob("*.py")} == before
+    (tree / "robomimic" / "scripts" / "train.py").write_bytes(
+        before[tree / "robomimic" / "scripts" / "train.py"] + b"#\n"
+    )
+    with pytest.raises(patching.PatchError):
+        patching.apply(str(tree))
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("release", UPSTREAM)
+def test_other_releases_train_the_same_experiment(trainer: Trainer, release: str) -> None:
+    _require(release)
+    _check_equal(trainer("bc", 1, release=release), trainer("bc", 2, release=release), 1e-6)
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("release", ["0.5.0", "master"])
+def test_diffusion_policy_with_its_ema(trainer: Trainer, release: str) -> None:
+    _require(release)
+    one, two = (trainer("diffusion_policy", n, release=release) for n in (1, 2))
+    _check_noisy(one, two)
+    moved = [k for k, v in two.observed[0]["networks"].items() if "ema." in k and v.dtype.is_floating_point]
+    assert moved
+    assert any(not torch.equal(two.observed[0]["networks"][k], two.observed[0]["initial"][k]) for k in moved)

@@ -1,0 +1,78 @@
+"""Seeds derived from one another, and draws that leave the process's own random states alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpshim.streams import PrivateRandom, derive_seed, seed_everything, shared_random_streams
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+
+def _draw() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+
+def test_derived_seeds_are_the_same_on_every_machine() -> None:
+    assert derive_seed(0) == 4761921975702974394
+    assert derive_seed(1, "rank", 3) == 2483789335798615982
+
+
+def test_derived_seeds_differ_and_fit() -> None:
+    seeds = [derive_seed(seed, "rank", rank) for seed in range(50) for rank in range(50)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+def test_seed_everything() -> None:
+    seed_everything(7)
+    drawn = _draw()
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    assert drawn == _draw()
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, -5])
+def test_shared_streams_leave_no_trace(seed: int) -> None:
+    before = _states()
+    drawn = []
+    for _ in range(2):
+        with shared_random_streams(seed):
+            drawn.append(_draw())
+        assert _states() == before
+        seed_everything(random.randrange(100))
+        before = _states()
+    assert drawn[0] == drawn[1]
+    with pytest.raises(KeyError), shared_random_streams(seed):
+        raise KeyError(_draw())
+    assert _states() == before
+
+
+def test_a_private_stream_goes_on_where_it_was() -> None:
+    def visits(count: int) -> list[tuple[float, float, float]]:
+        private = PrivateRandom(5)
+        found = []
+        for _ in range(count):
+            before = _states()
+            with private.swapped_in():
+                found.append(_draw())
+            assert _states() == before
+            seed_everything(random.randrange(100))
+        return found
+
+    first = visits(3)
+    assert len(set(first)) == 3
+    assert visits(3) == first
+    with PrivateRandom(5).swapped_in():
+        assert [_draw() for _ in range(3)] == first
+    with PrivateRandom(6).swapped_in():
+        assert _draw() != first[0]
