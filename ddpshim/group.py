@@ -272,7 +272,8 @@ def split_random_streams() -> None:
 
 def new_group() -> Any:
     """Another process group of all ranks, with the backend and timeout of the first (collective)."""
-    return dist.new_group(**({} if _state.timeout is None else {"timeout": _state.timeout}))
+    options: dict[str, Any] = {} if _state.timeout is None else {"timeout": _state.timeout}
+    return dist.new_group(**options)
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:
