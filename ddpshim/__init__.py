@@ -5,7 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ddpshim.errors import DataError, DdpShimError, LaunchError, PatchError, SyncError, WorldError
+from ddpshim.errors import (
+    CheckpointError,
+    DataError,
+    DdpShimError,
+    LaunchError,
+    PatchError,
+    RolloutError,
+    SyncError,
+    WorldError,
+)
 
 if TYPE_CHECKING:
     from ddpshim.failure import abort as abort
@@ -38,10 +47,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "DdpShimError",
     "LaunchError",
     "PatchError",
+    "RolloutError",
     "SyncError",
     "WorldError",
     *sorted(_HOMES),

@@ -7,6 +7,8 @@
     ├── WorldError    the process group: contradicting setup, a collective that cannot be served
     ├── SyncError     gradients, parameters or noise would not be what one process has
     ├── DataError     (also ValueError) batches, samplers or datasets that do not split
+    ├── RolloutError  an episode of an evaluation failed
+    ├── CheckpointError  (also OSError) a file could not be written, or none would be left
     └── PatchError    a patch set does not fit the files it was asked to change
 
 Every message has three parts: what was found, what it would have caused, what to do.
@@ -31,6 +33,14 @@ class SyncError(DdpShimError):
 
 class DataError(DdpShimError, ValueError):
     """A dataset, sampler or batch size does not split over the ranks."""
+
+
+class RolloutError(DdpShimError):
+    """An evaluation cannot be finished: an episode failed on some rank."""
+
+
+class CheckpointError(DdpShimError, OSError):
+    """A checkpoint could not be written; the one before it is as it was."""
 
 
 class PatchError(DdpShimError):

@@ -103,6 +103,15 @@ class World:
         """The mean over ranks (collective); see `sum`. A mean of integers is a float."""
         return _reduce(self.gather(_to_cpu(value)), mean=True, like=value)
 
+    def count(self, name: str, by: int = 0) -> int:
+        """What all ranks have added to the counter `name` so far, `by` included. Local: waits for nobody.
+
+        Counters start at 0 in each world that `setup()` makes. For progress, and for news of a failure.
+        """
+        if _state.store is None:
+            _state.store = dist.HashStore()
+        return int(_state.store.add(f"count/{name}", by))
+
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """What `function` returns when only the main rank runs it, on every rank (collective).
 

@@ -1,12 +1,19 @@
-"""The runtime check that no optimizer steps on gradients that are one rank's alone. It repairs nothing."""
+"""The runtime checks that ranks train one model: equal weights, unequal noise, no step on one rank's gradients.
+
+They find and repair nothing. `DDPSHIM_GUARD=0`, on any rank, turns them off for what is wrapped from then on.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any, Protocol
+import struct
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Optional, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,10 +21,12 @@ from ddpshim.errors import SyncError
 from ddpshim.group import on_cleanup
 
 _OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_MARK = "_ddpshim_stepped"  # set on gradients that were there at a step after a reduction
 
 
 class Reduced(Protocol):
-    """What the check asks of a wrapper that reduces gradients."""
+    """What the checks ask of a wrapper that reduces gradients."""
 
     module: nn.Module
     has_unreduced_gradients: bool
@@ -26,11 +35,17 @@ class Reduced(Protocol):
     @property
     def is_armed(self) -> bool: ...
 
+    def check_equality(self) -> None: ...
+
 
 # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
 # wrapper keeps its parameters alive until it disowns them.
 _owners: dict[int, Reduced] = {}
 _handles: list[Any] = []  # of the optimizer hooks, while they are registered
+_companions: list[nn.Module] = []  # not reduced, and to be equal all the same
+# For each optimizer the wrappers that it stepped, by id, with their num_reductions at that step.
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
+_stepped = weakref.WeakKeyDictionary()
 
 
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
@@ -49,18 +64,167 @@ def is_owned(parameter: torch.Tensor) -> bool:
     return id(parameter) in _owners
 
 
+def is_on() -> bool:
+    """Whether this process's environment leaves the checks on. Local."""
+    return os.environ.get("DDPSHIM_GUARD") != "0"
+
+
 def watch_optimizers() -> None:
     """Have every optimizer step in this process checked, until `cleanup()`; not with DDPSHIM_GUARD=0. Local."""
-    if _handles or os.environ.get("DDPSHIM_GUARD") == "0":
+    if _handles or not is_on():
         return
     _handles.append(register_optimizer_step_pre_hook(_check_step))
     _handles.append(register_optimizer_step_post_hook(_check_closure))
     on_cleanup(_unwatch)
 
 
+def also_watch(*modules: nn.Module) -> None:
+    """Have the weights of networks that nobody reduces (a target, an EMA) compared with those of the first wrapper.
+
+    Local, but every rank must name the same networks, in the same order, between the same backward passes.
+    """
+    _companions.extend(module for module in modules if not any(module is there for there in _companions))
+
+
 def _unwatch() -> None:
     while _handles:
         _handles.pop().remove()
+    _companions.clear()
+    _stepped.clear()
+
+
+class Equality:
+    """The comparison of weights and random streams over the ranks of one wrapper's group.
+
+    `start` sends a checksum of each tensor while training goes on, `finish` reads what came back: nobody
+    waits for it, and ranks that meet several wrappers in different orders do not block each other.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buffer_homes: list[tuple[nn.Module, str]],
+        group: Any,
+        device: torch.device,
+        is_first: bool,
+    ) -> None:
+        """Of `module`, its buffers at `buffer_homes`, and with `is_first` of `also_watch`'s networks (collective).
+
+        Checksums travel on `device`. Every rank must hold as many tensors: torch's DDP has compared them by now.
+        """
+        self._module, self._group, self._device, self._is_first = module, group, device, is_first
+        self._buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
+        self._names = [name for name, _ in module.named_parameters()]
+        self._ranks: list[int] = dist.get_process_group_ranks(group)
+        self._sent: Any = None  # (work, names, what each rank sent, num_reductions), while it is on its way
+        # A rank that leaves the others alone in a later collective would hang them.
+        vote = torch.tensor([int(is_on())], device=device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
+        self.is_on = bool(vote.item()) and len(self._ranks) > 1
+
+    def is_due(self, num_reductions: int) -> bool:
+        """Whether to compare after this many reductions: 1, 10, 100 and every 1000."""
+        return self.is_on and (num_reductions in (1, 10, 100) or num_reductions % 1000 == 0)
+
+    def start(self, num_reductions: int) -> None:
+        """Send this rank's checksums (collective, does not wait)."""
+        names, rows = zip(*self._rows())
+        with torch.no_grad():
+            mine = torch.stack([torch.stack([x.to(self._device) for x in row]) for row in rows])
+        everyones = [torch.empty_like(mine) for _ in self._ranks]
+        work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
+        self._sent = (work, names, [mine, *everyones], num_reductions)
+
+    def finish(self) -> None:
+        """Raise SyncError, on all ranks, where what `start` sent was not as it should be."""
+        if self._sent is None:
+            return
+        (work, names, (_, *everyones), num_reductions), self._sent = self._sent, None
+        work.wait()
+        table = [everyone.tolist() for everyone in everyones]
+        kind = type(self._module).__name__
+        differing = [i for i in range(2, len(names)) if len({rows[i][0] for rows in table}) > 1]
+        if differing:
+            i = differing[0]
+            values = ", ".join(f"{self._value(rows[i])} on rank {rank}" for rank, rows in zip(self._ranks, table))
+            raise SyncError(
+                f"after {num_reductions} backward passes of {kind} ranks hold different weights: {names[i]} "
+                f"{values}{f' ({len(differing) - 1} more tensors differ)' if len(differing) > 1 else ''}. From here on "
+                "they train different models. Load checkpoints, change weights, convert and add layers on every rank "
+                f"alike, and let every gradient come from loss.backward() ({_OPT_OUT})."
+            )
+        for i in (0, 1):
+            by_seed: dict[int, list[int]] = {}
+            for rank, rows in zip(self._ranks, table):
+                by_seed.setdefault(rows[i][0], []).append(rank)
+            for seed, ranks in by_seed.items():
+                if len(ranks) > 1 and seed != 0:
+                    raise SyncError(
+                        f"ranks {ranks} draw from the same random stream ({names[i]} is {seed}); they add the same "
+                        "noise and drop the same units, as if there were fewer samples. Seed before wrap_parallel, "
+                        "by ddpshim.setup(seed=), or afterwards with a seed that differs by rank. Where equal noise "
+                        f"is meant, draw it inside ddpshim.shared_random_streams(seed) ({_OPT_OUT})."
+                    )
+
+    def _rows(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """What is compared, by name: two ints each, one that counts and one to show."""
+        device = self._device
+        cpu_seed, gpu_seed = torch.initial_seed(), torch.cuda.initial_seed() if device.type == "cuda" else 0
+        for name, seed in (("torch.initial_seed()", cpu_seed), ("torch.cuda.initial_seed()", gpu_seed)):
+            yield name, [torch.tensor(_as_int64(seed), device=device)] * 2
+        now = dict(self._module.named_parameters())
+        for name in self._names:
+            yield f"parameter '{name}'", _checksum(now.pop(name, None), device)
+        for home, name in self._buffers:
+            yield f"buffer '{name}' of a {type(home).__name__}", _checksum(home._buffers.get(name), device)
+        # One row for all of these: how many they are may differ between ranks.
+        first = next(iter(now), None)
+        added = "the parameters added after wrap_parallel" + ("" if first is None else f" (here first: '{first}')")
+        yield added, _checksum_of_all(now.items(), device)
+        if self._is_first:
+            for number, module in enumerate(_companions):
+                seen = [(name, p) for name, p in module.named_parameters() if id(p) not in _owners]
+                title = f"network {number} of those that are not trained ({type(module).__name__})"
+                yield title, _checksum_of_all(seen, device)
+
+    @staticmethod
+    def _value(row: list[int]) -> str:
+        """A tensor's sum, and its checksum for sums that look alike."""
+        if row[0] == 0:
+            return "missing"
+        total = struct.unpack("d", struct.pack("q", row[1]))[0]
+        return f"sums to {total!r} (#{row[0] % 65521:04x})"
+
+
+def _as_int64(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Two int64: a sum over the bits, dtype and shape included, and the bits of the float64 sum. Zeros for None."""
+    if tensor is None:
+        return [torch.zeros((), dtype=torch.int64, device=device)] * 2
+    t = tensor.detach()
+    kind = (zlib.crc32(f"{t.dtype} {tuple(t.shape)}".encode()) + 1) << 24
+    if t.layout != torch.strided or t.is_meta or t.is_quantized:
+        return [torch.tensor(kind, device=device), torch.zeros((), dtype=torch.int64, device=device)]
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if t.is_floating_point() and t.element_size() > 1:
+        t = torch.nan_to_num(t)  # one NaN is as good as another, whatever its payload
+    bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) + kind
+    shown = t.to(torch.float64) if t.element_size() == 1 else t
+    return [bits.to(device), shown.sum(dtype=torch.float64).view(torch.int64).to(device)]
+
+
+def _checksum_of_all(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
+    """The same for any number of named tensors, in one."""
+    bits, shown = _checksum(None, device)
+    for name, tensor in tensors:
+        one, total = _checksum(tensor, device)
+        bits = bits * 31 + one + zlib.crc32(name.encode())
+        shown = (shown.view(torch.float64) + total.view(torch.float64)).view(torch.int64)
+    return [bits, shown]
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -71,37 +235,71 @@ def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise before a step whose gradients were not reduced over the ranks."""
-    step = f"{type(optimizer).__name__}.step()"
-    owners = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, p in enumerate(group["params"]):
-            if p.grad is None:
+    owners: dict[int, Reduced] = {}
+    gradients: dict[int, list[torch.Tensor]] = {}
+    owner_of = _owners.get
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            gradient = p.grad
+            if gradient is None:
                 continue
-            owner = _owners.get(id(p))
+            owner = owner_of(id(p))
             if owner is None:
-                raise SyncError(
-                    f"{step}: parameter {position} of group {number} ({_describe(p)}) has a gradient that is this "
-                    "rank's alone; ranks would train different models. Pass the module that holds it to wrap_parallel "
-                    f"before training, again if it was unfrozen or added after the wrap ({_OPT_OUT})."
-                )
-            owners[id(owner)] = owner
-    for wrapped in owners.values():
-        name = type(wrapped.module).__name__
-        if wrapped.is_armed:
+                raise _alone(optimizer, p)
+            key = id(owner)
+            if key in owners:
+                gradients[key].append(gradient)
+            else:
+                owners[key], gradients[key] = owner, [gradient]
+    before = _stepped.get(optimizer)
+    if before is None:
+        before = _stepped[optimizer] = {}
+    for key, wrapped in owners.items():
+        _check_reduced(optimizer, wrapped)
+        last, now = before.get(key), wrapped.num_reductions
+        if last is None or last[0] is not wrapped or last[1] != now:
+            before[key] = (wrapped, now)
+            for gradient in gradients[key]:
+                setattr(gradient, _MARK, True)
+        # Nothing was reduced since this optimizer's last step. The same gradients again are no news; others are.
+        elif not all(hasattr(gradient, _MARK) for gradient in gradients[key]):
             raise SyncError(
-                f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); its peers "
-                "still wait for its gradients. Let the exception end the job."
+                f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced since "
+                f"the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad set by "
+                "hand); they are this rank's alone, and ranks would train different models. Call loss.backward(). If "
+                f"they were made from reduced gradients, write them in place: p.grad.copy_(...) ({_OPT_OUT})."
             )
-        if wrapped.has_unreduced_gradients:
-            raise SyncError(
-                f"{step} after a backward pass of {name} under no_sync(); ranks would step on different gradients. "
-                "Leave no_sync() for the last backward pass before a step."
-            )
-        if wrapped.num_reductions == 0:
-            raise SyncError(
-                f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
-                f"set by hand); ranks would train different models. Call loss.backward() ({_OPT_OUT})."
-            )
+
+
+def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
+    step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
+    if wrapped.is_armed:
+        raise SyncError(
+            f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); its peers "
+            "still wait for its gradients. Let the exception end the job."
+        )
+    if wrapped.has_unreduced_gradients:
+        raise SyncError(
+            f"{step} after a backward pass of {name} under no_sync() or accumulate(is_last=False); ranks would step "
+            "on different gradients. Leave them for the last backward pass before a step."
+        )
+    if wrapped.num_reductions == 0:
+        raise SyncError(
+            f"{step}: the gradients of {name} never went through a backward pass (torch.autograd.grad, or .grad "
+            f"set by hand); ranks would train different models. Call loss.backward() ({_OPT_OUT})."
+        )
+    wrapped.check_equality()
+
+
+def _alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> SyncError:
+    """The error for a gradient that no wrapper reduces."""
+    groups = enumerate(group["params"] for group in optimizer.param_groups)
+    number, position = next((i, j) for i, ps in groups for j, p in enumerate(ps) if p is parameter)
+    return SyncError(
+        f"{type(optimizer).__name__}.step(): parameter {position} of group {number} ({_describe(parameter)}) has a "
+        "gradient that is this rank's alone; ranks would train different models. Pass the module that holds it to "
+        f"wrap_parallel before training, again if it was unfrozen or added after the wrap ({_OPT_OUT})."
+    )
 
 
 def _describe(parameter: torch.Tensor) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpshim import guard
@@ -38,6 +39,7 @@ def wrap_parallel(
     gradient_as_bucket_view: bool = True,
     bucket_cap_mb: Optional[float] = None,
     broadcast_buffers: bool = True,
+    sync_batchnorm: bool = False,
     comm_hook: Any = None,
     comm_hook_state: Any = None,
     process_group: Any = None,
@@ -61,11 +63,14 @@ def wrap_parallel(
         gradient_as_bucket_view: gradients live in the communication buckets; saves one copy of them.
         bucket_cap_mb: size of a bucket; default torch's.
         broadcast_buffers: after each synchronised backward pass buffers become the main rank's.
+        sync_batchnorm: BatchNorm layers become torch's SyncBatchNorm, in `module` itself: they normalise by the
+            whole batch, as one process does. On GPUs only. Their forward in training mode is then collective.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
         process_group: the ranks that share gradients; default all.
 
     Raises:
-        SyncError: parameters on another device than this rank's, or not the same ones on every rank.
+        SyncError: parameters on another device than this rank's, or not the same ones on every rank;
+            sync_batchnorm on the CPU.
     """
     here = world or current_or_new_world()
     if isinstance(module, Transparent):
@@ -88,10 +93,14 @@ def wrap_parallel(
     _check_device(module, here)
     if process_group is None:
         _check_same_structure(module, here)
+    if sync_batchnorm:
+        module = _with_sync_batchnorm(module, process_group)
     guard.watch_optimizers()
     wrapped: Any
     if _nothing_to_reduce(module):
         broadcast_state(module, process_group)
+        if process_group is None:
+            guard.also_watch(module)
         wrapped = BareModule(module)
     else:
         wrapped = DistributedModule(
@@ -107,6 +116,26 @@ def wrap_parallel(
         )
     split_random_streams()
     return wrapped
+
+
+def _with_sync_batchnorm(module: nn.Module, process_group: Any) -> nn.Module:
+    """`module` with SyncBatchNorm for every BatchNorm that it has; parameters and buffers stay the same tensors."""
+    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+    norms = [(name, child) for name, child in norms if not isinstance(child, nn.SyncBatchNorm)]
+    for name, norm in norms:
+        device = next((t.device for t in (*norm.parameters(), *norm.buffers())), None)
+        if device is not None and device.type == "cpu":
+            raise SyncError(
+                f"sync_batchnorm=True, but '{name}' of {type(module).__name__} is on the CPU, where torch's "
+                "SyncBatchNorm does not run; the first forward would fail. Move the module to a GPU before "
+                "wrap_parallel, drop sync_batchnorm (each rank then normalises by its own part of the batch), or "
+                "use GroupNorm."
+            )
+    if not norms:
+        return module
+    # A group of their own: their messages, sent inside forward and backward, must not cross those of the buckets.
+    group = process_group if process_group is not None else new_group()
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)  # type: ignore[no-any-return]
 
 
 def _nothing_to_reduce(module: nn.Module) -> bool:
@@ -212,6 +241,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_used"] = set()
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
+        mine["_equality"] = guard.Equality(
+            module, mine["_buffer_homes"], process_group, reduced[0].device, is_first=not _wrapped
+        )
         with torch.enable_grad():
             mine["_everything"] = _Reach.apply(*reduced)  # type: ignore[no-untyped-call]
         mine["_handles"] = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(reduced)]
@@ -271,6 +303,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if not self.require_backward_grad_sync:
             mine["has_unreduced_gradients"] = True
             return
+        self.check_equality()
         mine["is_armed"] = True
         self._reducer.prepare_for_backward([self._everything])
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -288,9 +321,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["num_reductions"] += 1
         if self._same_every_time and self._usual is None:
             mine["_usual"] = set(missed)
-        if self._buffer_homes:
+        if self._buffer_homes or self._equality.is_due(mine["num_reductions"]):
             # After the reducer's own last callback, which is queued by now: every rank is here.
-            torch.autograd.Variable._execution_engine.queue_callback(self._broadcast_buffers)
+            torch.autograd.Variable._execution_engine.queue_callback(self._compare)
 
     def _refuse(self, index: int) -> None:
         name, kind = self._names[id(self._reduced[index])], type(self.module).__name__
@@ -319,6 +352,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 f"static_graph=True, but {odd[:5]} changed between used and unused; torch would train "
                 "unsynchronised from here on. Drop static_graph."
             )
+
+    def _compare(self) -> None:
+        """After a reduction: buffers become the main rank's, and now and then weights are compared."""
+        self._broadcast_buffers()
+        if self._equality.is_due(self.num_reductions):
+            self._equality.start(self.num_reductions)
+
+    def check_equality(self) -> None:
+        """Raise SyncError where the last comparison found that ranks differ."""
+        self._equality.finish()
 
     def _broadcast_buffers(self) -> None:
         # .data: a second backward pass over the same forward must not take this for a change of its inputs.
@@ -357,7 +400,10 @@ def _check_device(module: nn.Module, here: World) -> None:
 
 def _check_same_structure(module: nn.Module, here: World) -> None:
     """Refuse modules that differ between ranks by name; warn where their values did (collective)."""
+    mine: dict[str, Any]
     mine = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()}
+    # A buffer that one rank lacks ends the process without a word, in torch's broadcast.
+    mine.update((f"buffer {name}", (tuple(b.shape), str(b.dtype))) for name, b in module.named_buffers())
     with torch.no_grad():
         sums = {name: float(p.detach().abs().double().sum()) for name, p in module.named_parameters()}
     everyone = here.gather((mine, sums))

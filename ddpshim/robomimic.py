@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ddpshim import checkpoint, guard
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
 from ddpshim.loader import ShardedLoader, make_loader
 from ddpshim.parallel import broadcast_state, wrap_parallel
+from ddpshim.rollout import plays_rollouts as plays_rollouts
+from ddpshim.rollout import rollout_with_stats as rollout_with_stats
+from ddpshim.streams import derive_seed, seed_everything
 
 
 def quiet() -> None:
@@ -95,10 +100,9 @@ def prepare(model: Any) -> Any:
     for algo in _algos(model):
         for net in _trained_together(algo):
             wrap_parallel(net)
-        ema = getattr(algo, "ema", None)
-        for module in (algo.nets, getattr(ema, "averaged_model", None)):
-            if module is not None:
-                same_on_all_ranks(module)
+        averaged = getattr(getattr(algo, "ema", None), "averaged_model", None)
+        for module in (algo.nets, *([averaged] if averaged is not None else [])):
+            guard.also_watch(same_on_all_ranks(module))
     split_random_streams()
     return model
 
@@ -116,7 +120,8 @@ def run_epoch(
     """Upstream's run_epoch, its metrics averaged over the ranks (collective).
 
     Ranks meet here first, for as long as the main rank rolls out or saves. The order of samples depends on
-    `epoch` alone, so that a resumed run sees what the uninterrupted one would have seen.
+    `epoch` alone, each rank's noise on `epoch` and the rank, so that a resumed run sees what the uninterrupted one
+    would have seen.
     """
     import robomimic.utils.train_utils as TrainUtils
 
@@ -124,17 +129,50 @@ def run_epoch(
     if isinstance(data_loader, ShardedLoader):
         passes = 1 if num_steps is None else math.ceil(num_steps / len(data_loader))
         data_loader.set_epoch((epoch - 1) * passes)
+    if here.is_launched:
+        phase = "validation" if options.get("validate") else "training"
+        seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
+        _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     here.barrier()
     log = TrainUtils.run_epoch(model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options)
     return {key: float(value) for key, value in here.mean(log).items()} if here.world_size > 1 else log
 
 
-def save_model(**options: Any) -> None:
-    """Upstream's save_model, on the main rank alone. Local: nobody waits for it."""
+def save_model(*, ckpt_path: str, **options: Any) -> None:
+    """Upstream's save_model, on the main rank alone. Local: nobody waits for it.
+
+    Launched, the file at `ckpt_path` is at any moment the old one or the new one, whole.
+    """
     import robomimic.utils.train_utils as TrainUtils
 
-    if world().is_main:
-        TrainUtils.save_model(**options)
+    here = world()
+    if not here.is_launched:
+        TrainUtils.save_model(ckpt_path=ckpt_path, **options)
+    elif here.is_main:
+        with checkpoint.written(ckpt_path) as partial:
+            TrainUtils.save_model(ckpt_path=partial, **options)
+
+
+def copyfile(source: str, path: str) -> None:
+    """shutil.copyfile, on the main rank alone; launched, `path` is never half a copy. Local."""
+    if world().is_launched:
+        checkpoint.copy(source, path)
+    else:
+        shutil.copyfile(source, path)
+
+
+def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
+    """After `--resume`, give the counters that upstream's checkpoints lack the values they had. Local.
+
+    An EMA that counts from 0 again forgets its average in the next step; a td3_bc updates its actor in other steps.
+    """
+    for algo in _algos(model) if epoch > 1 else ():
+        ema = getattr(algo, "ema", None)
+        if ema is not None and ema.optimization_step == 0:
+            ema.optimization_step = (epoch - 1) * num_steps
+        if getattr(algo, "actor_update_counter", None) == 0:
+            num_epochs = sum(bool(algo._check_epoch(net_name="critic", epoch=past)) for past in range(1, epoch))
+            algo.actor_update_counter = num_epochs * num_steps
 
 
 class _Nothing:

@@ -72,7 +72,9 @@ class Transparent:
 
     def _show(self, module: nn.Module) -> None:
         mine = self.__dict__
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        # The hooks: a parent that loads runs those of its child, which is the wrapper.
+        shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
+        for name in shared:
             mine[name] = getattr(module, name)
         mine["module"] = module
         for name in [name for name in mine if not name.startswith("_") and name not in _KEPT]:
@@ -134,6 +136,15 @@ class Transparent:
     def no_sync(self) -> Any:
         """A context in which backward passes only add up; nothing to leave out in one process."""
         return contextlib.nullcontext()
+
+    def accumulate(self, is_last: bool) -> Any:
+        """A context for one of several backward passes before a step; only that of the last is reduced over the ranks.
+
+        k equal parts of a batch, each with its loss divided by k, give the gradients of the whole batch, and
+        one reduction instead of k:
+        `for i, part in enumerate(parts): with net.accumulate(is_last=i == k - 1): (loss(part) / k).backward()`.
+        """
+        return contextlib.nullcontext() if is_last else self.no_sync()
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         self.module._apply(fn, *args, **kwargs)

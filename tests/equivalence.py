@@ -1,8 +1,10 @@
 """N ranks on shards against one launched process on the whole batch, through the patched robomimic.
 
-Run it: python -m tests.equivalence --release 0.3.0 --algo bc,bc_rnn_gmm --ranks 1,2,4 [--precision float64]
+Run it: python -m tests.equivalence --release 0.3.0 --algo all --ranks 1,2,4 [--write docs/equivalence.md]
 
-The release is copied beside the results, and patched there: what is installed stays as it is.
+The release is copied beside the results, and patched there: what is installed stays as it is. An algorithm
+that draws noise while it trains (VAE samples, diffusion, crops, dropout) is trained twice: with the noise of
+each rank, and with `--noise off`, where every draw is one number that all samples and ranks share.
 """
 
 from __future__ import annotations
@@ -20,35 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 import torch
 
 from ddpshim import patching
+from tests.variants import IMAGE_KEY, IMAGE_SIZE, SINCE_0_5, VARIANTS, WHY
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data" / "lift_scripted200_train.hdf5"
-LOW_DIM = ["robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "object"]
 RUN_DEADLINE_S = 300
-NOISY = {"td3_bc", "diffusion_policy"}  # draw noise of their own while training: ranks differ from one process
-
-# What distinguishes a variant from its template, by dotted path.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bc": ("bc", {"algo.actor_layer_dims": [64, 64]}),
-    "bc_gaussian": ("bc", {"algo.actor_layer_dims": [64, 64], "algo.gaussian.enabled": True}),
-    "bc_gmm": ("bc", {"algo.actor_layer_dims": [64, 64], "algo.gmm.enabled": True}),
-    "bc_rnn_gmm": (
-        "bc",
-        {
-            "algo.actor_layer_dims": [],
-            "algo.gmm.enabled": True,
-            "algo.rnn.enabled": True,
-            "algo.rnn.horizon": 5,
-            "algo.rnn.hidden_dim": 32,
-            "train.seq_length": 5,
-        },
-    ),
-    "td3_bc": ("td3_bc", {"train.hdf5_load_next_obs": True, "train.hdf5_normalize_obs": False}),
-    "diffusion_policy": ("diffusion_policy", {"train.frame_stack": 2, "train.seq_length": 16}),
-}
+NUM_SAMPLES_A_STEP = 100  # the global batch size where a variant states none
+TOLERANCE = 1e-5  # float32, after 20 steps
+UNEXPLAINED = "**unexplained** "
 
 
 @dataclass
@@ -66,12 +51,18 @@ class Run:
         newest = max(self.folder.glob("out/*/*/models/*.pth"), key=lambda path: path.stat().st_mtime)
         return torch.load(newest, weights_only=False)  # type: ignore[no-any-return]
 
+    def metrics(self, phase: str = "Train") -> list[dict[str, float]]:
+        """What the trainer printed for each epoch."""
+        parts = self.log.split(f"\n{phase} Epoch ")[1:]
+        return [json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in parts]
+
     def losses(self, phase: str = "Train") -> list[float]:
         """The loss of each epoch as the trainer printed it."""
-        out = []
-        for part in self.log.split(f"\n{phase} Epoch ")[1:]:
-            out.append(float(part.split('"Loss": ')[1].split("\n")[0].rstrip(",")))
-        return out
+        return [epoch["Loss"] for epoch in self.metrics(phase)]
+
+    @property
+    def batch_size(self) -> int:
+        return int(json.loads((self.folder / "config.json").read_text())["train"]["batch_size"])
 
 
 def source(release: str) -> Optional[Path]:
@@ -99,19 +90,24 @@ def copy_release(release: str, folder: Path, patched: bool = True) -> Path:
     return tree
 
 
-def make_data(folder: Path, num_demos: int = 200) -> Path:
-    """The Lift demonstrations with `next_obs`, which value-based algorithms need."""
+def make_data(folder: Path, num_demos: int = 200, images: bool = False) -> Path:
+    """The Lift demonstrations with `next_obs`, which value-based algorithms need, and with pictures of noise."""
     import h5py
 
-    path = folder / f"lift_{num_demos}.hdf5"
+    path = folder / f"lift_{num_demos}{'_images' if images else ''}.hdf5"
     if path.exists():
         return path
+    random = np.random.default_rng(0)
     with h5py.File(DATA) as given, h5py.File(path, "w") as made:
         made.create_group("data").attrs.update(given["data"].attrs)
         for number in range(num_demos):
             name = f"demo_{number}"
             given.copy(f"data/{name}", made["data"])
-            for key, value in given[f"data/{name}/obs"].items():
+            obs = made[f"data/{name}/obs"]
+            if images:
+                shape = (len(obs["object"]), IMAGE_SIZE, IMAGE_SIZE, 3)
+                obs.create_dataset(IMAGE_KEY, data=random.integers(0, 256, shape, dtype=np.uint8))
+            for key, value in obs.items():
                 shifted = value[()][[*range(1, len(value)), len(value) - 1]]
                 made.create_dataset(f"data/{name}/next_obs/{key}", data=shifted)
         if "mask" in given:
@@ -138,10 +134,9 @@ def make_config(
         "train.output_dir": str(folder / "out"),
         "train.num_epochs": epochs,
         "train.num_data_workers": 0,
-        "train.batch_size": 100,
+        "train.batch_size": NUM_SAMPLES_A_STEP,
         "train.cuda": False,
         "train.seed": 1,
-        "observation.modalities.obs.low_dim": LOW_DIM,
         **changes,
         **{key.replace("__", "."): value for key, value in extra.items()},
     }
@@ -149,11 +144,18 @@ def make_config(
         *path, last = dotted.split(".")
         section = config
         for part in path:
-            section = section[part]
+            section = section.setdefault(part, {})
         section[last] = value
     made = folder / f"{variant}.json"
     made.write_text(json.dumps(config))
     return made
+
+
+def _environ(tree: Path) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    stubs = [] if importlib.util.find_spec("transformers") else [str(ROOT / "tests" / "stubs")]
+    where = os.pathsep.join([str(tree), str(ROOT), *stubs])
+    return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def train(
@@ -165,6 +167,7 @@ def train(
     environ: Optional[dict[str, str]] = None,
     check: bool = True,
     module: str = "tests.observed",
+    noise: str = "own",
 ) -> Run:
     """Train once: under torchrun on `num_ranks` processes, or plainly where that is None."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,14 +176,11 @@ def train(
     own = folder / "config.json"
     own.write_text(json.dumps(settings))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    observe = [str(folder), precision] if module == "tests.observed" else []
+    observe = [str(folder), precision, noise] if module == "tests.observed" else []
     command = [*(torchrun if num_ranks is not None else []), "-m", module, *observe, "--config", str(own)]
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    stubs = [] if importlib.util.find_spec("transformers") else [str(ROOT / "tests" / "stubs")]
-    where = os.pathsep.join([str(tree), str(ROOT), *stubs])
     ran = subprocess.run(
         [sys.executable, *command],
-        env={**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})},
+        env={**_environ(tree), **(environ or {})},
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -205,7 +205,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max((one[key].double() - other[key].double()).abs().max().item() for key in one if one[key].numel())
 
 
-def batches(run: Run, global_batch_size: int, filter_key: str = "None") -> list[set[int]]:
+def batches(run: Run, global_batch_size: int = NUM_SAMPLES_A_STEP, filter_key: str = "None") -> list[set[int]]:
     """The set of samples of each global batch, put together from all ranks."""
     shards = [observed["samples"][filter_key] for observed in run.observed]
     size = global_batch_size // len(shards)
@@ -214,69 +214,304 @@ def batches(run: Run, global_batch_size: int, filter_key: str = "None") -> list[
     return [{i for shard in shards for i in shard[step * size : (step + 1) * size]} for step in range(steps.pop())]
 
 
+def make_run_config(tree: Path, release: str, variant: str, folder: Path, steps: Optional[int], epochs: int) -> Path:
+    """The config of a variant on data of its kind, in the form that the release reads."""
+    images = "observation.modalities.obs.rgb" in VARIANTS[variant][1]
+    data = make_data(folder, num_demos=10 if images else 50, images=images)
+    as_release: Any = [{"path": str(data)}] if release >= "0.5" else str(data)
+    return make_config(tree, variant, data, folder, steps, epochs, train__data=as_release)
+
+
+def train_all(tree: Path, jobs: Sequence[tuple[Path, Path, int, str]], precision: str = "float32") -> list[Run]:
+    """Train (config, folder, number of ranks, noise) one after the other, by ranks forked from one process."""
+    described = []
+    for config, folder, num_ranks, noise in jobs:
+        folder.mkdir(parents=True)
+        settings = json.loads(config.read_text())
+        settings["train"]["output_dir"] = str(folder / "out")
+        (folder / "config.json").write_text(json.dumps(settings))
+        said = {"folder": str(folder), "config": str(folder / "config.json"), "ranks": num_ranks}
+        described.append({**said, "noise": noise, "precision": precision})
+    _observed(tree, "--jobs", described)
+    runs = []
+    for job in described:
+        folder, files = Path(job["folder"]), [Path(job["folder"], f"observed_{r}.pt") for r in range(job["ranks"])]
+        observed = [torch.load(f, weights_only=False) for f in files if f.exists()]
+        code = int((folder / "exit_code").read_text())
+        runs.append(Run(observed, folder, (folder / "output.txt").read_text(), code))
+    return runs
+
+
+def loads_unpatched(tree: Path, runs: Sequence[Run]) -> dict[Path, str]:
+    """For each run "yes" if the release in `tree` loads its checkpoint and holds its weights, else what happened."""
+    newest = {
+        run.folder: str(max(run.folder.glob("out/*/*/models/*.pth"), key=lambda p: p.stat().st_mtime)) for run in runs
+    }
+    found = _observed(tree, "--load", list(newest.values()))
+    return {folder: found[path] for folder, path in newest.items()}
+
+
+def _observed(tree: Path, task: str, described: Any) -> Any:
+    """Have tests.observed do a task that is described in a file, on the package in `tree`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "task.json"
+        file.write_text(json.dumps(described))
+        command = [sys.executable, "-m", "tests.observed", task, str(file)]
+        with open(tree / f"{task.strip('-')}.txt", "w") as output:
+            subprocess.run(command, env=_environ(tree), cwd=tree, stdin=subprocess.DEVNULL, stdout=output, check=True)
+        answer = file.with_suffix(".found.json")
+        return json.loads(answer.read_text()) if answer.exists() else None
+
+
+def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
+    """How `other` differs from `one`, a launched world of one on the same config."""
+    size = one.batch_size
+    weights = [observed["networks"] for observed in other.observed]
+    start = one.observed[0]["initial"]
+    kinds = {"ema": ".ema.", "target networks": "_target"}
+    of_kind = {kind: [key for key in start if mark in key] for kind, mark in kinds.items()}
+    of_kind["networks"] = [key for key in start if not any(mark in key for mark in kinds.values())]
+
+    def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], kind: str) -> Optional[float]:
+        keys = of_kind[kind]
+        return largest_difference({k: a[k] for k in keys}, {k: b[k] for k in keys}) if keys else None
+
+    alone = one.observed[0]["networks"]
+    return {
+        "algorithm": other.folder.name.split("-")[0],
+        "ranks": len(weights),
+        "noise": noise if one.observed[0]["draws"] else "none",
+        "steps": len(batches(other, size)),
+        "moved": largest(start, alone, "networks"),
+        **{kind: largest(alone, weights[0], kind) for kind in ("networks", "target networks", "ema")},
+        "start": max(largest_difference(start, observed["initial"]) for observed in other.observed),
+        "between ranks": max(largest_difference(weights[0], held) for held in weights),
+        "loss": max(
+            abs(a[key] - b[key]) / max(1.0, abs(a[key]))
+            for a, b in zip(one.metrics(), other.metrics())
+            for key in a
+            if "loss" in key.lower()
+        ),
+        "same samples": batches(other, size) == batches(one, size),
+        "streams of noise": len({tuple(observed["noise"].tolist()) for observed in other.observed}),
+        "checkpoint keys": _keys(other.checkpoint["model"]) == _keys(one.checkpoint["model"]),
+    }
+
+
 def compare(
-    release: str, variant: str, ranks: Sequence[int], precision: str, steps: Optional[int], epochs: int, folder: Path
+    release: str,
+    variants: Sequence[str],
+    ranks: Sequence[int],
+    folder: Path,
+    precision: str = "float32",
+    steps: Optional[int] = 10,
+    epochs: int = 2,
+    noises: Sequence[str] = ("own", "off"),
 ) -> list[dict[str, Any]]:
-    """For each number of ranks: how the run differs from a launched world of one."""
-    tree = copy_release(release, folder)
-    data = make_data(folder)
-    as_release = [{"path": str(data)}] if release in ("0.5.0", "master") else str(data)
-    config = make_config(tree, variant, data, folder, steps, epochs, train__data=as_release)
-    runs = {n: train(tree, config, folder / f"{release}-{variant}-{precision}-{n}", n, precision) for n in {1, *ranks}}
-    one = runs[1]
+    """For each variant, number of ranks and kind of noise: how the run differs from a launched world of one."""
+    tree, sizes = copy_release(release, folder), sorted({1, *ranks})
+    made = {v: make_run_config(tree, release, v, folder, steps, epochs) for v in variants}
+    runs: dict[tuple[str, str, int], Run] = {}
+    for noise in noises:
+        noisy = [v for v in variants if ("own" not in noises or noise == "own" or _draws(runs.get((v, "own", 1))))]
+        jobs = [(made[v], folder / f"{v}-{n}-{noise}-{precision}", n, noise) for v in noisy for n in sizes]
+        keys = [(v, noise, n) for v in noisy for n in sizes]
+        runs.update(zip(keys, train_all(tree, jobs, precision)))
+    good = {key: run for key, run in runs.items() if run.exit_code == 0}
+    plain = copy_release(release, folder, patched=False)
+    loaded = loads_unpatched(plain, list(good.values()))
     rows = []
-    for n in ranks:
-        run = runs[n]
-        weights = [observed["networks"] for observed in run.observed]
-        noises = {tuple(observed["noise"].tolist()) for observed in run.observed}
-        rows.append(
-            {
-                "release": release,
-                "algo": variant,
-                "ranks": n,
-                "precision": precision,
-                "steps": len(batches(run, 100)),
-                "weights against one process": largest_difference(one.observed[0]["networks"], weights[0]),
-                "weights between ranks": max(largest_difference(weights[0], other) for other in weights),
-                "loss against one process": max(abs(a - b) for a, b in zip(one.losses(), run.losses())),
-                "same samples": batches(run, 100) == batches(one, 100),
-                "streams of noise": len(noises),
-                "checkpoint keys equal": _keys(run.checkpoint["model"]) == _keys(one.checkpoint["model"]),
-            }
-        )
+    for (variant, noise, n), run in runs.items():
+        one = runs[variant, noise, 1]
+        if one.exit_code and n == 1:
+            alone = train(plain, made[variant], folder / f"{variant}-plain", None, **_TRAINER)
+            alike = _last_line(one) in alone.log
+            failed = f"the unpatched release fails alike: {_last_line(one)}" if alike else f"failed: {_last_line(run)}"
+            rows.append({"algorithm": variant, "ranks": n, "noise": noise, "failed": failed, "upstream": alike})
+        elif run.exit_code and not one.exit_code:
+            failed = f"failed: {_last_line(run)}"
+            rows.append({"algorithm": variant, "ranks": n, "noise": noise, "failed": failed, "upstream": False})
+        elif n in ranks and n > 1 and not one.exit_code:
+            rows.append({**difference(one, run, noise), "unpatched loads it": loaded[run.folder]})
     return rows
+
+
+_TRAINER: dict[str, Any] = {"check": False, "module": "robomimic.scripts.train"}
+
+
+def _last_line(run: Run) -> str:
+    return ([line for line in run.log.splitlines() if line.strip()] or [""])[-1]
+
+
+def _draws(run: Optional[Run]) -> int:
+    return int(run.observed[0]["draws"]) if run and run.observed else 0
 
 
 def _keys(tree: Any) -> Any:
     return {key: _keys(value) for key, value in tree.items()} if isinstance(tree, dict) else None
 
 
+def deviations(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What in the rows is not as it should be, a line for each; the unexplained ones start with UNEXPLAINED."""
+    out = []
+    for row in rows:
+        where = f"{row['algorithm']}, {row['ranks']} ranks, noise {row['noise']}"
+        if "failed" in row:
+            out.append(
+                f"{row['algorithm']}: {row['failed']}" if row["upstream"] else UNEXPLAINED + where + row["failed"]
+            )
+            continue
+        wrong = [f"{key} {row[key]:.1e}" for key in ("start", "between ranks") if row[key]]
+        if row["noise"] == "own" and row["streams of noise"] != row["ranks"]:
+            wrong.append(f"{row['streams of noise']} streams of noise")
+        if not row["moved"]:
+            wrong.append("nothing was trained")
+        wrong += [f"{key}: no" for key in ("same samples", "checkpoint keys") if not row[key]]
+        if row["unpatched loads it"] != "yes":
+            wrong.append(f"unpatched code: {row['unpatched loads it']}")
+        near = ("networks", "target networks", "ema", "loss")
+        far = [f"{key} {row[key]:.1e}" for key in near if row["noise"] != "own" and (row[key] or 0) > TOLERANCE]
+        limit, why = WHY.get(row["algorithm"], (TOLERANCE, ""))
+        too_far = row["noise"] != "own" and max(row[key] or 0 for key in near) > limit
+        if wrong or too_far:
+            out.append(f"{UNEXPLAINED}{where}: {', '.join(wrong + far)}")
+        elif far:
+            out.append(f"{where}: {', '.join(far)}; {why}")
+    return out
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
+    def cell(value: Any) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "**no**"
+        if isinstance(value, float):
+            return f"{value:.0e}" if value else "0"
+        return "" if value is None else str(value)
+
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+EQUAL = {
+    "algorithm": "algorithm",
+    "noise": "noise",
+    "ranks": "ranks",
+    "steps": "steps",
+    "moved": "moved by training",
+    "networks": "networks",
+    "target networks": "target networks",
+    "ema": "EMA",
+    "loss": "losses",
+    "between ranks": "between ranks",
+    "same samples": "same samples",
+    "checkpoint keys": "same keys",
+    "unpatched loads it": "unpatched code loads it",
+}
+OWN_NOISE = {
+    "algorithm": "algorithm",
+    "ranks": "ranks",
+    "steps": "steps",
+    "start": "start",
+    "between ranks": "between ranks",
+    "same samples": "same samples",
+    "streams of noise": "streams of noise",
+    "networks": "networks",
+    "loss": "losses",
+    "checkpoint keys": "same keys",
+    "unpatched loads it": "unpatched code loads it",
+}
+
+
+def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The part of docs/equivalence.md about a release."""
+    trained = [row for row in rows if "failed" not in row]
+    equal = [row for row in trained if row["noise"] != "own"]
+    own = [row for row in trained if row["noise"] == "own"]
+    odd = deviations(rows)
+    listed = "\n".join(f"- {line}" for line in odd) if odd else "None."
+    return f"""## robomimic {release}
+
+`{command}`, with torch {torch.__version__.split("+")[0]} and Python {sys.version.split()[0]}, gloo on CPU.
+
+### Equal to one process
+
+{_table(equal, EQUAL)}
+
+### With noise of its own on each rank
+
+{_table(own, OWN_NOISE)}
+
+### Deviations
+
+{listed}
+"""
+
+
+PREFACE = """# The same experiment on any number of ranks
+
+Generated by `python -m tests.equivalence --write docs/equivalence.md`; each release has its section.
+
+Every algorithm and head that a release ships is trained by its own, patched trainer, once by a launched world of
+one on the whole batch and once by N ranks on shards of it, from the same seed, with the release's template made
+small (two epochs of ten steps). The numbers are the largest absolute difference of any single weight between the
+two after the last step; "moved by training" is how far the weights went, for scale. "Losses" is the largest
+relative difference of any loss the trainer printed. "Between ranks" is the largest difference of any weight,
+buffer, target or EMA weight between two ranks; it must be 0. "Unpatched code loads it": the release as published,
+with ddpshim out of reach, loads the checkpoint with its own strict `policy_from_checkpoint` and then holds exactly
+the weights in it.
+
+Some algorithms draw noise in each step (VAE samples, random actions, diffusion noise, crops, dropout). Their ranks
+must draw different noise, so they cannot equal one process number for number; the second table shows what does
+hold: the same start, the same samples, the same weights on all ranks, as many streams of noise as ranks. The first
+table has them with "noise off": every draw is replaced by one number that all samples of the draw share and that
+changes from draw to draw (dropout is left out), so that the equality of everything else can be seen.
+"""
+
+
+def write(path: Path, release: str, text: str) -> None:
+    """Put the section of a release into the page; other releases keep theirs."""
+    head = "## robomimic "
+    old = path.read_text().split(head)[1:] if path.exists() else []
+    parts = {part.split("\n")[0]: part.rstrip() for part in old}
+    parts[release] = text.removeprefix(head).rstrip()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(PREFACE + "".join(f"\n{head}{parts[name]}\n" for name in sorted(parts)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--release", default="0.3.0")
-    parser.add_argument("--algo", default="bc,bc_gaussian,bc_gmm,bc_rnn_gmm,td3_bc")
+    parser.add_argument("--algo", default="all", help="names from tests/variants.py, or all")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--precision", default="float32", choices=["float32", "float64"])
+    parser.add_argument("--noise", default="own,off", choices=["own", "off", "own,off"])
     parser.add_argument("--steps", type=int, default=10, help="gradient steps an epoch; 0: a whole pass")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="keep the runs here")
+    parser.add_argument("--write", type=Path, help="a page in which the section of this release is replaced")
     args = parser.parse_args()
+    shipped = [name for name in VARIANTS if args.release >= "0.5" or name not in SINCE_0_5]
+    variants = shipped if args.algo == "all" else args.algo.split(",")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        header = False
-        for variant in args.algo.split(","):
-            sizes = [int(n) for n in args.ranks.split(",")]
-            for row in compare(
-                args.release, variant, sizes, args.precision, args.steps or None, args.epochs, folder.resolve()
-            ):
-                if not header:
-                    print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
-                    header = True
-                print(
-                    "| " + " | ".join(f"{v:.1e}" if isinstance(v, float) else str(v) for v in row.values()) + " |",
-                    flush=True,
-                )
+        rows = compare(
+            args.release,
+            variants,
+            [int(n) for n in args.ranks.split(",")],
+            folder.resolve(),
+            args.precision,
+            args.steps or None,
+            args.epochs,
+            args.noise.split(","),
+        )
+    where = "DDPSHIM_UPSTREAM=… " if os.environ.get("DDPSHIM_UPSTREAM") else ""
+    text = section(args.release, f"{where}python -m tests.equivalence {' '.join(sys.argv[1:])}", rows)
+    print(text)
+    if args.write:
+        write(args.write, args.release, text)
+    sys.exit(any(line.startswith(UNEXPLAINED) for line in deviations(rows)))
 
 
 if __name__ == "__main__":

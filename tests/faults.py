@@ -42,11 +42,25 @@ def _break_save() -> None:
 
 
 def _use_toy_env() -> None:
-    """Rollouts in an environment that counts who asks for it."""
+    """Rollouts in an environment that writes down its episodes, and videos as arrays: ffmpeg is no part of the test."""
+    import imageio
+    import numpy as np
     import robomimic.utils.env_utils as EnvUtils
 
     from tests.toy_env import ToyEnv
 
+    class Writer:
+        def __init__(self, path: str, fps: int) -> None:
+            self._path, self._frames = path, list[Any]()
+
+        def append_data(self, frame: Any) -> None:
+            self._frames.append(frame)
+
+        def close(self) -> None:
+            with open(self._path, "wb") as file:
+                np.save(file, np.stack(self._frames))
+
+    imageio.get_writer = Writer
     EnvUtils.create_env_from_metadata = ToyEnv
 
 

@@ -1,20 +1,34 @@
 """robomimic's trainer, unchanged, with its samples, noise and final networks written down for each rank.
 
-Started by tests/equivalence.py, with or without torchrun, as
-`python -m tests.observed FOLDER PRECISION [trainer arguments]`.
+Started by tests/equivalence.py:
+
+- `python -m tests.observed FOLDER PRECISION NOISE [trainer arguments]` is one process of a training;
+- `python -m tests.observed --jobs FILE` imports everything once and forks the ranks of many trainings in turn;
+- `python -m tests.observed --load FILE` loads checkpoints, with ddpshim made impossible to import.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import json
+import math
 import os
 import runpy
+import signal
+import statistics
 import sys
-from typing import Any
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Callable
 
+import numpy as np
 import torch
 
 from examples.recorded_train import record_samples
+
+JOB_DEADLINE_S = 180
 
 
 def _in_float64() -> None:
@@ -23,10 +37,82 @@ def _in_float64() -> None:
 
     torch.set_default_dtype(torch.float64)
     torch.nn.Module.float = torch.nn.Module.double  # type: ignore[method-assign]
-    TensorUtils.to_float = lambda x: TensorUtils.map_tensor(x, lambda t: t.double())
+    TensorUtils.to_float = lambda x: TensorUtils.recursive_dict_list_tuple_apply(
+        x, {torch.Tensor: torch.Tensor.double, np.ndarray: lambda a: a.astype(np.float64), type(None): lambda n: n}
+    )
 
 
-def _write_down_networks(out: dict[str, Any]) -> None:
+class _Draws:
+    """Counts the random draws of a training from here on; with `hold`, each draw is one number for all samples.
+
+    The number depends on how many draws came before, not on the rank or the size of the shard, so that N ranks
+    and one process compute with the same noise. Draws from a generator of their own (orders of samples) are
+    left alone, dropout is left out.
+    """
+
+    def __init__(self, hold: bool) -> None:
+        self.count = 0
+        self._hold = hold
+        normal = statistics.NormalDist().inv_cdf
+        for owner, name, number in (
+            (torch, "randn", normal),
+            (torch, "randn_like", normal),
+            (torch, "rand", float),
+            (torch, "rand_like", float),
+            (torch, "normal", normal),
+            (torch, "randint", float),
+            (torch, "multinomial", float),
+            (torch.nn.functional, "dropout", float),
+            (torch.Tensor, "normal_", normal),
+            (torch.Tensor, "uniform_", float),
+            (torch.Tensor, "exponential_", lambda u: -math.log(1 - u)),
+        ):
+            setattr(owner, name, self._replaced(name, getattr(owner, name), number))
+
+    def _replaced(self, name: str, original: Callable[..., Any], number: Callable[[float], float]) -> Any:
+        @functools.wraps(original)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("generator") is not None:
+                return original(*args, **kwargs)
+            if name == "dropout":
+                rate, training = _arguments(("input", "p", "training"), (None, 0.5, True), args, kwargs)[1:]
+                self.count += bool(training and rate)
+                return args[0] if self._hold else original(*args, **kwargs)
+            self.count += 1
+            if not self._hold:
+                return original(*args, **kwargs)
+            value = number((self.count * 0.6180339887498949) % 1)
+            if name == "multinomial":
+                shares = args[0].cumsum(-1) / args[0].sum(-1, keepdim=True)
+                index = (shares < value).sum(-1, keepdim=True).clamp(max=args[0].shape[-1] - 1)
+                return index.expand_as(original(*args, **kwargs)).clone()
+            if name == "normal":
+                return args[0] + args[1] * value
+            drawn = original(*args, **kwargs)
+            if name == "randint":
+                bounds = [arg for arg in args[:2] if isinstance(arg, int)]
+                low = kwargs.get("low", bounds[0] if len(bounds) == 2 else 0)
+                high = kwargs.get("high", bounds[-1] if bounds else None)
+                return drawn.fill_(low + int(value * (high - low)))
+            if name == "normal_":
+                mean, std = _arguments(("mean", "std"), (0.0, 1.0), args[1:], kwargs)
+                return drawn.fill_(mean + std * value)
+            if name == "uniform_":
+                low, high = _arguments(("from", "to"), (0.0, 1.0), args[1:], kwargs)
+                return drawn.fill_(low + (high - low) * value)
+            return drawn.fill_(value)
+
+        return draw
+
+
+def _arguments(names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any) -> list[Any]:
+    return [
+        args[i] if i < len(args) else kwargs.get(name, default)
+        for i, (name, default) in enumerate(zip(names, defaults))
+    ]
+
+
+def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
     import ddpshim.robomimic as adapter
 
     prepare, finish = adapter.prepare, adapter.finish
@@ -34,9 +120,12 @@ def _write_down_networks(out: dict[str, Any]) -> None:
     def observed_prepare(model: Any) -> Any:
         out["model"] = prepare(model)
         out["initial"] = networks(out["model"])
+        out["draws"] = _Draws(hold_noise)
+        torch.set_num_threads(1)  # small networks: on busy cores threads wait for each other, ten times slower
         return out["model"]
 
     def observed_finish() -> None:
+        out["draws"] = out["draws"].count
         out["noise"] = torch.randn(4)
         finish()
 
@@ -68,8 +157,8 @@ def networks(model: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def main() -> None:
-    folder, precision, *arguments = sys.argv[1:]
+def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> None:
+    """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
     if precision == "float64":
@@ -77,11 +166,104 @@ def main() -> None:
     _with_small_unet()
     samples = out.setdefault("samples", {})
     record_samples(lambda key, index: samples.setdefault(key, []).append(index))
-    _write_down_networks(out)
+    _write_down_networks(out, noise == "off")
     sys.argv = ["train.py", *arguments]
     runpy.run_module("robomimic.scripts.train", run_name="__main__")
     out["networks"] = networks(out.pop("model"))
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
+
+
+def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        output = os.open(os.path.join(job["folder"], "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(job["folder"])
+        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
+        os.environ.update({key: str(value) for key, value in here.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        observe(job["folder"], job["precision"], job["noise"], ["--config", job["config"]])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _run_job(job: dict[str, Any], port: int) -> int:
+    """The first exit code of a rank that is not 0, or 0; ranks left over a few seconds after it are killed."""
+    running = {_fork_rank(job, rank, port) for rank in range(job["ranks"])}
+    end, failed = time.monotonic() + JOB_DEADLINE_S, 0
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            running.discard(pid)
+            if status and not failed:
+                failed, end = os.waitstatus_to_exitcode(status), time.monotonic() + 3
+        elif time.monotonic() > end:
+            failed = failed or 124
+            for left in running:
+                os.kill(left, signal.SIGKILL)
+            end = math.inf
+        else:
+            time.sleep(0.02)
+    return failed
+
+
+def serve(jobs: list[dict[str, Any]]) -> None:
+    """Train each job by ranks forked from this process; robomimic and torch are imported once."""
+    for name in ("robomimic.algo", "robomimic.utils.train_utils", "torch._dynamo", "ddpshim.robomimic"):
+        importlib.import_module(name)
+    from tests.ranks import free_port
+
+    for job in jobs:
+        start = time.monotonic()
+        failed = _run_job(job, free_port())
+        Path(job["folder"], "exit_code").write_text(str(failed))
+        said = f"{time.monotonic() - start:5.1f} s  exit code {failed}  {os.path.basename(job['folder'])}"
+        print(said, file=sys.stderr, flush=True)
+
+
+def load(checkpoints: list[str]) -> dict[str, str]:
+    """For each checkpoint "yes" if this release loads it and then holds its weights, otherwise what went wrong."""
+    sys.modules["ddpshim"] = None  # type: ignore[assignment]
+    import robomimic.utils.file_utils as FileUtils
+
+    torch.load = functools.partial(torch.load, weights_only=False)
+    _with_small_unet()
+    found = {}
+    for path in checkpoints:
+        try:
+            policy, held = FileUtils.policy_from_checkpoint(ckpt_path=path, device=torch.device("cpu"))
+            loaded = policy.policy.serialize()
+            found[path] = "yes" if _same_weights(loaded, held["model"]) else "loads other weights"
+        except Exception as error:
+            found[path] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def _same_weights(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        names = [name for name in one if "optim" not in name and "lr_" not in name]
+        return bool(names) and all(name in other and _same_weights(one[name], other[name]) for name in names)
+    return torch.equal(one, other.to(one.dtype)) if isinstance(one, torch.Tensor) else True
+
+
+def main() -> None:
+    if sys.argv[1] == "--jobs":
+        serve(json.loads(Path(sys.argv[2]).read_text()))
+    elif sys.argv[1] == "--load":
+        found = load(json.loads(Path(sys.argv[2]).read_text()))
+        Path(sys.argv[2]).with_suffix(".found.json").write_text(json.dumps(found))
+    else:
+        folder, precision, noise, *arguments = sys.argv[1:]
+        observe(folder, precision, noise, arguments)
 
 
 if __name__ == "__main__":

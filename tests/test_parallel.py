@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.parallel import BareModule
+from ddpshim.parallel import BareModule, DataParallelModule, _with_sync_batchnorm
 from ddpshim.transparent import portable_keys
 from tests.ranks import RankFailure, run_ranks
 
@@ -141,8 +142,9 @@ def _train(net: nn.Module, way, rank: int, size: int, steps: int = 4) -> nn.Modu
 
 
 def _new_policy() -> Policy:
-    torch.manual_seed(3)
-    return Policy().double()
+    with torch.random.fork_rng():  # alike on all ranks, and each goes on with its own noise
+        torch.manual_seed(3)
+        return Policy().double()
 
 
 def _rank_trains_every_way() -> dict[str, dict[str, torch.Tensor]]:
@@ -377,6 +379,8 @@ def _rank_builds_different(kind: str) -> list[float]:
     here = ddpshim.world()
     torch.manual_seed(here.rank)
     net = nn.Linear(3, 3 + (here.rank if kind == "shape" else 0))
+    if kind == "buffer" and here.is_main:
+        net.register_buffer("extra", torch.zeros(2))
     if kind == "values":
         with (
             pytest.warns(UserWarning, match="weights differed between ranks before wrap_parallel")
@@ -395,9 +399,16 @@ def test_different_weights_warn_and_become_equal() -> None:
     assert first == second == nn.Linear(3, 3).weight.flatten().tolist()
 
 
-def test_different_networks_are_refused() -> None:
-    with pytest.raises(RankFailure, match=r"'weight' is \(\(3, 3\).* and \(\(4, 3\)"):
-        run_ranks(_rank_builds_different, 2, "shape")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shape", r"'weight' is \(\(3, 3\).* and \(\(4, 3\)"),
+        ("buffer", r"'buffer extra' is \(\(2,\), 'torch\.float32'\) and missing"),
+    ],
+)
+def test_different_networks_are_refused(kind: str, text: str) -> None:
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(_rank_builds_different, 2, kind)
 
 
 def _rank_draws() -> tuple[float, float, float]:
@@ -590,6 +601,294 @@ def test_powersgd_is_refused() -> None:
         run_ranks(_rank_with_powersgd, 2)
 
 
+# What users do to a wrapped module: each way trains on a rank's part of the batch, and equals one process.
+
+
+class Shared(nn.Module):
+    """An actor or a critic over an encoder that both hold; `tied` reads out with the weights that read in."""
+
+    def __init__(self, encoder: nn.Module, tied: bool = False) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(D_IN, D_IN, bias=False)
+        if tied:
+            self.head.weight = encoder.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def _nets(dtype: torch.dtype = torch.float64, tied: bool = False) -> tuple[Shared, Shared]:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        encoder = nn.Linear(D_IN, D_IN)
+        return Shared(encoder, tied).to(dtype), Shared(encoder).to(dtype)
+
+
+def _whole(part: torch.Tensor) -> torch.Tensor:
+    return part.double().pow(2).mean()
+
+
+def _parts(rank: int, size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    return [x[rank::size].to(dtype) for x, _ in _batches(4)]
+
+
+def _clip(wrap, rank, size):
+    net, optimizer = _alone_with_sgd(wrap)
+    for x in _parts(rank, size):
+        optimizer.zero_grad()
+        _whole(net(x)).backward()
+        assert torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05) > 0.05
+        optimizer.step()
+    return net
+
+
+def _alone_with_sgd(wrap, **options):
+    net = wrap(_nets(**options)[0])
+    return net, torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+
+
+def _accumulate(wrap, rank, size):
+    net, optimizer = _alone_with_sgd(wrap)
+    for x in _parts(rank, size):
+        optimizer.zero_grad()
+        for i in range(3):
+            with net.accumulate(is_last=i == 2):
+                (_whole(net(x[i::3])) / 3).backward()
+        optimizer.step()
+    assert getattr(net, "num_reductions", 4) == 4
+    return net
+
+
+def _tied_weights(wrap, rank, size):
+    net, optimizer = _alone_with_sgd(wrap, tied=True)
+    for x in _parts(rank, size):
+        optimizer.zero_grad()
+        _whole(net(x)).backward()
+        optimizer.step()
+    assert net.head.weight is net.encoder.weight
+    return net
+
+
+def _actor_and_critic(wrap, rank, size):
+    actor, critic = (wrap(net) for net in _nets())
+    of_actor = torch.optim.Adam(actor.head.parameters(), lr=1e-2)
+    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    for x in _parts(rank, size):
+        of_critic.zero_grad()
+        (critic(x) - x).pow(2).mean().backward()
+        of_critic.step()
+        of_actor.zero_grad()
+        (-critic(actor(x)).mean() + actor(x).pow(2).mean()).backward()  # leaves gradients in the critic
+        of_actor.step()
+    return nn.ModuleList([actor, critic])
+
+
+def _two_roles(wrap, rank, size):
+    """One network that makes the target and, with gradients, the prediction; two backward passes in a step."""
+    net, optimizer = _alone_with_sgd(wrap)
+    for x in _parts(rank, size):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            target = net(x * 0.5)
+        (net(x) - target).pow(2).mean().backward()
+        net(net(x)).pow(2).mean().backward()
+        optimizer.step()
+    return net
+
+
+def _clears_in_place(wrap, rank, size):
+    net, optimizer = _alone_with_sgd(wrap)
+    for x in _parts(rank, size):
+        _whole(net(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return net
+
+
+def _penalty(wrap, rank, size):
+    """A penalty on the gradient with respect to the input: torch.autograd.grad inside the loss."""
+    net, optimizer = _alone_with_sgd(wrap)
+    for x in _parts(rank, size):
+        optimizer.zero_grad()
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        _whole(slope).backward()
+        optimizer.step()
+    return net
+
+
+EXACT_WAYS = [_clip, _accumulate, _tied_weights, _actor_and_critic, _two_roles, _clears_in_place, _penalty]
+
+
+def _rank_goes_every_users_way() -> dict[str, list[torch.Tensor]]:
+    here = ddpshim.world()
+    out = {}
+    for way in EXACT_WAYS:
+        trained = way(ddpshim.wrap_parallel, here.rank, here.world_size)
+        out[way.__name__] = [p.detach().clone() for p in trained.parameters()]
+    return out
+
+
+def test_what_users_do_equals_one_process() -> None:
+    ranks = run_ranks(_rank_goes_every_users_way, 2)
+    for way in EXACT_WAYS:
+        alone = way(BareModule, 0, 1)
+        for p, first, second in zip(alone.parameters(), *(rank[way.__name__] for rank in ranks)):
+            assert torch.equal(first, second), way.__name__
+            assert (p - first).abs().max() < 1e-12, way.__name__
+
+
+def test_accumulate_is_there_in_every_wrapper() -> None:
+    for wrapper in (BareModule, DataParallelModule):
+        net = wrapper(nn.Linear(2, 2))
+        for is_last in (False, True):
+            with net.accumulate(is_last):
+                net(torch.ones(1, 2)).sum().backward()
+        assert net.weight.grad.tolist() == [[2, 2], [2, 2]]
+
+
+def _autocast(net, optimizer, parts):
+    """Each of `parts` is a rank's: forward in bfloat16 apart, as ranks would."""
+    optimizer.zero_grad()
+    loss = 0.0
+    for part in parts:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss + _whole(net(part)) / len(parts)
+    loss.backward()
+    optimizer.step()
+
+
+def _rank_with_autocast() -> list[torch.Tensor]:
+    here = ddpshim.world()
+    net, optimizer = _alone_with_sgd(ddpshim.wrap_parallel, dtype=torch.float32)
+    for x in _parts(here.rank, 2, torch.float32):
+        _autocast(net, optimizer, [x])
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_autocast_to_bfloat16() -> None:
+    ranks = run_ranks(_rank_with_autocast, 2)
+    alone, optimizer = _alone_with_sgd(BareModule, dtype=torch.float32)
+    untrained = copy.deepcopy(alone)
+    for parts in zip(_parts(0, 2, torch.float32), _parts(1, 2, torch.float32)):
+        _autocast(alone, optimizer, parts)
+    for p, old, first, second in zip(alone.parameters(), untrained.parameters(), *ranks):
+        assert first.dtype == torch.float32
+        assert torch.equal(first, second)
+        # Gradients of each part are rounded to 8 bits before they are added, here and there.
+        assert (p - first).abs().max() < 1e-2 * (p - old).abs().max()
+
+
+def _scaled(wrap, rank, size):
+    """In the second step one sample overflows: every rank must skip that step, and halve the scale."""
+    net, optimizer = _alone_with_sgd(wrap, dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step, x in enumerate(_parts(rank, size, torch.float32)):
+        optimizer.zero_grad()
+        loss = net(x).pow(2).mean()
+        if step == 1 and rank == 0:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [*(p.detach().clone() for p in net.parameters()), torch.tensor(scales)]
+
+
+def _rank_with_scaler() -> list[torch.Tensor]:
+    here = ddpshim.world()
+    return _scaled(ddpshim.wrap_parallel, here.rank, here.world_size)
+
+
+@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="before torch 2.3 the scaler needs a GPU")
+def test_a_scaler_skips_on_all_ranks_or_none() -> None:
+    ranks = run_ranks(_rank_with_scaler, 2)
+    alone = _scaled(BareModule, 0, 1)
+    assert alone[-1].tolist() == [1024, 512, 512, 1024]
+    for p, first, second in zip(alone, *ranks):
+        assert torch.equal(first, second)
+        assert (p - first).abs().max() < 1e-6
+
+
+def _compiled(wrap, rank, size, order):
+    net = _nets()[0]
+    if order == "before":
+        net = wrap(torch.compile(net, backend="aot_eager"))
+    elif order == "after":
+        net = torch.compile(wrap(net), backend="aot_eager")
+    else:
+        net = wrap(net)
+        net.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    for x in _parts(rank, size):
+        optimizer.zero_grad()
+        _whole(net(x)).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def _rank_compiles(order: str) -> list[torch.Tensor]:
+    warnings.simplefilter("ignore")  # of dynamo's own
+    here = ddpshim.world()
+    return _compiled(ddpshim.wrap_parallel, here.rank, here.world_size, order)
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12) and not hasattr(torch.amp, "GradScaler"), reason="dynamo of torch 2.1 needs Python 3.11"
+)
+@pytest.mark.parametrize("order", ["before", "after", "in place"])
+def test_compiling_before_and_after_the_wrap(order: str) -> None:
+    ranks = run_ranks(_rank_compiles, 2, order, timeout_s=120)
+    net = _nets()[0]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    for x in _parts(0, 1):
+        optimizer.zero_grad()
+        _whole(net(x)).backward()
+        optimizer.step()
+    for p, first, second in zip(net.parameters(), *ranks):
+        assert torch.equal(first, second)
+        assert (p - first).abs().max() < 1e-12
+
+
+def _rank_wants_sync_batchnorm() -> list[str]:
+    out = []
+    for net in (WithBatchNorm(), nn.Linear(2, 2)):
+        try:
+            out.append(type(ddpshim.wrap_parallel(net, sync_batchnorm=True).module).__name__)
+        except SyncError as error:
+            out.append(str(error))
+    return out
+
+
+def test_sync_batchnorm_on_the_cpu_is_an_error() -> None:
+    for with_norm, without in run_ranks(_rank_wants_sync_batchnorm, 2):
+        assert with_norm.startswith("sync_batchnorm=True, but 'norm' of WithBatchNorm is on the CPU")
+        assert without == "Linear"
+
+
+def test_sync_batchnorm_in_one_process_is_batchnorm() -> None:
+    assert type(ddpshim.wrap_parallel(WithBatchNorm(), sync_batchnorm=True).norm) is nn.BatchNorm1d
+
+
+def test_sync_batchnorm_keeps_parameters_and_keys() -> None:
+    """The conversion alone, on torch's meta device; that it normalises over ranks needs GPUs, and was not tested."""
+    net = nn.ModuleDict({"a": WithBatchNorm(), "b": nn.BatchNorm2d(3)}).to("meta")
+    parameters, keys = list(net.parameters()), list(net.state_dict())
+    converted = _with_sync_batchnorm(net, process_group="theirs")
+    assert converted is net
+    for norm in (net["a"].norm, net["b"]):
+        assert type(norm) is nn.SyncBatchNorm
+        assert norm.process_group == "theirs"
+    assert all(p is q for p, q in zip(net.parameters(), parameters))
+    assert list(net.state_dict()) == keys
+    assert _with_sync_batchnorm(net, process_group="another")["b"].process_group == "theirs"
+    assert type(_with_sync_batchnorm(nn.BatchNorm1d(2).to("meta"), "theirs")) is nn.SyncBatchNorm
+
+
 # One process
 
 
@@ -682,6 +981,18 @@ def test_keys_with_and_without_prefixes_load(net: nn.Module, keys: list[str]) ->
     parent = nn.ModuleDict({"net": ddpshim.wrap_parallel(net)})
     parent.load_state_dict({f"net.{key}": value + 10 for key, value in values.items()})
     assert [v.flatten()[0].item() for v in net.state_dict().values()] == list(range(10, 10 + len(keys)))
+
+
+def test_hooks_of_a_wrapped_child_run_when_its_parent_loads() -> None:
+    child, seen = nn.Linear(2, 2), []
+    wrapped = ddpshim.wrap_parallel(child)
+    child.register_load_state_dict_post_hook(lambda module, keys: seen.append("child"))
+    wrapped.register_load_state_dict_post_hook(lambda module, keys: seen.append("wrapper"))
+    parent = nn.ModuleDict({"net": wrapped})
+    parent.load_state_dict(parent.state_dict())
+    assert seen == ["child", "wrapper"]
+    wrapped.load_state_dict(child.state_dict())
+    assert seen == ["child", "wrapper"] * 2
 
 
 def test_unknown_keys_are_torchs_error(one: BareModule) -> None:

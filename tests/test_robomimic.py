@@ -186,25 +186,6 @@ def test_unpatched_code_loads_the_checkpoint(trainer: Trainer, tmp_path: Path) -
     assert total == pytest.approx(sum(value.sum().item() for value in networks.values()), abs=1e-3)
 
 
-def test_rollouts_run_on_the_main_rank_and_peers_wait(trainer: Trainer) -> None:
-    run = trainer(
-        "bc_gmm",
-        2,
-        module="tests.faults",
-        fault="toy_env:0:0",
-        experiment__render_video=False,
-        experiment__rollout__enabled=True,
-        experiment__rollout__n=2,
-        experiment__rollout__horizon=5,
-        experiment__rollout__rate=1,
-        experiment__save__on_best_rollout_success_rate=True,
-    )
-    assert run.exit_code == 0
-    assert run.log.count("ToyEnv was made") == 1
-    assert run.log.count('"Success_Rate": 1.0') == 2
-    assert any("success_1.0" in p.name for p in _written(run))
-
-
 FAULTS = [
     ("raise:0:30", "ValueError: sample", 0),
     ("raise:1:30", "ValueError: sample", 1),

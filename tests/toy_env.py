@@ -1,7 +1,15 @@
-"""An environment without a simulator: a random walk with Lift's observations, for the trainer's rollout path."""
+"""An environment without a simulator: Lift's observations, walking from a random start, for the trainer's rollouts.
+
+Every episode is written down in the working directory, one file for each rank: what it drew to start from.
+DDPSHIM_FAULT=toy_env:RANK:EPISODE makes that rank's EPISODE-th episode fail.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,32 +26,47 @@ class ToyEnv(EnvBase):
     rollout_exceptions = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._steps = 0
-        print("ToyEnv was made")
+        self.rng = np.random.default_rng()  # as robosuite 1.5 without a seed
+        self._start = 0.0
+        self._steps = self._episodes = 0
+        self._reward = 0.0
+        self._write_down("made")
+
+    def _write_down(self, text: str) -> None:
+        with Path(f"toy_env_{os.environ.get('RANK', 'plain')}.txt").open("a") as file:
+            file.write(f"{text}\n")
 
     def get_observation(self) -> dict[str, np.ndarray]:
-        return {key: np.full(size, 0.01 * self._steps, np.float32) for key, size in SHAPES.items()}
+        return {key: np.full(size, self._start + 0.01 * self._steps, np.float32) for key, size in SHAPES.items()}
 
     def reset(self) -> dict[str, np.ndarray]:
         self._steps = 0
+        self._episodes += 1
+        draws = [self.rng.random(), np.random.rand(), random.random()]
+        self._start = sum(draws) / 3
+        self._write_down(f"episode {json.dumps(draws)}")
+        kind, rank, episode = os.environ.get("DDPSHIM_FAULT", "toy_env::0").split(":")
+        if (kind, rank, int(episode)) == ("toy_env", os.environ.get("RANK"), self._episodes):
+            raise ValueError("the toy broke on purpose")
         return self.get_observation()
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, dict[str, Any]]:
         assert action.shape == (7,)
         self._steps += 1
-        return self.get_observation(), 1.0, False, {}
+        self._reward = float(action.sum())
+        return self.get_observation(), self._reward, False, {}
 
     def is_success(self) -> dict[str, bool]:
-        return {"task": self._steps >= 3}
+        return {"task": self._steps >= 3 and self._start > 0.5}
 
     def is_done(self) -> bool:
         return False
 
     def get_reward(self) -> float:
-        return 1.0
+        return self._reward
 
     def render(self, mode: str = "human", height: int = 8, width: int = 8, **kwargs: Any) -> np.ndarray:
-        return np.zeros((height, width, 3), np.uint8)
+        return np.full((8, 8, 3), int(255 * self._start), np.uint8)
 
     def reset_to(self, state: Any) -> Any:
         return self.reset()

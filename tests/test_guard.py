@@ -1,0 +1,477 @@
+"""The guards: what makes ranks differ is an error that names it, and what users rightly do is none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddpshim
+from ddpshim import guard
+from ddpshim.errors import SyncError
+from tests.ranks import RankFailure, run_ranks
+
+B, D_IN, D_OUT = 8, 5, 3
+
+
+def _net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(D_IN, 7), nn.Tanh(), nn.Linear(7, D_OUT))
+
+
+def _batch(seed: int = 0) -> torch.Tensor:
+    here = ddpshim.world()
+    x = torch.randn(B, D_IN, generator=torch.Generator().manual_seed(seed))
+    return x[here.rank :: here.world_size]
+
+
+def _loss(net: nn.Module, seed: int = 0) -> torch.Tensor:
+    return net(_batch(seed)).pow(2).mean()
+
+
+def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        _loss(net, step).backward()
+        optimizer.step()
+
+
+# Equal weights
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    return int(guard._checksum(tensor, torch.device("cpu"))[0])
+
+
+def test_the_checksum_sees_every_bit_but_not_which_nan() -> None:
+    kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int32, torch.bool]
+    seen = set()
+    for dtype in kinds:
+        zeros = torch.zeros(4, 6, dtype=dtype)
+        other = zeros.clone()
+        other[3, 5] = 1
+        seen |= {_sum(zeros), _sum(other), _sum(zeros.flatten())}
+        assert _sum(zeros) == _sum(zeros.clone())
+    assert len(seen) == 3 * len(kinds)
+    x = torch.randn(4, 6)
+    assert _sum(x.t()) == _sum(x.t().contiguous())
+    assert _sum(torch.nextafter(x, x + 1)) != _sum(x)
+    nans = torch.tensor([0x7FC00000, -0x400000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert bool(nans.isnan().all())
+    assert len({_sum(nan) for nan in nans}) == 1
+    assert _sum(torch.tensor([torch.nan, 1])) != _sum(torch.tensor([torch.nan, 2]))
+    _sum(torch.zeros(3, device="meta"))
+    _sum(torch.zeros(0))
+
+
+def _rank_becomes_different(how: str) -> None:
+    here = ddpshim.world()
+    net = _net()
+    net.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+    target = _net().requires_grad_(False)
+    wrapped = ddpshim.wrap_parallel(net)
+    ddpshim.wrap_parallel(target)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    _steps(wrapped, optimizer, 5)
+    if here.is_main:
+        if how == "loaded":
+            wrapped.load_state_dict({key: value + 1 for key, value in net.state_dict().items()})
+        elif how == "last bit":
+            with torch.no_grad():
+                net[2].bias.view(torch.int32)[1] += 1
+        elif how == "frozen":
+            net.frozen.data[1] = 3
+        elif how == "nan":
+            net.frozen.data[1] = torch.nan
+        elif how == "dtype":
+            net.frozen.data = net.frozen.data.double()
+        elif how == "removed":
+            del net.frozen
+        elif how == "added":
+            net[1].adapter = nn.Linear(2, 2)
+        elif how == "target":
+            target[0].weight.data.zero_()
+    _steps(wrapped, optimizer, 6)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (
+            "loaded",
+            r"after 10 backward passes of Sequential ranks hold different weights: parameter 'frozen' "
+            r"sums to 4.0 \(#\w+\) on rank 0, sums to 2.0 \(#\w+\) on rank 1 \(4 more tensors differ\)",
+        ),
+        ("last bit", "parameter '2.bias' sums to"),
+        ("frozen", r"parameter 'frozen' sums to 4.0 \(#\w+\) on rank 0, sums to 2.0"),
+        ("nan", "parameter 'frozen' sums to 1.0 .* on rank 0, sums to 2.0"),
+        ("dtype", "parameter 'frozen' sums to 2.0 .* on rank 0, sums to 2.0"),
+        ("removed", "parameter 'frozen' missing on rank 0, sums to 2.0"),
+        ("added", "the parameters added after wrap_parallel"),
+        ("target", r"network 0 of those that are not trained \(Sequential\)"),
+    ],
+)
+def test_weights_that_differ_are_named(how: str, text: str) -> None:
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(_rank_becomes_different, 2, how)
+
+
+def _rank_updates_without_an_optimizer() -> None:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_net())
+    for step in range(12):
+        _loss(net, step).backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * (1 + here.rank) * p.grad
+
+
+def test_the_next_backward_pass_tells_where_no_optimizer_steps() -> None:
+    with pytest.raises(RankFailure, match="after 10 backward passes of Sequential ranks hold different weights"):
+        run_ranks(_rank_updates_without_an_optimizer, 2)
+
+
+def _rank_trains_in_pairs(with_fault: bool) -> None:
+    """Ranks 0 and 1 train one network, 2 and 3 another."""
+    here = ddpshim.world()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = _net()
+    with torch.no_grad():
+        net[0].weight += here.rank // 2
+    net = ddpshim.wrap_parallel(net, process_group=pairs[here.rank // 2])
+    _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    if with_fault and here.rank == 3:
+        net[2].bias.data.zero_()
+    _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 9)
+
+
+def test_groups_are_compared_apart() -> None:
+    run_ranks(_rank_trains_in_pairs, 4, False)
+    with pytest.raises(RankFailure, match=r"parameter '2\.bias' sums to \S+ \S+ on rank 2, sums to \S+ \S+ on rank 3"):
+        run_ranks(_rank_trains_in_pairs, 4, True)
+
+
+class _Bypassed(nn.Module):
+    """Changes its own weights in forward, by this rank's data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.centre = _net(), nn.Parameter(torch.zeros(D_IN), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.centre.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.net(x - self.centre.detach())
+
+
+def _rank_bypasses() -> None:
+    net = ddpshim.wrap_parallel(_Bypassed())
+    _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+
+
+def test_the_first_step_is_checked() -> None:
+    with pytest.raises(RankFailure, match=r"after 1 backward passes of _Bypassed .* parameter 'centre'"):
+        run_ranks(_rank_bypasses, 2)
+
+
+def _rank_is_legitimate() -> list[int]:
+    """What differs between ranks rightly, or looks odd and is equal."""
+    here = ddpshim.world()
+    net = nn.Sequential(_net(), nn.BatchNorm1d(D_OUT), nn.Dropout(0.3))
+    net.register_parameter("nan", nn.Parameter(torch.full((2,), torch.nan), requires_grad=False))
+    net.register_parameter("scalar", nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False))
+    net.register_parameter("brain", nn.Parameter(torch.ones(2, 2).half(), requires_grad=False))
+    net.register_parameter("byte_", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False))
+    wrapped = ddpshim.wrap_parallel(net)
+    private = ddpshim.wrap_parallel(nn.Sequential(_net(), nn.BatchNorm1d(D_OUT)), broadcast_buffers=False)
+    for module in (wrapped, private):
+        if here.is_main:
+            net.nan.data[0] = -torch.nan
+            with torch.no_grad():
+                module(_batch(9))  # an evaluation on one rank, which moves the BatchNorm's statistics
+        _steps(module, torch.optim.Adam(module.parameters(), lr=1e-3), 12)
+        assert module._equality._sent is None
+    added = net.add_module("added", nn.Linear(2, 2))  # on every rank, alike
+    del added
+    net.added.weight.data.fill_(1)
+    net.added.bias.data.fill_(1)
+    optimizer = torch.optim.Adam(wrapped[0].parameters())
+    for step in range(100):
+        optimizer.zero_grad()
+        wrapped[0](_batch(step)).sum().backward()
+        optimizer.step()
+    return [wrapped.num_reductions, private.num_reductions]
+
+
+def test_what_is_equal_where_it_should_be_passes() -> None:
+    assert run_ranks(_rank_is_legitimate, 2) == [[112, 12]] * 2
+
+
+def _rank_backward_order_differs() -> int:
+    """Two networks that a backward pass meets in another order on each rank."""
+    here = ddpshim.world()
+    first = ddpshim.wrap_parallel(_net(), broadcast_buffers=False)
+    second = ddpshim.wrap_parallel(_net(), broadcast_buffers=False)
+    for _ in range(2):
+        both = [first, second] if here.is_main else [second, first]
+        sum(_loss(net) for net in both).backward()
+    torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1).step()
+    return first.num_reductions + second.num_reductions
+
+
+def test_the_comparison_makes_nobody_wait() -> None:
+    assert run_ranks(_rank_backward_order_differs, 2) == [4, 4]
+
+
+# Unequal noise
+
+
+def _rank_seeds(how: str) -> None:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_net())
+    if how == "alike":
+        torch.manual_seed(7)
+    elif how == "restored":
+        torch.set_rng_state(here.broadcast(torch.get_rng_state()))
+    elif how == "by rank":
+        torch.manual_seed(7 + here.rank)
+    elif how == "shared for a while":
+        with ddpshim.shared_random_streams(7):
+            torch.randn(3)
+    torch.randn(here.rank + 1)
+    _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+
+
+@pytest.mark.parametrize("how", ["alike", "restored"])
+def test_equal_noise_is_an_error(how: str) -> None:
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] draw from the same random stream \(torch.initial_seed\(\)"):
+        run_ranks(_rank_seeds, 2, how)
+
+
+@pytest.mark.parametrize("how", ["by rank", "shared for a while"])
+def test_noise_that_differs_passes(how: str) -> None:
+    run_ranks(_rank_seeds, 2, how)
+
+
+# Steps on one rank's gradients
+
+
+def _by_hand(net: nn.Module, *, in_place: bool = False) -> None:
+    parameters = list(net.parameters())
+    for p, g in zip(parameters, torch.autograd.grad(_loss(net), parameters)):
+        if in_place:
+            p.grad.copy_(g)
+        else:
+            p.grad = g
+
+
+def _rank_sets_gradients_later(view: bool) -> None:
+    net = ddpshim.wrap_parallel(_net(), gradient_as_bucket_view=view)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _steps(net, optimizer, 3)
+    optimizer.zero_grad()
+    _by_hand(net)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_gradients_by_hand_after_the_first_reduction(view: bool) -> None:
+    with pytest.raises(
+        RankFailure, match=r"SGD\.step\(\): gradients of Sequential were replaced .* \(after 3 of them;"
+    ):
+        run_ranks(_rank_sets_gradients_later, 2, view)
+
+
+def _rank_mixes_in_gradients_by_hand() -> None:
+    net = ddpshim.wrap_parallel(_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(20):
+        _loss(net).backward()
+        _by_hand(net)
+        optimizer.step()
+
+
+def test_what_the_step_cannot_see_the_weights_tell() -> None:
+    with pytest.raises(RankFailure, match="after 10 backward passes of Sequential ranks hold different weights"):
+        run_ranks(_rank_mixes_in_gradients_by_hand, 2)
+
+
+def _lbfgs(net, _):
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = _loss(net)
+        loss.backward()
+        return ddpshim.world().mean(loss.detach())  # the line search decides by it
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def _twice_after_one_backward(net, set_to_none):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        _loss(net, step).backward()
+        optimizer.step()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    optimizer.step()
+
+
+def _several_optimizers(net, _):
+    first, second = torch.optim.Adam(net[0].parameters()), torch.optim.SGD(net[2].parameters(), lr=0.1)
+    both = torch.optim.AdamW(net.parameters(), foreach=True)
+    for step in range(3):
+        net.zero_grad()
+        _loss(net, step).backward()
+        for optimizer in (first, second, both):
+            optimizer.step()
+    both.step()
+
+
+def _clipped_and_scaled(net, _):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(net, step).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        for p in net.parameters():
+            p.grad = p.grad * 0.5
+        optimizer.step()
+
+
+def _merged_by_hand(net, _):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(net, step).backward()
+        kept = [p.grad.clone() for p in net.parameters()]
+        optimizer.zero_grad()
+        _loss(net, step + 1).backward()
+        for p, g in zip(net.parameters(), kept):
+            p.grad = torch.maximum(p.grad, g)
+        optimizer.step()
+
+
+def _sharpness_aware(net, _):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(net, step).backward()
+        before = [p.detach().clone() for p in net.parameters()]
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(p.grad, alpha=0.01)
+        optimizer.zero_grad()
+        _loss(net, step).backward()
+        with torch.no_grad():
+            for p, old in zip(net.parameters(), before):
+                p.copy_(old)
+        optimizer.step()
+
+
+def _put_back(net, _):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _loss(net).backward()
+    kept = [p.grad for p in net.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    for p, g in zip(net.parameters(), kept):
+        p.grad = g
+    optimizer.step()
+
+
+def _copied_optimizer(net, _):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _steps(net, optimizer, 2)
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.step()
+
+
+def _other_networks_gradients(net, _):
+    bare = _net()  # not wrapped, and trained alike on all ranks: on one rank's data it would be an error
+    with torch.no_grad():
+        bare(_batch())
+    _steps(net, torch.optim.SGD([*net.parameters(), *bare.parameters()], lr=0.1), 2)
+
+
+RIGHTLY = [
+    (_lbfgs, None),
+    (_twice_after_one_backward, True),
+    (_twice_after_one_backward, False),
+    (_several_optimizers, None),
+    (_clipped_and_scaled, None),
+    (_merged_by_hand, None),
+    (_sharpness_aware, None),
+    (_put_back, None),
+    (_copied_optimizer, None),
+    (_other_networks_gradients, None),
+]
+
+
+def _rank_does_what_is_right() -> list[list[float]]:
+    out = []
+    for view in (True, False):
+        for way, option in RIGHTLY:
+            net = ddpshim.wrap_parallel(_net(), gradient_as_bucket_view=view)
+            way(net, option)
+            out.append([p.detach().sum().item() for p in net.parameters()])
+    return out
+
+
+def test_what_users_rightly_do_with_gradients_is_no_error() -> None:
+    first, second = run_ranks(_rank_does_what_is_right, 2)
+    assert first == second
+
+
+# Switches
+
+
+def _rank_is_unguarded(where: str) -> bool:
+    here = ddpshim.world()
+    if where == "everywhere" or here.is_main:
+        os.environ["DDPSHIM_GUARD"] = "0"
+    try:
+        net = ddpshim.wrap_parallel(_net())
+        torch.manual_seed(7)
+        if here.is_main:
+            net[0].weight.data.zero_()
+        _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+        if where == "everywhere":
+            net.zero_grad()
+            _by_hand(net)
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+        return net._equality.is_on
+    finally:
+        os.environ.pop("DDPSHIM_GUARD", None)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "on the main rank"])
+def test_guards_can_be_turned_off(where: str) -> None:
+    assert run_ranks(_rank_is_unguarded, 2, where) == [False, False]
+
+
+def _rank_cleans_up() -> int:
+    net = ddpshim.wrap_parallel(_net())
+    target = ddpshim.wrap_parallel(_net().requires_grad_(False))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _steps(net, optimizer, 1)
+    assert guard._companions == [target.module]
+    ddpshim.cleanup()
+    with contextlib.suppress(SyncError):
+        _by_hand(net)
+        optimizer.step()
+    return len(guard._companions) + len(guard._stepped) + len(guard._handles)
+
+
+def test_cleanup_takes_the_guards_away() -> None:
+    assert run_ranks(_rank_cleans_up, 2) == [0, 0]
