@@ -113,6 +113,7 @@ class Equality:
         Checksums travel on `device`. Every rank must hold as many tensors: torch's DDP has compared them by now.
         """
         self._module, self._group, self._device, self._is_first = module, group, device, is_first
+        self._num_seeds = 2 if device.type == "cuda" else 1  # rows of the table that are to differ
         self._buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
         self._names = [name for name, _ in module.named_parameters()]
         self._ranks: list[int] = dist.get_process_group_ranks(group)
@@ -143,7 +144,7 @@ class Equality:
         work.wait()
         table = [everyone.tolist() for everyone in everyones]
         kind = type(self._module).__name__
-        differing = [i for i in range(2, len(names)) if len({rows[i][0] for rows in table}) > 1]
+        differing = [i for i in range(self._num_seeds, len(names)) if len({rows[i][0] for rows in table}) > 1]
         if differing:
             i = differing[0]
             values = ", ".join(f"{self._value(rows[i])} on rank {rank}" for rank, rows in zip(self._ranks, table))
@@ -153,12 +154,12 @@ class Equality:
                 "they train different models. Load checkpoints, change weights, convert and add layers on every rank "
                 f"alike, and let every gradient come from loss.backward() ({_OPT_OUT})."
             )
-        for i in (0, 1):
+        for i in range(self._num_seeds):
             by_seed: dict[int, list[int]] = {}
             for rank, rows in zip(self._ranks, table):
                 by_seed.setdefault(rows[i][0], []).append(rank)
             for seed, ranks in by_seed.items():
-                if len(ranks) > 1 and seed != 0:
+                if len(ranks) > 1:
                     raise SyncError(
                         f"ranks {ranks} draw from the same random stream ({names[i]} is {seed}); they add the same "
                         "noise and drop the same units, as if there were fewer samples. Seed before wrap_parallel, "
@@ -169,8 +170,10 @@ class Equality:
     def _rows(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """What is compared, by name: two ints each, one that counts and one to show."""
         device = self._device
-        cpu_seed, gpu_seed = torch.initial_seed(), torch.cuda.initial_seed() if device.type == "cuda" else 0
-        for name, seed in (("torch.initial_seed()", cpu_seed), ("torch.cuda.initial_seed()", gpu_seed)):
+        seeds = {"torch.initial_seed()": torch.initial_seed()}
+        if self._num_seeds > 1:
+            seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
+        for name, seed in seeds.items():
             yield name, [torch.tensor(_as_int64(seed), device=device)] * 2
         now = dict(self._module.named_parameters())
         for name in self._names:

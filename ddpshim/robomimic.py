@@ -205,13 +205,13 @@ def _algos(model: Any) -> Iterator[Any]:
 
 
 def _trained_together(algo: Any) -> Iterator[nn.Module]:
-    """The networks of `algo`, cut where its optimizers cut them."""
+    """The networks of `algo` that its optimizers train, cut where those cut them; no target networks."""
     optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
+    flat = [o for made in optimizers.values() for o in (made if isinstance(made, list) else [made])]
+    trained = {id(p) for optimizer in flat for group in optimizer.param_groups for p in group["params"]}
     for name, net in algo.nets.items():
-        if isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list):
-            yield from net
-        else:
-            yield net
+        cut = isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list)
+        yield from (part for part in (net if cut else [net]) if any(id(p) in trained for p in part.parameters()))
 
 
 def _num_cores() -> int:

@@ -64,10 +64,54 @@ def _use_toy_env() -> None:
     EnvUtils.create_env_from_metadata = ToyEnv
 
 
+def _break_model(kind: str, on_this_rank: bool) -> None:
+    """What a user may do to a network around the call that wraps it."""
+    import robomimic.utils.torch_utils as TorchUtils
+    import torch
+
+    import ddpshim.robomimic as adapter
+
+    prepare = adapter.prepare
+
+    def broken(model: Any) -> Any:
+        net = model.nets["policy" if "policy" in model.nets else "actor"]
+        first = next(net.parameters())
+        if kind == "unfrozen":
+            first.requires_grad_(False)
+        model = prepare(model)
+        if kind == "unfrozen":
+            first.requires_grad_(True)
+        elif kind == "weights" and on_this_rank:
+            first.data.mul_(1.5)  # as a checkpoint loaded on one rank only
+        elif kind == "target" and on_this_rank:
+            next(model.nets["actor_target"].parameters()).data.mul_(1.5)
+        elif kind == "noise":
+            train_on_batch = model.train_on_batch
+
+            def reseeding(*args: Any, **kwargs: Any) -> Any:
+                torch.manual_seed(0)
+                return train_on_batch(*args, **kwargs)
+
+            model.train_on_batch = reseeding
+        return model
+
+    def by_hand(net: Any, optim: Any, loss: Any, **options: Any) -> float:
+        for p, gradient in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters()))):
+            p.grad = gradient
+        optim.step()
+        return 0.0
+
+    adapter.prepare = broken
+    if kind == "by_hand":
+        TorchUtils.backprop_for_loss = by_hand
+
+
 def main() -> None:
     kind, rank, call = os.environ["DDPSHIM_FAULT"].split(":")
     if kind == "toy_env":
         _use_toy_env()
+    elif kind in ("weights", "target", "noise", "unfrozen", "by_hand"):
+        _break_model(kind, os.environ.get("RANK", "0") == rank)
     elif os.environ.get("RANK", "0") == rank:
         if kind == "save":
             _break_save()

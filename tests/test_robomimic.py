@@ -208,6 +208,23 @@ def test_a_failing_rank_ends_the_job_with_its_traceback(trainer: Trainer, fault:
     assert "finished run successfully" not in run.log
 
 
+GUARDED = [
+    ("weights", "bc", "after 1 backward passes of ActorNetwork ranks hold different weights: parameter 'nets."),
+    ("target", "td3_bc", "hold different weights: network 0 of those that are not trained"),
+    ("noise", "bc", "ranks [0, 1] draw from the same random stream"),
+    ("unfrozen", "bc", "' of ActorNetwork) has a gradient that is this rank's alone"),
+    ("by_hand", "bc", "the gradients of ActorNetwork never went through a backward pass"),
+]
+
+
+@pytest.mark.parametrize(("kind", "variant", "text"), GUARDED)
+def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: str, text: str) -> None:
+    run = trainer(variant, 2, module="tests.faults", fault=f"{kind}:1:0", check=False)
+    assert run.exit_code != 0
+    assert "SyncError" in run.log
+    assert text in run.log, run.log[-3000:]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
     start = time.monotonic()
