@@ -1,6 +1,6 @@
 """The process group of this job: made once by `setup()`, handed forward as a frozen `World`.
 
-Nothing else in ddpshim calls process-group functions for anything but gradients, and nothing
+Elsewhere process-group functions are called only for networks (gradients, weights, buffers), and nothing
 after `setup()` looks at the environment again.
 """
 

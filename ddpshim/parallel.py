@@ -24,7 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpshim import guard
 from ddpshim.errors import SyncError
 from ddpshim.group import World, current_or_new_world, new_group, on_cleanup, split_random_streams
-from ddpshim.transparent import Transparent
+from ddpshim.transparent import BareModule, Transparent
 
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -149,14 +149,6 @@ def _group_of_its_own() -> Any:
     buckets go out differs between ranks: in one group they would be added to each other.
     """
     return dist.group.WORLD if not _wrapped else new_group()
-
-
-class BareModule(Transparent, nn.Module):
-    """One process, or nothing to reduce: the module behind the interface of the other two."""
-
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self._show(module)
 
 
 class DataParallelModule(Transparent, DataParallel):  # type: ignore[type-arg]

@@ -82,7 +82,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
 
 
 def loader(**options: Any) -> DataLoader[Any]:
-    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same. Local."""
+    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective)."""
     return make_loader(**options)
 
 
