@@ -425,6 +425,13 @@ def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
     _broadcast([t.detach() for t in (*module.parameters(), *module.buffers())], process_group)
 
 
+def average(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
 def _broadcast(tensors: list[torch.Tensor], process_group: Any) -> None:
     """Overwrite `tensors` with those of the group's first rank, many in one message (collective)."""
     group: Any = process_group if process_group is not None else dist.group.WORLD

@@ -6,6 +6,7 @@ functions only.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -23,7 +24,7 @@ from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
 from ddpshim.loader import ShardedLoader, make_loader
-from ddpshim.parallel import broadcast_state, wrap_parallel
+from ddpshim.parallel import average, broadcast_state, wrap_parallel
 from ddpshim.rollout import plays_rollouts as plays_rollouts
 from ddpshim.rollout import rollout_with_stats as rollout_with_stats
 from ddpshim.streams import derive_seed, seed_everything
@@ -79,6 +80,44 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     import robomimic.utils.train_utils as TrainUtils
 
     return world().run_on_main(TrainUtils.get_exp_dir, config, **options)
+
+
+def load_data_for_training(config: Any, obs_keys: Any) -> tuple[Any, Any]:
+    """Upstream's datasets for training and validation; launched, statistics over them are the main rank's (collective).
+
+    Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
+    """
+    import robomimic.utils.train_utils as TrainUtils
+    from robomimic.utils.dataset import SequenceDataset
+
+    here = world()
+    if here.world_size == 1:
+        return TrainUtils.load_data_for_training(config, obs_keys=obs_keys)  # type: ignore[no-any-return]
+    names = [name for name in ("normalize_obs", "get_action_stats") if hasattr(SequenceDataset, name)]
+    computed = {name: getattr(SequenceDataset, name) for name in names}
+    for name, compute in computed.items():
+        setattr(SequenceDataset, name, functools.partialmethod(_on_main, compute))
+    try:
+        datasets = TrainUtils.load_data_for_training(config, obs_keys=obs_keys)
+        for dataset in datasets:
+            if hasattr(dataset, "get_action_normalization_stats"):
+                dataset.get_action_normalization_stats()  # upstream would compute them when they are first used
+    finally:
+        for name, compute in computed.items():
+            setattr(SequenceDataset, name, compute)
+    return datasets  # type: ignore[no-any-return]
+
+
+def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
+    return world().run_on_main(compute, dataset)
+
+
+def mean_over_ranks(statistic: torch.Tensor) -> torch.Tensor:
+    """The mean over ranks of what a loss takes from its shard of a batch: that of the whole batch (collective).
+
+    Without gradient; for equal shards, which `loader` gives. In one process `statistic` itself.
+    """
+    return average(statistic) if world().world_size > 1 else statistic
 
 
 def loader(**options: Any) -> DataLoader[Any]:

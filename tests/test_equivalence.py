@@ -14,7 +14,7 @@ from tests.equivalence import compare, deviations, source, write
 from tests.variants import WHY
 
 RELEASE = "0.3.0"
-VARIANTS = ["cql", "bcq", "hbc", "bc_image"]
+VARIANTS = ["cql", "bcq", "td3_bc", "hbc", "bc_image"]
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -50,7 +50,7 @@ def test_with_noise_held_ranks_equal_one_process(rows: Rows, variant: str) -> No
     assert row["between ranks"] == 0
     assert row["same samples"]
     assert row["unpatched loads it"] == "yes"
-    assert (row["target networks"] is not None) == (variant in ("cql", "bcq"))
+    assert (row["target networks"] is not None) == (variant in ("cql", "bcq", "td3_bc"))
     assert (row["target networks"] or 0) < 1e-6
 
 

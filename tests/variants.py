@@ -133,7 +133,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "iql": ("iql", _ACTOR_CRITIC),
     "iql_gmm": ("iql", {**_ACTOR_CRITIC, "algo.actor.net.type": "gmm"}),
     "td3_bc": ("td3_bc", _TD3_BC),
-    "td3_bc_alpha_0": ("td3_bc", {**_TD3_BC, "algo.alpha": 0.0}),
     "gl": ("gl", {**_GL, "algo.vae.enabled": False}),
     "gl_vae": ("gl", _GL),
     "hbc": ("hbc", _HBC),
@@ -157,11 +156,6 @@ _SPATIAL_SOFTMAX = (
 
 # Why a row is farther from one process than the others, and how far it may be.
 WHY = {
-    "td3_bc": (
-        1e-3,
-        "the actor's loss divides by the batch's mean |Q|, which each rank takes over its shard; "
-        "with `algo.alpha` 0 that term is gone (td3_bc_alpha_0)",
-    ),
     "bc_image": (1e-4, _SPATIAL_SOFTMAX),
     "bc_rnn_gmm_image": (1e-4, _SPATIAL_SOFTMAX),
     "diffusion_policy_image": (1e-4, _SPATIAL_SOFTMAX),
