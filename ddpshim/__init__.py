@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ddpshim.group import setup as setup
     from ddpshim.group import split_random_streams as split_random_streams
     from ddpshim.group import world as world
+    from ddpshim.guard import check_equal_steps as check_equal_steps
     from ddpshim.loader import make_loader as make_loader
     from ddpshim.loader import scale_lr as scale_lr
     from ddpshim.parallel import wrap_parallel as wrap_parallel
@@ -39,6 +40,7 @@ _HOMES = {
     "setup": "group",
     "split_random_streams": "group",
     "world": "group",
+    "check_equal_steps": "guard",
     "make_loader": "loader",
     "scale_lr": "loader",
     "wrap_parallel": "parallel",

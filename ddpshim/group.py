@@ -6,11 +6,13 @@ after `setup()` looks at the environment again.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -111,6 +113,23 @@ class World:
         if _state.store is None:
             _state.store = dist.HashStore()
         return int(_state.store.add(f"count/{name}", by))
+
+    def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
+        """The values of the ranks that come here within the deadline, by rank. Never hangs (collective).
+
+        `name` must be another one at each meeting of a world.
+        """
+        if self.world_size == 1:
+            return {0: value}
+        _state.store.set(f"meet/{name}/{self.rank}", pickle.dumps(value))
+        end, came = time.monotonic() + deadline_s, {self.rank: value}
+        for rank in set(range(self.world_size)) - {self.rank}:
+            key = f"meet/{name}/{rank}"
+            # A moment for each also after the end: one rank that stays away must not hide those that are here.
+            with contextlib.suppress(RuntimeError, ValueError):  # torch's DistStoreError, or what older versions raise
+                _state.store.wait([key], timedelta(seconds=max(0.1, end - time.monotonic())))
+                came[rank] = pickle.loads(_state.store.get(key))
+        return dict(sorted(came.items()))
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """What `function` returns when only the main rank runs it, on every rank (collective).

@@ -5,6 +5,7 @@ They find and repair nothing. `DDPSHIM_GUARD=0`, on any rank, turns them off for
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import weakref
@@ -18,10 +19,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
-from ddpshim.group import on_cleanup
+from ddpshim.group import on_cleanup, world
 
 _OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_STEPS_DEADLINE_S = 120.0  # after a step that they made together ranks are seconds apart
 _MARK = "_ddpshim_stepped"  # set on gradients that were there at a step after a reduction
 
 
@@ -41,6 +43,7 @@ class Reduced(Protocol):
 # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
 # wrapper keeps its parameters alive until it disowns them.
 _owners: dict[int, Reduced] = {}
+_meetings = itertools.count()  # every rank counts alike
 _handles: list[Any] = []  # of the optimizer hooks, while they are registered
 _companions: list[nn.Module] = []  # not reduced, and to be equal all the same
 # For each optimizer the wrappers that it stepped, by id, with their num_reductions at that step.
@@ -84,6 +87,35 @@ def also_watch(*modules: nn.Module) -> None:
     Local, but every rank must name the same networks, in the same order, between the same backward passes.
     """
     _companions.extend(module for module in modules if not any(module is there for there in _companions))
+
+
+def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLINE_S) -> None:
+    """Raise SyncError where ranks have made different numbers of backward passes; for the end of an epoch (collective).
+
+    A rank that is still in a step waits there for gradients that nobody will send, until the group's timeout: if
+    it does not come here within `deadline_s` the others end the job.
+    """
+    here = world()
+    if here.world_size == 1:
+        return
+    mine = sum(wrapped.num_reductions for wrapped in {id(w): w for w in _owners.values()}.values())
+    name = f"steps/{next(_meetings)}"
+    came = here.meet(name, mine, deadline_s if is_on() else 0.0)
+    if not is_on():
+        return
+    counts = ", ".join(f"{count} on rank {rank}" for rank, count in came.items())
+    cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({_OPT_OUT})."
+    missing = [rank for rank in range(here.world_size) if rank not in came]
+    if missing:
+        raise SyncError(
+            f"ranks {missing} did not come to the end of {what} within {deadline_s:g} s of rank {here.rank}; they wait "
+            f"in another step for gradients that nobody will send. Backward passes so far: {counts}. {cure}"
+        )
+    if len(set(came.values())) > 1:
+        raise SyncError(
+            f"ranks made different numbers of backward passes until the end of {what}: {counts}; gradients of "
+            f"different steps were added to each other. {cure}"
+        )
 
 
 def _unwatch() -> None:

@@ -174,6 +174,8 @@ def run_epoch(
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     here.barrier()
     log = TrainUtils.run_epoch(model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options)
+    if not options.get("validate"):
+        guard.check_equal_steps(f"epoch {epoch}")
     return {key: float(value) for key, value in here.mean(log).items()} if here.world_size > 1 else log
 
 

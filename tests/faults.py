@@ -41,6 +41,21 @@ def _break_save() -> None:
     TrainUtils.save_model = broken
 
 
+def _skip_a_step(call: int) -> None:
+    """Have this rank leave out one step, as a user's `if loss is odd: continue` does."""
+    import robomimic.algo.bc
+
+    original = robomimic.algo.bc.BC.train_on_batch
+    calls = 0
+
+    def skipping(self: Any, batch: Any, epoch: int, validate: bool = False) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(self, batch, epoch, validate=validate or calls == call)
+
+    robomimic.algo.bc.BC.train_on_batch = skipping
+
+
 def _use_toy_env() -> None:
     """Rollouts in an environment that writes down its episodes, and videos as arrays: ffmpeg is no part of the test."""
     import imageio
@@ -108,6 +123,10 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
 
 def main() -> None:
     kind, rank, call = os.environ["DDPSHIM_FAULT"].split(":")
+    if kind == "skip":
+        from ddpshim import guard
+
+        guard.check_equal_steps.__defaults__ = ("the epoch", 2.0)
     if kind == "toy_env":
         _use_toy_env()
     elif kind in ("weights", "target", "noise", "unfrozen", "by_hand"):
@@ -115,6 +134,8 @@ def main() -> None:
     elif os.environ.get("RANK", "0") == rank:
         if kind == "save":
             _break_save()
+        elif kind == "skip":
+            _skip_a_step(int(call))
         else:
             _break_dataset(kind, int(call))
     runpy.run_module("robomimic.scripts.train", run_name="__main__", alter_sys=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import random
 import resource
@@ -307,16 +308,29 @@ def test_networks_that_are_reduced_load_what_the_release_wrote(tmp_path: Path) -
 STEPS, BATCH = 5, 100
 RESUMABLE = "0.5.0"
 KILLED = "from tests import faults, observed; observed._with_small_unet(); faults.main()"
+OBSERVED = "import sys; from tests import observed; observed.observe({folder!r}, 'float32', 'own', sys.argv[1:])"
+TOY_ENV = "from tests import faults; faults._use_toy_env(); "
 VALIDATION = {
     "experiment__validate": True,
     "experiment__validation_epoch_every_n_steps": 3,
     "train__hdf5_filter_key": "train",
     "train__hdf5_validation_filter_key": "valid",
 }
+# What a training has beside its variant's settings.
+KINDS: dict[str, dict[str, Any]] = {
+    "td3_bc": {"algo__actor__update_freq": 3},  # no divisor of the steps before the break: the count matters
+    "bc+rollouts": {
+        "experiment__rollout__enabled": True,
+        "experiment__rollout__n": 5,
+        "experiment__rollout__horizon": 5,
+        "experiment__rollout__rate": 1,
+        "experiment__render_video": False,
+    },
+}
 
 
 class Trainings:
-    """Trains a variant for four epochs: without a break, killed in the third one, and resumed from there."""
+    """Trains a variant, or a kind of it, for four epochs: without a break, killed in the third, and resumed there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -324,20 +338,16 @@ class Trainings:
         self.data = make_data(folder, num_demos=50)
         self._whole: dict[str, Any] = {}
 
-    def run(self, variant: str, folder: Path, num_ranks: int, *options: str, fault: str = "", **extra: Any) -> Any:
+    def run(self, kind: str, folder: Path, num_ranks: int, *options: str, fault: str = "") -> Any:
         folder.mkdir(exist_ok=True)
-        settings = {"train__data": [{"path": str(self.data)}], **VALIDATION, **extra}
-        if variant == "td3_bc":
-            settings["algo__actor__update_freq"] = 3  # no divisor of the steps before the break: the count matters
+        variant = kind.split("+")[0]
+        settings = {"train__data": [{"path": str(self.data)}], **VALIDATION, **KINDS.get(kind, {})}
         config = make_config(self.tree, variant, self.data, folder, STEPS, 4, **settings)
-        if fault:
-            (folder / "killed.py").write_text(KILLED)
-            program = [str(folder / "killed.py")]
-        else:
-            program = ["-m", "tests.observed", str(folder), "float32", "own"]
+        start = TOY_ENV if "experiment__rollout__enabled" in settings else ""
+        (folder / "program.py").write_text(start + (KILLED if fault else OBSERVED.format(folder=str(folder))))
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
         ran = subprocess.run(
-            [*launcher, *program, "--config", str(config), *options],
+            [*launcher, str(folder / "program.py"), "--config", str(config), *options],
             env={**equivalence._environ(self.tree), **({"DDPSHIM_FAULT": fault} if fault else {})},
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -402,6 +412,24 @@ def _check_resumed(whole: Any, resumed: Any, tolerance: float) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_killed_training_resumes_on_any_number_of_ranks(trainings: Trainings, num_ranks: int) -> None:
     _check_resumed(trainings.whole("bc"), trainings.resumed("bc", num_ranks), 1e-6)
+
+
+@pytest.mark.upstream
+@pytest.mark.robomimic
+def test_the_best_rollouts_so_far_survive_another_number_of_ranks(trainings: Trainings) -> None:
+    kind = "bc+rollouts"
+    whole, resumed = trainings.whole(kind), trainings.resumed(kind, 4)
+    before, after = (_last(run)["variable_state"] for run in (whole, resumed))
+    assert after["epoch"] == 4
+    assert after["best_success_rate"] == before["best_success_rate"]
+    (name,) = before["best_return"]
+    assert 0 < after["best_success_rate"][name] < 1
+    assert after["best_return"] == pytest.approx(before["best_return"], rel=1e-6)
+    every = [json.JSONDecoder().raw_decode(part)[0] for part in whole.log.split(f"Env: {name}\n")[1:]]
+    assert len(every) == 4
+    best = [max(epoch[key] for epoch in every) for key in ("Return", "Success_Rate")]
+    assert [before["best_return"][name], before["best_success_rate"][name]] == best
+    assert best[1] > max(epoch["Success_Rate"] for epoch in every[2:]), "the best came after the break: nothing is shown"
 
 
 @pytest.mark.upstream

@@ -460,6 +460,48 @@ def test_guards_can_be_turned_off(where: str) -> None:
     assert run_ranks(_rank_is_unguarded, 2, where) == [False, False]
 
 
+# Equal steps
+
+
+def _rank_ends_epochs(num_steps: list[list[int]], stays_away: int) -> list[str]:
+    """For each epoch what check_equal_steps said, where each rank makes the passes that are its own."""
+    here, said = ddpshim.world(), []
+    nets = [ddpshim.wrap_parallel(_net()) for _ in num_steps[0]]
+    for rank, passes in enumerate(num_steps):
+        for net, number in zip(nets, passes):
+            net.__dict__["num_reductions"] = number if rank == here.rank else net.num_reductions
+    for epoch in (1, 2):
+        if here.rank == stays_away and epoch == 2:
+            break
+        try:
+            ddpshim.check_equal_steps(f"epoch {epoch}", deadline_s=0.2)
+            said.append("")
+        except SyncError as error:
+            said.append(str(error))
+    here.barrier()
+    return said
+
+
+def test_equal_numbers_of_steps_pass() -> None:
+    assert run_ranks(_rank_ends_epochs, 3, [[7, 2], [7, 2], [7, 2]], 3) == [["", ""]] * 3
+
+
+def test_other_numbers_of_steps_are_an_error_on_every_rank() -> None:
+    text = "different numbers of backward passes until the end of epoch 1: 7 on rank 0, 7 on rank 1, 8 on rank 2;"
+    for first, _ in run_ranks(_rank_ends_epochs, 3, [[5, 2], [4, 3], [5, 3]], 3):
+        assert text in first
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_a_rank_that_does_not_come_is_named_by_the_others(away: int) -> None:
+    said = run_ranks(_rank_ends_epochs, 3, [[5], [5], [5]], away)
+    assert said.pop(away) == [""]
+    for here, (first, second) in zip([rank for rank in range(3) if rank != away], said):
+        assert first == ""
+        assert f"ranks [{away}] did not come to the end of epoch 2 within 0.2 s of rank {here}; they wait" in second
+        assert "so far: 5 on rank " in second
+
+
 def _rank_cleans_up() -> int:
     net = ddpshim.wrap_parallel(_net())
     target = ddpshim.wrap_parallel(_net().requires_grad_(False))

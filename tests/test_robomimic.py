@@ -213,13 +213,14 @@ GUARDED = [
     ("target", "td3_bc", "hold different weights: network 0 of those that are not trained"),
     ("noise", "bc", "ranks [0, 1] draw from the same random stream"),
     ("unfrozen", "bc", "' of ActorNetwork) has a gradient that is this rank's alone"),
+    ("skip", "bc", "ranks [0] did not come to the end of epoch 1 within 2 s of rank 1"),
     ("by_hand", "bc", "the gradients of ActorNetwork never went through a backward pass"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "variant", "text"), GUARDED)
 def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: str, text: str) -> None:
-    run = trainer(variant, 2, module="tests.faults", fault=f"{kind}:1:0", check=False)
+    run = trainer(variant, 2, module="tests.faults", fault=f"{kind}:1:5", check=False)
     assert run.exit_code != 0
     assert "SyncError" in run.log
     assert text in run.log, run.log[-3000:]

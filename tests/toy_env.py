@@ -68,6 +68,10 @@ class ToyEnv(EnvBase):
     def render(self, mode: str = "human", height: int = 8, width: int = 8, **kwargs: Any) -> np.ndarray:
         return np.full((8, 8, 3), int(255 * self._start), np.uint8)
 
+    @property
+    def base_env(self) -> ToyEnv:
+        return self
+
     def reset_to(self, state: Any) -> Any:
         return self.reset()
 
