@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -31,6 +32,7 @@ class _State:
     rank: int = 0
     store: Any = None
     previous_hook: Any = None
+    is_told_to_end: bool = False  # a SIGTERM came
 
 
 _state = _State()
@@ -38,7 +40,7 @@ _state = _State()
 
 def arm(rank: int, store: Any) -> None:
     """Have an exception that nobody catches end the job. `store`: the job's own key-value store. Local."""
-    _state.rank, _state.store = rank, store
+    _state.rank, _state.store, _state.is_told_to_end = rank, store, False
     if sys.excepthook is not _excepthook:
         _state.previous_hook, sys.excepthook = sys.excepthook, _excepthook
 
@@ -48,6 +50,22 @@ def disarm() -> None:
     if _state.previous_hook is not None and sys.excepthook is _excepthook:
         sys.excepthook = _state.previous_hook
     _state.previous_hook = _state.store = None
+
+
+def rank() -> int:
+    """The rank that `arm` was told. Local."""
+    return _state.rank
+
+
+def first() -> Optional[int]:
+    """The rank that failed first, if any has said so. Local; any thread may ask."""
+    claimed = _ask_store(lambda store: store.get("first_failure") if store.check(["first_failure"]) else None)
+    return None if claimed is None else int(claimed)
+
+
+def told_to_end() -> None:
+    """Take note that a launcher ends this rank, for `abort` not to wait for that. Local; for signal handlers."""
+    _state.is_told_to_end = True
 
 
 def on_the_way_out() -> bool:
@@ -74,11 +92,16 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     file); a rank that fails because of it, or after it, prints one line. Exit handlers get five
     seconds, so that a logger's thread cannot keep peers waiting.
     """
+    # A launcher that has seen another rank end sends this; from here on nothing is to be saved.
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank, first = _state.rank, _claim(error)
     stream = sys.__stderr__ or sys.stderr
     if first == rank and _lost_a_peer(error):
         # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.
         print(f"ddpshim: rank {rank} lost a peer ({type(error).__name__})", file=stream, flush=True)
+        if _state.is_told_to_end:
+            os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
     if first == rank:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))

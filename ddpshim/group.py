@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ddpshim import failure
 from ddpshim.errors import LaunchError, WorldError
-from ddpshim.launch import LaunchEnv, check_port, read_launch_env
+from ddpshim.launch import LaunchEnv, check_port, read_launch_env, read_num_restarts
 from ddpshim.streams import derive_seed, seed_everything
 
 T = TypeVar("T")
@@ -52,7 +52,13 @@ class World:
     backend: Optional[str] = None
     launcher: str = "none"
     seed: Optional[int] = None
+    num_restarts: int = 0
     _control: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether a launcher or scheduler has started this job before (torchrun --max-restarts, SLURM's requeue)."""
+        return self.num_restarts > 0
 
     @property
     def is_main(self) -> bool:
@@ -247,7 +253,7 @@ def setup(
             made = _join(env, backend, device, timeout_s, side_timeout_s)
         else:
             made = World(device=_single_device(device))
-    _state.world, _state.left = replace(made, seed=seed), None
+    _state.world, _state.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
     if seed is not None:
         seed_everything(seed)
     if made.world_size > 1:

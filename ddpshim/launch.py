@@ -191,6 +191,16 @@ def read_launch_env(
     )
 
 
+def read_num_restarts(environ: Mapping[str, str]) -> int:
+    """How often torchrun (--max-restarts) or SLURM (a requeue) has started this very job before. Local.
+
+    >>> read_num_restarts({"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "0"})
+    2
+    """
+    counts = [environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    return max(int(count) if count.isdigit() else 0 for count in counts)
+
+
 def _read_explicit(environ: Mapping[str, str], given: Mapping[str, str]) -> LaunchEnv:
     labels = {name: name.lower() for name in _ARGUMENTS}
     found = f"arguments {_Variables(given, labels).shown(*given)}"

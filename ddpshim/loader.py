@@ -193,13 +193,17 @@ class ShardedLoader(DataLoader[Any]):
         """The epoch of the pass that runs, or of the first one to come."""
         return self._source.epochs.current
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` use `epoch`, and those after it the epochs that follow. Local."""
-        self._source.epochs.set(epoch)
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next `iter()` use `epoch`, and those after it the epochs that follow. Local.
+
+        With `start_step` that pass begins there: its batches are those that the whole pass has from this step on.
+        """
+        self._source.epochs.set(epoch, start_step)
 
     def __iter__(self) -> Any:
         epoch = self._source.epochs.advance()
-        self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch))
+        start = self._source.epochs.start_step
+        self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
         self._source.begin(epoch)
         return super().__iter__()
 
@@ -229,18 +233,28 @@ class ShardedStream(IterableDataset[Any]):
         self._split = split
         self._seed = seed
         self._is_split = is_split
-        self._epoch = epochs.current
-        # Workers that outlive a pass learn the epoch of the next one through shared memory. Others must not:
-        # they would see a pass begun after theirs.
-        self._shared_epoch = torch.zeros((), dtype=torch.int64) if persistent_workers else None
-        if self._shared_epoch is not None:
-            self._shared_epoch.share_memory_()
+        self._begun = (epochs.current, 0)
+        # Workers that outlive a pass learn of the next one through shared memory. Others must not: they would
+        # see a pass begun after theirs.
+        self._shared = torch.zeros(2, dtype=torch.int64) if persistent_workers else None
+        if self._shared is not None:
+            self._shared.share_memory_()
 
     def begin(self, epoch: int) -> None:
-        """Make the iterators that follow, in this process and in workers, read `epoch`. Local."""
-        self._epoch = epoch
-        if self._shared_epoch is not None:
-            self._shared_epoch.fill_(epoch)
+        """Make the iterators that follow, in this process and in workers, read `epoch`, from its first step. Local.
+
+        Raises:
+            DataError: a later first step, where only the dataset knows what this rank's steps are.
+        """
+        self._begun = (epoch, self.epochs.start_step)
+        if self._begun[1] and not self._is_split:
+            raise DataError(
+                f"epoch {epoch} is to go on at step {self._begun[1]}, but the dataset is already_sharded: nobody here "
+                "knows which items those steps were, and some would be seen twice. Go on at the start of an epoch, or "
+                "let make_loader do the sharding."
+            )
+        if self._shared is not None:
+            self._shared.copy_(torch.tensor(self._begun))
 
     def num_steps(self) -> int:
         """Return the number of global batches, where the dataset has a length.
@@ -261,15 +275,15 @@ class ShardedStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # All of this before the first item is asked for: by then the loader may be in another epoch.
-        epoch = self._epoch if self._shared_epoch is None else int(self._shared_epoch)
+        epoch, start = self._begun if self._shared is None else self._shared.tolist()
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
         if not self._is_split:
             return iter(self.dataset)
         worker = get_worker_info()
-        return self._share(epoch, *((worker.id, worker.num_workers) if worker is not None else (0, 1)))
+        return self._share(epoch, start, *((worker.id, worker.num_workers) if worker is not None else (0, 1)))
 
-    def _share(self, epoch: int, worker: int, num_workers: int) -> Iterator[Any]:
+    def _share(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[Any]:
         # Seeded alike everywhere, so that a shuffle buffer shuffles alike everywhere; swapped in only while
         # the dataset is read, because the consumer runs between two batches.
         private = PrivateRandom(derive_seed(self._seed, "stream", epoch))
@@ -279,7 +293,7 @@ class ShardedStream(IterableDataset[Any]):
         while is_whole:
             with private.swapped_in(), _worker_info_hidden():
                 share, is_whole = self._read_batch(items)
-            if step % num_workers == worker:
+            if step >= start and (step - start) % num_workers == worker:
                 yield from share
             step += 1
 

@@ -6,6 +6,7 @@ functions only.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -13,21 +14,41 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpshim import checkpoint, guard
+from ddpshim import checkpoint, guard, preemption, rollout
+from ddpshim.algo import AlgoState, Metrics, algos, trained_together
+from ddpshim.errors import LaunchError
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
 from ddpshim.loader import ShardedLoader, make_loader
 from ddpshim.parallel import average, broadcast_state, wrap_parallel
+from ddpshim.resume import Resumable, Stateful, find_progress
 from ddpshim.rollout import plays_rollouts as plays_rollouts
-from ddpshim.rollout import rollout_with_stats as rollout_with_stats
 from ddpshim.streams import derive_seed, seed_everything
+
+
+class _Run:
+    """What the calls of one training hand to each other."""
+
+    folder: Optional[Path] = None  # of its progress
+    goes_on: bool = False  # in the directory of an earlier start
+    training: Optional[Resumable] = None
+    state: Optional[AlgoState] = None
+    metrics: Optional[Metrics] = None
+    made: list[Any]  # loggers and files of the main rank
+
+    def __init__(self) -> None:
+        self.made = []
+
+
+_run = _Run()
 
 
 def quiet() -> None:
@@ -51,6 +72,8 @@ def start(config: Any, device: torch.device) -> torch.device:
 def finish() -> None:
     """Leave the job when training is over: the main rank may be saving still, so all wait (collective)."""
     world().barrier()
+    if _run.training is not None:
+        _run.training.finish()
     cleanup()
 
 
@@ -72,14 +95,102 @@ def main_decides(choice: bool) -> bool:
 
 def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
     """`make` on the main rank; elsewhere something that takes the same calls and does nothing. Local."""
-    return make if world().is_main else _Nothing()
+    if not world().is_main:
+        return _Nothing()
+
+    def remembering(*args: Any, **kwargs: Any) -> Any:
+        _run.made.append(make(*args, **kwargs))
+        return _run.made[-1]
+
+    return remembering
 
 
 def get_exp_dir(config: Any, **options: Any) -> Any:
-    """The experiment's directories, asked for, removed and made by the main rank alone (collective)."""
+    """The experiment's directories, asked for, removed and made by the main rank alone (collective).
+
+    Where a launcher or scheduler started this job before (or DDPSHIM_RESUME=always, or upstream's `--resume`) they
+    are those of the last start that left its progress, and nobody is asked.
+    """
+    here = world()
+    directories, progress, _run.goes_on = here.run_on_main(_get_exp_dir, config, options)
+    _run.folder = None if progress is None else Path(progress)
+    return directories
+
+
+def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, Optional[str], bool]:
+    """The directories, the folder of the progress, and whether there is any."""
+    import robomimic
     import robomimic.utils.train_utils as TrainUtils
 
-    return world().run_on_main(TrainUtils.get_exp_dir, config, **options)
+    here = world()
+    wants = _wants_to_resume(here.is_restarted) or options.get("resume", False)
+    if here.is_launched and wants:
+        output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
+        starts = sorted((p for p in output.glob("*/resume") if find_progress(p)), reverse=True)
+        if starts:
+            parent = starts[0].parent
+            folders = [str(parent / name) for name in ("logs", "models", "videos")]
+            if not config.experiment.save.enabled:
+                folders[1] = None  # type: ignore[call-overload]
+            return (*folders, str(parent)) if "resume" in options else tuple(folders), str(starts[0]), True
+        if here.is_restarted and not options.get("resume"):
+            # The directory that is there is this job's own, of a start that left nothing: keep it, and ask nobody.
+            TrainUtils.input = lambda prompt: "n"
+    directories = TrainUtils.get_exp_dir(config, **options)
+    return directories, str(Path(directories[0]).parent / "resume"), False
+
+
+def _wants_to_resume(is_restarted: bool) -> bool:
+    """Whether this start is to go on where an earlier one was."""
+    choice = os.environ.get("DDPSHIM_RESUME", "auto")
+    if choice not in ("auto", "always", "never"):
+        raise LaunchError(
+            f"DDPSHIM_RESUME={choice!r} is no choice; a training would start anew, or not, by accident. Use auto "
+            "(where a launcher or scheduler started this job before), always or never."
+        )
+    return choice == "always" or (choice == "auto" and is_restarted)
+
+
+def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
+    """(epoch to start with, *best_so_far) of the progress that an earlier start left, else as given (collective).
+
+    From here on SIGTERM and SIGUSR1 have the ranks save and leave with exit code 75 (`ddpshim.Resumable`), and
+    progress is saved every DDPSHIM_CHECKPOINT_EVERY_S seconds (600). Nothing without a launcher, or with
+    DDPSHIM_RESUME=never.
+    """
+    if not world().is_launched or _run.folder is None or os.environ.get("DDPSHIM_RESUME") == "never":
+        return (start_epoch, *best_so_far)
+    _run.state = AlgoState(model)
+    every_s = float(os.environ.get("DDPSHIM_CHECKPOINT_EVERY_S", "600"))
+    objects: dict[str, Stateful] = {"algo": _run.state, "loggers": _Loggers()}
+    training = _run.training = Resumable(
+        _run.folder, objects, every_s=every_s, before_save=_join_metrics, before_exit=_close_loggers
+    )
+    training.epoch = start_epoch - 1
+    if _run.goes_on and training.restore(later_than=(start_epoch - 1, 0)):
+        return (training.epoch + 1, *training.values["best so far"])
+    return (start_epoch, *best_so_far)
+
+
+def _join_metrics() -> None:
+    assert _run.training is not None
+    _run.training.values["metrics"] = {} if _run.metrics is None else _run.metrics.joined()
+
+
+def _close_loggers() -> None:
+    for made in _run.made:
+        made.close()
+
+
+class _Loggers:
+    """What robomimic's DataLogger has recorded so far: it logs the mean and the maximum over all rollouts."""
+
+    def state_dict(self) -> list[Any]:
+        return [made._data for made in _run.made if hasattr(made, "_data")]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        for made, data in zip([made for made in _run.made if hasattr(made, "_data")], state):
+            made._data = data
 
 
 def load_data_for_training(config: Any, obs_keys: Any) -> tuple[Any, Any]:
@@ -136,8 +247,8 @@ def prepare(model: Any) -> Any:
     if not here.is_launched:
         return model
     torch.set_num_threads(max(1, min(torch.get_num_threads(), _num_cores() // here.local_world_size)))
-    for algo in _algos(model):
-        for net in _trained_together(algo):
+    for algo in algos(model):
+        for net in trained_together(algo):
             wrap_parallel(net)
         averaged = getattr(getattr(algo, "ema", None), "averaged_model", None)
         for module in (algo.nets, *([averaged] if averaged is not None else [])):
@@ -154,29 +265,97 @@ def same_on_all_ranks(nets: nn.Module) -> nn.Module:
 
 
 def run_epoch(
-    *, model: Any, data_loader: Any, epoch: int, num_steps: Optional[int] = None, **options: Any
+    *,
+    model: Any,
+    data_loader: Any,
+    epoch: int,
+    num_steps: Optional[int] = None,
+    best_so_far: tuple[Any, ...] = (),
+    **options: Any,
 ) -> dict[str, float]:
     """Upstream's run_epoch, its metrics averaged over the ranks (collective).
 
     Ranks meet here first, for as long as the main rank rolls out or saves. The order of samples depends on
     `epoch` alone, each rank's noise on `epoch` and the rank, so that a resumed run sees what the uninterrupted one
-    would have seen.
+    would have seen. An epoch that was left in the middle is made complete, and so are its metrics.
     """
     import robomimic.utils.train_utils as TrainUtils
 
-    here = world()
-    if isinstance(data_loader, ShardedLoader):
-        passes = 1 if num_steps is None else math.ceil(num_steps / len(data_loader))
-        data_loader.set_epoch((epoch - 1) * passes)
-    if here.is_launched:
-        phase = "validation" if options.get("validate") else "training"
-        seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
-        _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
+    here, training, validates = world(), _run.training, options.get("validate", False)
+    if not here.is_launched:
+        return TrainUtils.run_epoch(  # type: ignore[no-any-return]
+            model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options
+        )
+    total = len(data_loader) if num_steps is None else num_steps
+    seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "validation" if validates else "training", epoch))
+    _restore_counters(model, epoch, total)
     here.barrier()
-    log = TrainUtils.run_epoch(model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options)
-    if not options.get("validate"):
+    options.update(model=model, epoch=epoch, num_steps=total)
+    batches = data_loader
+    if training is not None and not validates:
+        return _run_resumable_epoch(training, data_loader, copy.deepcopy(best_so_far), options)
+    if isinstance(data_loader, ShardedLoader):
+        data_loader.set_epoch((epoch - 1) * math.ceil(total / len(data_loader)))
+        batches = data_loader if training is None else _Looking(data_loader, training)
+    log = TrainUtils.run_epoch(data_loader=batches, **options)
+    if not validates:
         guard.check_equal_steps(f"epoch {epoch}")
+    return _mean_log(log)
+
+
+def _run_resumable_epoch(
+    training: Resumable, data_loader: Any, best_so_far: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, float]:
+    """Upstream's run_epoch over the steps that are left, its metrics joined with those of the steps before."""
+    import robomimic.utils.train_utils as TrainUtils
+
+    assert _run.state is not None
+    model, epoch, total = options["model"], options["epoch"] - 1, options["num_steps"]
+    start = training.step if training.epoch == epoch else 0
+    training.values["best so far"] = best_so_far
+    metrics = _run.metrics = Metrics(training.values.get("metrics", {}) if start else {})
+    _run.state.release()
+    log_info = model.log_info
+    model.log_info = lambda info: metrics.take(log_info(info))
+    try:
+        steps = training.steps(data_loader, epoch, total)
+        log = TrainUtils.run_epoch(data_loader=steps, **{**options, "num_steps": total - start})
+    finally:
+        del model.log_info
+    training.end_epoch(total)
+    guard.check_equal_steps(f"epoch {epoch + 1}")
+    _run.state.hold()
+    return {**_mean_log(log), **(metrics.means() if start else {})}
+
+
+def _mean_log(log: dict[str, float]) -> dict[str, float]:
+    here = world()
     return {key: float(value) for key, value in here.mean(log).items()} if here.world_size > 1 else log
+
+
+class _Looking:
+    """A loader between whose batches ranks may leave (`Resumable.look`)."""
+
+    def __init__(self, loader: Any, training: Resumable) -> None:
+        self._loader, self._training = loader, training
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._training.look()
+            yield batch
+
+
+def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Upstream's rollout_with_stats on all ranks (`ddpshim.rollout`), until a signal ends it (collective)."""
+    if _run.training is None:
+        return rollout.rollout_with_stats(**options)
+    try:
+        return rollout.rollout_with_stats(**options, is_told_to_end=lambda: preemption.asked() is not None)
+    except rollout.Interrupted as interrupted:
+        _run.training.leave(str(interrupted))
 
 
 def save_model(*, ckpt_path: str, **options: Any) -> None:
@@ -207,7 +386,7 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
 
     An EMA that counts from 0 again forgets its average in the next step; a td3_bc updates its actor in other steps.
     """
-    for algo in _algos(model) if epoch > 1 else ():
+    for algo in algos(model) if epoch > 1 else ():
         ema = getattr(algo, "ema", None)
         if ema is not None and ema.optimization_step == 0:
             ema.optimization_step = (epoch - 1) * num_steps
@@ -232,27 +411,6 @@ class _Nothing:
 
     def __exit__(self, *args: Any) -> None:
         return None
-
-
-def _algos(model: Any) -> Iterator[Any]:
-    """`model` and the algorithms inside it (hbc and iris hold planners, actors and value functions)."""
-    from robomimic.algo.algo import Algo
-
-    inner = [value for value in vars(model).values() if isinstance(value, Algo)]
-    for algo in inner:
-        yield from _algos(algo)
-    if "nets" in vars(model):
-        yield model
-
-
-def _trained_together(algo: Any) -> Iterator[nn.Module]:
-    """The networks of `algo` that its optimizers train, cut where those cut them; no target networks."""
-    optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
-    flat = [o for made in optimizers.values() for o in (made if isinstance(made, list) else [made])]
-    trained = {id(p) for optimizer in flat for group in optimizer.param_groups for p in group["params"]}
-    for name, net in algo.nets.items():
-        cut = isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list)
-        yield from (part for part in (net if cut else [net]) if any(id(p) in trained for p in part.parameters()))
 
 
 def _num_cores() -> int:

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -70,6 +70,10 @@ def rollout_with_stats(
     return _Evaluation(here, policy, **options).run(envs)
 
 
+class Interrupted(Exception):
+    """The evaluation was left because a rank was told to end; on all ranks alike."""
+
+
 @dataclass
 class _Evaluation:
     """One call of rollout_with_stats, with its arguments."""
@@ -86,6 +90,7 @@ class _Evaluation:
     video_skip: int = 5
     terminate_on_success: bool = False
     verbose: bool = False
+    is_told_to_end: Callable[[], bool] = lambda: False
 
     def run(self, envs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """What upstream returns."""
@@ -126,6 +131,8 @@ class _Evaluation:
         text = ""
         bar = LogUtils.custom_tqdm(total=num_episodes, disable=self.verbose or not here.is_main)
         for episode in range(here.rank, num_episodes, here.world_size):
+            if here.count(f"{counter}/told to end", self.is_told_to_end()):
+                break
             if here.count(f"{counter}/failed"):
                 break
             try:
@@ -148,6 +155,8 @@ class _Evaluation:
         if failed:
             failure = RolloutError(outcomes[failed[0]][1])
             raise (failure if failed[0] == here.rank else caused_by(failed[0], failure)) from found
+        if here.count(f"{counter}/told to end"):
+            raise Interrupted(f"a signal during the rollouts in {name!r}")
         results = {episode: result for part, _ in outcomes for episode, result in part.items()}
         ordered = [results[episode] for episode in range(num_episodes)]
         if self.verbose:

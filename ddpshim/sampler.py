@@ -72,21 +72,23 @@ class Split:
 
 
 class EpochCounter:
-    """The epoch of the pass that runs, or of the first one to come. Local, and alike on all ranks."""
+    """The epoch of the pass that runs, or of the first one to come, and its first step. Local, alike on all ranks."""
 
     def __init__(self) -> None:
         self.current = 0
+        self.start_step = 0
         self._is_set = True
 
-    def set(self, epoch: int) -> None:
-        """Make the next pass use `epoch`, and those after it the epochs that follow."""
-        self.current = operator.index(epoch)
+    def set(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next pass use `epoch`, from `start_step` on, and those after it the epochs that follow, whole."""
+        self.current, self.start_step = operator.index(epoch), operator.index(start_step)
         self._is_set = True
 
     def advance(self) -> int:
         """Begin a pass and return its epoch."""
         if not self._is_set:
             self.current += 1
+            self.start_step = 0
         self._is_set = False
         return self.current
 
@@ -277,10 +279,11 @@ class ShardedSampler(Sampler[Any]):
         """Return the number of steps of a pass, equal on every rank."""
         return self.split.num_steps(len(self._order))
 
-    def batches(self, start_step: int = 0) -> Iterator[list[Any]]:
-        """Give this rank's batches of the pass that was begun, from step `start_step` on."""
+    def batches(self) -> Iterator[list[Any]]:
+        """Give this rank's batches of the pass that was begun, from its first step on."""
         order = self._begun()
-        return (self.split.take(order, step) for step in range(start_step, self.split.num_steps(len(order))))
+        steps = range(self.epochs.start_step, self.split.num_steps(len(order)))
+        return (self.split.take(order, step) for step in steps)
 
     def __iter__(self) -> Iterator[Any]:
         return (index for batch in self.batches() for index in batch)
@@ -358,7 +361,7 @@ class SplitBatchSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         if self._batches is None:
             self.begin(self.epoch)
-        return iter(self._batches or [])
+        return islice(self._batches or [], self.epochs.start_step, None)
 
     def __len__(self) -> int:
         return self.num_steps()

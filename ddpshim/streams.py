@@ -56,19 +56,20 @@ class PrivateRandom:
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Make the global generators this consumer's own until the block is left."""
-        outer = _global_states()
+        outer = global_states()
         if self._states is None:
             _seed_globals(self._seed)
         else:
-            _restore_globals(self._states)
+            restore_global_states(self._states)
         try:
             yield
         finally:
-            self._states = _global_states()
-            _restore_globals(outer)
+            self._states = global_states()
+            restore_global_states(outer)
 
 
-def _global_states() -> dict[str, Any]:
+def global_states() -> dict[str, Any]:
+    """The states of Python's, torch's (CPU) and, where it is loaded, numpy's global generators. Local."""
     states = {"random": random.getstate(), "torch": torch.default_generator.get_state()}
     # numpy is not imported for this: a process without it has no global state of it to protect.
     if "numpy" in sys.modules:
@@ -84,8 +85,9 @@ def _seed_globals(seed: int) -> None:
         sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
 
 
-def _restore_globals(states: dict[str, Any]) -> None:
+def restore_global_states(states: dict[str, Any]) -> None:
+    """Put back what `global_states` returned, in this process or an earlier one. Local."""
     random.setstate(states["random"])
     torch.default_generator.set_state(states["torch"])
-    if "numpy" in states:
+    if "numpy" in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(states["numpy"])

@@ -145,16 +145,23 @@ def _with_small_unet() -> None:
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
     """Every parameter and buffer of an Algo by name: networks, target networks, the EMA, those of inner algorithms."""
-    import ddpshim.robomimic as adapter
+    from ddpshim.algo import algos
 
     out = {}
-    for number, algo in enumerate(adapter._algos(model)):
+    for number, algo in enumerate(algos(model)):
         modules = {"": algo.nets}
         if getattr(algo, "ema", None) is not None:
             modules["ema."] = algo.ema.averaged_model
         for prefix, module in modules.items():
             out.update({f"{number}.{prefix}{key}": value.clone() for key, value in module.state_dict().items()})
     return out
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries, by dotted path."""
+    if not isinstance(tree, dict):
+        return {prefix.rstrip("."): tree}
+    return {name: leaf for key, value in tree.items() for name, leaf in flat(value, f"{prefix}{key}.").items()}
 
 
 def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> None:

@@ -20,6 +20,7 @@ ROOMS = [
     "launch",
     "streams",
     "failure",
+    "preemption",
     "group",
     "transparent",
     "guard",
@@ -27,7 +28,9 @@ ROOMS = [
     "sampler",
     "loader",
     "checkpoint",
+    "resume",
     "rollout",
+    "algo",
     "robomimic",
     "unidiff",
     "patchset",
@@ -35,6 +38,7 @@ ROOMS = [
     "patching",
     "__main__",
 ]
+TRAINERS = ("rollout", "algo", "robomimic")  # these import the trainer's packages, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
@@ -55,7 +59,7 @@ def _wrong_imports(room: str, source: str) -> list[str]:
     for name, top_level in _imports(source):
         package, _, inner = name.partition(".")
         below = package == "ddpshim" and inner in ROOMS and ROOMS.index(inner) >= ROOMS.index(room)
-        foreign = ALLOWED is not None and package not in ALLOWED and (top_level or room not in ("rollout", "robomimic"))
+        foreign = ALLOWED is not None and package not in ALLOWED and (top_level or room not in TRAINERS)
         if below or foreign:
             out.append(name)
     return out

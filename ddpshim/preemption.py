@@ -1,0 +1,122 @@
+"""Signals that ask a training to end: noted when they come, acted on at a step that all ranks agree on.
+
+A handler that talked to other ranks would do so in the middle of a collective. `ddpshim.resume` looks here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, Optional
+
+from ddpshim import failure
+
+# SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: what `sbatch --signal` is usually told to send before it.
+SIGNALS = ("SIGTERM", "SIGUSR1")
+# torchrun kills 30 s after it has passed on a SIGTERM; a rank that nobody can reach any more should say so before.
+_GRACE_S = 25.0
+
+
+class _State:
+    """What was asked for, and what `listen` put in place."""
+
+    asked: Optional[str] = None
+    is_heard: bool = False  # the training knows, and will end
+    previous: dict[int, Any]
+    wakeup: Optional[tuple[socket.socket, socket.socket]] = None
+
+    def __init__(self) -> None:
+        self.previous = {}
+
+
+_state = _State()
+
+
+def listen() -> None:
+    """Note SIGTERM and SIGUSR1 from here on, in place of ending at once. Local; main thread only; idempotent.
+
+    A rank that is stuck while another has failed, or that comes to no step within 25 s of a SIGTERM, still ends.
+    """
+    if _state.previous or threading.current_thread() is not threading.main_thread():
+        return
+    _state.asked, _state.is_heard = None, False
+    for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
+        _state.previous[number] = signal.signal(number, _note)
+    # Python runs a handler between two of its own instructions; a thread hears of the signal also while the main
+    # one waits inside a collective.
+    hears, tells = socket.socketpair()
+    tells.setblocking(False)
+    taken = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+    if taken != -1:  # somebody else's, an event loop perhaps
+        signal.set_wakeup_fd(taken)
+        hears.close()
+        tells.close()
+        return
+    _state.wakeup = hears, tells
+    threading.Thread(target=_watch, args=(hears,), name="ddpshim-preemption", daemon=True).start()
+
+
+def unlisten() -> None:
+    """Give the signals back to whom `listen` took them from. Local; idempotent."""
+    for number, handler in _state.previous.items():
+        signal.signal(number, handler)
+    _state.previous.clear()
+    if _state.wakeup is not None:
+        signal.set_wakeup_fd(-1)
+        hears, tells = _state.wakeup
+        _state.wakeup = None
+        with contextlib.suppress(OSError):
+            hears.shutdown(socket.SHUT_RDWR)
+        tells.close()
+    _state.asked = None
+
+
+def asked() -> Optional[str]:
+    """The name of the signal that asked this rank to end, or None. Local."""
+    return _state.asked
+
+
+def heard() -> None:
+    """The training has taken note and will end by itself, however long its last save takes. Local."""
+    _state.is_heard = True
+
+
+def _note(number: int, frame: Optional[FrameType]) -> None:
+    _state.asked = signal.Signals(number).name
+    if number == signal.SIGTERM:
+        failure.told_to_end()
+
+
+def _watch(hears: socket.socket) -> None:
+    """End this rank where it cannot end by itself: it waits for a rank that failed, or comes to no step."""
+    with hears:
+        while True:
+            try:
+                numbers = hears.recv(64)
+            except OSError:
+                return
+            if not numbers:
+                return
+            if signal.SIGTERM in numbers:
+                break
+        end = time.monotonic() + _GRACE_S
+        while not _state.is_heard and _state.wakeup is not None:
+            first = failure.first()
+            if first is not None:
+                _leave(f"stops because rank {first} failed first", 1)
+            if time.monotonic() > end:
+                _leave(
+                    f"got SIGTERM and came to no step within {_GRACE_S:g} s; nothing was saved", 128 + signal.SIGTERM
+                )
+            time.sleep(0.2)
+
+
+def _leave(reason: str, code: int) -> None:
+    print(f"ddpshim: rank {failure.rank()} {reason}", file=sys.__stderr__ or sys.stderr, flush=True)
+    os._exit(code)

@@ -1,0 +1,207 @@
+"""A training that is ended again and again, on changing numbers of ranks, against one that nobody ended.
+
+Run it: python -m tests.interruptions --release 0.3.0 --algo bc --ends 20
+
+The patched trainer is ended by SIGTERM or SIGUSR1 to one rank or all (it saves and leaves with code 75), or by
+SIGKILL to one (it goes on from its last save), each time after a random number of steps, and started again on 1, 2
+or 4 ranks. In the end the samples of every step that counts, and the weights, are to be those of the run on two
+ranks that nobody ended. Computes in float64, where what is left between two runs is rounding only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.resume import EXIT_REQUEUE
+from examples.recorded_train import record_samples
+from tests import equivalence, observed
+from tests.ranks import free_port
+
+STEPS, EPOCHS = 25, 8
+START_DEADLINE_S = 120
+EVERY_S = 0.3
+KINDS = ["SIGTERM to one", "SIGTERM to all", "SIGUSR1 to one", "SIGKILL to one"]
+
+
+def _write_down_steps(path: Path) -> None:
+    """Have this rank append (epoch, step, samples) of each batch before it is trained on."""
+    from ddpshim.resume import Resumable
+
+    steps = Resumable.steps
+    file = path.open("a", buffering=1)
+    samples: list[int] = []
+    record_samples(lambda key, index: samples.append(index))
+
+    def written_down(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        samples.clear()
+        for batch in steps(self, *args, **kwargs):
+            file.write(json.dumps([self.epoch, self.step, samples]) + "\n")
+            samples.clear()
+            yield batch
+
+    Resumable.steps = written_down  # type: ignore[method-assign]
+
+
+def _fork_rank(task: dict[str, Any], folder: Path, start: int, rank: int, size: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code: Any = 1
+    try:
+        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in here.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(start)})
+        os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
+        observed._in_float64()
+        _write_down_steps(folder / f"steps_{start}_{rank}.txt")
+        torch.set_num_threads(1)
+        sys.argv = ["train.py", "--config", task["config"]]
+        runpy.run_module("robomimic.scripts.train", run_name="__main__")
+        code = 0
+    except SystemExit as left:
+        code = left.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _run_once(task: dict[str, Any], start: int, size: int, end: Optional[tuple[str, int]] = None) -> list[int]:
+    """The exit codes of the ranks of one start, which is ended as `end` says: how, and after how many steps."""
+    folder, port = Path(task["folder"]), free_port()
+    ranks = {_fork_rank(task, folder, start, rank, size, port): rank for rank in range(size)}
+    codes: dict[int, int] = {}
+    progress = folder / f"steps_{start}_0.txt"
+    deadline = time.monotonic() + START_DEADLINE_S
+    while ranks:
+        if end is not None and progress.exists() and len(progress.read_text().splitlines()) > end[1]:
+            name, _, whom = end[0].partition(" to ")
+            for pid in random.sample(sorted(ranks), 1 if whom == "one" else len(ranks)):
+                os.kill(pid, getattr(signal, name))
+            end = None
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if codes[max(codes)] not in (0, EXIT_REQUEUE):
+                for left in ranks:  # as torchrun does
+                    os.kill(left, signal.SIGTERM)
+        elif time.monotonic() > deadline:
+            for left in ranks:
+                os.kill(left, signal.SIGKILL)
+            deadline += 5
+        else:
+            time.sleep(0.01)
+    return [codes[rank] for rank in range(size)]
+
+
+def serve(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """End the training as often as the task says, and then let it come to its end: what each start did."""
+    for name in ("robomimic.algo", "robomimic.utils.train_utils", "torch._dynamo", "ddpshim.robomimic"):
+        importlib.import_module(name)
+    random.seed(task["seed"])
+    starts: list[dict[str, Any]] = []
+    for start in range(task["ends"] + 1):
+        size = random.choice([1, 2, 4]) if task["ends"] else 2
+        is_last = start == task["ends"]
+        end = None if is_last else (random.choice(KINDS), random.randrange(2 * task["steps"] // (task["ends"] + 1)))
+        began = time.monotonic()
+        codes = _run_once(task, start, size, end)
+        steps = len(Path(task["folder"], f"steps_{start}_0.txt").read_text().splitlines())
+        starts.append({"ranks": size, "ended by": end, "exit codes": codes, "steps": steps})
+        print(f"{time.monotonic() - began:5.1f} s  {starts[-1]}", file=sys.stderr, flush=True)
+        if codes == [0] * size:
+            break
+    return starts
+
+
+def steps_that_count(folder: Path) -> dict[tuple[int, int], list[int]]:
+    """For each (epoch, step) the samples that its last start trained on, sorted, put together from all ranks."""
+    by_start: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for path in folder.glob("steps_*_*.txt"):
+        start = int(path.name.split("_")[1])
+        for line in path.read_text().splitlines():
+            epoch, step, samples = json.loads(line)
+            by_start.setdefault((epoch, step), {}).setdefault(start, []).extend(samples)
+    return {key: sorted(starts[max(starts)]) for key, starts in by_start.items()}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the last checkpoint that the trainer wrote."""
+    newest = max(folder.glob("out/*/*/models/*.pth"), key=lambda path: path.stat().st_mtime)
+    model = torch.load(newest, weights_only=False)["model"]
+    return {name: value for name, value in observed.flat(model).items() if isinstance(value, torch.Tensor)}
+
+
+def interrupt(release: str, variant: str, ends: int, folder: Path, seed: int = 0) -> dict[str, Any]:
+    """How the training that was ended `ends` times differs from the one that nobody ended."""
+    tree = equivalence.copy_release(release, folder)
+    runs = {}
+    for name, number in (("whole", 0), ("ended", ends)):
+        (folder / name).mkdir()
+        config = equivalence.make_run_config(tree, release, variant, folder, STEPS, EPOCHS)
+        settings = json.loads(config.read_text())
+        settings["train"]["output_dir"] = str(folder / name / "out")
+        own = folder / name / "config.json"
+        own.write_text(json.dumps(settings))
+        task = {"folder": str(folder / name), "config": str(own), "ends": number, "seed": seed, "steps": STEPS * EPOCHS}
+        (folder / name / "task.json").write_text(json.dumps(task))
+        command = [sys.executable, "-m", "tests.interruptions", "--serve", str(folder / name / "task.json")]
+        deadline_s = START_DEADLINE_S * (number + 1)
+        environ = equivalence._environ(tree)
+        subprocess.run(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, check=True, timeout=deadline_s)
+        runs[name] = json.loads((folder / name / "starts.json").read_text())
+    counted = {name: steps_that_count(folder / name) for name in runs}
+    before, after = weights(folder / "whole"), weights(folder / "ended")
+    left = sorted(path.name for path in (folder / "ended").glob("out/*/*/*"))
+    return {
+        "starts": runs["ended"],
+        "steps": len(counted["whole"]),
+        "same samples in every step": counted["whole"] == counted["ended"],
+        "largest difference of a weight": equivalence.largest_difference(before, after),
+        "left on disk": left,
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        path = Path(sys.argv[2])
+        path.with_name("starts.json").write_text(json.dumps(serve(json.loads(path.read_text()))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--release", default="0.3.0")
+    parser.add_argument("--algo", default="bc")
+    parser.add_argument("--ends", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), args.seed)
+    for name, value in found.items():
+        print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    main()
