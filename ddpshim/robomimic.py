@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from ddpshim import checkpoint, guard, preemption, rollout
 from ddpshim.algo import AlgoState, Metrics, algos, trained_together
-from ddpshim.errors import LaunchError
+from ddpshim.errors import DataError, LaunchError
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
@@ -232,8 +232,26 @@ def mean_over_ranks(statistic: torch.Tensor) -> torch.Tensor:
 
 
 def loader(**options: Any) -> DataLoader[Any]:
-    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective)."""
-    return make_loader(**options)
+    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
+
+    Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
+    in one process ends in an empty StopIteration, or goes without that validation and says nothing.
+    """
+    dataset, batch_size = options["dataset"], options["batch_size"]
+    try:
+        return make_loader(**options)
+    except DataError:
+        if len(dataset) >= batch_size:
+            raise
+        num_ranks = world().world_size
+        largest = len(dataset) // num_ranks * num_ranks
+        lower = f"lower train.batch_size to {largest}, " if largest else ""
+        raise DataError(
+            f"{_source(dataset)}: {len(dataset)} samples, fewer than a batch of {batch_size} (train.batch_size, of "
+            f"all {num_ranks} ranks together, for training and validation). robomimic drops incomplete batches, so an "
+            f"epoch would have no step. Name a filter key with more demonstrations, {lower}or, if this is the "
+            "validation set, set experiment.validate to false."
+        ) from None
 
 
 def prepare(model: Any) -> Any:
@@ -411,6 +429,14 @@ class _Nothing:
 
     def __exit__(self, *args: Any) -> None:
         return None
+
+
+def _source(dataset: Any) -> str:
+    """Where the samples of `dataset` come from, as the config names it."""
+    parts = getattr(dataset, "datasets", [dataset])
+    keys = [part.filter_by_attribute for part in parts]
+    of = ["all demonstrations" if key is None else f"filter key {key!r}" for key in keys]
+    return " + ".join(f"{which} of {part.hdf5_path}" for which, part in zip(of, parts))
 
 
 def _num_cores() -> int:

@@ -132,6 +132,55 @@ def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
     adapter.prepare, adapter.finish = observed_prepare, observed_finish
 
 
+class _Noted:
+    """A loader that writes down the indices of each batch it gives; workers and datasets of datasets don't matter."""
+
+    def __init__(self, loader: Any, batches: list[list[int]]) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Any:
+        return map(self._note, self._loader)
+
+    def _note(self, batch: Any) -> Any:
+        self._batches.append(batch["index"].tolist())
+        return batch
+
+
+def _write_down_data(out: dict[str, Any]) -> None:
+    """Each phase's batches in their order, the statistics that normalise them, and how often it computed some."""
+    import robomimic.utils.train_utils as TrainUtils
+    from robomimic.utils.dataset import SequenceDataset
+
+    run_epoch, get_item = TrainUtils.run_epoch, SequenceDataset.__getitem__
+    batches = out.setdefault("batches", {"Train": [], "Validation": []})
+    out["passes for statistics"] = 0
+
+    def observed_run_epoch(*, data_loader: Any, **options: Any) -> Any:
+        if options.get("validate"):
+            return run_epoch(data_loader=_Noted(data_loader, batches["Validation"]), **options)
+        actions = getattr(data_loader.dataset, "action_normalization_stats", None)
+        out["statistics"] = {"obs": options["obs_normalization_stats"], "action": actions}
+        return run_epoch(data_loader=_Noted(data_loader, batches["Train"]), **options)
+
+    def indexed(dataset: Any, index: int) -> Any:
+        return {**get_item(dataset, index), "index": index}  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
+
+    def counted(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def computed(dataset: Any) -> Any:
+            out["passes for statistics"] += 1
+            return compute(dataset)
+
+        return computed
+
+    TrainUtils.run_epoch, SequenceDataset.__getitem__ = observed_run_epoch, indexed
+    for name in ("normalize_obs", "get_action_stats"):
+        if hasattr(SequenceDataset, name):
+            setattr(SequenceDataset, name, counted(getattr(SequenceDataset, name)))
+
+
 def _with_small_unet() -> None:
     """The diffusion policy's UNet has 66M parameters whatever the config says: too many for a test."""
     try:
@@ -173,6 +222,7 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
     _with_small_unet()
     samples = out.setdefault("samples", {})
     record_samples(lambda key, index: samples.setdefault(key, []).append(index))
+    _write_down_data(out)
     _write_down_networks(out, noise == "off")
     sys.argv = ["train.py", *arguments]
     runpy.run_module("robomimic.scripts.train", run_name="__main__")
