@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -36,7 +36,7 @@ from tests.ranks import free_port
 STEPS, EPOCHS = 25, 8
 START_DEADLINE_S = 120
 EVERY_S = 0.3
-KINDS = ["SIGTERM to one", "SIGTERM to all", "SIGUSR1 to one", "SIGKILL to one"]
+KINDS = ["SIGKILL to one", "SIGTERM to one", "SIGUSR1 to one", "SIGTERM to all"]
 
 
 def _write_down_steps(path: Path) -> None:
@@ -72,6 +72,7 @@ def _fork_rank(task: dict[str, Any], folder: Path, start: int, rank: int, size: 
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(start)})
         os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
         observed._in_float64()
+        observed._with_small_unet()
         _write_down_steps(folder / f"steps_{start}_{rank}.txt")
         torch.set_num_threads(1)
         sys.argv = ["train.py", "--config", task["config"]]
@@ -122,9 +123,10 @@ def serve(task: dict[str, Any]) -> list[dict[str, Any]]:
     random.seed(task["seed"])
     starts: list[dict[str, Any]] = []
     for start in range(task["ends"] + 1):
-        size = random.choice([1, 2, 4]) if task["ends"] else 2
+        size = random.choice(task["ranks"])
         is_last = start == task["ends"]
-        end = None if is_last else (random.choice(KINDS), random.randrange(2 * task["steps"] // (task["ends"] + 1)))
+        soon = random.randrange(2 * task["steps"] // (task["ends"] + 1))
+        end = None if is_last else (task["kinds"][start % len(task["kinds"])], soon)
         began = time.monotonic()
         codes = _run_once(task, start, size, end)
         steps = len(Path(task["folder"], f"steps_{start}_0.txt").read_text().splitlines())
@@ -146,6 +148,13 @@ def steps_that_count(folder: Path) -> dict[tuple[int, int], list[int]]:
     return {key: sorted(starts[max(starts)]) for key, starts in by_start.items()}
 
 
+def metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """What the trainer printed of each training epoch, but for times; of an epoch printed twice the last."""
+    parts = (folder / "output.txt").read_text().split("\nTrain Epoch ")[1:]
+    said = {int(part.split("\n")[0]): json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in parts}
+    return {epoch: {k: v for k, v in log.items() if "Time" not in k} for epoch, log in said.items()}
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in the last checkpoint that the trainer wrote."""
     newest = max(folder.glob("out/*/*/models/*.pth"), key=lambda path: path.stat().st_mtime)
@@ -153,7 +162,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in observed.flat(model).items() if isinstance(value, torch.Tensor)}
 
 
-def interrupt(release: str, variant: str, ends: int, folder: Path, seed: int = 0) -> dict[str, Any]:
+def interrupt(
+    release: str,
+    variant: str,
+    ends: int,
+    folder: Path,
+    seed: int = 0,
+    ranks: Sequence[int] = (1, 2, 4),
+    kinds: Sequence[str] = KINDS,
+) -> dict[str, Any]:
     """How the training that was ended `ends` times differs from the one that nobody ended."""
     tree = equivalence.copy_release(release, folder)
     runs = {}
@@ -164,7 +181,15 @@ def interrupt(release: str, variant: str, ends: int, folder: Path, seed: int = 0
         settings["train"]["output_dir"] = str(folder / name / "out")
         own = folder / name / "config.json"
         own.write_text(json.dumps(settings))
-        task = {"folder": str(folder / name), "config": str(own), "ends": number, "seed": seed, "steps": STEPS * EPOCHS}
+        task = {
+            "folder": str(folder / name),
+            "config": str(own),
+            "ends": number,
+            "seed": seed,
+            "steps": STEPS * EPOCHS,
+            "ranks": ranks if number else [2],
+            "kinds": kinds,
+        }
         (folder / name / "task.json").write_text(json.dumps(task))
         command = [sys.executable, "-m", "tests.interruptions", "--serve", str(folder / name / "task.json")]
         deadline_s = START_DEADLINE_S * (number + 1)
@@ -173,12 +198,16 @@ def interrupt(release: str, variant: str, ends: int, folder: Path, seed: int = 0
         runs[name] = json.loads((folder / name / "starts.json").read_text())
     counted = {name: steps_that_count(folder / name) for name in runs}
     before, after = weights(folder / "whole"), weights(folder / "ended")
+    losses, losses_after = metrics(folder / "whole"), metrics(folder / "ended")
     left = sorted(path.name for path in (folder / "ended").glob("out/*/*/*"))
     return {
         "starts": runs["ended"],
         "steps": len(counted["whole"]),
         "same samples in every step": counted["whole"] == counted["ended"],
         "largest difference of a weight": equivalence.largest_difference(before, after),
+        "largest difference of a metric": max(
+            abs(value - losses_after[epoch][key]) for epoch, log in losses.items() for key, value in log.items()
+        ),
         "left on disk": left,
     }
 
@@ -193,12 +222,15 @@ def main() -> None:
     parser.add_argument("--algo", default="bc")
     parser.add_argument("--ends", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", default="1,2,4", help="drawn from for each start")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), args.seed)
+        ranks, kinds = [int(n) for n in args.ranks.split(",")], args.kinds.split(",")
+        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), args.seed, ranks, kinds)
     for name, value in found.items():
         print(f"{name}: {value}")
 

@@ -1,0 +1,250 @@
+"""Going on where a training was: at any step, on any number of ranks, exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
+
+import ddpshim
+from ddpshim import preemption, resume
+from ddpshim.errors import CheckpointError
+from ddpshim.group import World
+from ddpshim.resume import EXIT_REQUEUE, Resumable, find_progress
+from tests.equivalence import source
+from tests.interruptions import interrupt
+from tests.ranks import RankFailure, run_ranks
+
+N, B, EPOCHS = 40, 8, 3
+DATA = TensorDataset(
+    torch.randn(N, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(N)
+)
+
+
+class _Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        yield from torch.randperm(N).tolist()
+
+
+def _train(
+    folder: str, left: Optional[tuple[int, int, int]] = None, batch_size: int = B, num_steps: Optional[int] = None
+) -> tuple[list[list[int]], dict[str, torch.Tensor], list[float], Any]:
+    """(samples of each step, weights, noise drawn in each step, exit code); `left`: rank, epoch, step of a signal."""
+    here = ddpshim.world()
+    resume._LOOK_EVERY_S = 0.0  # ranks meet at every step: a toy's training is over within half a second
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+    net = ddpshim.wrap_parallel(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    training = Resumable(folder, {"net": net, "optimizer": optimizer, "schedule": schedule})
+    went_on = training.restore()
+    assert went_on == (find_progress(folder) is not None)
+    loader = ddpshim.make_loader(DATA, batch_size=batch_size, shuffle=True)
+    seen, noise, code = [], [], None
+    try:
+        for epoch in range(training.epoch, EPOCHS):
+            for x, index in training.steps(loader, epoch, num_steps):
+                if left is not None and (training.epoch, training.step) >= left[1:] and here.rank == left[0]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    left = None
+                noise.append(torch.rand(()).item())
+                training.values["steps"] = training.values.get("steps", 0) + 1
+                seen.append(index.tolist())
+                optimizer.zero_grad()
+                net(x).pow(2).mean().backward()
+                optimizer.step()
+            schedule.step()
+        training.finish()
+        assert training.values["steps"] == EPOCHS * (num_steps or N // batch_size)
+    except SystemExit as exit:
+        code = exit.code
+    finally:
+        preemption.unlisten()
+    return seen, {name: p.detach().clone() for name, p in net.state_dict().items()}, noise, code
+
+
+def _together(results: list[Any]) -> list[list[int]]:
+    return [sorted(i for step in steps for i in step) for steps in zip(*(seen for seen, *_ in results))]
+
+
+@pytest.mark.parametrize(("sizes", "num_steps"), [((2, 2), None), ((2, 4), None), ((4, 1), 12)])
+def test_a_signal_on_one_rank_costs_no_sample(tmp_path: Path, sizes: tuple[int, int], num_steps: Optional[int]) -> None:
+    whole = run_ranks(_train, sizes[0], str(tmp_path / "whole"), None, B, num_steps)
+    first = run_ranks(_train, sizes[0], str(tmp_path / "left"), (sizes[0] - 1, 1, 2), B, num_steps)
+    assert [code for *_, code in first] == [EXIT_REQUEUE] * sizes[0]
+    rest = run_ranks(_train, sizes[1], str(tmp_path / "left"), None, B, num_steps)
+    assert _together(first) + _together(rest) == _together(whole)
+    num_first = len(first[0][0])
+    assert (num_steps or N // B) + 2 < num_first < EPOCHS * (num_steps or N // B)
+    for _, weights, _, _ in rest:
+        for name, value in whole[0][1].items():
+            tolerance = 0.0 if sizes[0] == sizes[1] else 1e-12
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
+    if sizes[0] == sizes[1]:
+        for before, after, uninterrupted in zip(first, rest, whole):
+            assert before[2] + after[2] == uninterrupted[2]
+    assert not (tmp_path / "left").exists(), "a finished training leaves no progress behind"
+
+
+def test_a_damaged_file_is_set_aside_and_the_one_before_it_used(tmp_path: Path, capfd: Any) -> None:
+    run_ranks(_train, 2, str(tmp_path), (0, 0, 1))
+    (older,) = tmp_path.iterdir()
+    newer = tmp_path / "epoch_000002_step_000000003.pth"
+    newer.write_bytes(older.read_bytes()[:-100])
+    rest = run_ranks(_train, 2, str(tmp_path))
+    assert len(rest[0][0]) == EPOCHS * N // B - int(older.name.split("_")[3][:9])
+    assert f"{newer} is damaged" in capfd.readouterr().err
+
+
+def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
+    run_ranks(_train, 2, str(tmp_path), (1, 0, 1))
+    text = r"was left at step \d+ with steps of an epoch 5, and is to go on with 10; samples would be seen twice"
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(_train, 2, str(tmp_path), None, 4)
+
+
+def _rank_saves(folder: str) -> list[str]:
+    training = Resumable(folder, {}, num_kept=2)
+    for step in (3, 12, 7):
+        training.step = step
+        training.save()
+    preemption.unlisten()
+    ddpshim.world().barrier()
+    return sorted(os.listdir(folder))
+
+
+def test_the_newest_files_are_kept(tmp_path: Path) -> None:
+    kept = ["epoch_000000_step_000000007.pth", "epoch_000000_step_000000012.pth"]
+    assert run_ranks(_rank_saves, 2, str(tmp_path)) == [kept, kept]
+    assert find_progress(tmp_path) == tmp_path / kept[1]
+    assert find_progress(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("wrong", [{"every_s": 0}, {"num_kept": 0}, {"every_s": float("nan")}])
+def test_nothing_to_go_on_from_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="nothing to go on from"):
+        Resumable(tmp_path, {}, **wrong)
+
+
+# Entering a pass in the middle
+
+
+NUMBERS = list(range(N))
+LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled": lambda: {"dataset": NUMBERS, "batch_size": B, "shuffle": True},
+    "sampler": lambda: {"dataset": NUMBERS, "batch_size": B, "sampler": RandomSampler(NUMBERS)},
+    "batch sampler": lambda: {"dataset": NUMBERS, "batch_sampler": BatchSampler(RandomSampler(NUMBERS), B, True)},
+    "stream": lambda: {"dataset": _Stream(), "batch_size": B},
+}
+
+
+def _enters(kind: str, **options: Any) -> list[Any]:
+    loader = ddpshim.make_loader(**LOADERS[kind](), **options)
+    loader.set_epoch(4)
+    whole, after = ([batch.tolist() for batch in loader] for _ in range(2))
+    loader.set_epoch(4, start_step=3)
+    rest, again = ([batch.tolist() for batch in loader] for _ in range(2))
+    return [len(whole), rest == whole[3:], again == after, after != whole]
+
+
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left(kind: str) -> None:
+    assert run_ranks(_enters, 2, kind) == [[N // B, True, True, True]] * 2
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
+    alone = World(launcher="torchrun", seed=0)
+    assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
+
+
+def _rank_enters_its_own_share() -> None:
+    loader = ddpshim.make_loader(_Stream(), batch_size=B, already_sharded=True)
+    loader.set_epoch(0, start_step=1)
+    next(iter(loader))
+
+
+def test_a_share_that_only_the_dataset_knows_cannot_be_entered() -> None:
+    with pytest.raises(RankFailure, match="is to go on at step 1, but the dataset is already_sharded"):
+        run_ranks(_rank_enters_its_own_share, 2)
+
+
+# Signals
+
+
+def test_listening_gives_the_signals_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    preemption.listen()
+    assert preemption.asked() is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert preemption.asked() == "SIGUSR1"
+    preemption.listen()
+    assert preemption.asked() == "SIGUSR1", "listening twice forgets nothing"
+    preemption.unlisten()
+    assert preemption.asked() is None
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+@pytest.mark.parametrize(
+    ("claimed", "code", "text"),
+    [
+        (None, 143, "rank 5 got SIGTERM and came to no step within 0.5 s; nothing was saved"),
+        ("3", 1, "rank 5 stops because rank 3 failed first"),
+    ],
+)
+def test_a_rank_that_cannot_end_by_itself_is_ended(claimed: Optional[str], code: int, text: str) -> None:
+    program = f"""
+import os, signal, time, torch.distributed as dist
+from ddpshim import failure, preemption
+store = dist.HashStore()
+{'store.set("first_failure", "' + claimed + '")' if claimed else ""}
+failure.arm(5, store)
+preemption._GRACE_S = 0.5
+preemption.listen()
+os.kill(os.getpid(), signal.SIGTERM)
+end = time.monotonic() + 30
+while time.monotonic() < end: pass
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == code
+    assert text in ran.stderr
+
+
+# The real trainer
+
+
+@pytest.mark.robomimic
+def test_a_training_that_is_ended_again_and_again(tmp_path: Path) -> None:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
+    found = interrupt("0.3.0", "bc", 3, tmp_path, seed=4)
+    ended = [start["ended by"] for start in found["starts"]]
+    assert {how.split()[0] for how, _ in filter(None, ended)} >= {"SIGKILL", "SIGTERM"}
+    assert len({start["ranks"] for start in found["starts"]}) > 1
+    assert found["same samples in every step"]
+    assert found["steps"] == 200
+    assert found["largest difference of a weight"] < 1e-12
+    assert found["largest difference of a metric"] < 1e-12
+    assert "resume" not in found["left on disk"]
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("variant", ["diffusion_policy", "td3_bc"])
+def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(tmp_path: Path, variant: str) -> None:
+    if source("0.5.0") is None:
+        pytest.skip("robomimic 0.5.0 is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
+    found = interrupt("0.5.0", variant, 2, tmp_path, seed=1, ranks=[2], kinds=["SIGTERM to one", "SIGUSR1 to one"])
+    assert [start["exit codes"] for start in found["starts"]] == [[75, 75], [75, 75], [0, 0]]
+    assert found["same samples in every step"]
+    assert found["largest difference of a weight"] == 0
+    assert found["largest difference of a metric"] < 1e-12
