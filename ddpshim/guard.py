@@ -1,11 +1,10 @@
 """The runtime checks that ranks train one model: equal weights, unequal noise, no step on one rank's gradients.
 
-They find and repair nothing. `DDPSHIM_GUARD=0`, on any rank, turns them off for what is wrapped from then on.
+They find and repair nothing. The option `guard` (DDPSHIM_GUARD=0) turns them off.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import weakref
 import zlib
@@ -64,14 +63,9 @@ def is_owned(parameter: torch.Tensor) -> bool:
     return id(parameter) in _owners
 
 
-def is_on() -> bool:
-    """Whether this process's environment leaves the checks on. Local."""
-    return os.environ.get("DDPSHIM_GUARD") != "0"
-
-
 def watch_optimizers() -> None:
-    """Have every optimizer step in this process checked, until `cleanup()`; not with DDPSHIM_GUARD=0. Local."""
-    if _handles or not is_on():
+    """Have every optimizer step in this process checked, until `cleanup()`. Local."""
+    if _handles:
         return
     _handles.append(register_optimizer_step_pre_hook(_check_step))
     _handles.append(register_optimizer_step_post_hook(_check_closure))
@@ -107,6 +101,7 @@ class Equality:
         group: Any,
         device: torch.device,
         is_first: bool,
+        is_on: bool,
     ) -> None:
         """Of `module`, its buffers at `buffer_homes`, and with `is_first` of `also_watch`'s networks (collective).
 
@@ -119,7 +114,7 @@ class Equality:
         self._ranks: list[int] = dist.get_process_group_ranks(group)
         self._sent: Any = None  # (work, names, what each rank sent, num_reductions), while it is on its way
         # A rank that leaves the others alone in a later collective would hang them.
-        vote = torch.tensor([int(is_on())], device=device)
+        vote = torch.tensor([int(is_on)], device=device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
         self.is_on = bool(vote.item()) and len(self._ranks) > 1
 

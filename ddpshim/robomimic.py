@@ -6,6 +6,7 @@ functions only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -19,29 +20,72 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpshim import checkpoint, guard
+from ddpshim.errors import OptionsError
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
-from ddpshim.loader import ShardedLoader, make_loader
+from ddpshim.loader import ShardedLoader, make_loader, scale_lr
+from ddpshim.options import SECTION, Options
 from ddpshim.parallel import broadcast_state, wrap_parallel
+from ddpshim.profiling import Profile
 from ddpshim.rollout import plays_rollouts as plays_rollouts
 from ddpshim.rollout import rollout_with_stats as rollout_with_stats
 from ddpshim.streams import derive_seed, seed_everything
 
 
+class _Run:
+    """What one call of the trainer leaves for the next."""
+
+    section: Optional[Mapping[str, Any]] = None  # of the config file, for `start`
+    profile: Optional[Profile] = None
+
+
+_run = _Run()
+
+
 def quiet() -> None:
     """Lead standard output and warnings nowhere on ranks that are not the main one. Local; before imports.
 
-    Errors still reach standard error. Raises LaunchError where the launcher's variables are impossible.
+    Errors still reach standard error. From here on a config file may have a `ddpshim` section. Raises LaunchError
+    where the launcher's variables are impossible.
     """
     if read_launch_env(os.environ).rank > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
+    _keep_the_section()
+
+
+def _keep_the_section() -> None:
+    """Have a config that is updated from a file leave our section to `start`: upstream refuses unknown keys.
+
+    It is not part of the config: what is saved with a checkpoint, code without ddpshim must be able to read.
+    """
+    from robomimic.config.base_config import BaseConfig
+    from robomimic.config.config import Config
+
+    def update(config: Any, *args: Any, **kwargs: Any) -> None:
+        given = dict(*args, **kwargs)
+        _run.section = given.pop(SECTION, _run.section)
+        Config.update(config, given)
+
+    BaseConfig.update = update
 
 
 def start(config: Any, device: torch.device) -> torch.device:
-    """The device of this rank, in place of `device`; joins the job (collective, once, first of all)."""
-    here = setup(device=None if device.type == "cuda" else device)
+    """The device of this rank, in place of `device`; joins the job (collective, once, first of all).
+
+    Raises OptionsError where the `ddpshim` section of the config file or a variable is wrong.
+    """
+    section, _run.section = _run.section, None
+    options = Options.read(section)
+    if options.accumulation_steps > 1:
+        raise OptionsError(
+            f"accumulation_steps={options.accumulation_steps} for robomimic, whose train_on_batch clears gradients, "
+            "steps and moves target networks itself, several times for actor-critics; its parts would train another "
+            "model. Use a smaller train.batch_size, or more ranks."
+        )
+    here = setup(device=None if device.type == "cuda" else device, options=options)
+    _run.profile = Profile() if options.profile else None
     if not here.is_launched:
         return device
     return setup(seed=config.train.seed).device
@@ -50,6 +94,8 @@ def start(config: Any, device: torch.device) -> torch.device:
 def finish() -> None:
     """Leave the job when training is over: the main rank may be saving still, so all wait (collective)."""
     world().barrier()
+    if _run.profile is not None:
+        _run.profile.report()
     cleanup()
 
 
@@ -78,7 +124,10 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     """The experiment's directories, asked for, removed and made by the main rank alone (collective)."""
     import robomimic.utils.train_utils as TrainUtils
 
-    return world().run_on_main(TrainUtils.get_exp_dir, config, **options)
+    folders = world().run_on_main(TrainUtils.get_exp_dir, config, **options)
+    if _run.profile is not None:
+        _run.profile.path = os.path.join(os.path.dirname(folders[0]), "summary.json")  # where config.json will be
+    return folders
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -98,6 +147,7 @@ def prepare(model: Any) -> Any:
         return model
     torch.set_num_threads(max(1, min(torch.get_num_threads(), _num_cores() // here.local_world_size)))
     for algo in _algos(model):
+        _scale_learning_rates(algo, scale_lr(1.0, here.options.lr_rule))
         for net in _trained_together(algo):
             wrap_parallel(net)
         averaged = getattr(getattr(algo, "ema", None), "averaged_model", None)
@@ -121,7 +171,7 @@ def run_epoch(
 
     Ranks meet here first, for as long as the main rank rolls out or saves. The order of samples depends on
     `epoch` alone, each rank's noise on `epoch` and the rank, so that a resumed run sees what the uninterrupted one
-    would have seen.
+    would have seen. The options `precision`, `metrics_every_n_epochs` and `profile` act here.
     """
     import robomimic.utils.train_utils as TrainUtils
 
@@ -134,8 +184,14 @@ def run_epoch(
         seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     here.barrier()
-    log = TrainUtils.run_epoch(model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options)
-    return {key: float(value) for key, value in here.mean(log).items()} if here.world_size > 1 else log
+    profile, every = _run.profile, here.options.metrics_every_n_epochs
+    if options.get("validate"):
+        profile, every = None, 1  # ranks decide by these metrics which checkpoint is the best
+    with here.autocast(), contextlib.nullcontext() if profile is None else profile.measured():
+        log = TrainUtils.run_epoch(model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options)
+    if here.world_size > 1 and every and epoch % every == 0:
+        log = {key: float(value) for key, value in here.mean(log).items()}
+    return log if profile is None else {**log, **profile.collect()}
 
 
 def save_model(*, ckpt_path: str, **options: Any) -> None:
@@ -159,6 +215,19 @@ def copyfile(source: str, path: str) -> None:
         checkpoint.copy(source, path)
     else:
         shutil.copyfile(source, path)
+
+
+def _scale_learning_rates(algo: Any, factor: float) -> None:
+    """Multiply the learning rates of all optimizers and of their schedules. Local.
+
+    Not those in the config: the one that is saved is to be the one that was given.
+    """
+    for optimizer in _flat(vars(algo).get("optimizers", {})):
+        for group in optimizer.param_groups:
+            group.update({key: group[key] * factor for key in ("lr", "initial_lr") if key in group})
+    for scheduler in _flat(vars(algo).get("lr_schedulers", {})):
+        if scheduler is not None:
+            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
 
 
 def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
@@ -207,11 +276,15 @@ def _algos(model: Any) -> Iterator[Any]:
 def _trained_together(algo: Any) -> Iterator[nn.Module]:
     """The networks of `algo` that its optimizers train, cut where those cut them; no target networks."""
     optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
-    flat = [o for made in optimizers.values() for o in (made if isinstance(made, list) else [made])]
-    trained = {id(p) for optimizer in flat for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for optimizer in _flat(optimizers) for group in optimizer.param_groups for p in group["params"]}
     for name, net in algo.nets.items():
         cut = isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list)
         yield from (part for part in (net if cut else [net]) if any(id(p) in trained for p in part.parameters()))
+
+
+def _flat(made: Mapping[str, Any]) -> list[Any]:
+    """The optimizers or schedules of an algorithm, of which a network may have a list."""
+    return [one for several in made.values() for one in (several if isinstance(several, list) else [several])]
 
 
 def _num_cores() -> int:
