@@ -195,7 +195,11 @@ class Options:
         environ = os.environ if environ is None else environ
         problems: list[str] = []
         found: dict[str, tuple[str, Any]] = {}
-        sources: list[tuple[str, Mapping[str, Any]]] = [(f"section {SECTION}", config_section or {})]
+        sources: list[tuple[str, Mapping[str, Any]]] = []
+        if isinstance(config_section, Mapping):
+            sources.append((f"section {SECTION}", config_section))
+        elif config_section is not None:
+            problems.append(f"section {SECTION} holds a {type(config_section).__name__}; allowed: a mapping")
         if environ.get(_FILE):
             try:
                 sources.append((f"{_FILE}={environ[_FILE]}", read_section(environ[_FILE])))
