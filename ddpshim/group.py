@@ -258,8 +258,8 @@ def setup(
         spread = "unequal nodes" if odd else f"{nodes} node{'s' * (nodes > 1)} x {made.local_world_size}"
         decided = f"world of {made.world_size} ({made.launcher}, {spread}), {made.backend} on {made.device.type}"
         print(f"ddpshim: {decided}", file=sys.stderr, flush=True)
-        if options.changed():
-            print(f"ddpshim: options {options.changed()}", file=sys.stderr, flush=True)
+        if options != Options():
+            print(f"ddpshim: options {options}", file=sys.stderr, flush=True)
     return _state.world
 
 

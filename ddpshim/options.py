@@ -218,11 +218,10 @@ class Options:
         _take({k: v for k, v in arguments.items() if v is not None}, "argument", found, problems)
         return cls(**_parse(found, problems))
 
-    def changed(self) -> str:
-        """The options that are not at their default, as text; empty where all are."""
-        return ", ".join(
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
-        )
+    def __str__(self) -> str:
+        """The options that are not at their default."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed) or "all at their defaults"
 
 
 def names() -> list[str]:

@@ -229,7 +229,8 @@ def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert ddpshim.scale_lr(0.1, world_size=4) == pytest.approx(0.2)
     assert ddpshim.scale_lr(0.1, "linear", world_size=4) == pytest.approx(0.4)
     assert ddpshim.setup(options=here.options) is here
-    with pytest.raises(ddpshim.WorldError, match="there is a world with options="):
+    text = r"setup\(options='all at their defaults'\), .* with options=\"per_rank_batch=True, lr_rule='sqrt'\""
+    with pytest.raises(ddpshim.WorldError, match=text):
         ddpshim.setup(options=Options())
 
 
@@ -553,7 +554,7 @@ def test_the_profile_of_a_training_adds_up_to_upstreams_own_times(runs: dict[str
     assert sum(parts.values()) == pytest.approx(60 * epoch["Time_Epoch"], rel=0.03, abs=0.005)
     # Only as near as two clocks are that are not read at once, on a machine with other work.
     waited = 60 * epoch["Time_Data_Loading"]
-    assert 0.7 * waited < parts["Data_Wait"] < 1.01 * waited
+    assert 0.7 * waited < parts["Data_Wait"] < 1.1 * waited + 0.01
     assert parts["Compute"] + parts["Communication"] + parts["Optimizer"] > 30 * epoch["Time_Train_Batch"]
     assert min(parts["Communication"], parts["Optimizer"], parts["Compute"]) > 0
     assert "Profile_Steps_Per_Second" not in runs["one"].metrics()[0]
