@@ -10,6 +10,7 @@ from ddpshim.errors import (
     DataError,
     DdpShimError,
     LaunchError,
+    OptionsError,
     PatchError,
     RolloutError,
     SyncError,
@@ -17,6 +18,7 @@ from ddpshim.errors import (
 )
 
 if TYPE_CHECKING:
+    from ddpshim.accumulation import accumulate as accumulate
     from ddpshim.failure import abort as abort
     from ddpshim.group import World as World
     from ddpshim.group import cleanup as cleanup
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
     from ddpshim.guard import check_equal_steps as check_equal_steps
     from ddpshim.loader import make_loader as make_loader
     from ddpshim.loader import scale_lr as scale_lr
+    from ddpshim.options import Options as Options
     from ddpshim.parallel import wrap_parallel as wrap_parallel
+    from ddpshim.profiling import profile as profile
+    from ddpshim.resume import Resumable as Resumable
     from ddpshim.streams import shared_random_streams as shared_random_streams
     from ddpshim.transparent import unwrap as unwrap
 
@@ -34,8 +39,10 @@ __version__ = "0.1.0"
 
 # Loaded when first used: the patch command must answer without the seconds that importing torch takes.
 _HOMES = {
+    "Options": "options",
     "World": "group",
     "abort": "failure",
+    "accumulate": "accumulation",
     "cleanup": "group",
     "setup": "group",
     "split_random_streams": "group",
@@ -43,7 +50,9 @@ _HOMES = {
     "check_equal_steps": "guard",
     "make_loader": "loader",
     "scale_lr": "loader",
+    "profile": "profiling",
     "wrap_parallel": "parallel",
+    "Resumable": "resume",
     "shared_random_streams": "streams",
     "unwrap": "transparent",
 }
@@ -53,6 +62,7 @@ __all__ = [
     "DataError",
     "DdpShimError",
     "LaunchError",
+    "OptionsError",
     "PatchError",
     "RolloutError",
     "SyncError",

@@ -1,7 +1,7 @@
 """The command line, ``python -m ddpshim``: parse and print.
 
 Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr), 2 wrong usage. Each sub-command
-imports what it needs when it runs: patching needs no torch.
+imports what it needs when it runs: none of them needs torch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ddpshim", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_patch(commands)
+    text = "every option of a run, as a Markdown table"
+    options = commands.add_parser("options", help=text, description=text)
+    options.set_defaults(run=_options)
     return parser
 
 
@@ -61,6 +64,13 @@ def _add_patch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     manifest.add_argument("--source", type=Path, required=True, help="folder with the package folder in it")
     manifest.add_argument("--base", required=True, help="the commit or release that SOURCE is")
     manifest.set_defaults(run=_patch_manifest)
+
+
+def _options(arguments: argparse.Namespace) -> int:
+    from ddpshim.options import table
+
+    print("\n".join(table()))
+    return 0
 
 
 def _patch_list(arguments: argparse.Namespace) -> int:

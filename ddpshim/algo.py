@@ -29,8 +29,7 @@ def algos(model: Any) -> Iterator[Any]:
 def trained_together(algo: Any) -> Iterator[nn.Module]:
     """The networks of `algo` that its optimizers train, cut where those cut them; no target networks."""
     optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
-    flat = [o for made in optimizers.values() for o in (made if isinstance(made, list) else [made])]
-    trained = {id(p) for optimizer in flat for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for optimizer in flat(optimizers) for group in optimizer.param_groups for p in group["params"]}
     for name, net in algo.nets.items():
         cut = isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list)
         yield from (part for part in (net if cut else [net]) if any(id(p) in trained for p in part.parameters()))
@@ -58,7 +57,7 @@ class AlgoState:
         for i, algo in enumerate(self._algos):
             light = self._light(algo, self._before[i]) if self._held is None else self._held[i]
             ema = getattr(algo, "ema", None)
-            optimizers = [o.state_dict()["state"] for o in _flat(vars(algo).get("optimizers"))]
+            optimizers = [o.state_dict()["state"] for o in flat(vars(algo).get("optimizers"))]
             heavy = {
                 "nets": algo.nets.state_dict(),
                 "ema": None if ema is None else ema.averaged_model.state_dict(),
@@ -70,9 +69,9 @@ class AlgoState:
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         for algo, saved in zip(self._algos, state):
             algo.nets.load_state_dict(saved["nets"])
-            for o, held, groups in zip(_flat(vars(algo).get("optimizers")), saved["optimizers"], saved["param_groups"]):
+            for o, held, groups in zip(flat(vars(algo).get("optimizers")), saved["optimizers"], saved["param_groups"]):
                 o.load_state_dict({"state": held, "param_groups": groups})
-            for schedule, held in zip(_flat(vars(algo).get("lr_schedulers")), saved["lr_schedulers"]):
+            for schedule, held in zip(flat(vars(algo).get("lr_schedulers")), saved["lr_schedulers"]):
                 schedule.load_state_dict(held)
             vars(algo).update(saved["counters"])
             if saved["ema"] is not None:
@@ -83,8 +82,8 @@ class AlgoState:
     def _light(algo: Any, before: dict[str, Any]) -> dict[str, Any]:
         ema = getattr(algo, "ema", None)
         return {
-            "param_groups": [o.state_dict()["param_groups"] for o in _flat(vars(algo).get("optimizers"))],
-            "lr_schedulers": [s.state_dict() for s in _flat(vars(algo).get("lr_schedulers"))],
+            "param_groups": [o.state_dict()["param_groups"] for o in flat(vars(algo).get("optimizers"))],
+            "lr_schedulers": [s.state_dict() for s in flat(vars(algo).get("lr_schedulers"))],
             # Only those that training has moved: others are the config's, which may say something new next time.
             "counters": {name: n for name, n in _counters(algo).items() if before.get(name) != n},
             "ema_counters": {} if ema is None else _counters(ema),
@@ -95,11 +94,11 @@ def _counters(owner: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(owner).items() if type(value) in (int, float)}
 
 
-def _flat(made: Any) -> list[Any]:
+def flat(made: Any) -> list[Any]:
     """The optimizers or schedules of an Algo: it keeps one by name, or a list of them, or None."""
     values = made.values() if isinstance(made, Mapping) else made if isinstance(made, list) else [made]
     if isinstance(made, (Mapping, list)):
-        return [inner for value in values for inner in _flat(value)]
+        return [inner for value in values for inner in flat(value)]
     return [] if made is None else [made]
 
 
@@ -109,6 +108,11 @@ class Metrics:
     def __init__(self, before: Mapping[str, tuple[float, int]]) -> None:
         self._before = before  # mean over steps and ranks, and number of steps
         self._now: dict[str, list[float]] = {}
+
+    @property
+    def are_of_two_starts(self) -> bool:
+        """Whether an earlier start made some of the steps."""
+        return bool(self._before)
 
     def take(self, said: dict[str, Any]) -> dict[str, Any]:
         """Note what was said of one step, and return it. Local."""

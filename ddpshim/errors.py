@@ -4,6 +4,7 @@
 
     DdpShimError (RuntimeError)
     ├── LaunchError   the launch environment is partial, garbled or impossible
+    ├── OptionsError  (also ValueError) options that do not exist, are not allowed or differ between ranks
     ├── WorldError    the process group: contradicting setup, a collective that cannot be served
     ├── SyncError     gradients, parameters or noise would not be what one process has
     ├── DataError     (also ValueError) batches, samplers or datasets that do not split
@@ -21,6 +22,10 @@ class DdpShimError(RuntimeError):
 
 class LaunchError(DdpShimError):
     """The launch environment cannot be a process of a distributed job."""
+
+
+class OptionsError(DdpShimError, ValueError):
+    """Options of a run that do not exist, are not allowed, or are not the same on every rank."""
 
 
 class WorldError(DdpShimError):

@@ -22,15 +22,13 @@ from typing import Any, Callable, Optional, TypeVar, Union
 import torch
 import torch.distributed as dist
 
-from ddpshim import failure
-from ddpshim.errors import LaunchError, WorldError
+from ddpshim import failure, meter, output
+from ddpshim.errors import LaunchError, OptionsError, WorldError
 from ddpshim.launch import LaunchEnv, check_port, read_launch_env, read_num_restarts
+from ddpshim.options import Options, names
 from ddpshim.streams import derive_seed, seed_everything
 
 T = TypeVar("T")
-
-_COLLECTIVE_TIMEOUT_S = 1800.0
-_SIDE_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class World:
     launcher: str = "none"
     seed: Optional[int] = None
     num_restarts: int = 0
+    options: Options = field(default_factory=Options, repr=False)
     _control: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -70,6 +69,15 @@ class World:
         """Whether a launcher started this process, also as a world of one (torchrun --nproc_per_node=1)."""
         return self.launcher != "none"
 
+    def autocast(self) -> Any:
+        """A context that computes in the precision of `options`, for forward and loss. Local.
+
+        Weights, gradients and optimizers stay float32. No cast of a weight is kept: an optimizer may step inside.
+        """
+        if self.options.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
     def barrier(self) -> None:
         """Wait until every rank is here; patient enough for side work on one rank (collective)."""
         if self.world_size > 1:
@@ -80,7 +88,8 @@ class World:
         if self.world_size == 1:
             return [value]
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value, group=self._control)
+        with meter.counted("communication"):
+            dist.all_gather_object(out, value, group=self._control)
         return out
 
     def broadcast(self, value: T, src: int = 0) -> T:
@@ -96,7 +105,8 @@ class World:
         if self.world_size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=src, group=self._control)
+        with meter.counted("communication"):
+            dist.broadcast_object_list(box, src=src, group=self._control)
         return box[0]  # type: ignore[no-any-return]
 
     def sum(self, value: Any) -> Any:
@@ -218,9 +228,10 @@ def setup(
     master_port: Optional[int] = None,
     backend: Optional[str] = None,
     device: Union[str, torch.device, None] = None,
-    timeout_s: float = _COLLECTIVE_TIMEOUT_S,
-    side_timeout_s: float = _SIDE_TIMEOUT_S,
+    timeout_s: Optional[float] = None,
+    side_timeout_s: Optional[float] = None,
     seed: Optional[int] = None,
+    options: Optional[Options] = None,
 ) -> World:
     """The World of this process; joins the job that the launcher's variables (or arguments) describe.
 
@@ -235,25 +246,33 @@ def setup(
         side_timeout_s: how long ranks wait in World's own collectives while one rank works alone.
         seed: seeds torch, numpy and random *equally* on all ranks, for building the model.
             `wrap_parallel` then gives each rank a stream of its own.
+        options: what is not given here and later; default `Options.read()`, from DDPSHIM_* variables.
 
     Raises:
         LaunchError: partial, garbled or impossible launch variables; a port that is taken.
+        OptionsError: options that are wrong, or not the same on every rank.
         WorldError: called again with arguments that contradict the first call.
     """
     place = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
-    asked: dict[str, Any] = {**place, "backend": backend, "device": device, "seed": seed}
+    asked: dict[str, Any] = {**place, "backend": backend, "device": device, "seed": seed, "options": options}
     if _state.world is not None:
         return _reuse(_state.world, asked)
+    options = Options.read() if options is None else options
+    timeout_s = options.timeout_s if timeout_s is None else timeout_s
+    side_timeout_s = options.side_timeout_s if side_timeout_s is None else side_timeout_s
     if _has_group():
-        made = _adopt(device, side_timeout_s)
-        _check_same(made, asked)
+        made = replace(_adopt(device, side_timeout_s), options=options)
+        _check_same(made, {**asked, "backend": backend or options.backend})
     else:
         env = read_launch_env(os.environ, **place, master_addr=master_addr, master_port=master_port)
         if env.is_launched:
-            made = _join(env, backend, device, timeout_s, side_timeout_s)
+            made = replace(_join(env, backend or options.backend, device, timeout_s, side_timeout_s), options=options)
         else:
-            made = World(device=_single_device(device))
+            made = World(device=_single_device(device), options=options)
+    _check_same_options(made)
     _state.world, _state.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
+    if options.logs is not None:
+        on_cleanup(output.copy_to(options.logs, made.rank))
     if seed is not None:
         seed_everything(seed)
     if made.world_size > 1:
@@ -263,6 +282,8 @@ def setup(
         spread = "unequal nodes" if odd else f"{nodes} node{'s' * (nodes > 1)} x {made.local_world_size}"
         decided = f"world of {made.world_size} ({made.launcher}, {spread}), {made.backend} on {made.device.type}"
         print(f"ddpshim: {decided}", file=sys.stderr, flush=True)
+        if options != Options():
+            print(f"ddpshim: options {options}", file=sys.stderr, flush=True)
     return _state.world
 
 
@@ -366,6 +387,19 @@ def _check_same(made: World, asked: dict[str, Any]) -> None:
             raise WorldError(
                 f"setup({name}={str(value)!r}), but there is a world with {name}={str(there)!r} already; half of the "
                 "program would rely on the one, half on the other. Call setup once, or cleanup() before."
+            )
+
+
+def _check_same_options(made: World) -> None:
+    """Raise OptionsError, on all ranks, where they were given different options (collective)."""
+    everyones = made.gather(made.options)
+    for name in names():
+        values = [getattr(options, name) for options in everyones]
+        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if odd is not None:
+            raise OptionsError(
+                f"option {name} is {values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}; ranks would train "
+                "differently, or wait for each other for ever. Give every rank the same variables and config."
             )
 
 

@@ -1,12 +1,11 @@
 """The runtime checks that ranks train one model: equal weights, unequal noise, no step on one rank's gradients.
 
-They find and repair nothing. `DDPSHIM_GUARD=0`, on any rank, turns them off for what is wrapped from then on.
+They find and repair nothing. The option `guard` (DDPSHIM_GUARD=0) turns them off.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 import weakref
 import zlib
@@ -67,14 +66,9 @@ def is_owned(parameter: torch.Tensor) -> bool:
     return id(parameter) in _owners
 
 
-def is_on() -> bool:
-    """Whether this process's environment leaves the checks on. Local."""
-    return os.environ.get("DDPSHIM_GUARD") != "0"
-
-
 def watch_optimizers() -> None:
-    """Have every optimizer step in this process checked, until `cleanup()`; not with DDPSHIM_GUARD=0. Local."""
-    if _handles or not is_on():
+    """Have every optimizer step in this process checked, until `cleanup()`. Local."""
+    if _handles:
         return
     _handles.append(register_optimizer_step_pre_hook(_check_step))
     _handles.append(register_optimizer_step_post_hook(_check_closure))
@@ -96,13 +90,11 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     it does not come here within `deadline_s` the others end the job.
     """
     here = world()
-    if here.world_size == 1:
+    if here.world_size == 1 or not here.options.guard:
         return
     mine = sum(wrapped.num_reductions for wrapped in {id(w): w for w in _owners.values()}.values())
     name = f"steps/{next(_meetings)}"
-    came = here.meet(name, mine, deadline_s if is_on() else 0.0)
-    if not is_on():
-        return
+    came = here.meet(name, mine, deadline_s)
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in came.items())
     cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({_OPT_OUT})."
     missing = [rank for rank in range(here.world_size) if rank not in came]
@@ -139,6 +131,7 @@ class Equality:
         group: Any,
         device: torch.device,
         is_first: bool,
+        is_on: bool,
     ) -> None:
         """Of `module`, its buffers at `buffer_homes`, and with `is_first` of `also_watch`'s networks (collective).
 
@@ -151,7 +144,7 @@ class Equality:
         self._ranks: list[int] = dist.get_process_group_ranks(group)
         self._sent: Any = None  # (work, names, what each rank sent, num_reductions), while it is on its way
         # A rank that leaves the others alone in a later collective would hang them.
-        vote = torch.tensor([int(is_on())], device=device)
+        vote = torch.tensor([int(is_on)], device=device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
         self.is_on = bool(vote.item()) and len(self._ranks) > 1
 

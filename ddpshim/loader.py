@@ -49,7 +49,7 @@ def make_loader(
     prefetch_factor: Optional[int] = None,
     persistent_workers: bool = False,
     pin_memory_device: str = "",
-    per_rank_batch: bool = False,
+    per_rank_batch: Optional[bool] = None,
     seed: Optional[int] = None,
     already_sharded: bool = False,
     world: Optional[World] = None,
@@ -81,7 +81,7 @@ def make_loader(
         drop_last: False fills the last global batch up to a multiple of the ranks, with samples from the
             start of the order (iterable: of that batch). Those count twice in a mean over the pass.
         generator: only its `initial_seed()` is used, where `seed` is None; else the seed is the world's.
-        per_rank_batch: `batch_size` is that of each rank; see :func:`scale_lr`.
+        per_rank_batch: `batch_size` is that of each rank; see :func:`scale_lr`. Default: the world's option.
         already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch is
             divided. An iterable one must then give equally many batches on every rank, and minds its workers.
         newer: parameters of a torch newer than 2.1 (`in_order`), handed to DataLoader as they are.
@@ -128,7 +128,7 @@ def make_loader(
         batch_sampler,
         drop_last,
         seed,
-        per_rank_batch,
+        here.options.per_rank_batch if per_rank_batch is None else per_rank_batch,
         already_sharded,
     )
     loader = _make_alike(parts, options)
@@ -136,7 +136,7 @@ def make_loader(
     return loader
 
 
-def scale_lr(lr: float, rule: str = "linear", world_size: Optional[int] = None) -> float:
+def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:
     """Return the learning rate that goes with `per_rank_batch=True`.
 
     There, W ranks make the batch W times as large and the steps 1/W as many. "linear" multiplies by W (SGD:
@@ -150,11 +150,15 @@ def scale_lr(lr: float, rule: str = "linear", world_size: Optional[int] = None) 
     0.0002
 
     Args:
+        rule: else the world's option where its `per_rank_batch` is on, else linear.
         world_size: W, else the current world's.
 
     Raises:
         DataError: another rule.
     """
+    if rule is None:
+        options = current_world().options
+        rule = options.lr_rule if options.per_rank_batch else "linear"
     size = current_world().world_size if world_size is None else world_size
     factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
     if rule not in factors:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddpshim import guard
+from ddpshim import guard, meter
 from ddpshim.errors import SyncError
 from ddpshim.group import World, current_or_new_world, new_group, on_cleanup, split_random_streams
 from ddpshim.transparent import BareModule, Transparent
@@ -34,12 +34,12 @@ _wrapped: weakref.WeakSet[DistributedModule] = weakref.WeakSet()
 def wrap_parallel(
     module: nn.Module,
     *,
-    find_unused_parameters: bool = True,
-    static_graph: bool = False,
-    gradient_as_bucket_view: bool = True,
+    find_unused_parameters: Optional[bool] = None,
+    static_graph: Optional[bool] = None,
+    gradient_as_bucket_view: Optional[bool] = None,
     bucket_cap_mb: Optional[float] = None,
-    broadcast_buffers: bool = True,
-    sync_batchnorm: bool = False,
+    broadcast_buffers: Optional[bool] = None,
+    sync_batchnorm: Optional[bool] = None,
     comm_hook: Any = None,
     comm_hook_state: Any = None,
     process_group: Any = None,
@@ -52,17 +52,17 @@ def wrap_parallel(
     process without a launcher that sees several GPUs and whose module is on a GPU. Whatever comes back
     has `.module`; attributes, methods and indexing reach the module; `state_dict` keys are the bare
     module's. The module itself is not changed and may be used beside the wrapper: its gradients are
-    reduced all the same.
+    reduced all the same. What is not given here is as the world's `options` say.
 
     Args:
-        find_unused_parameters: True, parameters that a backward pass leaves out keep their gradient
+        find_unused_parameters: True (default), parameters that a backward pass leaves out keep their gradient
             (None stays None unless another rank used them). False, leaving one out is an error that
             names it.
         static_graph: a promise that every backward pass uses the same parameters; breaking it is an
             error. (torch's own static_graph leaves methods that return torch.distributions unsynchronised.)
-        gradient_as_bucket_view: gradients live in the communication buckets; saves one copy of them.
+        gradient_as_bucket_view: gradients live in the communication buckets (default); saves one copy of them.
         bucket_cap_mb: size of a bucket; default torch's.
-        broadcast_buffers: after each synchronised backward pass buffers become the main rank's.
+        broadcast_buffers: after each synchronised backward pass buffers become the main rank's (default).
         sync_batchnorm: BatchNorm layers become torch's SyncBatchNorm, in `module` itself: they normalise by the
             whole batch, as one process does. On GPUs only. Their forward in training mode is then collective.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
@@ -93,9 +93,12 @@ def wrap_parallel(
     _check_device(module, here)
     if process_group is None:
         _check_same_structure(module, here)
-    if sync_batchnorm:
+    given = here.options
+    bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
+    if _either(sync_batchnorm, given.sync_batchnorm):
         module = _with_sync_batchnorm(module, process_group)
-    guard.watch_optimizers()
+    if given.guard:
+        guard.watch_optimizers()
     wrapped: Any
     if _nothing_to_reduce(module):
         broadcast_state(module, process_group)
@@ -105,13 +108,14 @@ def wrap_parallel(
     else:
         wrapped = DistributedModule(
             module,
-            strict=not find_unused_parameters,
-            same_every_time=static_graph,
-            sync_buffers=broadcast_buffers,
+            strict=not _either(find_unused_parameters, given.find_unused_parameters),
+            same_every_time=_either(static_graph, given.static_graph),
+            sync_buffers=_either(broadcast_buffers, given.broadcast_buffers),
+            is_guarded=given.guard,
             comm_hook=comm_hook,
             comm_hook_state=comm_hook_state,
             process_group=process_group if process_group is not None else _group_of_its_own(),
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            gradient_as_bucket_view=_either(gradient_as_bucket_view, given.gradient_as_bucket_view),
             **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
         )
     split_random_streams()
@@ -136,6 +140,10 @@ def _with_sync_batchnorm(module: nn.Module, process_group: Any) -> nn.Module:
     # A group of their own: their messages, sent inside forward and backward, must not cross those of the buckets.
     group = process_group if process_group is not None else new_group()
     return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)  # type: ignore[no-any-return]
+
+
+def _either(argument: Optional[bool], option: bool) -> bool:
+    return option if argument is None else argument
 
 
 def _nothing_to_reduce(module: nn.Module) -> bool:
@@ -188,6 +196,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         strict: bool,
         same_every_time: bool,
         sync_buffers: bool,
+        is_guarded: bool,
         comm_hook: Any,
         comm_hook_state: Any,
         process_group: Any,
@@ -234,7 +243,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
         mine["_equality"] = guard.Equality(
-            module, mine["_buffer_homes"], process_group, reduced[0].device, is_first=not _wrapped
+            module, mine["_buffer_homes"], process_group, reduced[0].device, not _wrapped, is_guarded
         )
         with torch.enable_grad():
             mine["_everything"] = _Reach.apply(*reduced)  # type: ignore[no-untyped-call]
@@ -302,8 +311,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _finish(self) -> None:
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
-        mine = self.__dict__
+        mine, profiled = self.__dict__, meter.running
         mine["is_armed"] = False
+        if profiled is not None:
+            profiled.begin("communication")
         missed = [i for i in range(len(self._reduced)) if i not in self._used]
         if missed and (self._strict or self._same_every_time):
             self._refuse_missed(missed)
@@ -316,6 +327,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._buffer_homes or self._equality.is_due(mine["num_reductions"]):
             # After the reducer's own last callback, which is queued by now: every rank is here.
             torch.autograd.Variable._execution_engine.queue_callback(self._compare)
+        if profiled is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(profiled.end)
 
     def _refuse(self, index: int) -> None:
         name, kind = self._names[id(self._reduced[index])], type(self.module).__name__

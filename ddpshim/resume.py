@@ -44,8 +44,8 @@ class Resumable:
                 ...
         training.finish()
 
-    Between two steps ranks look up together, about twice a second. They save when `every_s` has passed on the
-    main rank's clock, and when SIGTERM or SIGUSR1 has reached any of them: then all leave with exit code 75, for
+    Between two steps ranks look up together, about twice a second. They save when it is time to by the main
+    rank's clock, and when SIGTERM or SIGUSR1 has reached any of them: then all leave with exit code 75, for
     which a scheduler starts the job again. A run that goes on sees exactly the samples that were left, in the same
     order, also on another number of ranks; on the same number each rank's random streams go on as well.
 
@@ -55,8 +55,9 @@ class Resumable:
     Args:
         folder: for the files, on a disk that the main rank sees also next time.
         objects: what has a state, by name. After `wrap_parallel`, and alike on all ranks.
-        every_s: seconds between two saves.
-        num_kept: how many files are kept; an older one serves where the newest is damaged.
+        every_s, every_n_steps: what lies between two saves; default the options `checkpoint_every_s` and
+            `checkpoint_every_n_steps`.
+        num_kept: how many files are kept; an older one serves where the newest is damaged. Default `keep_checkpoints`.
         before_save: called on every rank before each save, for what is to be in `values`; it may be collective.
         before_exit: called on every rank before it leaves because of a signal: flush a logger here.
 
@@ -70,26 +71,30 @@ class Resumable:
         folder: checkpoint.PathLike,
         objects: Mapping[str, Stateful],
         *,
-        every_s: float = 600.0,
-        num_kept: int = 2,
+        every_s: Optional[float] = None,
+        every_n_steps: Optional[int] = None,
+        num_kept: Optional[int] = None,
         before_save: Optional[Callable[[], None]] = None,
         before_exit: Optional[Callable[[], None]] = None,
     ) -> None:
-        if not every_s > 0 or num_kept < 1:
+        self._world = world()
+        chosen = self._world.options
+        self._every_s = chosen.checkpoint_every_s if every_s is None else every_s
+        self._every_n_steps = chosen.checkpoint_every_n_steps if every_n_steps is None else every_n_steps
+        self._num_kept = chosen.keep_checkpoints if num_kept is None else num_kept
+        if any(n is not None and not n > 0 for n in (every_s, every_n_steps, num_kept)):
             raise CheckpointError(
-                f"every_s={every_s!r} and num_kept={num_kept!r}: there would be nothing to go on from. Use a number "
-                "of seconds above 0, and 1 or more files."
+                f"every_s={every_s!r}, every_n_steps={every_n_steps!r}, num_kept={num_kept!r}: there would be nothing "
+                "to go on from. Use numbers above 0."
             )
         self.folder = Path(folder)
         self.epoch = self.step = 0
         self.values: dict[str, Any] = {}
         self._objects = objects
-        self._every_s, self._num_kept = every_s, num_kept
         self._before_save, self._before_exit = before_save, before_exit
-        self._world = world()
         self._restored: Optional[dict[str, Any]] = None  # what of a file is not in place yet
         self._facts: dict[str, Any] = {}
-        self._last_save = time.monotonic()
+        self._last_save, self._num_unsaved = time.monotonic(), 0
         # Looking up together: at which boundary next, and when and where the last time was.
         self._num_boundaries = self._next_look = 0
         self._interval = 1
@@ -148,6 +153,7 @@ class Resumable:
                 batches = iter(loader)
                 batch = next(batches)
             yield batch
+            self._num_unsaved += 1
         self.end_epoch(total)
 
     def end_epoch(self, num_steps: int) -> None:
@@ -159,13 +165,15 @@ class Resumable:
 
         Ranks meet at a few of the calls only: the distance is agreed on at each meeting.
         """
+        if self._every_n_steps is not None and self._num_unsaved >= self._every_n_steps:
+            self.save()
         here, now = self._num_boundaries, time.monotonic()
         self._num_boundaries += 1
         if here < self._next_look:
             return
         last, then = self._last_look
         wanted = int(_LOOK_EVERY_S * (here - last) / max(now - then, 1e-6)) if here > last else 1
-        due = self._world.is_main and now - self._last_save > self._every_s
+        due = self._world.is_main and self._every_s is not None and now - self._last_save > self._every_s
         reports = self._world.gather((preemption.asked(), due, max(1, min(wanted, 2 * self._interval))))
         self._interval = min(interval for _, _, interval in reports)
         self._next_look, self._last_look = here + self._interval, (here, time.monotonic())
@@ -183,7 +191,7 @@ class Resumable:
         if self._before_save is not None:
             self._before_save()
         states = self._world.gather(_random_state(self._world.device))
-        self._last_save = time.monotonic()
+        self._last_save, self._num_unsaved = time.monotonic(), 0
         if not self._world.is_main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ functions only.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -22,13 +23,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpshim import checkpoint, guard, preemption, rollout
-from ddpshim.algo import AlgoState, Metrics, algos, trained_together
-from ddpshim.errors import DataError, LaunchError
+from ddpshim.algo import AlgoState, Metrics, algos, flat, trained_together
+from ddpshim.errors import DataError, OptionsError
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
-from ddpshim.loader import ShardedLoader, make_loader
+from ddpshim.loader import ShardedLoader, make_loader, scale_lr
+from ddpshim.options import SECTION, Options
 from ddpshim.parallel import average, broadcast_state, wrap_parallel
+from ddpshim.profiling import Profile
 from ddpshim.resume import Resumable, Stateful, find_progress
 from ddpshim.rollout import plays_rollouts as plays_rollouts
 from ddpshim.streams import derive_seed, seed_everything
@@ -37,6 +40,8 @@ from ddpshim.streams import derive_seed, seed_everything
 class _Run:
     """What the calls of one training hand to each other."""
 
+    section: Optional[Mapping[str, Any]] = None  # of the config file, for `start`
+    profile: Optional[Profile] = None
     folder: Optional[Path] = None  # of its progress
     goes_on: bool = False  # in the directory of an earlier start
     training: Optional[Resumable] = None
@@ -54,16 +59,46 @@ _run = _Run()
 def quiet() -> None:
     """Lead standard output and warnings nowhere on ranks that are not the main one. Local; before imports.
 
-    Errors still reach standard error. Raises LaunchError where the launcher's variables are impossible.
+    Errors still reach standard error. From here on a config file may have a `ddpshim` section. Raises LaunchError
+    where the launcher's variables are impossible.
     """
     if read_launch_env(os.environ).rank > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
+    _keep_the_section()
+
+
+def _keep_the_section() -> None:
+    """Have a config that is updated from a file leave our section to `start`: upstream refuses unknown keys.
+
+    It is not part of the config: what is saved with a checkpoint, code without ddpshim must be able to read.
+    """
+    from robomimic.config.base_config import BaseConfig
+    from robomimic.config.config import Config
+
+    def update(config: Any, *args: Any, **kwargs: Any) -> None:
+        given = dict(*args, **kwargs)
+        _run.section = given.pop(SECTION, _run.section)
+        Config.update(config, given)
+
+    BaseConfig.update = update
 
 
 def start(config: Any, device: torch.device) -> torch.device:
-    """The device of this rank, in place of `device`; joins the job (collective, once, first of all)."""
-    here = setup(device=None if device.type == "cuda" else device)
+    """The device of this rank, in place of `device`; joins the job (collective, once, first of all).
+
+    Raises OptionsError where the `ddpshim` section of the config file or a variable is wrong.
+    """
+    section, _run.section = _run.section, None
+    options = Options.read(section)
+    if options.accumulation_steps > 1:
+        raise OptionsError(
+            f"accumulation_steps={options.accumulation_steps} for robomimic, whose train_on_batch clears gradients, "
+            "steps and moves target networks itself, several times for actor-critics; its parts would train another "
+            "model. Use a smaller train.batch_size, or more ranks."
+        )
+    here = setup(device=None if device.type == "cuda" else device, options=options)
+    _run.profile = Profile() if options.profile else None
     if not here.is_launched:
         return device
     return setup(seed=config.train.seed).device
@@ -74,6 +109,8 @@ def finish() -> None:
     world().barrier()
     if _run.training is not None:
         _run.training.finish()
+    if _run.profile is not None:
+        _run.profile.report()
     cleanup()
 
 
@@ -108,22 +145,26 @@ def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
 def get_exp_dir(config: Any, **options: Any) -> Any:
     """The experiment's directories, asked for, removed and made by the main rank alone (collective).
 
-    Where a launcher or scheduler started this job before (or DDPSHIM_RESUME=always, or upstream's `--resume`) they
-    are those of the last start that left its progress, and nobody is asked.
+    Where a launcher or scheduler started this job before (or with the option resume=always, or upstream's
+    `--resume`) they are those of the last start that left its progress, and nobody is asked.
     """
     here = world()
-    directories, progress, _run.goes_on = here.run_on_main(_get_exp_dir, config, options)
-    _run.folder = None if progress is None else Path(progress)
+    directories, _run.goes_on = here.run_on_main(_get_exp_dir, config, options)
+    parent = Path(directories[0]).parent  # where config.json will be
+    _run.folder = parent / "resume"
+    if _run.profile is not None:
+        _run.profile.path = str(parent / "summary.json")
     return directories
 
 
-def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, Optional[str], bool]:
-    """The directories, the folder of the progress, and whether there is any."""
+def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
+    """The directories, and whether there is progress in them."""
     import robomimic
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
-    wants = _wants_to_resume(here.is_restarted) or options.get("resume", False)
+    choice = here.options.resume
+    wants = choice == "always" or (choice == "auto" and (here.is_restarted or options.get("resume", False)))
     if here.is_launched and wants:
         output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
         starts = sorted((p for p in output.glob("*/resume") if find_progress(p)), reverse=True)
@@ -132,40 +173,26 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, Optional[st
             folders = [str(parent / name) for name in ("logs", "models", "videos")]
             if not config.experiment.save.enabled:
                 folders[1] = None  # type: ignore[call-overload]
-            return (*folders, str(parent)) if "resume" in options else tuple(folders), str(starts[0]), True
+            return (*folders, str(parent)) if "resume" in options else tuple(folders), True
         if here.is_restarted and not options.get("resume"):
             # The directory that is there is this job's own, of a start that left nothing: keep it, and ask nobody.
             TrainUtils.input = lambda prompt: "n"
-    directories = TrainUtils.get_exp_dir(config, **options)
-    return directories, str(Path(directories[0]).parent / "resume"), False
-
-
-def _wants_to_resume(is_restarted: bool) -> bool:
-    """Whether this start is to go on where an earlier one was."""
-    choice = os.environ.get("DDPSHIM_RESUME", "auto")
-    if choice not in ("auto", "always", "never"):
-        raise LaunchError(
-            f"DDPSHIM_RESUME={choice!r} is no choice; a training would start anew, or not, by accident. Use auto "
-            "(where a launcher or scheduler started this job before), always or never."
-        )
-    return choice == "always" or (choice == "auto" and is_restarted)
+    return TrainUtils.get_exp_dir(config, **options), False
 
 
 def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
     """(epoch to start with, *best_so_far) of the progress that an earlier start left, else as given (collective).
 
-    From here on SIGTERM and SIGUSR1 have the ranks save and leave with exit code 75 (`ddpshim.Resumable`), and
-    progress is saved every DDPSHIM_CHECKPOINT_EVERY_S seconds (600). Nothing without a launcher, or with
-    DDPSHIM_RESUME=never.
+    From here on SIGTERM and SIGUSR1 have the ranks save and leave with exit code 75, and progress is saved now and
+    then (`ddpshim.Resumable`). Nothing without a launcher, or with the option resume=never.
     """
-    if not world().is_launched or _run.folder is None or os.environ.get("DDPSHIM_RESUME") == "never":
+    here = world()
+    if not here.is_launched or _run.folder is None or here.options.resume == "never":
         return (start_epoch, *best_so_far)
     _run.state = AlgoState(model)
-    every_s = float(os.environ.get("DDPSHIM_CHECKPOINT_EVERY_S", "600"))
     objects: dict[str, Stateful] = {"algo": _run.state, "loggers": _Loggers()}
-    training = _run.training = Resumable(
-        _run.folder, objects, every_s=every_s, before_save=_join_metrics, before_exit=_close_loggers
-    )
+    training = Resumable(_run.folder, objects, before_save=_join_metrics, before_exit=_close_loggers)
+    _run.training = training
     training.epoch = start_epoch - 1
     if _run.goes_on and training.restore(later_than=(start_epoch - 1, 0)):
         return (training.epoch + 1, *training.values["best so far"])
@@ -266,6 +293,7 @@ def prepare(model: Any) -> Any:
         return model
     torch.set_num_threads(max(1, min(torch.get_num_threads(), _num_cores() // here.local_world_size)))
     for algo in algos(model):
+        _scale_learning_rates(algo, scale_lr(1.0, here.options.lr_rule))
         for net in trained_together(algo):
             wrap_parallel(net)
         averaged = getattr(getattr(algo, "ema", None), "averaged_model", None)
@@ -295,36 +323,43 @@ def run_epoch(
 
     Ranks meet here first, for as long as the main rank rolls out or saves. The order of samples depends on
     `epoch` alone, each rank's noise on `epoch` and the rank, so that a resumed run sees what the uninterrupted one
-    would have seen. An epoch that was left in the middle is made complete, and so are its metrics.
+    would have seen. An epoch that was left in the middle is made complete, and so are its metrics. The options
+    `precision`, `metrics_every_n_epochs` and `profile` act here.
     """
     import robomimic.utils.train_utils as TrainUtils
 
     here, training, validates = world(), _run.training, options.get("validate", False)
-    if not here.is_launched:
-        return TrainUtils.run_epoch(  # type: ignore[no-any-return]
-            model=model, data_loader=data_loader, epoch=epoch, num_steps=num_steps, **options
-        )
-    total = len(data_loader) if num_steps is None else num_steps
-    seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "validation" if validates else "training", epoch))
-    _restore_counters(model, epoch, total)
-    here.barrier()
-    options.update(model=model, epoch=epoch, num_steps=total)
-    batches = data_loader
-    if training is not None and not validates:
-        return _run_resumable_epoch(training, data_loader, copy.deepcopy(best_so_far), options)
-    if isinstance(data_loader, ShardedLoader):
-        data_loader.set_epoch((epoch - 1) * math.ceil(total / len(data_loader)))
-        batches = data_loader if training is None else _Looking(data_loader, training)
-    log = TrainUtils.run_epoch(data_loader=batches, **options)
+    profile, every = (None, 1) if validates else (_run.profile, here.options.metrics_every_n_epochs)
+    options.update(model=model, epoch=epoch, num_steps=num_steps)
+    if here.is_launched:
+        total = options["num_steps"] = len(data_loader) if num_steps is None else num_steps
+        phase = "validation" if validates else "training"
+        seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
+        _restore_counters(model, epoch, total)
+        if isinstance(data_loader, ShardedLoader):
+            data_loader.set_epoch((epoch - 1) * math.ceil(total / len(data_loader)))
+        here.barrier()
+    with here.autocast(), contextlib.nullcontext() if profile is None else profile.measured():
+        if training is None:
+            log = TrainUtils.run_epoch(data_loader=data_loader, **options)
+        elif validates:
+            log = TrainUtils.run_epoch(data_loader=_Looking(data_loader, training), **options)
+        else:
+            log = _run_what_is_left(training, data_loader, copy.deepcopy(best_so_far), options)
     if not validates:
         guard.check_equal_steps(f"epoch {epoch}")
-    return _mean_log(log)
+    # Ranks decide by the metrics of validation which checkpoint is the best: those are always averaged.
+    if here.world_size > 1 and every and epoch % every == 0:
+        log = {key: float(value) for key, value in here.mean(log).items()}
+    if _run.metrics is not None and _run.metrics.are_of_two_starts and not validates:
+        log.update(_run.metrics.means())
+    return log if profile is None else {**log, **profile.collect()}
 
 
-def _run_resumable_epoch(
+def _run_what_is_left(
     training: Resumable, data_loader: Any, best_so_far: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, float]:
-    """Upstream's run_epoch over the steps that are left, its metrics joined with those of the steps before."""
+    """Upstream's run_epoch over the steps that an earlier start has left, or all; progress is saved from here."""
     import robomimic.utils.train_utils as TrainUtils
 
     assert _run.state is not None
@@ -337,18 +372,12 @@ def _run_resumable_epoch(
     model.log_info = lambda info: metrics.take(log_info(info))
     try:
         steps = training.steps(data_loader, epoch, total)
-        log = TrainUtils.run_epoch(data_loader=steps, **{**options, "num_steps": total - start})
+        log: dict[str, float] = TrainUtils.run_epoch(data_loader=steps, **{**options, "num_steps": total - start})
     finally:
         del model.log_info
     training.end_epoch(total)
-    guard.check_equal_steps(f"epoch {epoch + 1}")
     _run.state.hold()
-    return {**_mean_log(log), **(metrics.means() if start else {})}
-
-
-def _mean_log(log: dict[str, float]) -> dict[str, float]:
-    here = world()
-    return {key: float(value) for key, value in here.mean(log).items()} if here.world_size > 1 else log
+    return log
 
 
 class _Looking:
@@ -397,6 +426,19 @@ def copyfile(source: str, path: str) -> None:
         checkpoint.copy(source, path)
     else:
         shutil.copyfile(source, path)
+
+
+def _scale_learning_rates(algo: Any, factor: float) -> None:
+    """Multiply the learning rates of all optimizers and of their schedules. Local.
+
+    Not those in the config: the one that is saved is to be the one that was given.
+    """
+    for optimizer in flat(vars(algo).get("optimizers", {})):
+        for group in optimizer.param_groups:
+            group.update({key: group[key] * factor for key in ("lr", "initial_lr") if key in group})
+    for scheduler in flat(vars(algo).get("lr_schedulers", {})):
+        if scheduler is not None:
+            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
 
 
 def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from ddpshim.errors import LaunchError, RolloutError
+from ddpshim.errors import RolloutError
 from ddpshim.failure import caused_by
 from ddpshim.group import World, world
 from ddpshim.streams import derive_seed, shared_random_streams
@@ -27,9 +27,9 @@ _evaluations = itertools.count()  # every rank counts alike
 
 
 def plays_rollouts() -> bool:
-    """Whether this rank plays episodes, and needs environments; call it before they are made (collective).
+    """Whether this rank plays episodes, and needs environments; call it before they are made. Local.
 
-    All ranks do, unless the main rank's DDPSHIM_ROLLOUTS is "main". Where the rank computes on a GPU, renderers
+    All ranks do, unless the option `rollouts` is "main". Where the rank computes on a GPU, renderers
     that open a display through EGL are pointed at the same one (MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID are set
     in `os.environ`, where nobody has set them).
     """
@@ -46,7 +46,7 @@ def rollout_with_stats(
 ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Upstream's rollout_with_stats on all ranks: the same statistics on every rank (collective).
 
-    Without a launcher it is upstream's function. With DDPSHIM_ROLLOUTS=main the main rank calls it alone, and
+    Without a launcher it is upstream's function. With the option rollouts=main the main rank calls it alone, and
     other ranks return at once, with nothing. `video_paths` is empty on all but the main rank: what it names is
     there, to be kept or removed there.
 
@@ -273,13 +273,7 @@ def _reseed(generator: Any, seed: int) -> None:
 
 
 def _on_all_ranks() -> bool:
-    """The main rank's choice (collective)."""
-    choice = world().broadcast(os.environ.get("DDPSHIM_ROLLOUTS", "all"))
-    if choice not in ("all", "main"):
-        raise LaunchError(
-            f"DDPSHIM_ROLLOUTS={choice!r}; it is unclear which ranks would play. Use all (the default) or main."
-        )
-    return choice == "all"
+    return world().options.rollouts == "all"
 
 
 def _render_on(gpu: int) -> None:

@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -37,7 +37,15 @@ def free_port() -> int:
 
 
 def _enter(
-    fn: Callable[..., Any], rank: int, size: int, folder: str, deadline_s: float, seed: Any, args: Any, out: Any
+    fn: Callable[..., Any],
+    rank: int,
+    size: int,
+    folder: str,
+    deadline_s: float,
+    seed: Any,
+    environ: dict[str, str],
+    args: Any,
+    out: Any,
 ) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -48,6 +56,7 @@ def _enter(
 
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ.update(environ)
         store = dist.FileStore(os.path.join(folder, "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s))
         ddpshim.setup(seed=seed, device="cpu", side_timeout_s=deadline_s)
@@ -64,14 +73,26 @@ def _enter(
         os._exit(1)
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60, seed: Any = 0) -> list[Any]:
-    """What `fn(*args)` returned on each rank; raises RankFailure with the first failing rank's traceback."""
+def run_ranks(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 60,
+    seed: Any = 0,
+    environ: Optional[dict[str, str]] = None,
+) -> list[Any]:
+    """What `fn(*args)` returned on each rank; raises RankFailure with the first failing rank's traceback.
+
+    `environ` is added to the environment before `ddpshim.setup`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(num_ranks):
             receive, send = _server.Pipe(duplex=False)
             process = _server.Process(
-                target=_enter, args=(fn, rank, num_ranks, folder, timeout_s, seed, args, send), daemon=True
+                target=_enter,
+                args=(fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, args, send),
+                daemon=True,
             )
             process.start()
             send.close()

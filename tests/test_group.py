@@ -435,7 +435,7 @@ def _facts(*again: int) -> dict[str, Any]:
     assert here.sum(1) == here.world_size
     cleanup()
     assert dict(os.environ) == before
-    known = {name: value for name, value in vars(here).items() if name != "_control"}
+    known = {name: value for name, value in vars(here).items() if name not in ("_control", "options")}
     return {**known, "device": str(here.device)}
 
 

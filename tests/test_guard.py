@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
+import dataclasses
 
 import pytest
 import torch
@@ -438,21 +438,18 @@ def test_what_users_rightly_do_with_gradients_is_no_error() -> None:
 
 def _rank_is_unguarded(where: str) -> bool:
     here = ddpshim.world()
-    if where == "everywhere" or here.is_main:
-        os.environ["DDPSHIM_GUARD"] = "0"
-    try:
-        net = ddpshim.wrap_parallel(_net())
-        torch.manual_seed(7)
-        if here.is_main:
-            net[0].weight.data.zero_()
-        _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
-        if where == "everywhere":
-            net.zero_grad()
-            _by_hand(net)
-            torch.optim.SGD(net.parameters(), lr=0.1).step()
-        return net._equality.is_on
-    finally:
-        os.environ.pop("DDPSHIM_GUARD", None)
+    off = where == "everywhere" or here.is_main
+    world = dataclasses.replace(here, options=dataclasses.replace(here.options, guard=not off))
+    net = ddpshim.wrap_parallel(_net(), world=world)
+    torch.manual_seed(7)
+    if here.is_main:
+        net[0].weight.data.zero_()
+    _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    if where == "everywhere":
+        net.zero_grad()
+        _by_hand(net)
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    return net._equality.is_on
 
 
 @pytest.mark.parametrize("where", ["everywhere", "on the main rank"])

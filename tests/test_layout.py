@@ -17,8 +17,11 @@ ROOT = Path(__file__).parent.parent
 # Each module imports only modules above it.
 ROOMS = [
     "errors",
+    "options",
     "launch",
     "streams",
+    "output",
+    "meter",
     "failure",
     "preemption",
     "group",
@@ -27,8 +30,10 @@ ROOMS = [
     "parallel",
     "sampler",
     "loader",
+    "accumulation",
     "checkpoint",
     "resume",
+    "profiling",
     "rollout",
     "algo",
     "robomimic",
@@ -109,7 +114,7 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-@pytest.mark.parametrize("room", ["group", "streams", "transparent", "sampler", "loader", "launch"])
+@pytest.mark.parametrize("room", ["group", "options", "streams", "transparent", "sampler", "loader", "launch"])
 def test_examples_in_docstrings(room: str) -> None:
     module = __import__(f"ddpshim.{room}", fromlist=["_"])
     assert doctest.testmod(module).failed == 0

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,14 +20,16 @@ from torch.utils.data import (
 
 from ddpshim import loader as loader_module
 from ddpshim.errors import DataError
+from ddpshim.group import World
 from ddpshim.loader import ShardedLoader, make_loader, scale_lr
+from ddpshim.options import Options
 from tests.ranks import run_ranks
 
 
 class Side:
     """A rank that shares its process with the others: the main rank acts first, the others read its post."""
 
-    launcher, is_launched = "torchrun", True
+    launcher, is_launched, options = "torchrun", True, Options()
 
     def __init__(self, rank, world_size, seed, post):
         self.rank, self.world_size, self.seed, self.is_main = rank, world_size, seed, rank == 0
@@ -49,7 +50,7 @@ def side_by_side(world_size, seed=0):
     return [Side(rank, world_size, seed, post) for rank in range(world_size)]
 
 
-UNLAUNCHED = SimpleNamespace(rank=0, world_size=1, seed=0, is_main=True, is_launched=False)
+UNLAUNCHED = World(seed=0)
 
 
 def make_loaders(world_size, make_dataset, *args, world_seed=0, make=None, **kwargs):

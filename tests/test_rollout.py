@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ddpshim import rollout
-from ddpshim.errors import LaunchError
 from ddpshim.group import World
+from ddpshim.options import Options
 from tests.equivalence import Run, copy_release, make_config, make_data, source, train
 
 RELEASE = "0.3.0"
@@ -202,8 +202,9 @@ def test_renderers_use_the_gpu_of_the_rank(
     assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "9", "what the user set is gone"
 
 
-def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "world", lambda: World(launcher="torchrun"))
-    monkeypatch.setenv("DDPSHIM_ROLLOUTS", "some")
-    with pytest.raises(LaunchError, match="DDPSHIM_ROLLOUTS='some'"):
-        rollout.plays_rollouts()
+@pytest.mark.parametrize(("which", "plays"), [("all", [True, True]), ("main", [True, False])])
+def test_the_option_says_who_plays(monkeypatch: pytest.MonkeyPatch, which: str, plays: list[bool]) -> None:
+    options = Options(rollouts=which)
+    for rank in (0, 1):
+        monkeypatch.setattr(rollout, "world", lambda r=rank: World(launcher="torchrun", rank=r, options=options))
+        assert rollout.plays_rollouts() is plays[rank]

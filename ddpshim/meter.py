@@ -1,0 +1,129 @@
+"""Where the time of this process goes, while somebody asks: each moment counts to one part.
+
+A part begins at a call that torch or ddpshim makes: `next` of a data loader, the step of an optimizer, the end of
+a backward pass. Nothing of it is in place unless a `Meter` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Optional
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+PARTS = ("data_wait", "compute", "communication", "optimizer", "other")
+
+running: Optional[Meter] = None
+
+
+class Meter:
+    """Seconds by part, and the number of batches, between `start` and `stop`; both may be called again. Local.
+
+    - data_wait: for a batch. From a batch's arrival to the next request everything is
+    - compute, but for
+    - communication: what the reducer, or a collective of `World`, makes this rank wait for, and
+    - optimizer: the steps of optimizers.
+    - other: before the first batch, and after the end of a pass over a loader.
+
+    On a GPU under nccl the host does not wait for the reducer, but the GPU's stream does: that is timed by events,
+    and taken out of compute, which waits for the GPU somewhere.
+    """
+
+    def __init__(self, uses_events: bool = False) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.num_batches = 0
+        self._uses_events = uses_events
+        self._part = "other"
+        self._since = 0.0
+        self._outer: list[str] = []  # the parts that the current one interrupts
+        self._events: list[tuple[Any, Any]] = []
+        self._undo = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Begin to count. One meter runs at a time."""
+        global running
+        running, self._part, self._since = self, "other", time.perf_counter()
+        self._outer.clear()
+        for hook in (
+            register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")),
+            register_optimizer_step_post_hook(lambda *_: self.end()),
+        ):
+            self._undo.callback(hook.remove)
+        # The one place that all of torch's loaders, with workers or without, go through.
+        original = _BaseDataLoaderIter.__next__
+
+        def timed_next(batches: Any) -> Any:
+            self._become("data_wait")
+            arrived = "other"
+            try:
+                batch = original(batches)
+                self.num_batches, arrived = self.num_batches + 1, "compute"
+            finally:
+                self._become(arrived)
+            return batch
+
+        self._undo.callback(setattr, _BaseDataLoaderIter, "__next__", original)
+        _BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        """Count no more, and leave torch as it was."""
+        global running
+        running = None
+        self._become("other")
+        self._undo.close()
+        if self._events:
+            torch.cuda.synchronize()
+        self._read_events()
+
+    def begin(self, part: str) -> None:
+        """From here to `end()` time counts to `part`; may be nested."""
+        if part == "communication" and self._uses_events and "communication" not in (self._part, *self._outer):
+            self._events.append((_event(), None))
+        self._outer.append(self._part)
+        self._become(part)
+
+    def end(self) -> None:
+        """What `begin` interrupted goes on. Nothing where the meter was started in between."""
+        if not self._outer:
+            return
+        ended, before = self._part, self._outer.pop()
+        self._become(before)
+        if self._events and ended == "communication" and "communication" not in (before, *self._outer):
+            self._events[-1] = self._events[-1][0], _event()
+            self._read_events()
+
+    def _become(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    def _read_events(self) -> None:
+        """Move what the GPU has waited, as far as it has come, from compute to communication."""
+        while self._events and self._events[0][1] is not None and self._events[0][1].query():
+            first, last = self._events.pop(0)
+            waited = first.elapsed_time(last) / 1000
+            self.seconds["communication"] += waited
+            self.seconds["compute"] -= waited
+
+
+@contextlib.contextmanager
+def _counted(meter: Meter, part: str) -> Any:
+    meter.begin(part)
+    try:
+        yield
+    finally:
+        meter.end()
+
+
+def counted(part: str) -> Any:
+    """A context whose time counts to `part` where a meter runs, else nothing."""
+    return contextlib.nullcontext() if running is None else _counted(running, part)
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,327 @@
+"""`Options`: what may be chosen about a run, from arguments, variables and a config's section, checked at once.
+
+Imports no torch: `python -m ddpshim options` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Callable, Optional, Union
+
+from ddpshim.errors import OptionsError
+
+PREFIX = "DDPSHIM_"
+SECTION = "ddpshim"
+_FILE = f"{PREFIX}CONFIG"
+# Variables of ours that are no options: who launched, where the options are, and what the tests read.
+_OTHER_VARIABLES = {_FILE, f"{PREFIX}LAUNCHER", f"{PREFIX}UPSTREAM", f"{PREFIX}FAULT"}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A set of values: how it is described, and how one is read (ValueError for what is not in it)."""
+
+    allowed: str
+    parse: Callable[[Any], Any]
+
+
+def _flag() -> _Kind:
+    words = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+
+    def parse(raw: Any) -> bool:
+        value = words.get(raw.strip().lower()) if isinstance(raw, str) else raw
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+
+    return _Kind("true or false (yes/no, on/off, 1/0)", parse)
+
+
+def _whole(least: int) -> _Kind:
+    def parse(raw: Any) -> int:
+        value = int(raw) if isinstance(raw, str) else raw
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError
+        return value
+
+    return _Kind(f"a whole number of at least {least}", parse)
+
+
+def _positive() -> _Kind:
+    def parse(raw: Any) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
+            raise ValueError
+        value = float(raw)
+        if not 0 < value < math.inf:
+            raise ValueError
+        return value
+
+    return _Kind("a number above 0", parse)
+
+
+def _choice(*names: str) -> _Kind:
+    def parse(raw: Any) -> str:
+        value = raw.strip().lower() if isinstance(raw, str) else raw
+        if value not in names:
+            raise ValueError
+        return str(value)
+
+    return _Kind(", ".join(names[:-1]) + f" or {names[-1]}", parse)
+
+
+def _path() -> _Kind:
+    def parse(raw: Any) -> str:
+        if not isinstance(raw, (str, os.PathLike)) or not os.fspath(raw):
+            raise ValueError
+        return str(os.fspath(raw))
+
+    return _Kind("a path", parse)
+
+
+def _or_none(kind: _Kind) -> _Kind:
+    def parse(raw: Any) -> Any:
+        is_none = raw is None or (isinstance(raw, str) and raw.strip().lower() in ("none", "null"))
+        return None if is_none else kind.parse(raw)
+
+    return _Kind(f"{kind.allowed}, or none", parse)
+
+
+def _option(default: Any, kind: _Kind, effect: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "effect": effect})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be chosen about a run. `setup()` reads it once and holds it as `World.options`.
+
+    Every rank must have the same. Arguments of `setup`, `wrap_parallel`, `make_loader` and `scale_lr` win over it.
+
+    Raises:
+        OptionsError: a value that is not allowed; one message for all of them.
+    """
+
+    backend: Optional[str] = _option(
+        None,
+        _or_none(_choice("nccl", "gloo", "mpi", "ucc")),
+        "what moves gradients; none: nccl where each rank has a GPU of its own, else gloo",
+    )
+    timeout_s: float = _option(1800.0, _positive(), "how long a rank waits for peers in a training collective")
+    side_timeout_s: float = _option(
+        86400.0, _positive(), "how long ranks wait while one works alone (saves, rolls out)"
+    )
+    bucket_cap_mb: Optional[float] = _option(
+        None, _or_none(_positive()), "size of the messages that carry gradients; none: torch's default"
+    )
+    find_unused_parameters: bool = _option(True, _flag(), "false: a parameter without a gradient is an error")
+    static_graph: bool = _option(False, _flag(), "true: a backward pass that uses other parameters is an error")
+    gradient_as_bucket_view: bool = _option(True, _flag(), "gradients live in the messages; saves one copy of them")
+    broadcast_buffers: bool = _option(True, _flag(), "after each backward pass buffers become the main rank's")
+    sync_batchnorm: bool = _option(False, _flag(), "BatchNorm normalises by the whole batch (GPUs only)")
+    per_rank_batch: bool = _option(False, _flag(), "batch sizes are those of each rank, not of all together")
+    lr_rule: str = _option(
+        "none",
+        _choice("linear", "sqrt", "none"),
+        "with per_rank_batch: learning rates times the number of ranks, its root, or left alone "
+        "(robomimic: every optimizer; else the default of `scale_lr`)",
+    )
+    accumulation_steps: int = _option(
+        1, _whole(1), "parts into which `ddpshim.accumulate` splits a batch; more than 1 is refused for robomimic"
+    )
+    precision: str = _option(
+        "float32", _choice("float32", "bf16"), "bf16: autocast around robomimic's epochs, and in `World.autocast()`"
+    )
+    metrics_every_n_epochs: int = _option(
+        1,
+        _whole(0),
+        "robomimic: how often the metrics of training are averaged over the ranks; in other epochs, and always with "
+        "0, the log has the main rank's. Those of validation always are",
+    )
+    checkpoint_every_n_steps: Optional[int] = _option(
+        None, _or_none(_whole(1)), "save the progress of a training whenever this many steps were made"
+    )
+    checkpoint_every_s: Optional[float] = _option(
+        600.0, _or_none(_positive()), "save the progress of a training whenever this many seconds have passed"
+    )
+    keep_checkpoints: int = _option(2, _whole(1), "how many files of progress are kept")
+    resume: str = _option(
+        "auto",
+        _choice("auto", "always", "never"),
+        "go on from the progress of an earlier start: where torchrun or a scheduler has started this job before, "
+        "always, or never (then a signal ends a training at once, too)",
+    )
+    rollouts: str = _option("all", _choice("all", "main"), "robomimic: which ranks play the episodes of an evaluation")
+    guard: bool = _option(True, _flag(), "compare weights and random streams over the ranks, check optimizer steps")
+    logs: Optional[str] = _option(
+        None, _or_none(_path()), "folder in which each rank's output and errors are written down, as rank_N.log"
+    )
+    profile: bool = _option(
+        False,
+        _flag(),
+        "robomimic: count where the time goes, as `ddpshim.profile` does; summary.json beside config.json",
+    )
+
+    def __post_init__(self) -> None:
+        # A frozen dataclass: this is how its own constructor writes, too.
+        for name, value in _parse({name: ("argument", getattr(self, name)) for name in names()}, []).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def read(
+        cls,
+        config_section: Optional[Mapping[str, Any]] = None,
+        environ: Optional[Mapping[str, str]] = None,
+        **arguments: Any,
+    ) -> Options:
+        """The options of a run: an argument wins over its variable, that over the section, that over the default.
+
+        Local. `DDPSHIM_NAME` is the variable of the option `name`; one that is empty counts as not set, and so does
+        an argument that is None. DDPSHIM_CONFIG names a file whose keys win over those of `config_section`.
+
+        >>> Options.read({"timeout_s": 60, "guard": True}, {"DDPSHIM_GUARD": "no"}).guard
+        False
+
+        Args:
+            config_section: the `ddpshim` section of the trainer's own config.
+            environ: in place of os.environ.
+
+        Raises:
+            OptionsError: keys, variables or arguments that are no options (the nearest name is suggested) and values
+                that are not allowed, all in one message.
+        """
+        environ = os.environ if environ is None else environ
+        problems: list[str] = []
+        found: dict[str, tuple[str, Any]] = {}
+        sources: list[tuple[str, Mapping[str, Any]]] = []
+        if isinstance(config_section, Mapping):
+            sources.append((f"section {SECTION}", config_section))
+        elif config_section is not None:
+            problems.append(f"section {SECTION} holds a {type(config_section).__name__}; allowed: a mapping")
+        if environ.get(_FILE):
+            try:
+                sources.append((f"{_FILE}={environ[_FILE]}", read_section(environ[_FILE])))
+            except OptionsError as error:
+                problems.append(str(error))
+        for source, section in sources:
+            _take(section, source, found, problems)
+        variables = {key: text for key, text in environ.items() if key.startswith(PREFIX) and text.strip()}
+        for key, text in variables.items():
+            if key not in _OTHER_VARIABLES:
+                known = [PREFIX + name.upper() for name in names()] + sorted(_OTHER_VARIABLES)
+                if key in known:
+                    found[key[len(PREFIX) :].lower()] = (f"variable {key}", text)
+                else:
+                    problems.append(f"variable {key}: no such option{_nearest(key, known)}")
+        _take({k: v for k, v in arguments.items() if v is not None}, "argument", found, problems)
+        return cls(**_parse(found, problems))
+
+    def __str__(self) -> str:
+        """The options that are not at their default."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed) or "all at their defaults"
+
+
+def names() -> list[str]:
+    """The names of all options."""
+    return [f.name for f in fields(Options)]
+
+
+def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
+    """The `ddpshim` section of a JSON or YAML file, or all of a file that has none. Local.
+
+    Raises:
+        OptionsError: the file cannot be read or is no mapping, or PyYAML is missing for YAML.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+        content = _load_yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise OptionsError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); its options would be ignored. "
+            f"Name a JSON or YAML file in {_FILE}."
+        ) from error
+    section = content.get(SECTION, content) if isinstance(content, Mapping) else content
+    if not isinstance(section, Mapping):
+        raise OptionsError(
+            f"{path} holds a {type(section).__name__} where its options should be; they would be ignored. Write a "
+            f'mapping: {{"{SECTION}": {{"timeout_s": 600}}}}.'
+        )
+    return section
+
+
+def table() -> Iterator[str]:
+    """The lines of a Markdown table of all options."""
+    yield "| option | variable | default | allowed | effect |"
+    yield "|---|---|---|---|---|"
+    for f in fields(Options):
+        default = "none" if f.default is None else json.dumps(f.default).strip('"')
+        kind = f.metadata["kind"]
+        yield f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | {default} | {kind.allowed} | {f.metadata['effect']} |"
+
+
+def _load_yaml(path: Path, text: str) -> Any:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise OptionsError(
+            f"{path} is YAML, and PyYAML is not installed; its options would be ignored. pip install pyyaml, or "
+            "write them as JSON."
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, Any]], problems: list[str]) -> None:
+    """Add the keys of `section` to `found`, over what is there; those that are no options to `problems`."""
+    for key, value in section.items():
+        if key in names():
+            found[key] = (f"{source}, {key}" if source != "argument" else source, value)
+        else:
+            problems.append(f"{source}: no option {key!r}{_nearest(str(key), names())}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
+    """The values of `found`, each given as (source, raw value); raises OptionsError for all that is wrong."""
+    values, problems = {}, list(problems)
+    for f in fields(Options):
+        if f.name in found:
+            source, raw = found[f.name]
+            try:
+                values[f.name] = f.metadata["kind"].parse(raw)
+            except (TypeError, ValueError):
+                source = f"argument {f.name}" if source == "argument" else source
+                problems.append(f"{source}: {raw!r}; allowed: {f.metadata['kind'].allowed}{_why_not(raw)}")
+    if values.get("lr_rule", "none") != "none" and not values.get("per_rank_batch", False):
+        problems.append(
+            f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch; the batch is that of one "
+            "process, and so is its learning rate. Set per_rank_batch too, or leave lr_rule out"
+        )
+    if problems:
+        count = f"{len(problems)} options are" if len(problems) > 1 else "an option is"
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise OptionsError(
+            f"{count} wrong:{lines}\nThe run would not be the one that was meant, so nothing was started. "
+            "`python -m ddpshim options` lists what there is."
+        )
+    return values
+
+
+def _why_not(raw: Any) -> str:
+    """A hint for a value that many will try."""
+    if str(raw).lower() in ("fp16", "float16", "half"):
+        return " (fp16 needs a loss scaler, for which robomimic's optimizer code has no place; bf16 needs none)"
+    return ""
