@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpshim import checkpoint, guard
+from ddpshim import advice, checkpoint, guard, machine
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
@@ -44,6 +44,9 @@ def start(config: Any, device: torch.device) -> torch.device:
     here = setup(device=None if device.type == "cuda" else device)
     if not here.is_launched:
         return device
+    if here.is_main:
+        # Before the ranks load their data: afterwards it would be too late.
+        _advise_on_cache(config, here.local_world_size)
     return setup(seed=config.train.seed).device
 
 
@@ -96,7 +99,7 @@ def prepare(model: Any) -> Any:
     here = world()
     if not here.is_launched:
         return model
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), _num_cores() // here.local_world_size)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
     for algo in _algos(model):
         for net in _trained_together(algo):
             wrap_parallel(net)
@@ -214,6 +217,38 @@ def _trained_together(algo: Any) -> Iterator[nn.Module]:
         yield from (part for part in (net if cut else [net]) if any(id(p) in trained for p in part.parameters()))
 
 
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _advise_on_cache(config: Any, num_ranks: int) -> None:
+    """Say whether the copies of the dataset in `num_ranks` processes would not fit into this node's memory. Local."""
+    if config.train.hdf5_cache_mode != "all":
+        return
+    data = config.train.data  # a path, from 0.5.0 on a list of mappings
+    paths = [os.path.expanduser(d["path"]) for d in data] if isinstance(data, (list, tuple)) else [str(data)]
+    looks = [_loaded(path, config) for path in paths]
+    num_bytes, has_images = sum(size for size, _ in looks), any(images for _, images in looks)
+    num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
+    advice.say(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available))
+
+
+def _loaded(path: str, config: Any) -> tuple[float, bool]:
+    """(bytes on disk, whether images are among them) of what robomimic loads from a file, judged by its first demo."""
+    import h5py
+
+    loaded = {"": set(config.train.dataset_keys), "obs": set(config.all_obs_keys)}
+    if config.train.get("hdf5_load_next_obs", True):
+        loaded["next_obs"] = loaded["obs"]
+    sizes, dims = {True: 0, False: 0}, [0]
+
+    def look(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            group, _, key = name.rpartition("/")
+            is_loaded = key in loaded.get(group, ())
+            sizes[is_loaded] += item.id.get_storage_size()
+            dims.append(item.ndim if is_loaded else 0)
+
+    if not h5py.is_hdf5(path):  # upstream has its own words for a wrong path
+        return 0.0, False
+    with h5py.File(path, "r") as file:
+        for demo in list(file.get("data", {}).values())[:1]:
+            demo.visititems(look)
+    share = sizes[True] / max(1, sum(sizes.values()))
+    return share * os.path.getsize(path), max(dims) >= 4  # (T, height, width, channels)

@@ -20,6 +20,8 @@ ROOMS = [
     "launch",
     "streams",
     "failure",
+    "machine",
+    "advice",
     "group",
     "transparent",
     "guard",
@@ -105,7 +107,7 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-@pytest.mark.parametrize("room", ["group", "streams", "transparent", "sampler", "loader", "launch"])
+@pytest.mark.parametrize("room", ["group", "streams", "transparent", "sampler", "loader", "launch", "machine"])
 def test_examples_in_docstrings(room: str) -> None:
     module = __import__(f"ddpshim.{room}", fromlist=["_"])
     assert doctest.testmod(module).failed == 0
