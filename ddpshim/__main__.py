@@ -7,6 +7,7 @@ imports what it needs when it runs: patching needs no torch.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ddpshim", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_patch(commands)
+    _add_env(commands)
     return parser
 
 
@@ -61,6 +63,24 @@ def _add_patch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     manifest.add_argument("--source", type=Path, required=True, help="folder with the package folder in it")
     manifest.add_argument("--base", required=True, help="the commit or release that SOURCE is")
     manifest.set_defaults(run=_patch_manifest)
+
+
+def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what a bug report needs: versions, GPUs, launcher, variables, cores and memory"
+    env = commands.add_parser("env", help=text, description=text)
+    env.add_argument("--json", action="store_true", help="for programs")
+    env.add_argument(
+        "--names", action="store_true", help="show the names of machines, user and home folder, which are else left out"
+    )
+    env.set_defaults(run=_env)
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from ddpshim.environment import as_text, describe
+
+    report = describe(with_names=arguments.names)
+    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    return 0
 
 
 def _patch_list(arguments: argparse.Namespace) -> int:

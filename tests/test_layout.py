@@ -35,6 +35,7 @@ ROOMS = [
     "patchset",
     "replacing",
     "patching",
+    "environment",
     "__main__",
 ]
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
