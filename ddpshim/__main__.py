@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_patch(commands)
     _add_env(commands)
+    _add_selftest(commands)
     return parser
 
 
@@ -81,6 +82,33 @@ def _env(arguments: argparse.Namespace) -> int:
     report = describe(with_names=arguments.names)
     print(json.dumps(report, indent=2) if arguments.json else as_text(report))
     return 0
+
+
+def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "start ranks and check that they reach each other and train as one process does"
+    selftest = commands.add_parser("selftest", help=text, description=text)
+    selftest.add_argument("--nproc", type=int, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
+    selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
+    selftest.add_argument("--nnodes", type=int, default=1, metavar="N", help="run the same command on N nodes")
+    selftest.add_argument("--node-rank", type=int, metavar="R", help="of this node, from 0; else as srun says")
+    selftest.add_argument("--master-addr", metavar="A", help="an address of node 0; else as srun says")
+    selftest.add_argument("--master-port", type=int, metavar="P", help="on node 0 (default: any, on nodes 29500)")
+    selftest.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
+    )
+    selftest.set_defaults(run=_selftest)
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from ddpshim.selftest import Options, coloured, run
+
+    names = ("nproc", "device", "nnodes", "node_rank", "master_addr", "master_port", "timeout_s")
+    try:
+        line, is_good = run(Options(**{name: getattr(arguments, name) for name in names})), True
+    except DdpShimError as error:
+        line, is_good = f"selftest failed: {error}", False
+    print(coloured(line, is_good), flush=True)
+    return 0 if is_good else 1
 
 
 def _patch_list(arguments: argparse.Namespace) -> int:

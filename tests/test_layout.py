@@ -36,6 +36,8 @@ ROOMS = [
     "replacing",
     "patching",
     "environment",
+    "checks",
+    "selftest",
     "__main__",
 ]
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
