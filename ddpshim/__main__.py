@@ -7,6 +7,7 @@ imports what it needs when it runs: none of them needs torch.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "every option of a run, as a Markdown table"
     options = commands.add_parser("options", help=text, description=text)
     options.set_defaults(run=_options)
+    _add_env(commands)
+    _add_selftest(commands)
     return parser
 
 
@@ -71,6 +74,51 @@ def _options(arguments: argparse.Namespace) -> int:
 
     print("\n".join(table()))
     return 0
+
+
+def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what a bug report needs: versions, GPUs, launcher, variables, cores and memory"
+    env = commands.add_parser("env", help=text, description=text)
+    env.add_argument("--json", action="store_true", help="for programs")
+    env.add_argument(
+        "--names", action="store_true", help="show the names of machines, user and home folder, which are else left out"
+    )
+    env.set_defaults(run=_env)
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from ddpshim.environment import as_text, describe
+
+    report = describe(with_names=arguments.names)
+    print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    return 0
+
+
+def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "start ranks and check that they reach each other and train as one process does"
+    selftest = commands.add_parser("selftest", help=text, description=text)
+    selftest.add_argument("--nproc", type=int, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
+    selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
+    selftest.add_argument("--nnodes", type=int, default=1, metavar="N", help="run the same command on N nodes")
+    selftest.add_argument("--node-rank", type=int, metavar="R", help="of this node, from 0; else as srun says")
+    selftest.add_argument("--master-addr", metavar="A", help="an address of node 0; else as srun says")
+    selftest.add_argument("--master-port", type=int, metavar="P", help="on node 0 (default: any, on nodes 29500)")
+    selftest.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
+    )
+    selftest.set_defaults(run=_selftest)
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from ddpshim.selftest import Options, coloured, run
+
+    names = ("nproc", "device", "nnodes", "node_rank", "master_addr", "master_port", "timeout_s")
+    try:
+        line, is_good = run(Options(**{name: getattr(arguments, name) for name in names})), True
+    except DdpShimError as error:
+        line, is_good = f"selftest failed: {error}", False
+    print(coloured(line, is_good), flush=True)
+    return 0 if is_good else 1
 
 
 def _patch_list(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from ddpshim import advice
 from ddpshim.errors import DataError
 from ddpshim.group import World, current_or_new_world
 from ddpshim.group import world as current_world
@@ -548,18 +549,19 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
     except Exception as error:
         # Raised below: peers are on their way to the same gather.
         problem = error
-    reports = parts.world.gather((None if problem is None else f"{type(problem).__name__}: {problem}", facts))
+    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+    reports = parts.world.gather((said, facts, advice.own_share(options["num_workers"])))
     if problem is not None:
         raise problem
     assert loader is not None
-    for rank, (failure, _) in enumerate(reports):
+    for rank, (failure, _, _) in enumerate(reports):
         if failure is not None:
             raise DataError(
                 f"Rank {rank} could not make its loader ({failure}); this rank would wait for it for ever. "
                 f"See the traceback of rank {rank}."
             )
     for name in facts:
-        values = [other[name] for _, other in reports]
+        values = [other[name] for _, other, _ in reports]
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if odd is not None:
             raise DataError(
@@ -567,6 +569,8 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
                 "would step on batches that do not belong together, or wait for each other. Call "
                 "make_loader with equal arguments and datasets on every rank."
             )
+    if parts.world.is_main:
+        advice.say(advice.on_workers([share for _, _, share in reports]))
     return loader
 
 

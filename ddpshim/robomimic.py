@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 import os
 import shutil
@@ -20,15 +19,17 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from ddpshim import checkpoint, guard, preemption, rollout
+from ddpshim import checkpoint, guard, machine, preemption, rollout
 from ddpshim.algo import AlgoState, Metrics, algos, flat, trained_together
-from ddpshim.errors import DataError, OptionsError
+from ddpshim.datasets import advise_on_cache
+from ddpshim.datasets import load_data_for_training as load_data_for_training
+from ddpshim.datasets import loader as loader
+from ddpshim.errors import OptionsError
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
-from ddpshim.loader import ShardedLoader, make_loader, scale_lr
+from ddpshim.loader import ShardedLoader, scale_lr
 from ddpshim.options import SECTION, Options
 from ddpshim.parallel import average, broadcast_state, wrap_parallel
 from ddpshim.profiling import Profile
@@ -101,6 +102,9 @@ def start(config: Any, device: torch.device) -> torch.device:
     _run.profile = Profile() if options.profile else None
     if not here.is_launched:
         return device
+    if here.is_main:
+        # Before the ranks load their data: afterwards it would be too late.
+        advise_on_cache(config, here.local_world_size)
     return setup(seed=config.train.seed).device
 
 
@@ -220,65 +224,12 @@ class _Loggers:
             made._data = data
 
 
-def load_data_for_training(config: Any, obs_keys: Any) -> tuple[Any, Any]:
-    """Upstream's datasets for training and validation; launched, statistics over them are the main rank's (collective).
-
-    Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
-    """
-    import robomimic.utils.train_utils as TrainUtils
-    from robomimic.utils.dataset import SequenceDataset
-
-    here = world()
-    if here.world_size == 1:
-        return TrainUtils.load_data_for_training(config, obs_keys=obs_keys)  # type: ignore[no-any-return]
-    names = [name for name in ("normalize_obs", "get_action_stats") if hasattr(SequenceDataset, name)]
-    computed = {name: getattr(SequenceDataset, name) for name in names}
-    for name, compute in computed.items():
-        setattr(SequenceDataset, name, functools.partialmethod(_on_main, compute))
-    try:
-        datasets = TrainUtils.load_data_for_training(config, obs_keys=obs_keys)
-        for dataset in datasets:
-            if hasattr(dataset, "get_action_normalization_stats"):
-                dataset.get_action_normalization_stats()  # upstream would compute them when they are first used
-    finally:
-        for name, compute in computed.items():
-            setattr(SequenceDataset, name, compute)
-    return datasets  # type: ignore[no-any-return]
-
-
-def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
-    return world().run_on_main(compute, dataset)
-
-
 def mean_over_ranks(statistic: torch.Tensor) -> torch.Tensor:
     """The mean over ranks of what a loss takes from its shard of a batch: that of the whole batch (collective).
 
     Without gradient; for equal shards, which `loader` gives. In one process `statistic` itself.
     """
     return average(statistic) if world().world_size > 1 else statistic
-
-
-def loader(**options: Any) -> DataLoader[Any]:
-    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
-
-    Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
-    in one process ends in an empty StopIteration, or goes without that validation and says nothing.
-    """
-    dataset, batch_size = options["dataset"], options["batch_size"]
-    try:
-        return make_loader(**options)
-    except DataError:
-        if len(dataset) >= batch_size:
-            raise
-        num_ranks = world().world_size
-        largest = len(dataset) // num_ranks * num_ranks
-        lower = f"lower train.batch_size to {largest}, " if largest else ""
-        raise DataError(
-            f"{_source(dataset)}: {len(dataset)} samples, fewer than a batch of {batch_size} (train.batch_size, of "
-            f"all {num_ranks} ranks together, for training and validation). robomimic drops incomplete batches, so an "
-            f"epoch would have no step. Name a filter key with more demonstrations, {lower}or, if this is the "
-            "validation set, set experiment.validate to false."
-        ) from None
 
 
 def prepare(model: Any) -> Any:
@@ -291,7 +242,7 @@ def prepare(model: Any) -> Any:
     here = world()
     if not here.is_launched:
         return model
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), _num_cores() // here.local_world_size)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
     for algo in algos(model):
         _scale_learning_rates(algo, scale_lr(1.0, here.options.lr_rule))
         for net in trained_together(algo):
@@ -471,16 +422,3 @@ class _Nothing:
 
     def __exit__(self, *args: Any) -> None:
         return None
-
-
-def _source(dataset: Any) -> str:
-    """Where the samples of `dataset` come from, as the config names it."""
-    parts = getattr(dataset, "datasets", [dataset])
-    keys = [part.filter_by_attribute for part in parts]
-    of = ["all demonstrations" if key is None else f"filter key {key!r}" for key in keys]
-    return " + ".join(f"{which} of {part.hdf5_path}" for which, part in zip(of, parts))
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -24,6 +24,8 @@ ROOMS = [
     "meter",
     "failure",
     "preemption",
+    "machine",
+    "advice",
     "group",
     "transparent",
     "guard",
@@ -36,14 +38,18 @@ ROOMS = [
     "profiling",
     "rollout",
     "algo",
+    "datasets",
     "robomimic",
     "unidiff",
     "patchset",
     "replacing",
     "patching",
+    "environment",
+    "checks",
+    "selftest",
     "__main__",
 ]
-TRAINERS = ("rollout", "algo", "robomimic")  # these import the trainer's packages, inside functions
+TRAINERS = ("rollout", "algo", "datasets", "robomimic")  # these import the trainer's packages, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
@@ -114,7 +120,10 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-@pytest.mark.parametrize("room", ["group", "options", "streams", "transparent", "sampler", "loader", "launch"])
+EXAMPLES = ["group", "options", "streams", "transparent", "sampler", "loader", "launch", "machine"]
+
+
+@pytest.mark.parametrize("room", EXAMPLES)
 def test_examples_in_docstrings(room: str) -> None:
     module = __import__(f"ddpshim.{room}", fromlist=["_"])
     assert doctest.testmod(module).failed == 0

@@ -1,0 +1,115 @@
+"""robomimic's datasets: what they would cost in memory, loaded with statistics from one rank, divided over all.
+
+robomimic and h5py are imported inside the functions only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Callable
+
+from torch.utils.data import DataLoader
+
+from ddpshim import advice, machine
+from ddpshim.errors import DataError
+from ddpshim.group import world
+from ddpshim.loader import make_loader
+
+
+def advise_on_cache(config: Any, num_ranks: int) -> None:
+    """Say whether the copies of the dataset in `num_ranks` processes would not fit into this node's memory. Local."""
+    if config.train.hdf5_cache_mode != "all":
+        return
+    data = config.train.data  # a path, from 0.5.0 on a list of mappings
+    paths = [os.path.expanduser(d["path"]) for d in data] if isinstance(data, (list, tuple)) else [str(data)]
+    looks = [_loaded(path, config) for path in paths]
+    num_bytes, has_images = sum(size for size, _ in looks), any(images for _, images in looks)
+    num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
+    advice.say(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available))
+
+
+def _loaded(path: str, config: Any) -> tuple[float, bool]:
+    """(bytes on disk, whether images are among them) of what robomimic loads from a file, judged by its first demo."""
+    import h5py
+
+    loaded = {"": set(config.train.dataset_keys), "obs": set(config.all_obs_keys)}
+    if config.train.get("hdf5_load_next_obs", True):
+        loaded["next_obs"] = loaded["obs"]
+    sizes, dims = {True: 0, False: 0}, [0]
+
+    def look(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            group, _, key = name.rpartition("/")
+            is_loaded = key in loaded.get(group, ())
+            sizes[is_loaded] += item.id.get_storage_size()
+            dims.append(item.ndim if is_loaded else 0)
+
+    if not h5py.is_hdf5(path):  # upstream has its own words for a wrong path
+        return 0.0, False
+    with h5py.File(path, "r") as file:
+        for demo in list(file.get("data", {}).values())[:1]:
+            demo.visititems(look)
+    share = sizes[True] / max(1, sum(sizes.values()))
+    return share * os.path.getsize(path), max(dims) >= 4  # (T, height, width, channels)
+
+
+def load_data_for_training(config: Any, obs_keys: Any) -> tuple[Any, Any]:
+    """Upstream's datasets for training and validation; launched, statistics over them are the main rank's (collective).
+
+    Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
+    """
+    import robomimic.utils.train_utils as TrainUtils
+    from robomimic.utils.dataset import SequenceDataset
+
+    here = world()
+    if here.world_size == 1:
+        return TrainUtils.load_data_for_training(config, obs_keys=obs_keys)  # type: ignore[no-any-return]
+    names = [name for name in ("normalize_obs", "get_action_stats") if hasattr(SequenceDataset, name)]
+    computed = {name: getattr(SequenceDataset, name) for name in names}
+    for name, compute in computed.items():
+        setattr(SequenceDataset, name, functools.partialmethod(_on_main, compute))
+    try:
+        datasets = TrainUtils.load_data_for_training(config, obs_keys=obs_keys)
+        for dataset in datasets:
+            if hasattr(dataset, "get_action_normalization_stats"):
+                dataset.get_action_normalization_stats()  # upstream would compute them when they are first used
+    finally:
+        for name, compute in computed.items():
+            setattr(SequenceDataset, name, compute)
+    return datasets  # type: ignore[no-any-return]
+
+
+def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
+    return world().run_on_main(compute, dataset)
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
+
+    Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
+    in one process ends in an empty StopIteration, or goes without that validation and says nothing.
+    """
+    dataset, batch_size = options["dataset"], options["batch_size"]
+    try:
+        return make_loader(**options)
+    except DataError:
+        if len(dataset) >= batch_size:
+            raise
+        num_ranks = world().world_size
+        largest = len(dataset) // num_ranks * num_ranks
+        lower = f"lower train.batch_size to {largest}, " if largest else ""
+        raise DataError(
+            f"{_source(dataset)}: {len(dataset)} samples, fewer than a batch of {batch_size} (train.batch_size, of "
+            f"all {num_ranks} ranks together, for training and validation). robomimic drops incomplete batches, so an "
+            f"epoch would have no step. Name a filter key with more demonstrations, {lower}or, if this is the "
+            "validation set, set experiment.validate to false."
+        ) from None
+
+
+def _source(dataset: Any) -> str:
+    """Where the samples of `dataset` come from, as the config names it."""
+    parts = getattr(dataset, "datasets", [dataset])
+    keys = [part.filter_by_attribute for part in parts]
+    of = ["all demonstrations" if key is None else f"filter key {key!r}" for key in keys]
+    return " + ".join(f"{which} of {part.hdf5_path}" for which, part in zip(of, parts))

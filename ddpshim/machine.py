@@ -1,0 +1,136 @@
+"""What the machine lets this process have: cores, memory and limits, with those of a container around it.
+
+Everything is local, reads a few small files, and answers None where the system does not tell (macOS, Windows).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+_ROOT = Path("/")
+
+
+class Memory(NamedTuple):
+    """Bytes of main memory; `limit_bytes` is that of the containers around this process, where it is below `total`."""
+
+    total_bytes: Optional[int]
+    available_bytes: Optional[int]  # without swapping, and without reaching the limit
+    limit_bytes: Optional[int]
+
+
+def cores() -> frozenset[int]:
+    """The cores that this process is not kept from by an affinity: a launcher may bind each rank to its own."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def core_quota(root: Path = _ROOT) -> Optional[float]:
+    """How many cores' worth of time a container grants to all its processes together, or None without a quota."""
+    quotas = []
+    for folder in _cgroups(root, "cpu"):
+        of_v2 = (_read(folder / "cpu.max") or "").split()
+        of_v1 = (_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+        quota, period = map(_number, of_v2 if len(of_v2) == 2 else of_v1)  # v2 says "max", v1 -1, for no quota
+        if quota and period:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def num_usable(allowed: frozenset[int], quota: Optional[float]) -> int:
+    """The number of processes that can compute at once on these cores, under this quota; at least 1.
+
+    >>> num_usable(frozenset(range(16)), 3.5)
+    3
+    """
+    return max(1, len(allowed) if quota is None else min(len(allowed), int(quota)))
+
+
+def num_cores() -> int:
+    """The number of cores that this process can use: neither affinity nor quota keeps it from them."""
+    return num_usable(cores(), core_quota())
+
+
+def memory(root: Path = _ROOT) -> Memory:
+    """The machine's memory, and what is left of it for this process."""
+    stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
+    sizes = {name: int(number) * 1024 for name, number in stated}
+    total, available, limit = sizes.get("MemTotal"), sizes.get("MemAvailable"), None
+    if total is None and root == _ROOT:
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # macOS tells this much, Windows nothing
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for folder in _cgroups(root, "memory"):
+        most = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
+        if most is None or (total is not None and most >= total):
+            continue
+        used = _number(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")) or 0
+        # Cached files count as used, and are dropped when something needs their place.
+        cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE)
+        left = max(0, most - used + (int(cached[1]) if cached else 0))
+        limit = most if limit is None else min(limit, most)
+        available = left if available is None else min(available, left)
+    return Memory(total, available, limit)
+
+
+def numa_nodes(root: Path = _ROOT) -> Optional[dict[int, str]]:
+    """The cores of each NUMA node, as in ``{0: "0-15", 1: "16-31"}``."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    nodes = {int(folder.name[4:]): _read(folder / "cpulist") or "" for folder in folders}
+    return dict(sorted(nodes.items())) or None
+
+
+def shared_memory() -> Optional[tuple[int, int]]:
+    """(size, free) in bytes of what data workers hand their batches over in."""
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage("/dev/shm")
+        return usage.total, usage.free
+    return None
+
+
+def limits() -> Optional[dict[str, Optional[int]]]:
+    """The soft limits on open files and on locked memory (bytes); a value of None is no limit."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    names = {"open files": "RLIMIT_NOFILE", "locked memory": "RLIMIT_MEMLOCK"}
+    soft = {name: resource.getrlimit(getattr(resource, key))[0] for name, key in names.items()}
+    return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control group and of those around it, v1 and v2; they may not exist.
+
+    A container often sees its own group mounted at the top, under a path that is true outside only: hence
+    all folders on the way.
+    """
+    base = root / "sys/fs/cgroup"
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for mount in dict.fromkeys(
+            (base / controllers, base / controller) if controllers else (base, base / "unified")
+        ):
+            folder = mount / path.strip("/")
+            while folder != mount:
+                yield folder
+                folder = folder.parent
+            yield mount
+
+
+def _read(path: Path) -> Optional[str]:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _number(text: Optional[str]) -> Optional[int]:
+    return int(text) if text is not None and re.fullmatch(r"[0-9]+", text) else None
