@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ddpshim
 from ddpshim import advice, datasets, machine
 from ddpshim.advice import Share
 from tests.ranks import run_ranks
