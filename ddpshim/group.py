@@ -228,6 +228,8 @@ def setup(
             made = _join(env, backend, device, timeout_s, side_timeout_s)
         else:
             made = World(device=_single_device(device))
+            if env.in_allocation:
+                print(f"ddpshim: {env.reason}", file=sys.stderr, flush=True)
     _state.world, _state.left = replace(made, seed=seed), None
     if seed is not None:
         seed_everything(seed)

@@ -24,6 +24,7 @@ from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
 from ddpshim.loader import ShardedLoader, make_loader
 from ddpshim.parallel import broadcast_state, wrap_parallel
+from ddpshim.rank import has_log, link_log
 from ddpshim.rollout import plays_rollouts as plays_rollouts
 from ddpshim.rollout import rollout_with_stats as rollout_with_stats
 from ddpshim.streams import derive_seed, seed_everything
@@ -32,9 +33,9 @@ from ddpshim.streams import derive_seed, seed_everything
 def quiet() -> None:
     """Lead standard output and warnings nowhere on ranks that are not the main one. Local; before imports.
 
-    Errors still reach standard error. Raises LaunchError where the launcher's variables are impossible.
+    Nothing under `python -m ddpshim run`, where they go to the rank's own log. Errors still reach standard error. Raises LaunchError where the launcher's variables are impossible.
     """
-    if read_launch_env(os.environ).rank > 0:
+    if read_launch_env(os.environ).rank > 0 and not has_log():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
 
@@ -75,10 +76,15 @@ def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def get_exp_dir(config: Any, **options: Any) -> Any:
-    """The experiment's directories, asked for, removed and made by the main rank alone (collective)."""
+    """The experiment's directories, asked for, removed and made by the main rank alone (collective).
+
+    The first of them gets each rank's log, where `python -m ddpshim run` keeps one.
+    """
     import robomimic.utils.train_utils as TrainUtils
 
-    return world().run_on_main(TrainUtils.get_exp_dir, config, **options)
+    directories = world().run_on_main(TrainUtils.get_exp_dir, config, **options)
+    link_log(directories[0])
+    return directories
 
 
 def loader(**options: Any) -> DataLoader[Any]:

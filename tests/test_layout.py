@@ -18,6 +18,9 @@ ROOT = Path(__file__).parent.parent
 ROOMS = [
     "errors",
     "launch",
+    "rank",
+    "runner",
+    "slurm",
     "streams",
     "failure",
     "group",
