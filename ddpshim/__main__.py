@@ -130,6 +130,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="launch a trainer on this node's GPUs, or on several nodes",
         description="Launch a trainer through torchrun: checked first, a log for each rank, the first failure last. "
         "Exit code: that of the first failing rank; 128 + N where signal N ended it; 1 also where the check refused.",
+        allow_abbrev=False,  # else a `--log` of the trainer is found ambiguous
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
     run.add_argument("--nproc", default="auto", metavar="N|gpu|cpu|auto", help="ranks on this node; auto: its GPUs")
@@ -175,6 +176,7 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print an sbatch script for a trainer",
         description="Print an sbatch script: it is signalled before its time is over, and requeued where the trainer "
         "asks for that (exit code 75). Redirect it into a file, read it, and `sbatch` it.",
+        allow_abbrev=False,
         usage="%(prog)s [options] -- (script.py | -m package.module) [arguments]",
     )
     for field in fields(Settings):

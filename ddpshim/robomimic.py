@@ -33,7 +33,8 @@ from ddpshim.streams import derive_seed, seed_everything
 def quiet() -> None:
     """Lead standard output and warnings nowhere on ranks that are not the main one. Local; before imports.
 
-    Nothing under `python -m ddpshim run`, where they go to the rank's own log. Errors still reach standard error. Raises LaunchError where the launcher's variables are impossible.
+    Nothing under `python -m ddpshim run`, where they go to the rank's own log. Errors still reach standard error.
+    Raises LaunchError where the launcher's variables are impossible.
     """
     if read_launch_env(os.environ).rank > 0 and not has_log():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives

@@ -74,7 +74,10 @@ def run(job: Job) -> int:
         logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
         with _signals_passed_on(job.grace_s), screen:
             try:
-                torchrun.run(torchrun.parse_args(_torchrun_arguments(job, run_dir)))
+                options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
+                # Not through its parser, which finds `--nproc` or `--log` of the program's own ambiguous.
+                options.training_script_args = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
+                torchrun.run(options)
                 return 0
             except ChildFailedError as error:
                 failures = error.failures
@@ -256,8 +259,7 @@ def _torchrun_arguments(job: Job, run_dir: str) -> list[str]:
         meet = [f"--nnodes={job.nnodes}", f"--node-rank={job.node_rank}"]
         meet += [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     how = [f"--nproc-per-node={job.nproc}", f"--max-restarts={job.max_restarts}", "--monitor-interval=0.1"]
-    program = ["-m", job.program] if job.is_module else [job.program]
-    return [*meet, *how, f"--log-dir={run_dir}", "-m", "ddpshim.rank", *program, *job.arguments]
+    return [*meet, *how, f"--log-dir={run_dir}", "-m", "ddpshim.rank"]
 
 
 @contextlib.contextmanager
