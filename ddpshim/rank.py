@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Optional
 
 LOG_DIR = "DDPSHIM_RANK_LOGS"  # where `run` has each rank write; unset where output goes to the screen
-RUN_DIR = "DDPSHIM_RUN_DIR"  # private to one `run`: when each failing rank began to fail
+RUN_DIR = "DDPSHIM_RUN_DIR"  # private to one `run`: when and how each failing rank failed
 
 
 def main(argv: Sequence[str]) -> None:
@@ -25,6 +25,7 @@ def main(argv: Sequence[str]) -> None:
     if os.getpgrp() != os.getpid():
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
+    _note().unlink(missing_ok=True)  # of this rank before a restart
     if has_log():
         _redirect_output(_log())
     # Here is the place for what has to be done before the program: nothing of it has been imported yet.
@@ -60,12 +61,10 @@ def link_log(folder: str) -> None:
             return
 
 
-def failed_at(run_dir: str, rank: int) -> Optional[float]:
-    """The moment at which an exception left the program of `rank`; None where there was none."""
-    try:
-        return float(Path(run_dir, f"failed_{rank}").read_text())
-    except FileNotFoundError:
-        return None
+def failures(run_dir: str) -> dict[int, tuple[float, int]]:
+    """For each rank whose program an exception has left: when, and the exit code that it meant."""
+    said = {int(file.suffix[1:]): file.read_text().split() for file in Path(run_dir).glob("failed.*")}
+    return {rank: (float(moment), int(exit_code)) for rank, (moment, exit_code) in said.items()}
 
 
 def _log() -> Path:
@@ -93,20 +92,24 @@ def _run_program(argv: Sequence[str]) -> None:
             runpy.run_path(program, run_name="__main__")
     except SystemExit as error:
         if error.code:
-            _write_down_the_moment()
+            _write_down(error.code if isinstance(error.code, int) else 1)
         raise
     except Exception as error:
-        _write_down_the_moment()
+        _write_down(1)
         # The hook that is set now: `ddpshim.setup` names the first failing rank in it.
         error.__traceback__ = _without_our_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 
-def _write_down_the_moment() -> None:
-    # torch's agent looks every 0.1 s and keeps whole seconds: ranks that fail because of this one would look as early.
-    if RUN_DIR in os.environ:
-        Path(os.environ[RUN_DIR], f"failed_{os.environ['RANK']}").write_text(repr(time.time()))
+def _write_down(exit_code: int) -> None:
+    # torch's agent goes by the end of the process, in whole seconds: ranks that fail because of this one may end
+    # earlier, and then the agent ends this one.
+    _note().write_text(f"{time.time()} {exit_code}")
+
+
+def _note() -> Path:
+    return Path(os.environ[RUN_DIR], f"failed.{os.environ['RANK']}")
 
 
 def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackType]:

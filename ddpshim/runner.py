@@ -21,6 +21,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
@@ -81,8 +82,7 @@ def run(job: Job) -> int:
                 return 0
             except ChildFailedError as error:
                 failures = error.failures
-        first = min(failures, key=lambda rank: _moment(failures[rank], rank_module.failed_at(run_dir, rank)))
-        code = failures[first].exitcode
+        first, code = _first(failures, rank_module.failures(run_dir))
         _report(first, code, log_dir)
         return 128 - code if code < 0 else code
 
@@ -138,16 +138,19 @@ def _module_file(name: str) -> Optional[str]:
     first, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(first)
-        so_far = first
         for part in rest:
-            so_far = f"{so_far}.{part}"
-            inside = spec.submodule_search_locations if spec is not None else None
-            spec = importlib.machinery.PathFinder.find_spec(so_far, inside) if inside is not None else None
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", spec.submodule_search_locations)
+            spec = _find_inside(spec, part)
     except ValueError:  # an empty part of the name
         return None
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_inside(spec, "__main__")
     return spec.origin if spec is not None else None
+
+
+def _find_inside(package: Optional[ModuleSpec], name: str) -> Optional[ModuleSpec]:
+    # By the last name alone: with the whole one, a folder without __init__.py needs the package above it imported.
+    inside = package.submodule_search_locations if package is not None else None
+    return importlib.machinery.PathFinder.find_spec(name, inside) if inside is not None else None
 
 
 def _problems_of_nodes(job: Job) -> Iterator[str]:
@@ -359,9 +362,14 @@ def _signal_ranks(context: Any, signum: int) -> None:
             os.kill(pid, signum)
 
 
-def _moment(failure: Any, failed_at: Optional[float]) -> tuple[bool, float]:
-    """Sorts failures by time; last those that the agent ended because of another one."""
-    return failure.exitcode == -signal.SIGTERM, failure.timestamp if failed_at is None else failed_at
+def _first(seen: Mapping[int, Any], said: Mapping[int, tuple[float, int]]) -> tuple[int, int]:
+    """The rank that failed first, and its exit code, from what the agent has seen and what ranks said themselves."""
+    # Last those that the agent ended because of another one.
+    agents = {rank: (end.exitcode == -signal.SIGTERM, end.timestamp, end.exitcode) for rank, end in seen.items()}
+    own = {rank: (False, moment, exit_code) for rank, (moment, exit_code) in said.items()}
+    every = {**agents, **own}
+    first = min(every, key=lambda rank: every[rank][:2])
+    return first, every[first][2]
 
 
 def _report(rank: int, code: int, log_dir: Optional[Path]) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from ddpshim.launch import read_launch_env
 from tests import ranks
+from tests.equivalence import copy_release, make_config, make_data, source
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "tests" / "matrix_train.py")
@@ -197,3 +198,20 @@ def test_a_forced_launcher(tmp_path: Path, one: dict[str, Any], forced: str, lau
     others = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     agents = {"RANK": "0", "WORLD_SIZE": "1" if forced == "torchrun" else "4"}
     check(forked(tmp_path, {**task, **others, **agents, "DDPSHIM_LAUNCHER": forced}), one, 1, 1, launcher)
+
+
+@pytest.mark.robomimic
+def test_run_puts_the_logs_into_robomimics_experiment(tmp_path: Path) -> None:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
+    tree, data = copy_release("0.3.0", tmp_path), make_data(tmp_path, num_demos=20)
+    where = {"train__data": str(data), "train__output_dir": str(tmp_path / "out")}
+    config = make_config(tree, "bc", data, tmp_path, 3, 1, **where)
+    command = (*RUN, "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config))
+    launched(tmp_path, command, PYTHONPATH=f"{tree}:{ROOT}")
+    (logs,) = tmp_path.glob("out/*/*/logs")
+    zero, one = ((logs / f"rank_{number}.log").read_text() for number in (0, 1))
+    assert "Train Epoch 1\n" in zero
+    assert zero in (tmp_path / "screen").read_text()
+    assert "New Training Run with Config" in one, "what quiet() hides elsewhere"
+    assert "rank_1.log" not in zero

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
 
 PROGRAM = """
-import os, pathlib, signal, subprocess, sys, time
+import atexit, os, pathlib, signal, subprocess, sys, time
 what, *rest = sys.argv[1:]
 rank, here = int(os.environ["RANK"]), pathlib.Path.cwd()
 
@@ -56,11 +56,13 @@ if what == "print":
     print("to stderr", file=sys.stderr)
     subprocess.run(["echo", "from a child"], check=True)
     os.write(1, b"half a line")
-elif what == "raise":  # the other rank fails because of it, in the same poll of torch's agent
+elif what == "raise":  # the other rank fails because of it, and is gone earlier
     if rank != int(rest[0]):
         wait_for("failed")
+        atexit.register((here / "gone").touch)
         fail(ValueError("a consequence"))
-    (here / "failed").touch()
+    atexit.register(wait_for, "gone")
+    atexit.register((here / "failed").touch)
     fail(ValueError("broken on purpose"))
 elif what in ("exit", "kill"):
     if rank == int(rest[0]):
@@ -186,6 +188,14 @@ def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path
     assert f"ddpshim: {name}, passed on to the ranks" in job.screen
 
 
+def test_ranks_that_a_signal_ended_are_not_started_again(tmp_path: Path) -> None:
+    with running(tmp_path, "wait", options=("--max-restarts", "1")) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == 143
+    assert job.log(0).count("rank 0 of 2") == 1
+
+
 def test_ctrl_c(tmp_path: Path) -> None:
     with running(tmp_path, "wait") as job:
         job.wait_for("ready_0", "ready_1")
@@ -241,6 +251,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "main" / "__main__.py").write_text("")
     (tmp_path / "loud" / "__init__.py").write_text("raise SystemExit('imported')")
     (tmp_path / "loud" / "train.py").write_text("")
+    (tmp_path / "loud" / "bare").mkdir()
+    (tmp_path / "loud" / "bare" / "train.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -254,6 +266,7 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
         Job("train.py"),
         Job("main", is_module=True),
         Job("loud.train", is_module=True),  # packages above are found, not imported
+        Job("loud.bare.train", is_module=True),
         Job("train.py", nnodes=1),
         Job("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
     ],
