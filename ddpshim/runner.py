@@ -339,14 +339,15 @@ def _signals_passed_on(grace_s: float) -> Iterator[None]:
                 raise ChildFailedError(context.name, by_rank)
         agents_start(context)
         running.append(context)
-        for signum in passed_on:  # over the agent's own handlers, which it sets when it starts the ranks
-            signal.signal(signum, pass_on)
+        for signum, handler in before.items():  # over the agent's own handlers, which it sets when it starts the ranks
+            # Under nohup, SIGHUP stays ignored: the agent's handler would end the job at the logout.
+            signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
 
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-    passed_on = [getattr(signal, name) for name in names]
-    before = {signum: signal.getsignal(signum) for signum in passed_on}
+    before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in names)}
     # Until there are ranks: torch waits for other nodes in C++, where Python's own handler of Ctrl-C is not reached.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if before[signal.SIGINT] == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     PContext.start = start  # type: ignore[method-assign,assignment]
     try:
         yield

@@ -80,7 +80,9 @@ else:
 """
 
 
-def _enter(argv: list[str], folder: str) -> None:
+def _enter(argv: list[str], folder: str, ignored: Optional[signal.Signals]) -> None:
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
     os.chdir(folder)
     sys.path.insert(0, folder)  # as `python -m ddpshim` does
     os.environ["PYTHONPATH"] = str(ROOT)
@@ -94,10 +96,10 @@ def _enter(argv: list[str], folder: str) -> None:
 class Running:
     """One `run` in a process of its own, with `folder` as its working directory."""
 
-    def __init__(self, folder: Path, *argv: str) -> None:
+    def __init__(self, folder: Path, argv: list[str], ignored: Optional[signal.Signals]) -> None:
         (folder / "train.py").write_text(PROGRAM)
         self.folder = folder
-        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc", "2", *argv], str(folder)))
+        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc", "2", *argv], str(folder), ignored))
         self.process.start()
 
     def wait_for(self, *names: str) -> None:
@@ -123,9 +125,13 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *arguments: str, options: tuple[str, ...] = (), program: tuple[str, ...] = ("train.py",)
+    folder: Path,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    program: tuple[str, ...] = ("train.py",),
+    ignored: Optional[signal.Signals] = None,
 ) -> Iterator[Running]:
-    job = Running(folder, *options, *program, *arguments)
+    job = Running(folder, [*options, *program, *arguments], ignored)
     try:
         yield job
     finally:
@@ -194,6 +200,16 @@ def test_ranks_that_a_signal_ended_are_not_started_again(tmp_path: Path) -> None
         os.kill(job.process.pid or 0, signal.SIGTERM)
         assert job.exit_code() == 143
     assert job.log(0).count("rank 0 of 2") == 1
+
+
+def test_under_nohup_the_job_outlives_the_logout(tmp_path: Path) -> None:
+    with running(tmp_path, "save", ignored=signal.SIGHUP) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGHUP)
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == EXIT_REQUEUE
+    assert "SIGHUP" not in job.screen
+    assert "SIGTERM, passed on to the ranks" in job.screen
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
