@@ -133,7 +133,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,  # else a `--log` of the trainer is found ambiguous
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    run.add_argument("--nproc", default="auto", metavar="N|gpu|cpu|auto", help="ranks on this node; auto: its GPUs")
+    run.add_argument(
+        "--nproc", default="auto", metavar="N|gpu|cpu|auto", help="ranks on this node; auto: its GPUs, else cores"
+    )
     run.add_argument("--nnodes", type=_positive, metavar="N", help="nodes of the job; start `run` on each of them")
     run.add_argument("--node-rank", type=_natural, metavar="N", help="which of them this is, from 0 up")
     run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
