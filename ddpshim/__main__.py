@@ -1,7 +1,7 @@
 """The command line, ``python -m ddpshim``: parse and print.
 
-Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr), 2 wrong usage. Each sub-command
-imports what it needs when it runs: none of them needs torch.
+Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr), 2 wrong usage; of `run` those of the ranks
+too. Each sub-command imports what it needs when it runs: patching needs no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -34,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ddpshim", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_patch(commands)
+    _add_run(commands)
+    _add_slurm(commands)
     text = "every option of a run, as a Markdown table"
     options = commands.add_parser("options", help=text, description=text)
     options.set_defaults(run=_options)
@@ -177,6 +180,103 @@ def _patch_manifest(arguments: argparse.Namespace) -> int:
     for name, hashes in manifest["files"].items():
         print(f"  {hashes['original'][:12]} -> {hashes['patched'][:12]}  {name}")
     return 0
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="launch a trainer on this node's GPUs, or on several nodes",
+        description="Launch a trainer through torchrun: checked first, a log for each rank, the first failure last. "
+        "Exit code: that of the first failing rank; 128 + N where signal N ended it; 1 also where the check refused.",
+        allow_abbrev=False,  # else a `--log` of the trainer is found ambiguous
+        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
+    )
+    run.add_argument(
+        "--nproc", default="auto", metavar="N|gpu|cpu|auto", help="ranks on this node; auto: its GPUs, else cores"
+    )
+    run.add_argument("--nnodes", type=_positive, metavar="N", help="nodes of the job; start `run` on each of them")
+    run.add_argument("--node-rank", type=_natural, metavar="N", help="which of them this is, from 0 up")
+    run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
+    run.add_argument("--master-port", type=_positive, metavar="PORT", help="a free port there (29500)")
+    run.add_argument("--max-restarts", type=_natural, default=0, metavar="N", help="start all ranks again if one fails")
+    logs = run.add_mutually_exclusive_group()
+    logs.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
+    logs.add_argument("--no-logs", action="store_true", help="all ranks write to the screen")
+    run.add_argument("--grace", type=_natural, default=60, metavar="S", help="time to end after SIGTERM (60 seconds)")
+    _add_program(run)
+    run.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from ddpshim.runner import Job, run
+
+    return run(
+        Job(
+            program=arguments.program,
+            arguments=tuple(arguments.arguments),
+            is_module=arguments.module,
+            nproc=arguments.nproc,
+            nnodes=arguments.nnodes,
+            node_rank=arguments.node_rank,
+            master_addr=arguments.master_addr,
+            master_port=arguments.master_port,
+            max_restarts=arguments.max_restarts,
+            log_dir=arguments.log_dir,
+            has_logs=not arguments.no_logs,
+            grace_s=arguments.grace,
+        )
+    )
+
+
+def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from ddpshim.slurm import Settings
+
+    slurm = commands.add_parser(
+        "slurm",
+        help="print an sbatch script for a trainer",
+        description="Print an sbatch script: it is signalled before its time is over, and requeued where the trainer "
+        "asks for that (exit code 75). Redirect it into a file, read it, and `sbatch` it.",
+        allow_abbrev=False,
+        usage="%(prog)s [options] -- (script.py | -m package.module) [arguments]",
+    )
+    for field in fields(Settings):
+        if "help" in field.metadata:
+            default = "" if field.default in (None, "") else f" ({field.default})"
+            slurm.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                default=field.default,
+                metavar=field.metadata["metavar"],
+                help=field.metadata["help"] + default,
+            )
+    _add_program(slurm)
+    slurm.set_defaults(run=_slurm)
+
+
+def _slurm(arguments: argparse.Namespace) -> int:
+    from ddpshim.slurm import Settings, batch_script
+
+    settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
+    print(batch_script(Settings(**settings)), end="")
+    return 0
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    """The trainer and its arguments, all of which are left to it."""
+    parser.add_argument("-m", dest="module", action="store_true", help="the trainer is a module, as in python -m")
+    parser.add_argument("program", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _natural(text) == 0:
+        raise argparse.ArgumentTypeError("0 is not a whole number from 1 up")
+    return int(text)
 
 
 def _print_status(found: Status) -> None:

@@ -269,6 +269,8 @@ def setup(
             made = replace(_join(env, backend or options.backend, device, timeout_s, side_timeout_s), options=options)
         else:
             made = World(device=_single_device(device), options=options)
+            if env.in_allocation:
+                print(f"ddpshim: {env.reason}", file=sys.stderr, flush=True)
     _check_same_options(made)
     _state.world, _state.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
     if options.logs is not None:

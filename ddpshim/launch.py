@@ -15,6 +15,8 @@ from typing import NamedTuple, NoReturn, Optional
 
 from ddpshim.errors import LaunchError
 
+EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved and left because it was asked to; whoever launched it may start it again
+
 _HANG = "torch would wait for ranks that never come, until its timeout"
 
 
@@ -65,6 +67,7 @@ class LaunchEnv:
     that ranks fill equal nodes in order, and is -1 where they visibly do not.
     ``agent_store``: torchrun's agent already serves the store at ``master_port``; rank 0 must not.
     ``reason``: one line, which variables decided, or why a scheduler's were ignored.
+    ``in_allocation``: alone although a scheduler's variables are there; worth saying.
     """
 
     launcher: str  # "explicit" | "torchrun" | "openmpi" | "pmi" | "slurm" | "none"
@@ -77,6 +80,7 @@ class LaunchEnv:
     master_port: Optional[int]
     agent_store: bool
     reason: str
+    in_allocation: bool = False
 
     @property
     def is_launched(self) -> bool:
@@ -257,7 +261,7 @@ def _read_slurm(variables: _Variables, launcher: str, forced: str = "") -> Launc
     if not forced and not _is_slurm_step(variables):
         seen = variables.shown("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_ID", *_SLURM[:2], "SLURM_PTY_PORT")
         reason = f"SLURM variables ({seen}), but not of an srun with several tasks: this process runs alone"
-        return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason)
+        return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason, in_allocation=True)
     found = variables.shown("DDPSHIM_LAUNCHER", "SLURM_JOB_ID", "SLURM_STEP_ID", *_SLURM)
     rank, world_size = variables.rank_and_world_size(_SLURM, found)
     local_rank, node_rank = variables.need((_SLURM.local_rank, "SLURM_NODEID"), found)

@@ -20,8 +20,8 @@ from ddpshim.errors import OptionsError
 PREFIX = "DDPSHIM_"
 SECTION = "ddpshim"
 _FILE = f"{PREFIX}CONFIG"
-# Variables of ours that are no options: who launched, where the options are, and what the tests read.
-_OTHER_VARIABLES = {_FILE, f"{PREFIX}LAUNCHER", f"{PREFIX}UPSTREAM", f"{PREFIX}FAULT"}
+# Variables of ours that are no options: who launched, where things are, and what the tests read.
+_OTHER_VARIABLES = {_FILE, *(PREFIX + name for name in ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR"))}
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from ddpshim import checkpoint, preemption
 from ddpshim.errors import CheckpointError, DataError
 from ddpshim.group import cleanup, world
+from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.loader import ShardedLoader
 from ddpshim.streams import derive_seed, global_states, restore_global_states, seed_everything
 
-EXIT_REQUEUE = 75  # EX_TEMPFAIL: nothing is wrong, start this job again
 _LOOK_EVERY_S = 0.5
 _PATTERN = "epoch_*_step_*.pth"
 

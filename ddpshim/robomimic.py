@@ -33,6 +33,7 @@ from ddpshim.loader import ShardedLoader, scale_lr
 from ddpshim.options import SECTION, Options
 from ddpshim.parallel import average, broadcast_state, wrap_parallel
 from ddpshim.profiling import Profile
+from ddpshim.rank import has_log, link_log
 from ddpshim.resume import Resumable, Stateful, find_progress
 from ddpshim.rollout import plays_rollouts as plays_rollouts
 from ddpshim.streams import derive_seed, seed_everything
@@ -60,10 +61,11 @@ _run = _Run()
 def quiet() -> None:
     """Lead standard output and warnings nowhere on ranks that are not the main one. Local; before imports.
 
-    Errors still reach standard error. From here on a config file may have a `ddpshim` section. Raises LaunchError
-    where the launcher's variables are impossible.
+    Nothing under `python -m ddpshim run`, where they go to the rank's own log. Errors still reach standard error.
+    From here on a config file may have a `ddpshim` section. Raises LaunchError where the launcher's variables are
+    impossible.
     """
-    if read_launch_env(os.environ).rank > 0:
+    if read_launch_env(os.environ).rank > 0 and not has_log():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
     _keep_the_section()
@@ -150,7 +152,8 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     """The experiment's directories, asked for, removed and made by the main rank alone (collective).
 
     Where a launcher or scheduler started this job before (or with the option resume=always, or upstream's
-    `--resume`) they are those of the last start that left its progress, and nobody is asked.
+    `--resume`) they are those of the last start that left its progress, and nobody is asked. The first of them
+    gets each rank's log, where `python -m ddpshim run` keeps one.
     """
     here = world()
     directories, _run.goes_on = here.run_on_main(_get_exp_dir, config, options)
@@ -158,6 +161,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     _run.folder = parent / "resume"
     if _run.profile is not None:
         _run.profile.path = str(parent / "summary.json")
+    link_log(directories[0])
     return directories
 
 

@@ -28,7 +28,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.resume import EXIT_REQUEUE
+from ddpshim.launch import EXIT_REQUEUE
 from examples.recorded_train import record_samples
 from tests import equivalence, observed
 from tests.ranks import free_port

@@ -22,7 +22,7 @@ from typing import Any, Callable, Optional
 import torch
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel.distributed"])
+_server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run"])
 
 
 class RankFailure(AssertionError):

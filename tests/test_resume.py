@@ -18,7 +18,8 @@ import ddpshim
 from ddpshim import preemption, resume
 from ddpshim.errors import CheckpointError
 from ddpshim.group import World
-from ddpshim.resume import EXIT_REQUEUE, Resumable, find_progress
+from ddpshim.launch import EXIT_REQUEUE
+from ddpshim.resume import Resumable, find_progress
 from tests.equivalence import source
 from tests.interruptions import interrupt
 from tests.ranks import RankFailure, run_ranks

@@ -1,0 +1,420 @@
+"""`python -m ddpshim run`: what is refused, what the screen and the logs show, signals and exit codes.
+
+The ranks here import no torch, and `run` itself is forked from the test launcher's server, which has: a job takes a
+second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional
+
+import pytest
+import torch
+
+import ddpshim.__main__ as command_line
+from ddpshim import rank, runner
+from ddpshim.errors import LaunchError
+from ddpshim.launch import EXIT_REQUEUE
+from ddpshim.runner import Job
+from tests import ranks
+
+ROOT = Path(__file__).parent.parent
+DEADLINE_S = 60
+
+PROGRAM = """
+import atexit, os, pathlib, signal, subprocess, sys, time
+what, *rest = sys.argv[1:]
+rank, here = int(os.environ["RANK"]), pathlib.Path.cwd()
+
+def fail(error):
+    try:
+        raise KeyError("the cause")
+    except KeyError:
+        raise error
+
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+
+def handle(signum, frame):
+    print("got", signal.Signals(signum).name, flush=True)
+    if what == "save":
+        sys.exit(75)
+
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}", __name__, sys.argv, sys.path[0], flush=True)
+if what == "print":
+    print("to stderr", file=sys.stderr)
+    subprocess.run(["echo", "from a child"], check=True)
+    os.write(1, b"half a line")
+elif what == "raise":  # the other rank fails because of it, and is gone earlier
+    if rank != int(rest[0]):
+        wait_for("failed")
+        atexit.register((here / "gone").touch)
+        fail(ValueError("a consequence"))
+    atexit.register(wait_for, "gone")
+    atexit.register((here / "failed").touch)
+    fail(ValueError("broken on purpose"))
+elif what in ("exit", "kill"):
+    if rank == int(rest[0]):
+        sys.exit(3) if what == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+    wait_for("never")
+elif what == "restart":
+    if not (here / "tried").exists() and rank == 0:
+        (here / "tried").touch()
+        sys.exit(4)
+else:
+    for name in ("SIGTERM", "SIGUSR1") if what in ("save", "ignore") else ():
+        signal.signal(getattr(signal, name), handle)
+    (here / f"ready_{rank}").touch()
+    wait_for("never")
+"""
+
+
+def _enter(argv: list[str], folder: str, ignored: Optional[signal.Signals]) -> None:
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
+    os.chdir(folder)
+    sys.path.insert(0, folder)  # as `python -m ddpshim` does
+    os.environ["PYTHONPATH"] = str(ROOT)
+    screen = os.open("screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    sys.argv = ["ddpshim"]
+    sys.exit(command_line.main(argv))
+
+
+class Running:
+    """One `run` in a process of its own, with `folder` as its working directory."""
+
+    def __init__(self, folder: Path, argv: list[str], ignored: Optional[signal.Signals]) -> None:
+        (folder / "train.py").write_text(PROGRAM)
+        self.folder = folder
+        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc", "2", *argv], str(folder), ignored))
+        self.process.start()
+
+    def wait_for(self, *names: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not all((self.folder / name).exists() for name in names):
+            assert self.process.is_alive(), self.screen
+            assert time.monotonic() < end, self.screen
+            multiprocessing.connection.wait([self.process.sentinel], timeout=0.02)
+
+    def exit_code(self) -> int:
+        self.process.join(DEADLINE_S)
+        assert self.process.exitcode is not None, self.screen
+        return self.process.exitcode
+
+    @property
+    def screen(self) -> str:
+        return (self.folder / "screen").read_text()
+
+    def log(self, number: int) -> str:
+        (folder,) = (self.folder / "ddpshim-logs").iterdir()
+        return (folder / f"rank_{number}.log").read_text()
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    program: tuple[str, ...] = ("train.py",),
+    ignored: Optional[signal.Signals] = None,
+) -> Iterator[Running]:
+    job = Running(folder, [*options, *program, *arguments], ignored)
+    try:
+        yield job
+    finally:
+        if job.process.is_alive():
+            job.process.kill()
+            job.process.join()
+
+
+def test_every_rank_has_a_log_and_rank_0_the_screen(tmp_path: Path) -> None:
+    with running(tmp_path, "print", "--nproc", "--m", "x y") as job:
+        assert job.exit_code() == 0
+    for number in (0, 1):
+        said = f"rank {number} of 2 __main__ ['train.py', 'print', '--nproc', '--m', 'x y'] {tmp_path}\n"
+        assert job.log(number) == f"{said}to stderr\nfrom a child\nhalf a line"
+    first, rest = job.screen.split("\n", 1)
+    assert re.fullmatch(rf"ddpshim: each rank's output goes to {tmp_path}/ddpshim-logs/\S+/rank_N.log", first)
+    assert rest == job.log(0)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_first_failing_ranks_traceback_is_the_last_thing_on_the_screen(tmp_path: Path, number: int) -> None:
+    with running(tmp_path, "raise", str(number)) as job:
+        assert job.exit_code() == 1
+    shown = job.screen.split("Traceback (most recent call last):\n")
+    assert len(shown) == (3 if number == 0 else 5), "the cause and the error, of rank 0 and of the first failing rank"
+    assert shown[-2].endswith("During handling of the above exception, another exception occurred:\n\n")
+    assert re.match(r'  File "train.py", line \d+, in <module>\n    fail\(', shown[-1])
+    assert shown[-1].endswith("\nValueError: broken on purpose\n")
+    assert job.screen.count("broken on purpose") == 2  # the line of the program, and its error
+    assert "runpy" not in job.screen
+    said = re.findall("rank . failed first: it ended with exit code 1", job.screen)
+    assert said == ([] if number == 0 else ["rank 1 failed first: it ended with exit code 1"])
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "code", "said"),
+    [
+        ("exit", 1, 3, "rank 1 failed first: it ended with exit code 3; "),
+        ("kill", 1, 137, "rank 1 failed first: it was ended by SIGKILL; "),
+        ("kill", 0, 137, "rank 0 failed first: it was ended by SIGKILL (above, and in "),
+    ],
+)
+def test_a_silent_end(tmp_path: Path, what: str, number: int, code: int, said: str) -> None:
+    with running(tmp_path, what, str(number)) as job:
+        assert job.exit_code() == code
+    assert said in job.screen
+    lines = job.screen.splitlines()
+    assert lines[-1].startswith("rank 1 of 2" if number == 1 else "ddpshim: rank 0")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path: Path, name: str) -> None:
+    with running(tmp_path, "save", options=("--max-restarts", "1")) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, getattr(signal, name))
+        assert job.exit_code() == EXIT_REQUEUE == 75
+    for number in (0, 1):
+        assert job.log(number).count(f"got {name}") == 1
+        assert job.log(number).count(f"rank {number} of 2") == 1, "not started again"
+    assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+
+
+def test_ranks_that_a_signal_ended_are_not_started_again(tmp_path: Path) -> None:
+    with running(tmp_path, "wait", options=("--max-restarts", "1")) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == 143
+    assert job.log(0).count("rank 0 of 2") == 1
+
+
+def test_under_nohup_the_job_outlives_the_logout(tmp_path: Path) -> None:
+    with running(tmp_path, "save", ignored=signal.SIGHUP) as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGHUP)
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == EXIT_REQUEUE
+    assert "SIGHUP" not in job.screen
+    assert "SIGTERM, passed on to the ranks" in job.screen
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    with running(tmp_path, "wait") as job:
+        job.wait_for("ready_0", "ready_1")
+        os.kill(job.process.pid or 0, signal.SIGINT)
+        assert job.exit_code() == 130
+    assert job.screen.count("KeyboardInterrupt") == 1
+    assert "rank 0 failed first: it was ended by SIGINT" in job.screen or "rank 1 failed first" in job.screen
+
+
+def test_ranks_that_do_not_end_are_killed_when_their_time_is_over(tmp_path: Path) -> None:
+    with running(tmp_path, "ignore", options=("--grace", "1")) as job:
+        job.wait_for("ready_0", "ready_1")
+        start = time.monotonic()
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == 137
+    assert 1 <= time.monotonic() - start < 20
+    assert "ddpshim: ranks still run 1 s after SIGTERM: killed" in job.screen
+    assert job.log(0).count("got SIGTERM") == 1
+
+
+def test_a_restarted_rank_goes_on_in_its_log(tmp_path: Path) -> None:
+    with running(tmp_path, "restart", options=("--max-restarts", "1")) as job:
+        assert job.exit_code() == 0
+    assert job.log(0).count("rank 0 of 2") == 2
+
+
+def test_without_logs_all_ranks_have_the_screen(tmp_path: Path) -> None:
+    with running(tmp_path, "exit", "1", options=("--no-logs",)) as job:
+        assert job.exit_code() == 3
+    assert sorted(line[:11] for line in job.screen.splitlines() if " of 2" in line) == ["rank 0 of 2", "rank 1 of 2"]
+    assert job.screen.endswith("ddpshim: rank 1 failed first: it ended with exit code 3\n")
+    assert not (tmp_path / "ddpshim-logs").exists()
+
+
+def test_a_module_runs_as_with_python_dash_m(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(
+        "import sys\nprint(__name__, __spec__.name, sys.argv, sys.path[0])\n"
+    )
+    with running(tmp_path, "package.module", "-m", "--config", "x", program=("-m",)) as job:
+        assert job.exit_code() == 0
+    arguments = [str(tmp_path / "package" / "module.py"), "-m", "--config", "x"]
+    assert job.log(1) == f"__main__ package.module {arguments} {tmp_path}\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import nowhere\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    for name in ("alone", "main", "loud"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "main" / "__main__.py").write_text("")
+    (tmp_path / "loud" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "loud" / "train.py").write_text("")
+    (tmp_path / "loud" / "bare").mkdir()
+    (tmp_path / "loud" / "bare" / "train.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("train.py"),
+        Job("main", is_module=True),
+        Job("loud.train", is_module=True),  # packages above are found, not imported
+        Job("loud.bare.train", is_module=True),
+        Job("train.py", nnodes=1),
+        Job("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
+    ],
+)
+def test_check_passes(here: Path, job: Job) -> None:
+    runner.check(job, {"DDPSHIM_LAUNCHER": "torchrun"})
+
+
+REFUSED = [
+    (Job("absent.py"), "absent.py is no file (seen from "),
+    (Job("alone"), "alone is a folder"),
+    (Job("broken.py"), "broken.py does not compile (invalid syntax (broken.py, line 1))"),
+    (Job("absent", is_module=True), "-m absent: no such module"),
+    (Job("main.absent", is_module=True), "-m main.absent: no such module"),
+    (Job("alone", is_module=True), "-m alone: no such module, or a package without __main__.py"),
+    (Job("train..x", is_module=True), "-m train..x: no such module"),
+    (Job("train.py", **NODES, node_rank=2), "--node-rank=2 is not below --nnodes=2"),  # type: ignore[arg-type]
+    (Job("train.py", nnodes=2), "--nnodes=2 without --node-rank and --master-addr"),
+    (Job("train.py", node_rank=1), "--node-rank=1 without --nnodes"),
+    (
+        Job("train.py", nnodes=2, node_rank=1, master_addr="absent.invalid", master_port=1),
+        "--master-addr=absent.invalid does not resolve",
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "message"), REFUSED)
+def test_check_refuses(here: Path, job: Job, message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        runner.check(job, {})
+    assert str(caught.value).startswith(message)
+    assert len(re.split(r": |\. ", str(caught.value))) >= 3
+
+
+def test_check_names_all_that_is_wrong(here: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        runner.check(Job("absent.py", node_rank=1), {"RANK": "0", "WORLD_SIZE": "2", "DDPSHIM_LAUNCHER": "none"})
+    nested, forced, absent, alone = str(caught.value).splitlines()
+    assert nested.startswith("RANK='0', WORLD_SIZE='2' set already: this is a rank of a job")
+    assert forced.startswith("DDPSHIM_LAUNCHER='none', but `run` launches through torchrun")
+    assert absent.startswith("absent.py")
+    assert alone.startswith("--node-rank=1")
+
+
+def test_node_0_needs_its_port_free(here: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = Job("train.py", nnodes=2, node_rank=0, master_addr="localhost", master_port=port)
+        with pytest.raises(LaunchError, match=f"MASTER_PORT={port} of MASTER_ADDR='localhost' cannot be served"):
+            runner.check(job, {})
+
+
+def test_refused_is_exit_code_1_and_wrong_usage_2(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command_line.main(["run", "train.py"]) == 1
+    assert capsys.readouterr().err.startswith("ddpshim: WORLD_SIZE='2' set already")
+    for wrong in (["run"], ["run", "--nnodes", "0", "train.py"], ["run", "--log-dir", "x", "--no-logs", "train.py"]):
+        with pytest.raises(SystemExit, match="2"):
+            command_line.main(wrong)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "num_gpus", "message"),
+    [
+        ("gpu", 0, "--nproc=gpu, but torch sees no GPU"),
+        ("3", 2, "--nproc=3, but torch sees 2 GPUs"),
+        ("2", 2, None),
+        ("3", 0, None),
+        ("auto", 2, None),
+    ],
+)
+def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: int, message: Optional[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
+        runner._check_gpus(nproc)
+
+
+def test_a_log_dir_that_cannot_be_written_to(here: Path) -> None:
+    with pytest.raises(LaunchError, match=r"train.py cannot be written to .* --no-logs"):
+        runner.run(Job("train.py", log_dir="train.py"))
+
+
+STEP = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "gpu[1-2]",
+}
+
+
+def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
+    job = runner._nodes_of_scheduler(Job("train.py"), STEP)
+    assert (job.nnodes, job.node_rank, job.master_addr) == (2, 1, "gpu1")
+    assert 15000 <= (job.master_port or 0) < 30000
+    by_hand = Job("train.py", nnodes=3, node_rank=0, master_addr="a")
+    assert runner._nodes_of_scheduler(by_hand, STEP).master_port == 29500
+    crowded = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
+    with pytest.raises(LaunchError, match="2 tasks on this node, and each would start all its ranks"):
+        runner._nodes_of_scheduler(Job("train.py"), crowded)
+
+
+def test_a_log_gets_a_second_name_in_the_experiments_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.link_log(str(tmp_path / "without"))
+    assert not (tmp_path / "without").exists()
+    monkeypatch.setenv("RANK", "1")
+    logs = tmp_path / "experiment" / "logs"
+    for job in ("first", "second"):  # the second resumes the first one's experiment
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "rank_1.log").write_text(job)
+        monkeypatch.setenv(rank.LOG_DIR, str(tmp_path / job))
+        rank.link_log(str(logs))
+        rank.link_log(str(logs))
+    with (tmp_path / "second" / "rank_1.log").open("a") as file:
+        file.write(" goes on")
+    assert {p.name: p.read_text() for p in logs.iterdir()} == {"rank_1.log": "first", "rank_1.2.log": "second goes on"}
+
+
+def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(rank.LOG_DIR, str(tmp_path))
+    (tmp_path / "rank_0.log").write_text("said")
+    rank.link_log(str(tmp_path / "logs"))
+    assert (tmp_path / "logs" / "rank_0.log").readlink() == tmp_path / "rank_0.log"
