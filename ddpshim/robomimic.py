@@ -298,7 +298,8 @@ def run_epoch(
         if training is None:
             log = TrainUtils.run_epoch(data_loader=data_loader, **options)
         elif validates:
-            log = TrainUtils.run_epoch(data_loader=_Looking(data_loader, training), **options)
+            batches = _Batches(data_loader, lambda: _with_looks(data_loader, training))
+            log = TrainUtils.run_epoch(data_loader=batches, **options)
         else:
             log = _run_what_is_left(training, data_loader, copy.deepcopy(best_so_far), options)
     if not validates:
@@ -326,7 +327,7 @@ def _run_what_is_left(
     log_info = model.log_info
     model.log_info = lambda info: metrics.take(log_info(info))
     try:
-        steps = training.steps(data_loader, epoch, total)
+        steps = _Batches(data_loader, lambda: training.steps(data_loader, epoch, total))
         log: dict[str, float] = TrainUtils.run_epoch(data_loader=steps, **{**options, "num_steps": total - start})
     finally:
         del model.log_info
@@ -335,19 +336,27 @@ def _run_what_is_left(
     return log
 
 
-class _Looking:
-    """A loader between whose batches ranks may leave (`Resumable.look`)."""
+class _Batches:
+    """What upstream iterates in place of its loader, and sees as its loader."""
 
-    def __init__(self, loader: Any, training: Resumable) -> None:
-        self._loader, self._training = loader, training
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
 
     def __len__(self) -> int:
         return len(self._loader)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            self._training.look()
-            yield batch
+        return self._begin()
+
+
+def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
+    """The batches of `loader`, between which ranks may leave."""
+    for batch in loader:
+        training.look()
+        yield batch
 
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Mapping[str, str]]:
