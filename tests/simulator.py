@@ -43,10 +43,10 @@ RELEASE = "0.4.0"
 STEPS_AN_EPOCH = 20
 DEADLINE_S = 1200  # of one training, on cores that others use too
 START_SEED = 123  # of the environment that checkpoints are played in
-_LEARNING_RATE = {"algo__optim_params__policy__learning_rate__initial": 1e-3}
+_RATE = "algo__optim_params__policy__learning_rate__initial"
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "bc": {**_LEARNING_RATE, "algo__actor_layer_dims": [256, 256]},
-    "bc_rnn_gmm": {**_LEARNING_RATE, "algo__rnn__hidden_dim": 100, "algo__gmm__min_std": 0.03},
+    "bc": {"algo__actor_layer_dims": [256, 256], _RATE: 1e-3},
+    "bc_rnn_gmm": {"algo__rnn__hidden_dim": 64, "algo__gmm__min_std": 0.05, _RATE: 3e-3},
 }
 
 
@@ -195,7 +195,7 @@ def rollouts(tree: Path, folder: Path, start: Optional[Path], plan: Plan) -> lis
         "experiment__rollout__horizon": plan.horizon,
         "experiment__rollout__rate": 1,
         "experiment__render_video": False,
-        **({} if start is None else {"algo__optim_params__policy__learning_rate__initial": 0.0}),
+        **({} if start is None else {_RATE: 0.0}),
     }
     rows = []
     for num_ranks in plan.world_sizes:
