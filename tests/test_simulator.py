@@ -7,9 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.equivalence import batches, copy_release, largest_difference, make_config, source, train
-from tests.simulator import ALGORITHMS, ARMS, DATA, QUICK, RELEASE, Arm, interval, page, rollouts, success_rows
+from tests.simulator import (
+    ALGORITHMS,
+    ARMS,
+    DATA,
+    QUICK,
+    RELEASE,
+    Arm,
+    equal_weights,
+    interval,
+    page,
+    rollouts,
+    success_rows,
+)
 
 INSTALLED = "0.3.0"
 
@@ -54,6 +67,7 @@ def test_the_page_says_what_was_measured(last_digit: int, expected: str) -> None
     row = {"algorithm": "bc", "trained": "2 ranks", "between": 0.0, "samples": "100", **distance}
     other = {**STATISTICS, "Return": float(f"12.345678901234{last_digit}")}
     measured: dict[str, Any] = {
+        "controls alike": last_digit == 5,
         "success": success_rows(_found(), 20),
         "detection": [row],
         "guards": {ARMS[2].name: "rank 1 differs", ARMS[3].name: ""},
@@ -69,6 +83,14 @@ def test_the_page_says_what_was_measured(last_digit: int, expected: str) -> None
     assert f"| 2 | 10 | 12.345678901234{last_digit} | 0.9 | 41.5 |" in text
     assert "no gradient sync: the training ends. SyncError: rank 1 differs" in text
     assert "same data on both: nothing is noticed" in text
+    assert ("save the same weights" in text) == (last_digit == 5)
+
+
+def test_checkpoints_of_equal_weights_are_found(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.pth" for number in range(3)]
+    for path, last in zip(paths, (1.0, 1.0000001, 1.0)):
+        torch.save({"model": {"a": torch.zeros(2), "b": torch.tensor([last])}, "config": path.name}, path)
+    assert equal_weights(paths) == [[paths[0], paths[2]], [paths[1]]]
 
 
 @pytest.mark.robomimic
