@@ -75,6 +75,7 @@ ARMS = (
 class Plan:
     """How much is trained and played."""
 
+    algorithms: tuple[str, ...] = tuple(ALGORITHMS)
     steps: tuple[int, ...] = (800, 1400)
     seeds: tuple[int, ...] = (1, 2, 3)
     num_episodes: int = 20
@@ -88,7 +89,9 @@ class Plan:
         return {"num_episodes": self.num_episodes, "horizon": self.horizon, "seed": START_SEED}
 
 
-QUICK = Plan(steps=(40, 60), seeds=(1,), num_episodes=2, num_rollouts=3, horizon=10, world_sizes=(1, 2))
+QUICK = Plan(
+    algorithms=("bc",), steps=(40, 60), seeds=(1,), num_episodes=2, num_rollouts=3, horizon=10, world_sizes=(1, 2)
+)
 
 
 def checkpoint(run: Run, steps: int) -> Path:
@@ -110,7 +113,7 @@ def train_arms(tree: Path, folder: Path, plan: Plan) -> dict[tuple[str, int, Arm
             tree, config, folder / name, arm.num_ranks, environ=arm.environ(guard=False), deadline_s=DEADLINE_S
         )
 
-    keys = [(algorithm, seed, arm) for seed in plan.seeds for algorithm in ALGORITHMS for arm in ARMS]
+    keys = [(algorithm, seed, arm) for seed in plan.seeds for algorithm in plan.algorithms for arm in ARMS]
     with ThreadPoolExecutor(plan.num_jobs) as pool:
         return dict(zip(keys, pool.map(lambda key: run(*key), keys)))
 
@@ -150,7 +153,7 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 def detection(runs: dict[tuple[str, int, Arm], Run], plan: Plan) -> list[dict[str, Any]]:
     """For each algorithm and arm what tells a broken run from a good one: the largest values over the seeds."""
     rows = []
-    for algorithm in ALGORITHMS:
+    for algorithm in plan.algorithms:
         for arm in ARMS:
             ours = [(runs[algorithm, seed, ARMS[0]], runs[algorithm, seed, arm]) for seed in plan.seeds]
             seen = {len(batch) for _, run in ours for batch in batches(run)}
@@ -263,6 +266,37 @@ def success_rows(found: Iterable[tuple[str, int, str, int, int]], num_episodes: 
     return rows
 
 
+def summary(success: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> str:
+    """What the two tables come to, in numbers."""
+
+    def successes(row: dict[str, Any]) -> tuple[int, int]:
+        lifted, played = map(int, row["total"].split("/"))
+        return lifted, played
+
+    sums = []
+    for arm in ARMS:
+        counted = [successes(row) for row in success if row["trained"] == arm.name]
+        lifted, played = (sum(column) for column in zip(*counted))
+        lower, upper = interval(lifted, played)
+        sums.append(f"- {arm.name}: {lifted} of {played} episodes ({100 * lower:.0f} to {100 * upper:.0f}%)")
+    alone = {(row["algorithm"], row["steps"]): successes(row) for row in success if row["trained"] == ARMS[0].name}
+    names = {arm.name for arm in ARMS if arm.fault}
+    broken = [row for row in success if row["trained"] in names]
+    overlapping = 0
+    for row in broken:
+        (low, high), (lower, upper) = interval(*successes(row)), interval(*alone[row["algorithm"], row["steps"]])
+        overlapping += low <= upper and lower <= high
+    early = f"from one process, {STEPS_AN_EPOCH}"
+    good = max(row[early] for row in found if row["trained"] == ARMS[1].name)
+    bad = min(row[early] for row in found if row["trained"] in names)
+    arms = "\n".join(sums)
+    return f"""{arms}
+
+In {overlapping} of {len(broken)} rows the interval of a broken run overlaps that of one process.
+The weights tell after {STEPS_AN_EPOCH} steps: two ranks are within {good:.0e} of one process, broken ones at least
+{bad:.0e} away."""
+
+
 def measure(folder: Path, plan: Plan) -> dict[str, Any]:
     """Train and play everything: what the page is made of."""
     tree, plain = copy_release(RELEASE, folder), copy_release(RELEASE, folder, patched=False)
@@ -274,20 +308,20 @@ def measure(folder: Path, plan: Plan) -> dict[str, Any]:
         raise SystemExit(f"the episodes of {len(played)} checkpoints began in {len(starts)} ways, not in one")
     found = [
         (algorithm, steps, arm.name, seed, played[paths[algorithm, seed, arm, steps]]["successes"])
-        for algorithm in ALGORITHMS
+        for algorithm in plan.algorithms
         for steps in plan.steps
         for arm in ARMS
         for seed in plan.seeds
     ]
-    best = paths["bc", plan.seeds[0], ARMS[0], plan.steps[-1]]
     last = plan.steps[-1]
-    pairs = [[paths[algorithm, seed, arm, last] for arm in ARMS[2:]] for algorithm in ALGORITHMS for seed in plan.seeds]
+    broken = [arm for arm in ARMS if arm.fault]
+    pairs = [[paths[a, seed, arm, last] for arm in broken] for a in plan.algorithms for seed in plan.seeds]
     measured = {
         "controls alike": all(len(equal_weights(pair)) == 1 for pair in pairs),
         "success": success_rows(found, plan.num_episodes),
         "detection": detection(runs, plan),
         "guards": guarded(tree, folder),
-        "same weights": rollouts(tree, folder, best, plan),
+        "same weights": rollouts(tree, folder, paths["bc", plan.seeds[0], ARMS[0], last], plan),
         "trained": rollouts(tree, folder, None, plan),
     }
     others = [f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in ("robosuite", "mujoco", "torch")]
@@ -342,12 +376,17 @@ global batch of {NUM_SAMPLES_A_STEP}, and play robosuite's Lift with the release
 Two of the four ways to train are broken on purpose, in the test's processes alone: the gradients are never reduced,
 so that each rank trains a model of its own and the main rank's is saved; or both ranks take the main rank's shard,
 so that half of each global batch is seen by nobody. The runtime checks are off for these two (`DDPSHIM_GUARD=0`).
+bc has two layers of 256; bc_rnn_gmm two LSTM layers of 64, sequences of 5, a mixture of 5 with deviations of 0.05 or
+more. All of it together:
+
+{summary(success, found)}
 
 ## Success
 
 Episodes in which the cube was lifted. Every checkpoint plays {plan.num_episodes} episodes, of {plan.horizon} steps at
-most and ended by success (the demonstrations take 42 steps), from the same {plan.num_episodes} start states: the
-environment's seed is {START_SEED}, and the digest of the states is equal for all checkpoints. Training seeds: {seeds}.
+most and ended by success (the demonstrations take 42 steps), from the same {plan.num_episodes} start states: `seed` in
+`env_kwargs` is {START_SEED} (robomimic has `experiment.env_meta_update_dict` for it since 0.5.0; here it is set in the
+checkpoint's metadata), and the digest of the states is equal for all checkpoints. Training seeds: {seeds}.
 The interval is the exact one of Clopper and Pearson; it takes the episodes for independent, which those of one
 checkpoint are not quite.
 

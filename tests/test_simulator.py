@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.equivalence import batches, copy_release, largest_difference, make_config, source, train
+from tests.equivalence import batches, copy_release, largest_difference, make_config, make_data, source, train
 from tests.simulator import (
     ALGORITHMS,
     ARMS,
@@ -37,7 +37,7 @@ def test_the_exact_interval(successes: int, episodes: int, expected: tuple[float
 
 def _found() -> list[tuple[str, int, str, int, int]]:
     return [
-        ("bc", 800, arm.name, seed, 20 - 5 * number - seed) for number, arm in enumerate(ARMS) for seed in (1, 2, 3)
+        ("bc", 800, arm.name, seed, 20 - 2 * number - seed) for number, arm in enumerate(ARMS) for seed in (1, 2, 3)
     ]
 
 
@@ -48,11 +48,11 @@ def test_a_row_holds_an_arms_seeds_and_their_sum() -> None:
         ("algorithm", "bc"),
         ("steps", 800),
         ("trained", "2 ranks"),
-        ("seed 1", "14/20"),
-        ("seed 2", "13/20"),
-        ("seed 3", "12/20"),
-        ("total", "39/60"),
-        ("95%", "52 to 77%"),
+        ("seed 1", "17/20"),
+        ("seed 2", "16/20"),
+        ("seed 3", "15/20"),
+        ("total", "48/60"),
+        ("95%", "68 to 89%"),
     ]
 
 
@@ -65,11 +65,12 @@ STATISTICS = {"episodes": 10, "Return": 12.3456789012345, "Success_Rate": 0.9, "
 def test_the_page_says_what_was_measured(last_digit: int, expected: str) -> None:
     distance = {"from one process, 20": 1e-8, "from one process, 800": 2e-2}
     row = {"algorithm": "bc", "trained": "2 ranks", "between": 0.0, "samples": "100", **distance}
+    far = {**row, "trained": ARMS[2].name, "from one process, 20": 3e-2}
     other = {**STATISTICS, "Return": float(f"12.345678901234{last_digit}")}
     measured: dict[str, Any] = {
         "controls alike": last_digit == 5,
         "success": success_rows(_found(), 20),
-        "detection": [row],
+        "detection": [row, far],
         "guards": {ARMS[2].name: "rank 1 differs", ARMS[3].name: ""},
         "same weights": [{"ranks": 1, **STATISTICS}, {"ranks": 2, **other}],
         "trained": [{"ranks": 1, **STATISTICS}],
@@ -78,7 +79,10 @@ def test_the_page_says_what_was_measured(last_digit: int, expected: str) -> None
     }
     text = page(measured, "python -m tests.simulator", QUICK)
     assert expected in text
-    assert "| bc | 800 | 2 ranks, no gradient sync | 9/20 | 8/20 | 7/20 | 24/60 | 28 to 53% |" in text
+    assert "- 2 ranks: 48 of 60 episodes (68 to 89%)" in text
+    assert "In 1 of 2 rows the interval of a broken run overlaps that of one process" in text
+    assert "two ranks are within 1e-08 of one process, broken ones at least\n3e-02 away" in text
+    assert "| bc | 800 | 2 ranks, no gradient sync | 15/20 | 14/20 | 13/20 | 42/60 | 57 to 81% |" in text
     assert "| bc | 2 ranks | 0 | 100 | 1e-08 | 2e-02 |" in text
     assert f"| 2 | 10 | 12.345678901234{last_digit} | 0.9 | 41.5 |" in text
     assert "no gradient sync: the training ends. SyncError: rank 1 differs" in text
@@ -94,12 +98,12 @@ def test_checkpoints_of_equal_weights_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.robomimic
-@pytest.mark.parametrize("arm", ARMS[1:], ids=lambda arm: arm.fault or "good")
+@pytest.mark.parametrize("arm", ARMS[2:], ids=lambda arm: arm.fault)
 def test_a_broken_control_is_broken(tmp_path: Path, arm: Arm) -> None:
     if source(INSTALLED) is None:
         pytest.skip(f"robomimic {INSTALLED} is neither installed nor under DDPSHIM_UPSTREAM")
     tree = copy_release(INSTALLED, tmp_path)
-    config = make_config(tree, "bc", DATA, tmp_path, 3, 1, **ALGORITHMS["bc"])
+    config = make_config(tree, "bc", make_data(tmp_path, num_demos=20), tmp_path, 3, 1, **ALGORITHMS["bc"])
     run = train(tree, config, tmp_path / "run", 2, environ=arm.environ(guard=False))
     one, two = (observed["networks"] for observed in run.observed)
     assert (largest_difference(one, two) > 1e-4) == (arm.fault == "no_sync")
