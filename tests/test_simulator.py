@@ -13,7 +13,6 @@ from tests.equivalence import batches, copy_release, largest_difference, make_co
 from tests.simulator import (
     ALGORITHMS,
     ARMS,
-    DATA,
     QUICK,
     RELEASE,
     Arm,
