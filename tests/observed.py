@@ -6,7 +6,7 @@ Started by tests/equivalence.py:
 - `python -m tests.observed --jobs FILE` imports everything once and forks the ranks of many trainings in turn;
 - `python -m tests.observed --load FILE` loads checkpoints, with ddpshim made impossible to import.
 
-DDPSHIM_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py).
+OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py).
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
     prepare, finish = adapter.prepare, adapter.finish
 
     def observed_prepare(model: Any) -> Any:
-        if "DDPSHIM_START" in os.environ:
-            model.deserialize(torch.load(os.environ["DDPSHIM_START"], weights_only=False)["model"])
+        if "OBSERVED_START" in os.environ:
+            model.deserialize(torch.load(os.environ["OBSERVED_START"], weights_only=False)["model"])
         out["model"] = prepare(model)
         out["initial"] = networks(out["model"])
         out["draws"] = _Draws(hold_noise)

@@ -215,7 +215,7 @@ def rollouts(tree: Path, folder: Path, start: Optional[Path], plan: Plan) -> lis
         where = folder / f"rollouts-{'trained' if start is None else 'same'}-{num_ranks}"
         where.mkdir()
         config = make_config(tree, "bc", data, where, STEPS_AN_EPOCH, 1, **settings)
-        environ = {"OPENBLAS_NUM_THREADS": "1", **({} if start is None else {"DDPSHIM_START": str(start)})}
+        environ = {"OPENBLAS_NUM_THREADS": "1", **({} if start is None else {"OBSERVED_START": str(start)})}
         run = train(tree, config, where, num_ranks, environ=environ)
         printed = json.JSONDecoder().raw_decode(run.log.split("Env: Lift\n")[1])[0]
         kept = {key: printed[key] for key in ("Return", "Success_Rate", "Horizon")}
