@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 from torch import nn
 
+from ddpshim.errors import CheckpointError
 from ddpshim.group import world
 
 
@@ -67,6 +68,14 @@ class AlgoState:
         return out
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        mine = self.state_dict()
+        for kind in ("optimizers", "lr_schedulers", "ema"):
+            was, now = ([_size(part[kind]) for part in parts] for parts in (state, mine))
+            if was != now:
+                raise CheckpointError(
+                    f"the progress has {kind} of sizes {was}, the algorithm {now}; a part of it would go on as new. Go "
+                    "on with the config that the run was started with, or with DDPSHIM_RESUME=never."
+                )
         for algo, saved in zip(self._algos, state):
             algo.nets.load_state_dict(saved["nets"])
             for o, held, groups in zip(flat(vars(algo).get("optimizers")), saved["optimizers"], saved["param_groups"]):
@@ -88,6 +97,10 @@ class AlgoState:
             "counters": {name: n for name, n in _counters(algo).items() if before.get(name) != n},
             "ema_counters": {} if ema is None else _counters(ema),
         }
+
+
+def _size(state: Any) -> int:
+    return 0 if state is None else len(state)
 
 
 def _counters(owner: Any) -> dict[str, Any]:

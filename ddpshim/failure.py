@@ -59,7 +59,12 @@ def rank() -> int:
 
 def first() -> Optional[int]:
     """The rank that failed first, if any has said so. Local; any thread may ask."""
-    claimed = _ask_store(lambda store: store.get("first_failure") if store.check(["first_failure"]) else None)
+
+    def ask(store: Any) -> Any:
+        store.wait(["first_failure"], timedelta(seconds=0.1))  # torch 2.1 has no check()
+        return store.get("first_failure")
+
+    claimed = _ask_store(ask)
     return None if claimed is None else int(claimed)
 
 

@@ -1,6 +1,7 @@
 """Data loaders that give every rank its share of the global batch that one process would have had."""
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from ddpshim import advice
+from ddpshim import advice, preemption
 from ddpshim.errors import DataError
 from ddpshim.group import World, current_or_new_world
 from ddpshim.group import world as current_world
@@ -184,6 +185,8 @@ class ShardedLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         # torch draws the seed of the workers from this generator, and without it from the global one.
+        if options.get("num_workers"):
+            options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
         super().__init__(dataset, generator=torch.Generator(), **options)
         self.global_batch_size = global_batch_size
         self._source = source
@@ -323,6 +326,13 @@ class ShardedStream(IterableDataset[Any]):
         if last >= num_read:
             share.append(head[(last - num_read) % num_read])
         return share, False
+
+
+def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
+    """What a worker does first, and the user's `start`."""
+    preemption.ignore_in_worker()
+    if start is not None:
+        start(worker)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def listen() -> None:
 def unlisten() -> None:
     """Give the signals back to whom `listen` took them from. Local; idempotent."""
     for number, handler in _state.previous.items():
-        signal.signal(number, handler)
+        signal.signal(number, handler or signal.SIG_DFL)
     _state.previous.clear()
     if _state.wakeup is not None:
         signal.set_wakeup_fd(-1)
@@ -87,6 +87,29 @@ def heard() -> None:
     _state.is_heard = True
 
 
+def ignore_in_worker() -> None:
+    """For a data worker: whoever signals all processes of a job means the rank, which ends its workers. Local."""
+    for name in SIGNALS:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _in_child() -> None:
+    """A forked process is no rank: SIGTERM ends it again, and nothing reaches the rank's watcher from it."""
+    if not _state.previous:
+        return
+    if _state.wakeup is not None:
+        signal.set_wakeup_fd(-1)
+    for number, handler in _state.previous.items():
+        signal.signal(number, (handler or signal.SIG_DFL) if number == signal.SIGTERM else signal.SIG_IGN)
+    _state.previous.clear()
+    _state.wakeup = _state.asked = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
 def _note(number: int, frame: Optional[FrameType]) -> None:
     _state.asked = signal.Signals(number).name
     if number == signal.SIGTERM:
@@ -97,10 +120,7 @@ def _watch(hears: socket.socket) -> None:
     """End this rank where it cannot end by itself: it waits for a rank that failed, or comes to no step."""
     with hears:
         while True:
-            try:
-                numbers = hears.recv(64)
-            except OSError:
-                return
+            numbers = _read(hears)
             if not numbers:
                 return
             if signal.SIGTERM in numbers:
@@ -108,13 +128,22 @@ def _watch(hears: socket.socket) -> None:
         end = time.monotonic() + _GRACE_S
         while not _state.is_heard and _state.wakeup is not None:
             first = failure.first()
-            if first is not None:
+            if first not in (None, failure.rank()):
                 _leave(f"stops because rank {first} failed first", 1)
             if time.monotonic() > end:
                 _leave(
                     f"got SIGTERM and came to no step within {_GRACE_S:g} s; nothing was saved", 128 + signal.SIGTERM
                 )
             time.sleep(0.2)
+        while _read(hears):  # until `unlisten`: a signal that nobody reads is a warning of Python's
+            pass
+
+
+def _read(hears: socket.socket) -> bytes:
+    """The numbers of the signals that came; nothing when `unlisten` has closed the other end."""
+    with contextlib.suppress(OSError):
+        return hears.recv(64)
+    return b""
 
 
 def _leave(reason: str, code: int) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Protocol
@@ -21,6 +22,7 @@ from ddpshim.loader import ShardedLoader
 from ddpshim.streams import derive_seed, global_states, restore_global_states, seed_everything
 
 _LOOK_EVERY_S = 0.5
+_MAX_STEPS_BETWEEN_LOOKS = 64  # steps may become slower than they were
 _PATTERN = "epoch_*_step_*.pth"
 
 
@@ -42,12 +44,16 @@ class Resumable:
         for epoch in range(training.epoch, 10):
             for batch in training.steps(loader, epoch):
                 ...
+            schedule.step()
         training.finish()
 
     Between two steps ranks look up together, about twice a second. They save when it is time to by the main
     rank's clock, and when SIGTERM or SIGUSR1 has reached any of them: then all leave with exit code 75, for
     which a scheduler starts the job again. A run that goes on sees exactly the samples that were left, in the same
     order, also on another number of ranks; on the same number each rank's random streams go on as well.
+
+    What comes after the steps of an epoch is done again by a run that was left in it: call `look` there before
+    schedules are stepped and `values` changed, not after.
 
     Without a launcher nothing listens to signals and progress is kept at the start of an epoch only: torch's own
     order of samples cannot be entered in the middle.
@@ -142,6 +148,9 @@ class Resumable:
         self.epoch, self.step = epoch, start
         if is_sharded:
             loader.set_epoch(epoch * math.ceil(total / length) + start // length, start_step=start % length)
+        return self._left(loader, start, total, is_sharded)
+
+    def _left(self, loader: Any, start: int, total: int, is_sharded: bool) -> Iterator[Any]:
         batches = iter(loader) if start < total else iter(())
         for step in range(start, total):
             self.step = step
@@ -152,8 +161,8 @@ class Resumable:
             except StopIteration:
                 batches = iter(loader)
                 batch = next(batches)
-            yield batch
             self._num_unsaved += 1
+            yield batch
         self.end_epoch(total)
 
     def end_epoch(self, num_steps: int) -> None:
@@ -176,6 +185,7 @@ class Resumable:
         due = self._world.is_main and self._every_s is not None and now - self._last_save > self._every_s
         reports = self._world.gather((preemption.asked(), due, max(1, min(wanted, 2 * self._interval))))
         self._interval = min(interval for _, _, interval in reports)
+        self._interval = min(self._interval, _MAX_STEPS_BETWEEN_LOOKS)
         self._next_look, self._last_look = here + self._interval, (here, time.monotonic())
         signals = {rank: asked for rank, (asked, _, _) in enumerate(reports) if asked is not None}
         if signals:
@@ -204,7 +214,13 @@ class Resumable:
             "random": states,
             "facts": self._facts,
         }
-        checkpoint.save(content, self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth")
+        for left in self.folder.glob(".epoch_*.partial"):
+            left.unlink()  # of a process that was killed while it wrote
+        written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
+        checkpoint.save(content, written)
+        for path in self._newest_first():
+            if path > written:
+                path.unlink()  # of a run that was not gone on with: it must not be taken for this one's
         for path in self._newest_first()[self._num_kept :]:
             path.unlink()
 
@@ -219,7 +235,10 @@ class Resumable:
                 f"leaving with exit code {EXIT_REQUEUE}"
             )
         if self._before_exit is not None:
-            self._before_exit()
+            try:
+                self._before_exit()
+            except Exception:  # all is saved: a logger that fails must not keep the job from being started again
+                traceback.print_exc()
         cleanup()
         raise SystemExit(EXIT_REQUEUE)
 
@@ -244,7 +263,7 @@ class Resumable:
         """Check that the epoch is the one that was left, and go on with this rank's random streams."""
         found, self._restored = self._restored or {}, None
         odd = [name for name in facts if found["facts"] and found["facts"][name] != facts[name]]
-        if start and odd:
+        if (start or self._world.options.per_rank_batch) and odd:
             was, now = found["facts"][odd[0]], facts[odd[0]]
             raise DataError(
                 f"epoch {self.epoch} was left at step {start} with {odd[0]} {was}, and is to go on with {now}; samples "

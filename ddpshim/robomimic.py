@@ -112,6 +112,7 @@ def start(config: Any, device: torch.device) -> torch.device:
 
 def finish() -> None:
     """Leave the job when training is over: the main rank may be saving still, so all wait (collective)."""
+    preemption.heard()  # nothing is left to save: the main rank may take its time
     world().barrier()
     if _run.training is not None:
         _run.training.finish()
@@ -175,9 +176,10 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
     wants = choice == "always" or (choice == "auto" and (here.is_restarted or options.get("resume", False)))
     if here.is_launched and wants:
         output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
-        starts = sorted((p for p in output.glob("*/resume") if find_progress(p)), reverse=True)
-        if starts:
-            parent = starts[0].parent
+        starts = sorted(p.parent for p in output.glob("*/logs"))
+        # Only the newest: older ones are other runs of that name, which were given up.
+        if starts and find_progress(starts[-1] / "resume") is not None:
+            parent = starts[-1]
             folders = [str(parent / name) for name in ("logs", "models", "videos")]
             if not config.experiment.save.enabled:
                 folders[1] = None  # type: ignore[call-overload]
@@ -366,7 +368,8 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Mapping[str, 
     try:
         return rollout.rollout_with_stats(**options, is_told_to_end=lambda: preemption.asked() is not None)
     except rollout.Interrupted as interrupted:
-        _run.training.leave(str(interrupted))
+        reason = str(interrupted)
+    _run.training.leave(reason)  # not in the handler: this is no failure on its way out
 
 
 def save_model(*, ckpt_path: str, **options: Any) -> None:
@@ -417,6 +420,8 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
         if getattr(algo, "actor_update_counter", None) == 0:
             num_epochs = sum(bool(algo._check_epoch(net_name="critic", epoch=past)) for past in range(1, epoch))
             algo.actor_update_counter = num_epochs * num_steps
+        if getattr(algo, "_num_batch_steps", None) == 0:  # of cql, which begins with behavioural cloning
+            algo._num_batch_steps = (epoch - 1) * num_steps
 
 
 class _Nothing:

@@ -42,7 +42,7 @@ def plays_rollouts() -> bool:
 
 
 def rollout_with_stats(
-    *, policy: Any, envs: Mapping[str, Any], **options: Any
+    *, policy: Any, envs: Mapping[str, Any], is_told_to_end: Callable[[], bool] = lambda: False, **options: Any
 ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """Upstream's rollout_with_stats on all ranks: the same statistics on every rank (collective).
 
@@ -57,6 +57,8 @@ def rollout_with_stats(
 
     "Time_Episode" is the sum over all episodes, as upstream has it: W ranks take about a W-th of it.
 
+    Where `is_told_to_end` turns true on a rank, ranks finish the episode they are in and raise Interrupted.
+
     Raises RolloutError on all ranks where an episode fails on one, naming environment, episode and rank; peers
     finish the episode they are in. An environment without episodes is left out.
     """
@@ -67,7 +69,7 @@ def rollout_with_stats(
         return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options)  # type: ignore[no-any-return]
     if not _on_all_ranks():
         return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options) if here.is_main else ({}, {})
-    return _Evaluation(here, policy, **options).run(envs)
+    return _Evaluation(here, policy, is_told_to_end=is_told_to_end, **options).run(envs)
 
 
 class Interrupted(Exception):

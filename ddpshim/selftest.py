@@ -210,11 +210,11 @@ class _Nodes:
         self.store.set(f"selftest/node/{self.own}", json.dumps(own))
         end = time.monotonic() + self.timeout_s
         if self.own == 0:
+            said = {}
             for node in range(options.nnodes):
                 with contextlib.suppress(RuntimeError):  # a timeout: told below, with who else did not come
                     self.store.wait([f"selftest/node/{node}"], timedelta(seconds=max(0.1, end - time.monotonic())))
-            came = [node for node in range(options.nnodes) if self.store.check([f"selftest/node/{node}"])]
-            said = {node: json.loads(self.store.get(f"selftest/node/{node}")) for node in came}
+                    said[node] = json.loads(self.store.get(f"selftest/node/{node}"))
             self.store.set("selftest/roll", json.dumps(said))
         else:
             self.store.set_timeout(timedelta(seconds=self.timeout_s + _GRACE_S))

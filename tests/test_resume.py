@@ -121,9 +121,9 @@ def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
         run_ranks(_train, 2, str(tmp_path), None, 4)
 
 
-def _rank_saves(folder: str) -> list[str]:
+def _rank_saves(folder: str, steps: list[int]) -> list[str]:
     training = Resumable(folder, {}, num_kept=2)
-    for step in (3, 12, 7):
+    for step in steps:
         training.step = step
         training.save()
     preemption.unlisten()
@@ -132,10 +132,17 @@ def _rank_saves(folder: str) -> list[str]:
 
 
 def test_the_newest_files_are_kept(tmp_path: Path) -> None:
-    kept = ["epoch_000000_step_000000007.pth", "epoch_000000_step_000000012.pth"]
-    assert run_ranks(_rank_saves, 2, str(tmp_path)) == [kept, kept]
+    kept = ["epoch_000000_step_000000008.pth", "epoch_000000_step_000000012.pth"]
+    assert run_ranks(_rank_saves, 2, str(tmp_path), [3, 8, 12]) == [kept, kept]
     assert find_progress(tmp_path) == tmp_path / kept[1]
     assert find_progress(tmp_path / "nothing") is None
+
+
+def test_later_files_of_a_run_that_was_given_up_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".epoch_000000_step_000000001.pth.1-ab.partial").touch()
+    (tmp_path / "epoch_000007_step_000000000.pth").touch()
+    kept = ["epoch_000000_step_000000003.pth"]
+    assert run_ranks(_rank_saves, 2, str(tmp_path), [3]) == [kept, kept]
 
 
 @pytest.mark.parametrize("wrong", [{"every_s": 0}, {"num_kept": 0}, {"every_s": float("nan")}])
@@ -227,6 +234,42 @@ while time.monotonic() < end: pass
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == code
     assert text in ran.stderr
+
+
+GROUP = """
+import multiprocessing, os, signal, sys, torch
+import ddpshim
+from ddpshim import preemption
+from ddpshim.group import World
+from tests.test_resume import NUMBERS
+
+os.setsid()
+preemption.listen()
+child = multiprocessing.get_context("fork").Process(target=signal.pause)
+child.start()
+loader = ddpshim.make_loader(NUMBERS, 8, num_workers=2, world=World(launcher="torchrun", seed=0))
+batches = iter(loader)
+seen = [next(batches)]
+os.killpg(0, signal.SIGTERM)
+seen += list(batches)
+child.join(10)
+print(len(seen), preemption.asked(), child.exitcode)
+"""
+
+
+def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tmp_path: Path) -> None:
+    program = tmp_path / "group.py"
+    program.write_text(GROUP)
+    root = str(Path(__file__).parent.parent)
+    ran = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.stdout.split() == ["5", "SIGTERM", "-15"], ran.stdout + ran.stderr
 
 
 # The real trainer
