@@ -97,6 +97,9 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     # A launcher that has seen another rank end sends this; from here on nothing is to be saved.
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # torch raises here when a data worker ends, and a launcher may have ended them with this rank.
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _ask_store(lambda store: store.set(f"failed/{_state.rank}", "1"))
     rank, first = _state.rank, _claim(error)
     stream = sys.__stderr__ or sys.stderr
@@ -144,9 +147,13 @@ def _claim(error: BaseException) -> int:
     return 0 if _state.store is not None and _lost_a_peer(error) else _state.rank
 
 
-def _lost_a_peer(error: BaseException) -> bool:
-    """Whether gloo or nccl says that another process is gone."""
-    return "by peer" in str(error) or "remote process exited" in str(error)
+def _lost_a_peer(error: Optional[BaseException]) -> bool:
+    """Whether gloo or nccl says that another process is gone, in `error` or in what it was raised on top of."""
+    while error is not None:
+        if "by peer" in str(error) or "remote process exited" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -454,21 +454,18 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
     if _state.root_store is None or _state.root_store[0] != address:
         check_port(env)
-        if env.launcher == "torchrun":
-            # Follows torchrun's restarts and the store that its agent serves.
-            try:
+        where = str(env.master_addr), int(env.master_port or 0)
+        serves = env.rank == 0 and not env.agent_store
+        try:
+            if env.launcher == "torchrun" and env.agent_store:
+                # Follows torchrun's restarts.
                 store = next(dist.rendezvous("env://", timeout=timeout))[0]
-            except RuntimeError as error:
-                raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
-        else:
-            # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
-            serves = env.rank == 0 and not env.agent_store
-            where = str(env.master_addr), int(env.master_port or 0)
-            try:
+            else:
+                # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
                 # It does not wait for the others: `_call_the_roll` does, and can say who is missing.
                 store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
-            except RuntimeError as error:
-                raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
+        except RuntimeError as error:
+            raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
         _state.root_store = address, store
     _state.root_store[1].set_timeout(timeout)
     return _state.root_store[1]

@@ -36,7 +36,7 @@ RELEASE, VARIANT = "0.3.0", "bc"
 JOB_DEADLINE_S = 150.0
 MARK = "FAULT_JOB"  # in the environment of every process of a job, whoever its parent is by then
 NAMED = re.compile(r"ddpshim: rank (\d+) (?:(?:\([^)]*\) )?failed:|failed first)|because rank (\d+) failed first")
-UNREADABLE = "/sys/ddpshim"  # where even root can make no directory
+UNWRITABLE = "/sys/ddpshim"  # where even root can make no directory
 
 VALIDATION = {
     "experiment__validate": True,
@@ -151,6 +151,7 @@ FAULTS = [
             f"exit@model:{rank}:5",
             rank,
             3,
+            25,  # Python leaves in its own time
         )
         for rank in (0, 1)
     ),
@@ -227,7 +228,7 @@ FAULTS = [
         "none:1:0",
         way="missing 1",
         environ=SHORT,
-        limit_s=25,
+        limit_s=60,
         says=r"LaunchError: 1 of 2 ranks came within 10 s; rank 1 is missing",
     ),
     Fault(
@@ -238,7 +239,7 @@ FAULTS = [
         "none:1:0",
         way="missing 0",
         environ=SHORT,
-        limit_s=25,
+        limit_s=60,
         says=r"LaunchError: nobody answers at MASTER_ADDR='127.0.0.1', MASTER_PORT=",
     ),
     Fault(
@@ -259,8 +260,8 @@ FAULTS = [
         "none:0:0",
         0,
         once=r"^(PermissionError|OSError): .*Errno",
-        settings={"train__output_dir": UNREADABLE},
-        limit_s=40,
+        settings={"train__output_dir": UNWRITABLE},
+        limit_s=60,
         checkpoints=0,
     ),
     Fault(
@@ -270,6 +271,7 @@ FAULTS = [
         "refused before anything starts",
         "none:0:0",
         way="busy port of run",
+        limit_s=60,
         once="LaunchError|cannot be served",
         says="cannot be served",
         checkpoints=0,
@@ -283,7 +285,7 @@ FAULTS = [
         way="busy port by hand",
         says="cannot be served",
         environ=SHORT,
-        limit_s=40,
+        limit_s=60,
         checkpoints=0,
     ),
     Fault(
@@ -295,7 +297,7 @@ FAULTS = [
         way="world sizes",
         says="LaunchError: .*WORLD_SIZE=3.*WORLD_SIZE=2|LaunchError: .*WORLD_SIZE=2.*WORLD_SIZE=3",
         environ=SHORT,
-        limit_s=25,
+        limit_s=60,
         checkpoints=0,
     ),
     Fault(
@@ -314,7 +316,7 @@ FAULTS = [
         "every rank names the file",
         "code:1:0",
         says=r"WorldError: .*robomimic/algo/bc\.py",
-        limit_s=40,
+        limit_s=60,
         checkpoints=0,
     ),
     Fault(
@@ -326,7 +328,7 @@ FAULTS = [
         0,
         way="twice",
         once="^EOFError",
-        limit_s=40,
+        limit_s=60,
     ),
     Fault(
         "clock",

@@ -1,0 +1,47 @@
+"""Rows of docs/faults.md that are quick to check and differ in kind; the rest is `python -m tests.fault_table`.
+
+Exceptions in the dataset and in a save, a killed rank and an existing experiment are in test_robomimic.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence import source
+from tests.fault_table import FAULTS, RELEASE, Fault, complaints, inject, table
+
+NAMES = [
+    "exception-worker-1",
+    "exception-teardown-1",
+    "exit-1",
+    "sigterm",
+    "disk-full",
+    "other-config",
+    "other-code",
+    "world-size",
+    "missing-1",
+]
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if source(RELEASE) is None:
+        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in NAMES], ids=lambda fault: fault.name)
+def test_a_fault_ends_the_job_as_the_table_says(fault: Fault, work: Path) -> None:
+    outcome = inject(fault, work / fault.name, work)
+    assert complaints(fault, outcome) == [], outcome.screen[-5000:]
+
+
+def test_the_page_has_a_row_for_each_fault() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "faults.md").read_text()
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert rows == [[f"| {fault.what}", fault.where] for fault in FAULTS]
+    assert "**but:" not in page
+    assert table([]).splitlines()[0] in page
