@@ -158,7 +158,7 @@ def _lost_a_peer(error: Optional[BaseException]) -> bool:
 
 def _is_timeout(error: BaseException) -> bool:
     """Whether gloo says that it waited too long for another rank."""
-    return "Timed out waiting" in str(error)
+    return "Timed out waiting" in str(error) or "Application timeout" in str(error)
 
 
 def _silent_ranks() -> list[int]:

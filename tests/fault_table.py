@@ -21,8 +21,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -250,6 +250,7 @@ FAULTS = [
         "full@save:0:2",
         0,
         once=r"^ddpshim.errors.CheckpointError: .* could not be written",
+        settings={"algo__actor_layer_dims": [1024, 1024]},
         checkpoints=1,
     ),
     Fault(
@@ -538,55 +539,65 @@ def complaints(fault: Fault, outcome: Outcome) -> list[str]:
     return said + [f"leaves {name}" for name in outcome.left]
 
 
-def table(rows: Sequence[tuple[Fault, Outcome]]) -> str:
-    """The rows, as Markdown."""
-    lines = [
-        "| fault | where | what happens | exit code | seconds (limit) | named first | left on disk |",
-        "|---|---|---|---|---|---|---|",
+HEAD = [
+    "| fault | where | what happens | exit code | seconds (limit) | named first | left on disk |",
+    "|---|---|---|---|---|---|---|",
+]
+
+
+def row(fault: Fault, outcome: Outcome) -> str:
+    """A line of Markdown; it says in what the outcome is not as it should be."""
+    odd = "; ".join(complaints(fault, outcome))
+    cells = [
+        fault.what,
+        fault.where,
+        fault.happens + (f" **but: {odd}**" if odd else ""),
+        str(outcome.exit_code),
+        f"{outcome.seconds:.1f} ({fault.limit_s:g})",
+        "" if outcome.named is None else f"rank {outcome.named}",
+        ", ".join(outcome.checkpoints) or "no checkpoint",
     ]
-    for fault, outcome in rows:
-        odd = "; ".join(complaints(fault, outcome))
-        cells = [
-            fault.what,
-            fault.where,
-            fault.happens + (f" **but: {odd}**" if odd else ""),
-            str(outcome.exit_code),
-            f"{outcome.seconds:.1f} ({fault.limit_s:g})",
-            "" if outcome.named is None else f"rank {outcome.named}",
-            ", ".join(outcome.checkpoints) or "no checkpoint",
-        ]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _inject_and_say(fault: Fault, folder: Path) -> Outcome:
-    outcome = inject(fault, folder / fault.name, folder)
-    odd = "; ".join(complaints(fault, outcome)) or "as it should be"
-    print(f"{fault.name:28} {outcome.exit_code!s:>4} {outcome.seconds:5.1f} s  {odd}", flush=True)
-    return outcome
+def renewed(page: str, lines: Mapping[str, str]) -> str:
+    """`page` with these rows, by the name of the fault, and its own for the others."""
+    text, _, rows = page.partition("<!-- table -->")
+    found = {tuple(line.split(" | ")[:2]): line for line in rows.splitlines()}
+    own = {fault.name: found.get((f"| {fault.what}", fault.where)) for fault in FAULTS}
+    kept = [line for name, line in {**own, **lines}.items() if line is not None]
+    return "\n".join([f"{text}<!-- table -->", "", *HEAD, *kept, ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names, or their beginnings")
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="a page; rows of faults that are not injected stay")
     parser.add_argument("--jobs", type=int, default=1, help="how many at the same time")
     parser.add_argument("--folder", type=Path, help="keep the jobs' output here")
     args = parser.parse_args()
     beginnings = tuple(args.only.split(","))
+    is_as_it_should_be = True
     chosen = [fault for fault in FAULTS if fault.name.startswith(beginnings)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder)
+        lines: dict[str, str] = {}
         with ThreadPoolExecutor(args.jobs) as pool:
-            rows = list(pool.map(lambda fault: (fault, _inject_and_say(fault, folder)), chosen))
-    if args.write:
-        given = args.write.read_text().split("<!-- table -->")[0]
-        args.write.write_text(f"{given}<!-- table -->\n\n{table(rows)}\n")
-    else:
-        print(table(rows))
-    if any(complaints(*row) for row in rows):
+            injected = {pool.submit(inject, fault, folder / fault.name, folder): fault for fault in chosen}
+            for done in as_completed(injected):
+                fault, outcome = injected[done], done.result()
+                odd = complaints(fault, outcome)
+                is_as_it_should_be = is_as_it_should_be and not odd
+                said = "; ".join(odd) or "as it should be"
+                print(f"{fault.name:28} {outcome.exit_code!s:>4} {outcome.seconds:5.1f} s  {said}", flush=True)
+                lines[fault.name] = row(fault, outcome)
+                if args.write:
+                    args.write.write_text(renewed(args.write.read_text(), lines))
+    if not args.write:
+        print(renewed("", lines))
+    if not is_as_it_should_be:
         raise SystemExit(1)
 
 
