@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import pickle
+import secrets
 import socket
 import sys
 import time
@@ -466,9 +467,37 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
                 store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
-        _state.root_store = address, store
+        _state.root_store = address, _of_this_start(store, env, timeout)
     _state.root_store[1].set_timeout(timeout)
     return _state.root_store[1]
+
+
+def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
+    """`store` under a prefix that only the ranks of this start know; rank 0 tells it to each of them.
+
+    torchrun's agent keeps one store over all its restarts, and new ranks would take the addresses of dead ones from
+    it. Its count of restarts is no help: each node has its own.
+    """
+    if not env.agent_store:
+        return store
+    mine, end = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    if env.rank > 0:
+        store.set(f"ddpshim/hello/{env.rank}", mine)
+        store.wait([f"ddpshim/answer/{mine}"], timeout)
+        prefix = store.get(f"ddpshim/answer/{mine}").decode()
+        store.set(f"ddpshim/heard/{prefix}/{mine}", "")
+        return dist.PrefixStore(prefix, store)
+    for rank in range(1, env.world_size):
+        is_heard = False
+        while not is_heard:
+            store.wait([f"ddpshim/hello/{rank}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+            theirs = store.get(f"ddpshim/hello/{rank}").decode()  # perhaps of a rank that is dead, and will not hear
+            store.set(f"ddpshim/answer/{theirs}", mine)
+            patience = 0.5 if time.monotonic() < end else 0.0
+            with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
+                store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
+                is_heard = True
+    return dist.PrefixStore(mine, store)
 
 
 def _nobody_answers(env: LaunchEnv, timeout_s: float, error: RuntimeError) -> str:

@@ -168,6 +168,7 @@ def train(
     check: bool = True,
     module: str = "tests.observed",
     noise: str = "own",
+    deadline_s: float = RUN_DEADLINE_S,
 ) -> Run:
     """Train once: under torchrun on `num_ranks` processes, or plainly where that is None."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +187,7 @@ def train(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=RUN_DEADLINE_S,
+        timeout=deadline_s,
         check=False,
     )
     (folder / "output.txt").write_text(ran.stdout)

@@ -6,6 +6,7 @@ What, where and when is read from DDPSHIM_FAULT, as KIND:RANK:CALL, for instance
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import resource
@@ -174,7 +175,36 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
         TorchUtils.backprop_for_loss = by_hand
 
 
-def main() -> None:
+def _break_sync() -> None:
+    """Leave the reduction of gradients out for good: each rank trains a model of its own."""
+    import ddpshim.robomimic as adapter
+    from ddpshim import parallel
+
+    prepare = adapter.prepare
+
+    def broken(model: Any) -> Any:
+        model = prepare(model)
+        for wrapped in parallel._wrapped:
+            wrapped.require_backward_grad_sync = False
+        return model
+
+    adapter.prepare = broken
+
+
+def _break_split() -> None:
+    """Give every rank the shard of the main one: the rest of each global batch is seen by nobody."""
+    from ddpshim.sampler import Split
+
+    positions = Split.positions
+
+    def broken(self: Split, step: int, num_samples: int) -> range:
+        return positions(dataclasses.replace(self, rank=0), step, num_samples)
+
+    Split.positions = broken  # type: ignore[method-assign]
+
+
+def install() -> None:
+    """Make go wrong in this process what DDPSHIM_FAULT says."""
     kind, rank, call = os.environ["DDPSHIM_FAULT"].split(":")
     is_here = os.environ.get("RANK", "0") == rank
     Path(f"pid_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
@@ -186,6 +216,10 @@ def main() -> None:
         guard.check_equal_steps.__defaults__ = ("the epoch", 2.0)
     if kind == "toy_env":
         _use_toy_env()
+    elif kind == "no_sync":
+        _break_sync()
+    elif kind == "same_data":
+        _break_split()
     elif kind in ("weights", "target", "noise", "unfrozen", "by_hand"):
         _break_model(kind, is_here)
     elif is_here:
@@ -197,6 +231,10 @@ def main() -> None:
             _set_clock_ahead()
         elif kind not in ("code", "none"):
             _break(kind, int(call))
+
+
+def main() -> None:
+    install()
     runpy.run_module("robomimic.scripts.train", run_name="__main__", alter_sys=True)
 
 

@@ -121,11 +121,13 @@ def serve(task: dict[str, Any]) -> list[dict[str, Any]]:
     for name in ("robomimic.algo", "robomimic.utils.train_utils", "torch._dynamo", "ddpshim.robomimic"):
         importlib.import_module(name)
     random.seed(task["seed"])
+    folder = Path(task["folder"])
     starts: list[dict[str, Any]] = []
     for start in range(task["ends"] + 1):
         size = random.choice(task["ranks"])
         is_last = start == task["ends"]
-        soon = random.randrange(2 * task["steps"] // (task["ends"] + 1))
+        done = max((epoch * STEPS + step for epoch, step in steps_that_count(folder)), default=0)
+        soon = random.randrange(max(1, (task["steps"] - done) // (task["ends"] + 1 - start)))
         end = None if is_last else (task["kinds"][start % len(task["kinds"])], soon)
         began = time.monotonic()
         codes = _run_once(task, start, size, end)

@@ -5,6 +5,8 @@ Started by tests/equivalence.py:
 - `python -m tests.observed FOLDER PRECISION NOISE [trainer arguments]` is one process of a training;
 - `python -m tests.observed --jobs FILE` imports everything once and forks the ranks of many trainings in turn;
 - `python -m tests.observed --load FILE` loads checkpoints, with ddpshim made impossible to import.
+
+OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 
 from examples.recorded_train import record_samples
+from tests import faults
 
 JOB_DEADLINE_S = 180
 
@@ -118,6 +121,8 @@ def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
     prepare, finish = adapter.prepare, adapter.finish
 
     def observed_prepare(model: Any) -> Any:
+        if "OBSERVED_START" in os.environ:
+            model.deserialize(torch.load(os.environ["OBSERVED_START"], weights_only=False)["model"])
         out["model"] = prepare(model)
         out["initial"] = networks(out["model"])
         out["draws"] = _Draws(hold_noise)
@@ -224,6 +229,8 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
     record_samples(lambda key, index: samples.setdefault(key, []).append(index))
     _write_down_data(out)
     _write_down_networks(out, noise == "off")
+    if "DDPSHIM_FAULT" in os.environ:
+        faults.install()
     sys.argv = ["train.py", *arguments]
     runpy.run_module("robomimic.scripts.train", run_name="__main__")
     out["networks"] = networks(out.pop("model"))

@@ -441,7 +441,8 @@ def _facts(*again: int) -> dict[str, Any]:
 
 def _expected(rank: int, launcher: str, **others: Any) -> dict[str, Any]:
     usual = {"rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2, "node_rank": 0}
-    return {**usual, "device": "cpu", "backend": "gloo", "launcher": launcher, "seed": None, **others}
+    made = {"device": "cpu", "backend": "gloo", "launcher": launcher, "seed": None, "num_restarts": 0}
+    return {**usual, **made, **others}
 
 
 def _by_hand(rank: int, port: int) -> dict[str, str]:

@@ -96,14 +96,22 @@ def test_a_signal_on_one_rank_costs_no_sample(tmp_path: Path, sizes: tuple[int, 
     assert not (tmp_path / "left").exists(), "a finished training leaves no progress behind"
 
 
-def test_a_damaged_file_is_set_aside_and_the_one_before_it_used(tmp_path: Path, capfd: Any) -> None:
+def test_a_damaged_file_is_set_aside_and_the_one_before_it_used(tmp_path: Path) -> None:
     run_ranks(_train, 2, str(tmp_path), (0, 0, 1))
     (older,) = tmp_path.iterdir()
     newer = tmp_path / "epoch_000002_step_000000003.pth"
     newer.write_bytes(older.read_bytes()[:-100])
     rest = run_ranks(_train, 2, str(tmp_path))
     assert len(rest[0][0]) == EPOCHS * N // B - int(older.name.split("_")[3][:9])
-    assert f"{newer} is damaged" in capfd.readouterr().err
+
+
+def test_what_was_set_aside_is_said_and_kept(tmp_path: Path, capfd: Any) -> None:
+    whole, cut = tmp_path / "epoch_000000_step_000000001.pth", tmp_path / "epoch_000000_step_000000002.pth"
+    torch.save({"a": torch.zeros(1000)}, whole)
+    cut.write_bytes(whole.read_bytes()[:-100])
+    assert find_progress(tmp_path) == whole
+    assert f"{cut} is damaged" in capfd.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == [whole.name, f"{cut.name}.damaged"]
 
 
 def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:

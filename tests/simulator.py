@@ -1,0 +1,442 @@
+"""Success in robosuite's Lift of policies trained on one process, on two ranks, and on two ranks that are broken.
+
+Run it: DDPSHIM_UPSTREAM=… python -m tests.simulator [--quick] [--write docs/simulator.md]
+
+Needs what requirements/simulator.txt installs, and robomimic 0.4.0 under DDPSHIM_UPSTREAM. The ranks are trained
+by the patched release, and their checkpoints are played by the release as published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from tests.equivalence import (
+    DATA,
+    NUM_SAMPLES_A_STEP,
+    Run,
+    _environ,
+    _table,
+    batches,
+    copy_release,
+    largest_difference,
+    make_config,
+    make_data,
+    train,
+)
+
+RELEASE = "0.4.0"
+STEPS_AN_EPOCH = 20
+DEADLINE_S = 1200  # of one training, on cores that others use too
+START_SEED = 123  # of the environment that checkpoints are played in
+_RATE = "algo__optim_params__policy__learning_rate__initial"
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "bc": {"algo__actor_layer_dims": [256, 256], _RATE: 1e-3},
+    "bc_rnn_gmm": {"algo__rnn__hidden_dim": 64, "algo__gmm__min_std": 0.05, _RATE: 3e-3},
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train: the number of ranks, and what is broken on purpose (see tests/faults.py)."""
+
+    name: str
+    num_ranks: int
+    fault: str = ""
+
+    def environ(self, guard: bool) -> dict[str, str]:
+        broken = {"DDPSHIM_FAULT": f"{self.fault}::0", **({} if guard else {"DDPSHIM_GUARD": "0"})}
+        return {"OPENBLAS_NUM_THREADS": "1", **(broken if self.fault else {})}
+
+
+ARMS = (
+    Arm("one process", 1),
+    Arm("2 ranks", 2),
+    Arm("2 ranks, no gradient sync", 2, "no_sync"),
+    Arm("2 ranks, same data on both", 2, "same_data"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is trained and played."""
+
+    algorithms: tuple[str, ...] = tuple(ALGORITHMS)
+    steps: tuple[int, ...] = (800, 1400)
+    seeds: tuple[int, ...] = (1, 2, 3)
+    num_episodes: int = 20
+    num_rollouts: int = 10  # of the trainer itself
+    horizon: int = 80  # demonstrations are 42 steps long on average
+    world_sizes: tuple[int, ...] = (1, 2, 4)
+    num_jobs: int = 2  # at a time: trainings, or processes that play
+
+    @property
+    def episodes(self) -> dict[str, int]:
+        return {"num_episodes": self.num_episodes, "horizon": self.horizon, "seed": START_SEED}
+
+
+QUICK = Plan(
+    algorithms=("bc",), steps=(40, 60), seeds=(1,), num_episodes=2, num_rollouts=3, horizon=10, world_sizes=(1, 2)
+)
+
+
+def checkpoint(run: Run, steps: int) -> Path:
+    """The checkpoint that a run wrote after so many gradient steps."""
+    (found,) = run.folder.glob(f"out/*/*/models/model_epoch_{steps // STEPS_AN_EPOCH}.pth")
+    return found
+
+
+def train_arms(tree: Path, folder: Path, plan: Plan) -> dict[tuple[str, int, Arm], Run]:
+    """Every algorithm, seed and arm, trained once, with a checkpoint after an epoch and after each of plan.steps."""
+    epochs = [steps // STEPS_AN_EPOCH for steps in (STEPS_AN_EPOCH, *plan.steps)]
+
+    def run(algorithm: str, seed: int, arm: Arm) -> Run:
+        name = f"{algorithm}-{seed}-{ARMS.index(arm)}"
+        (folder / name).mkdir(parents=True)
+        extra = {**ALGORITHMS[algorithm], "experiment__save__epochs": epochs, "train__seed": seed}
+        config = make_config(tree, algorithm, DATA, folder / name, STEPS_AN_EPOCH, epochs[-1], **extra)
+        return train(
+            tree, config, folder / name, arm.num_ranks, environ=arm.environ(guard=False), deadline_s=DEADLINE_S
+        )
+
+    keys = [(algorithm, seed, arm) for seed in plan.seeds for algorithm in plan.algorithms for arm in ARMS]
+    with ThreadPoolExecutor(plan.num_jobs) as pool:
+        return dict(zip(keys, pool.map(lambda key: run(*key), keys)))
+
+
+def play(plain: Path, folder: Path, checkpoints: Sequence[Path], plan: Plan) -> dict[Path, dict[str, Any]]:
+    """What tests/episodes.py finds for each checkpoint, with the release in `plain`; equal weights play once."""
+    alike = equal_weights(checkpoints)
+    firsts = [paths[0] for paths in alike]
+
+    def share(number: int) -> dict[str, Any]:
+        file = folder / f"episodes_{number}.json"
+        mine = [str(path) for path in firsts[number :: plan.num_jobs]]
+        file.write_text(json.dumps({"checkpoints": mine, "episodes": plan.episodes}))
+        command = [sys.executable, "-m", "tests.episodes", str(file)]
+        with file.with_suffix(".txt").open("w") as output:
+            environ = {**_environ(plain), "OPENBLAS_NUM_THREADS": "1"}
+            subprocess.run(command, env=environ, stdout=output, stderr=subprocess.STDOUT, check=True)
+        return json.loads(file.with_suffix(".found.json").read_text())  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(plan.num_jobs) as pool:
+        found = {path: of for part in pool.map(share, range(plan.num_jobs)) for path, of in part.items()}
+    return {path: found[str(paths[0])] for paths in alike for path in paths}
+
+
+def equal_weights(checkpoints: Iterable[Path]) -> list[list[Path]]:
+    """The checkpoints, those with the same weights, to the last bit, together."""
+    alike: dict[tuple[bytes, ...], list[Path]] = {}
+    for path in checkpoints:
+        alike.setdefault(tuple(value.numpy().tobytes() for value in _weights(path).values()), []).append(path)
+    return list(alike.values())
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=False)["model"]  # type: ignore[no-any-return]
+
+
+def detection(runs: dict[tuple[str, int, Arm], Run], plan: Plan) -> list[dict[str, Any]]:
+    """For each algorithm and arm what tells a broken run from a good one: the largest values over the seeds."""
+    rows = []
+    for algorithm in plan.algorithms:
+        for arm in ARMS:
+            ours = [(runs[algorithm, seed, ARMS[0]], runs[algorithm, seed, arm]) for seed in plan.seeds]
+            seen = {len(batch) for _, run in ours for batch in batches(run)}
+            apart = {
+                f"from one process, {steps}": max(
+                    largest_difference(_weights(checkpoint(one, steps)), _weights(checkpoint(run, steps)))
+                    for one, run in ours
+                )
+                for steps in (STEPS_AN_EPOCH, *plan.steps)
+            }
+            between = max(
+                largest_difference(run.observed[0]["networks"], held["networks"])
+                for _, run in ours
+                for held in run.observed
+            )
+            samples = f"{min(seen)}" if len(seen) == 1 else f"{min(seen)} to {max(seen)}"
+            rows.append({"algorithm": algorithm, "trained": arm.name, "between": between, "samples": samples, **apart})
+    return rows
+
+
+def guarded(tree: Path, folder: Path, algorithm: str = "bc") -> dict[str, str]:
+    """For each broken arm what ends its training where the guards are on; "" where nothing does."""
+    said = {}
+    for arm in ARMS:
+        if arm.fault:
+            where = folder / f"guarded-{arm.fault}"
+            where.mkdir()
+            config = make_config(tree, algorithm, DATA, where, STEPS_AN_EPOCH, 1, **ALGORITHMS[algorithm])
+            run = train(tree, config, where, arm.num_ranks, environ=arm.environ(guard=True), check=False)
+            found = [line.strip() for line in run.log.splitlines() if "SyncError: " in line]
+            said[arm.name] = found[0].split("SyncError: ")[1] if run.exit_code and found else ""
+    return said
+
+
+def rollouts(tree: Path, folder: Path, start: Optional[Path], plan: Plan) -> list[dict[str, Any]]:
+    """What the patched trainer prints of its own rollouts, trained on 1, 2, … ranks; rewards are shaped.
+
+    From the checkpoint `start`, which is not trained further: the weights are equal to the last bit. From nothing,
+    after an epoch, where they are equal to rounding, if that is None.
+    """
+    import h5py
+
+    data = make_data(folder)
+    with h5py.File(data, "r+") as file:
+        described = json.loads(file["data"].attrs["env_args"])
+        described["env_kwargs"]["reward_shaping"] = True
+        file["data"].attrs["env_args"] = json.dumps(described)
+    settings = {
+        **ALGORITHMS["bc"],
+        "experiment__rollout__enabled": True,
+        "experiment__rollout__n": plan.num_rollouts,
+        "experiment__rollout__horizon": plan.horizon,
+        "experiment__rollout__rate": 1,
+        "experiment__render_video": False,
+        **({} if start is None else {_RATE: 0.0}),
+    }
+    rows = []
+    for num_ranks in plan.world_sizes:
+        where = folder / f"rollouts-{'trained' if start is None else 'same'}-{num_ranks}"
+        where.mkdir()
+        config = make_config(tree, "bc", data, where, STEPS_AN_EPOCH, 1, **settings)
+        environ = {"OPENBLAS_NUM_THREADS": "1", **({} if start is None else {"OBSERVED_START": str(start)})}
+        run = train(tree, config, where, num_ranks, environ=environ)
+        printed = json.JSONDecoder().raw_decode(run.log.split("Env: Lift\n")[1])[0]
+        kept = {key: printed[key] for key in ("Return", "Success_Rate", "Horizon")}
+        rows.append({"ranks": num_ranks, "episodes": plan.num_rollouts, **kept})
+    return rows
+
+
+def interval(successes: int, episodes: int, level: float = 0.95) -> tuple[float, float]:
+    """The exact (Clopper-Pearson) confidence interval of a rate of success."""
+
+    def at_least(rate: float, k: int) -> float:
+        return sum(math.comb(episodes, i) * rate**i * (1 - rate) ** (episodes - i) for i in range(k, episodes + 1))
+
+    def rate_at(k: int, probability: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if at_least(middle, k) > probability else (middle, high)
+        return low
+
+    tail = (1 - level) / 2
+    lower = 0.0 if successes == 0 else rate_at(successes, tail)
+    upper = 1.0 if successes == episodes else rate_at(successes + 1, 1 - tail)
+    return lower, upper
+
+
+def success_rows(found: Iterable[tuple[str, int, str, int, int]], num_episodes: int) -> list[dict[str, Any]]:
+    """A row for each (algorithm, steps, arm) of (algorithm, steps, arm, seed, successes), in the order they come."""
+    cells: dict[tuple[str, int, str], dict[int, int]] = {}
+    for algorithm, steps, arm, seed, successes in found:
+        cells.setdefault((algorithm, steps, arm), {})[seed] = successes
+    rows = []
+    for (algorithm, steps, arm), by_seed in cells.items():
+        total, played = sum(by_seed.values()), num_episodes * len(by_seed)
+        lower, upper = interval(total, played)
+        each = {f"seed {seed}": f"{successes}/{num_episodes}" for seed, successes in by_seed.items()}
+        between = f"{100 * lower:.0f} to {100 * upper:.0f}%"
+        rows.append(
+            {
+                "algorithm": algorithm,
+                "steps": steps,
+                "trained": arm,
+                **each,
+                "total": f"{total}/{played}",
+                "95%": between,
+            }
+        )
+    return rows
+
+
+def summary(success: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> str:
+    """What the two tables come to, in numbers."""
+
+    def successes(row: dict[str, Any]) -> tuple[int, int]:
+        lifted, played = map(int, row["total"].split("/"))
+        return lifted, played
+
+    sums = []
+    for arm in ARMS:
+        counted = [successes(row) for row in success if row["trained"] == arm.name]
+        lifted, played = (sum(column) for column in zip(*counted))
+        lower, upper = interval(lifted, played)
+        sums.append(f"- {arm.name}: {lifted} of {played} episodes ({100 * lower:.0f} to {100 * upper:.0f}%)")
+    alone = {(row["algorithm"], row["steps"]): successes(row) for row in success if row["trained"] == ARMS[0].name}
+    names = {arm.name for arm in ARMS if arm.fault}
+    broken = [row for row in success if row["trained"] in names]
+    overlapping = 0
+    for row in broken:
+        (low, high), (lower, upper) = interval(*successes(row)), interval(*alone[row["algorithm"], row["steps"]])
+        overlapping += low <= upper and lower <= high
+    early = f"from one process, {STEPS_AN_EPOCH}"
+    good = max(row[early] for row in found if row["trained"] == ARMS[1].name)
+    bad = min(row[early] for row in found if row["trained"] in names)
+    arms = "\n".join(sums)
+    return f"""{arms}
+
+In {overlapping} of {len(broken)} rows the interval of a broken run overlaps that of one process. The weights
+tell after {STEPS_AN_EPOCH} steps: the largest difference from one process, over the seeds, is {good:.0e} with two
+ranks, and {bad:.0e} or more with broken ones."""
+
+
+def measure(folder: Path, plan: Plan) -> dict[str, Any]:
+    """Train and play everything: what the page is made of."""
+    tree, plain = copy_release(RELEASE, folder), copy_release(RELEASE, folder, patched=False)
+    runs = train_arms(tree, folder, plan)
+    paths = {(*key, steps): checkpoint(run, steps) for steps in plan.steps for key, run in runs.items()}
+    played = play(plain, folder, list(paths.values()), plan)
+    starts = {found["starts"] for found in played.values()}
+    if len(starts) != 1:
+        raise SystemExit(f"the episodes of {len(played)} checkpoints began in {len(starts)} ways, not in one")
+    found = [
+        (algorithm, steps, arm.name, seed, played[paths[algorithm, seed, arm, steps]]["successes"])
+        for algorithm in plan.algorithms
+        for steps in plan.steps
+        for arm in ARMS
+        for seed in plan.seeds
+    ]
+    last = plan.steps[-1]
+    broken = [arm for arm in ARMS if arm.fault]
+    pairs = [[paths[a, seed, arm, last] for arm in broken] for a in plan.algorithms for seed in plan.seeds]
+    measured = {
+        "controls alike": all(len(equal_weights(pair)) == 1 for pair in pairs),
+        "success": success_rows(found, plan.num_episodes),
+        "detection": detection(runs, plan),
+        "guards": guarded(tree, folder),
+        "same weights": rollouts(tree, folder, paths["bc", plan.seeds[0], ARMS[0], last], plan),
+        "trained": rollouts(tree, folder, None, plan),
+    }
+    others = [f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in ("robosuite", "mujoco", "torch")]
+    measured["versions"] = ", ".join([f"robomimic {RELEASE}", *others, f"Python {sys.version.split()[0]}"])
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    measured["CPU minutes"] = (usage.ru_utime + usage.ru_stime) / 60
+    (folder / "measured.json").write_text(json.dumps(measured, indent=1))
+    return measured
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of all that the rows hold; numbers of rollouts in full, to the last digit."""
+    shown = [{key: repr(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
+    return _table(shown, {key: key for key in rows[0]})
+
+
+def same_statistics(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether rollouts have equal statistics, to the last digit, at every number of ranks."""
+    return len({tuple(value for key, value in row.items() if key != "ranks") for row in rows}) == 1
+
+
+def page(measured: dict[str, Any], command: str, plan: Plan) -> str:
+    """docs/simulator.md."""
+    success, found = measured["success"], measured["detection"]
+    distances = {key: key for key in found[0] if key.startswith("from one process")}
+    columns = {
+        "algorithm": "algorithm",
+        "trained": "trained on",
+        "between": "between ranks",
+        "samples": "samples a step",
+    }
+    guards = "\n".join(
+        f"- {arm}: "
+        + (f"the training ends. SyncError: {said}" if said else "nothing is noticed: the ranks stay equal.")
+        for arm, said in measured["guards"].items()
+    )
+    verdict = "equal to the last digit" if same_statistics(measured["same weights"]) else "**not** equal"
+    alike = """
+The two broken runs save the same weights, to the last bit, and are played once for both: without a reduction the main
+rank trains on its own shard, and where all ranks hold that shard, its gradient is their mean. Only what the other rank
+holds tells them apart.
+"""
+    alike = alike if measured["controls alike"] else ""
+    seeds = ", ".join(map(str, plan.seeds))
+    sizes = ", ".join(map(str, plan.world_sizes))
+    return f"""# In the real simulator
+
+Generated by `{command}`
+after `requirements/simulator.txt` was installed:
+{measured["versions"]}, gloo on CPU; {measured["CPU minutes"]:.0f} minutes of CPU time.
+
+Policies are trained by the patched release on the 200 scripted demonstrations of Lift in `examples/data`, with a
+global batch of {NUM_SAMPLES_A_STEP}, and play robosuite's Lift with the release as published and ddpshim out of reach.
+Two of the four ways to train are broken on purpose, in the test's processes alone: the gradients are never reduced,
+so that each rank trains a model of its own and the main rank's is saved; or both ranks take the main rank's shard,
+so that half of each global batch is seen by nobody. The runtime checks are off for these two (`DDPSHIM_GUARD=0`).
+bc has two layers of 256; bc_rnn_gmm two LSTM layers of 64, sequences of 5, a mixture of 5 with deviations of 0.05 or
+more. All of it together:
+
+{summary(success, found)}
+
+## Success
+
+Episodes in which the cube was lifted. Every checkpoint plays {plan.num_episodes} episodes, of at most {plan.horizon}
+steps and ended by success (demonstrations take 42), from the same {plan.num_episodes} start states: `seed` in
+`env_kwargs` is {START_SEED} (robomimic has `experiment.env_meta_update_dict` for it since 0.5.0; here it is set in the
+checkpoint's metadata), and the digest of the states is equal for all checkpoints. Training seeds: {seeds}.
+The interval is the exact one of Clopper and Pearson; it takes the episodes for independent, which those of one
+checkpoint are not quite.
+
+{_lines(success)}
+{alike}
+## What tells a broken run
+
+Largest differences of any single weight, over the seeds: between the ranks at the end, and from the run of one process
+after {", ".join(str(steps) for steps in (STEPS_AN_EPOCH, *plan.steps))} steps; and the number of distinct samples that
+all ranks together see in a step.
+
+{_table(found, {**columns, **distances})}
+
+With the runtime checks on (bc, {STEPS_AN_EPOCH} steps):
+
+{guards}
+
+## Rollouts on all ranks
+
+The patched trainer's own rollouts, their episodes dealt to {sizes} ranks, in an environment without a seed and with
+shaped rewards, so that the return depends on every step of every episode. From one checkpoint of bc, weights equal to
+the last bit, the statistics are {verdict}:
+
+{_lines(measured["same weights"])}
+
+After {STEPS_AN_EPOCH} steps of training on as many ranks, weights equal to rounding:
+
+{_lines(measured["trained"])}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps and episodes: does it run")
+    parser.add_argument("--folder", type=Path, help="keep the runs here; a new folder")
+    parser.add_argument("--write", type=Path, help="the page to write")
+    args = parser.parse_args()
+    plan = QUICK if args.quick else Plan()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        measured = measure(folder.resolve(), plan)
+    where = "DDPSHIM_UPSTREAM=… " if os.environ.get("DDPSHIM_UPSTREAM") else ""
+    text = page(measured, f"{where}python -m tests.simulator {' '.join(sys.argv[1:])}", plan)
+    print(text)
+    if args.write:
+        args.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
