@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from ddpshim import failure
 from tests.equivalence import source
 from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, complaints, inject
 
@@ -45,3 +47,24 @@ def test_the_page_has_a_row_for_each_fault() -> None:
     assert rows == [[f"| {fault.what}", fault.where] for fault in FAULTS]
     assert "**but:" not in page
     assert "\n".join(HEAD) in page
+
+
+def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("failed/2", "1")  # it waited in vain as well
+    monkeypatch.setattr(failure, "_TIMEOUTS_APART_S", 0.2)
+    failure.arm(0, store, 4)
+    try:
+        assert failure._silent_ranks() == [1, 3]
+    finally:
+        failure.disarm()
+
+
+def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
+    with pytest.raises(RuntimeError, match="Terminated") as found:
+        try:
+            raise RuntimeError("Read error: Connection reset by peer")
+        except RuntimeError:
+            raise RuntimeError("DataLoader worker is killed by signal: Terminated") from None
+    assert failure._lost_a_peer(found.value)
+    assert not failure._lost_a_peer(RuntimeError("DataLoader worker is killed by signal: Terminated"))
