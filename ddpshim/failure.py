@@ -24,12 +24,14 @@ T = TypeVar("T")
 _EXIT_HANDLERS_DEADLINE_S = 5.0
 _STORE_DEADLINE_S = 5.0
 _LAUNCHER_DEADLINE_S = 5.0
+_TIMEOUTS_APART_S = 3.0
 
 
 class _State:
     """Who this rank is and whom it can ask, from `arm` on; both outlive the process group."""
 
     rank: int = 0
+    world_size: int = 1
     store: Any = None
     previous_hook: Any = None
     is_told_to_end: bool = False  # a SIGTERM came
@@ -38,9 +40,9 @@ class _State:
 _state = _State()
 
 
-def arm(rank: int, store: Any) -> None:
+def arm(rank: int, store: Any, world_size: int = 1) -> None:
     """Have an exception that nobody catches end the job. `store`: the job's own key-value store. Local."""
-    _state.rank, _state.store, _state.is_told_to_end = rank, store, False
+    _state.rank, _state.store, _state.world_size, _state.is_told_to_end = rank, store, world_size, False
     if sys.excepthook is not _excepthook:
         _state.previous_hook, sys.excepthook = sys.excepthook, _excepthook
 
@@ -100,6 +102,10 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     # A launcher that has seen another rank end sends this; from here on nothing is to be saved.
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # torch raises here when a data worker ends, and a launcher may have ended them with this rank.
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _ask_store(lambda store: store.set(f"failed/{_state.rank}", "1"))
     rank, first = _state.rank, _claim(error)
     stream = sys.__stderr__ or sys.stderr
     if first == rank and _lost_a_peer(error):
@@ -108,6 +114,10 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         if _state.is_told_to_end:
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
+    if first == rank and _is_timeout(error):
+        silent = _silent_ranks()
+        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "no rank in particular"
+        print(f"ddpshim: {who} did not answer rank {rank} in time", file=stream, flush=True)
     if first == rank:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         print(f"ddpshim: rank {rank} ({socket.gethostname()}) failed:\n{lines}", file=stream, flush=True)
@@ -142,9 +152,28 @@ def _claim(error: BaseException) -> int:
     return 0 if _state.store is not None and _lost_a_peer(error) else _state.rank
 
 
-def _lost_a_peer(error: BaseException) -> bool:
-    """Whether gloo or nccl says that another process is gone."""
-    return "by peer" in str(error) or "remote process exited" in str(error)
+def _lost_a_peer(error: Optional[BaseException]) -> bool:
+    """Whether gloo or nccl says that another process is gone, in `error` or in what it was raised on top of."""
+    while error is not None:
+        if "by peer" in str(error) or "remote process exited" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether gloo says that it waited too long for another rank."""
+    return "Timed out waiting" in str(error) or "Application timeout" in str(error)
+
+
+def _silent_ranks() -> list[int]:
+    """The ranks that do not fail as well within a moment: those that wait together give up at about the same time."""
+    others = [rank for rank in range(_state.world_size) if rank != _state.rank]
+    end = time.monotonic() + _TIMEOUTS_APART_S
+    while others and time.monotonic() < end:
+        others = [rank for rank in others if not _ask_store(lambda store, r=rank: store.check([f"failed/{r}"]))]  # type: ignore[misc]
+        time.sleep(0.1)
+    return others
 
 
 def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:

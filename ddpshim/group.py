@@ -279,7 +279,7 @@ def setup(
     if seed is not None:
         seed_everything(seed)
     if made.world_size > 1:
-        failure.arm(made.rank, _state.store)
+        failure.arm(made.rank, _state.store, made.world_size)
     if made.is_launched and made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)
         spread = "unequal nodes" if odd else f"{nodes} node{'s' * (nodes > 1)} x {made.local_world_size}"
@@ -423,6 +423,7 @@ def _join(
     _state.num_worlds += 1
     # A second world finds the first one's keys in the store, and must not take them for its own.
     store = dist.PrefixStore(f"ddpshim/{_state.num_worlds}", _rendezvous(env, timedelta(seconds=timeout_s)))
+    _call_the_roll(store, env, timeout_s)
     if backend is None:
         backend = _agree_on_backend(store, env, bound)
     dist.init_process_group(
@@ -454,13 +455,18 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
     if _state.root_store is None or _state.root_store[0] != address:
         check_port(env)
-        if env.launcher == "torchrun":
-            # Follows torchrun's restarts and the store that its agent serves.
-            store = next(dist.rendezvous("env://", timeout=timeout))[0]
-        else:
-            # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
-            serves = env.rank == 0 and not env.agent_store
-            store = dist.TCPStore(str(env.master_addr), int(env.master_port or 0), env.world_size, serves, timeout)
+        where = str(env.master_addr), int(env.master_port or 0)
+        serves = env.rank == 0 and not env.agent_store
+        try:
+            if env.launcher == "torchrun" and env.agent_store:
+                # Follows torchrun's restarts.
+                store = next(dist.rendezvous("env://", timeout=timeout))[0]
+            else:
+                # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
+                # It does not wait for the others: `_call_the_roll` does, and can say who is missing.
+                store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
         _state.root_store = address, _of_this_start(store, env, timeout)
     _state.root_store[1].set_timeout(timeout)
     return _state.root_store[1]
@@ -492,6 +498,45 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
                 store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
                 is_heard = True
     return dist.PrefixStore(mine, store)
+
+
+def _nobody_answers(env: LaunchEnv, timeout_s: float, error: RuntimeError) -> str:
+    where = f"MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port}"
+    said = str(error).splitlines()[0][:160]
+    return (
+        f"nobody answers at {where}, where rank {env.rank} of {env.world_size} has to meet the others (waited for up "
+        f"to {timeout_s:g} s; {said}); it cannot train alone. Look whether rank 0 started, and whether all ranks have "
+        "its address."
+    )
+
+
+def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
+    """Wait until every rank of the job is here (collective).
+
+    Raises LaunchError, on all that are here, where one was told another number of ranks, or where some do not come.
+    """
+    store.set(f"here/{env.rank}", socket.gethostname())
+    num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
+    first = store.compare_set("first", "", me).decode()
+    if first.partition(" ")[0] != me.partition(" ")[0]:
+        # The key for which all wait: those that came before hear of it as well.
+        store.set("complete", f"{first}, but {me}: each would wait for ranks that the other does not know of")
+    elif num_here == env.world_size:
+        store.set("complete", "")
+    try:
+        store.wait(["complete"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank in range(env.world_size) if not store.check([f"here/{rank}"])]
+        ranks = (
+            f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} {'are' if missing[1:] else 'is'} missing"
+        )
+        raise LaunchError(
+            f"{env.world_size - len(missing)} of {env.world_size} ranks came within {timeout_s:g} s; {ranks}, and the "
+            "others cannot train without. Look why they did not start, or give them longer (DDPSHIM_TIMEOUT_S)."
+        ) from error
+    wrong = store.get("complete").decode()
+    if wrong:
+        raise LaunchError(f"{wrong}. Start every rank with the same number of ranks.")
 
 
 def _agree_on_backend(store: Any, env: LaunchEnv, device: torch.device) -> str:

@@ -96,6 +96,8 @@ def _run_program(argv: Sequence[str]) -> None:
         raise
     except Exception as error:
         _write_down(1)
+        if sys.excepthook is sys.__excepthook__:
+            print(f"ddpshim: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
         # The hook that is set now: `ddpshim.setup` names the first failing rank in it.
         error.__traceback__ = _without_our_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)

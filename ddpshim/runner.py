@@ -83,7 +83,10 @@ def run(job: Job) -> int:
             except ChildFailedError as error:
                 failures = error.failures
         first, code = _first(failures, rank_module.failures(run_dir))
-        _report(first, code, log_dir)
+        if code == EXIT_REQUEUE:  # no failure
+            print(f"ddpshim: the ranks have saved and left, to be started again (exit code {code})", file=sys.stderr)
+        else:
+            _report(first, code, log_dir)
         return 128 - code if code < 0 else code
 
 

@@ -1,36 +1,84 @@
 """The patched trainer with something that goes wrong: `python -m tests.faults --config FILE`.
 
-What, where and when is read from DDPSHIM_FAULT, as KIND:RANK:CALL, for instance raise:1:150.
+What, where and when is read from DDPSHIM_FAULT, as KIND:RANK:CALL, for instance raise@model:1:150: an exception in the
+150th call of the model on rank 1. Without @ the place is the dataset. When it happened is written to `fault_moment`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import resource
 import runpy
 import signal
 import sys
-from typing import Any
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+SKEW_S = 3 * 3600.0
+FULL_AT_BYTES = 1 << 20
+
+# What is called in each phase of the trainer, and whether that call is meant.
+PLACES: dict[str, tuple[str, str, Callable[..., bool]]] = {
+    "before setup": ("ddpshim.robomimic", "start", lambda *args, **options: True),
+    "setup": ("robomimic.algo", "algo_factory", lambda *args, **options: True),
+    "model": (
+        "robomimic.algo.bc",
+        "BC.train_on_batch",
+        lambda self, batch, epoch, validate=False: not validate,
+    ),
+    "validation": (
+        "robomimic.algo.bc",
+        "BC.train_on_batch",
+        lambda self, batch, epoch, validate=False: validate,
+    ),
+    "dataset": ("robomimic.utils.dataset", "SequenceDataset.__getitem__", lambda *args: True),
+    "logger": ("robomimic.utils.log_utils", "DataLogger.record", lambda *args, **options: True),
+    "save": ("robomimic.utils.train_utils", "save_model", lambda *args, **options: True),
+    "teardown": ("ddpshim.robomimic", "finish", lambda *args, **options: True),
+}
 
 
-def _break_dataset(kind: str, call: int) -> None:
-    from robomimic.utils.dataset import SequenceDataset
+def _break(kind: str, call: int) -> None:
+    """Have the `call`-th call at a place do what `kind` says, and then what it always does."""
+    action, _, place = kind.partition("@")
+    module, name, is_meant = PLACES[place or "dataset"]
+    *holders, last = name.split(".")
+    holder = importlib.import_module(module)
+    for part in holders:
+        holder = getattr(holder, part)
+    original, calls = getattr(holder, last), 0
 
-    original = SequenceDataset.__getitem__
-    calls = 0
-
-    def broken(self: Any, index: int) -> Any:
+    def broken(*args: Any, **options: Any) -> Any:
         nonlocal calls
-        calls += 1
-        if calls == call:
-            if kind == "raise":
-                raise ValueError(f"sample {index} is broken on purpose")
-            if kind == "exit":
-                sys.exit(3)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, index)
+        calls += is_meant(*args, **options)
+        if calls == call and is_meant(*args, **options):
+            Path("fault_moment").write_text(repr(time.time()))
+            _act(action, place or "dataset", args)
+        return original(*args, **options)
 
-    SequenceDataset.__getitem__ = broken  # type: ignore[method-assign]
+    setattr(holder, last, broken)
+
+
+def _act(action: str, place: str, args: Any) -> None:
+    if action == "raise":
+        raise ValueError(f"sample {args[1]} is broken on purpose" if place == "dataset" else f"{place} on purpose")
+    if action == "exit":
+        sys.exit(3)
+    if action == "full":
+        # The kernel refuses to write further, as on a full disk; what a file may hold is the process's own limit.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, FULL_AT_BYTES))
+    elif action == "config":
+        with args[0].values_unlocked():
+            args[0].train.batch_size = 50
+    elif action in ("SIGTERM", "SIGUSR1"):
+        # To rank 0, which waits for this one in the middle of a collective.
+        os.kill(int(Path("pid_0").read_text()), getattr(signal, action))
+        time.sleep(1.0)
+    else:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}[action])
 
 
 def _break_save() -> None:
@@ -40,6 +88,11 @@ def _break_save() -> None:
         raise OSError(28, "No space left on device (on purpose)")
 
     TrainUtils.save_model = broken
+
+
+def _set_clock_ahead() -> None:
+    here = time.time
+    time.time = lambda: here() + SKEW_S
 
 
 def _skip_a_step(call: int) -> None:
@@ -153,6 +206,10 @@ def _break_split() -> None:
 def install() -> None:
     """Make go wrong in this process what DDPSHIM_FAULT says."""
     kind, rank, call = os.environ["DDPSHIM_FAULT"].split(":")
+    is_here = os.environ.get("RANK", "0") == rank
+    Path(f"pid_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
+    if kind == "code" and is_here:
+        sys.path.insert(0, os.environ["FAULT_OTHER_TREE"])
     if kind == "skip":
         from ddpshim import guard
 
@@ -164,14 +221,16 @@ def install() -> None:
     elif kind == "same_data":
         _break_split()
     elif kind in ("weights", "target", "noise", "unfrozen", "by_hand"):
-        _break_model(kind, os.environ.get("RANK", "0") == rank)
-    elif os.environ.get("RANK", "0") == rank:
+        _break_model(kind, is_here)
+    elif is_here:
         if kind == "save":
             _break_save()
         elif kind == "skip":
             _skip_a_step(int(call))
-        else:
-            _break_dataset(kind, int(call))
+        elif kind == "clock":
+            _set_clock_ahead()
+        elif kind not in ("code", "none"):
+            _break(kind, int(call))
 
 
 def main() -> None:

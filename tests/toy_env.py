@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class ToyEnv(EnvBase):
         self._write_down(f"episode {json.dumps(draws)}")
         kind, rank, episode = os.environ.get("DDPSHIM_FAULT", "toy_env::0").split(":")
         if (kind, rank, int(episode)) == ("toy_env", os.environ.get("RANK"), self._episodes):
+            Path("fault_moment").write_text(repr(time.time()))
             raise ValueError("the toy broke on purpose")
         return self.get_observation()
 

@@ -1,0 +1,70 @@
+"""Rows of docs/faults.md that are quick to check and differ in kind; the rest is `python -m tests.fault_table`.
+
+Exceptions in the dataset and in a save, a killed rank and an existing experiment are in test_robomimic.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ddpshim import failure
+from tests.equivalence import source
+from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, complaints, inject
+
+NAMES = [
+    "exception-worker-1",
+    "exception-teardown-1",
+    "exit-1",
+    "sigterm",
+    "disk-full",
+    "other-config",
+    "other-code",
+    "world-size",
+    "missing-1",
+]
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if source(RELEASE) is None:
+        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in NAMES], ids=lambda fault: fault.name)
+def test_a_fault_ends_the_job_as_the_table_says(fault: Fault, work: Path) -> None:
+    outcome = inject(fault, work / fault.name, work)
+    assert complaints(fault, outcome) == [], outcome.screen[-5000:]
+
+
+def test_the_page_has_a_row_for_each_fault() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "faults.md").read_text()
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert rows == [[f"| {fault.what}", fault.where] for fault in FAULTS]
+    assert "**but:" not in page
+    assert "\n".join(HEAD) in page
+
+
+def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("failed/2", "1")  # it waited in vain as well
+    monkeypatch.setattr(failure, "_TIMEOUTS_APART_S", 0.2)
+    failure.arm(0, store, 4)
+    try:
+        assert failure._silent_ranks() == [1, 3]
+    finally:
+        failure.disarm()
+
+
+def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
+    with pytest.raises(RuntimeError, match="Terminated") as found:
+        try:
+            raise RuntimeError("Read error: Connection reset by peer")
+        except RuntimeError:
+            raise RuntimeError("DataLoader worker is killed by signal: Terminated") from None
+    assert failure._lost_a_peer(found.value)
+    assert not failure._lost_a_peer(RuntimeError("DataLoader worker is killed by signal: Terminated"))
