@@ -20,7 +20,8 @@ from ddpshim.errors import CheckpointError
 from ddpshim.group import World
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.resume import Resumable, find_progress
-from tests.equivalence import source
+from tests import equivalence
+from tests.equivalence import copy_release, source
 from tests.interruptions import interrupt
 from tests.ranks import RankFailure, run_ranks
 
@@ -300,3 +301,30 @@ def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(tmp_path: Pat
     assert found["same samples in every step"]
     assert found["largest difference of a weight"] == 0
     assert found["largest difference of a metric"] < 1e-12
+
+
+@pytest.mark.robomimic
+def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path) -> None:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
+    tree, data = copy_release("0.3.0", tmp_path), equivalence.make_data(tmp_path, num_demos=50)
+    config = equivalence.make_config(tree, "bc", data, tmp_path, 3, 2, train__data=str(data))
+    # Rank 1 fails in the third step of every start: the last of them has two steps left.
+    faults = {"DDPSHIM_FAULT": "raise:1:149", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "1"}
+    run = [sys.executable, "-m", "ddpshim", "run", "--nproc", "2", "--max-restarts", "3"]
+    ran = subprocess.run(
+        [*run, "-m", "tests.faults", "--config", str(config)],
+        env={**equivalence._environ(tree), **faults},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert ran.stdout.count("ddpshim: world of 2") == 3
+    assert "goes on at epoch 0, step 2, of a run on 2 ranks" in ran.stdout
+    assert "goes on at epoch 1, step 1, of a run on 2 ranks" in ran.stdout
+    assert [p.name for p in tmp_path.glob("out/*/*/models/*")] == ["model_epoch_2.pth"]
