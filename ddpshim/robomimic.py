@@ -235,6 +235,13 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
     return TrainUtils.get_exp_dir(config, **options), False
 
 
+def has_checkpoint(resume: bool, *paths: str) -> bool:
+    """Upstream's `resume`, but not for a run that was left before its first checkpoint (collective)."""
+    if not (resume and _run.goes_on):
+        return resume
+    return world().run_on_main(lambda: any(os.path.exists(path) for path in paths))
+
+
 def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
     """(epoch to start with, *best_so_far) of the progress that an earlier start left, else as given (collective).
 

@@ -416,6 +416,21 @@ def test_a_killed_training_resumes_on_any_number_of_ranks(trainings: Trainings, 
 
 @pytest.mark.upstream
 @pytest.mark.robomimic
+def test_a_training_that_was_left_before_its_first_checkpoint_resumes(trainings: Trainings) -> None:
+    whole, folder = trainings.whole("bc"), trainings.folder / "bc-left"
+    left = trainings.run("bc", folder, 2, fault="SIGUSR1@model:1:3")
+    assert "leaving with exit code 75" in left.log
+    assert list(folder.glob("out/*/*/last.pth")) == []
+    resumed = trainings.run("bc", folder, 4, "--resume")
+    assert "ddpshim: goes on at epoch 0, step 3, of a run on 2 ranks" in resumed.log
+    assert batches(resumed, BATCH, "train") == batches(whole, BATCH, "train")[3:]
+    for observed in resumed.observed:
+        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) <= 1e-6
+    assert resumed.losses() == pytest.approx(whole.losses(), rel=1e-5)
+
+
+@pytest.mark.upstream
+@pytest.mark.robomimic
 def test_the_best_rollouts_so_far_survive_another_number_of_ranks(trainings: Trainings) -> None:
     kind = "bc+rollouts"
     whole, resumed = trainings.whole(kind), trainings.resumed(kind, 4)
