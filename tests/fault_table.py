@@ -351,7 +351,6 @@ class _Job:
 
     def __init__(self, fault: Fault, tree: Path, folder: Path) -> None:
         self.fault, self.folder, self.mark = fault, folder, uuid.uuid4().hex
-        self._screen = (folder / "screen.txt").open("ab")
         self.started: list[subprocess.Popen[bytes]] = []
         (folder / "tmp").mkdir(exist_ok=True)
         self.environ = {
@@ -366,18 +365,18 @@ class _Job:
 
     def start(self, arguments: Sequence[str], **environ: Any) -> subprocess.Popen[bytes]:
         """Python with these arguments, its output on the job's screen."""
-        self.started.append(
-            subprocess.Popen(
+        with (self.folder / "screen.txt").open("ab") as screen:
+            process = subprocess.Popen(
                 [sys.executable, *arguments],
                 env={**self.environ, **{name: str(value) for name, value in environ.items()}},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
-                stdout=self._screen,
+                stdout=screen,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        )
-        return self.started[-1]
+        self.started.append(process)
+        return process
 
     def start_ranks(self, places: Sequence[tuple[int, int]], port: int) -> None:
         """A process for each (rank, world size), without a launcher."""
