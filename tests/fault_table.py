@@ -278,18 +278,6 @@ FAULTS = [
         checkpoints=0,
     ),
     Fault(
-        "port-busy-by-hand",
-        "port busy",
-        "two ranks started by hand",
-        "rank 0 says so at once; rank 1 talks to the other program, to the end of DDPSHIM_TIMEOUT_S (here 10)",
-        "none:0:0",
-        way="busy port by hand",
-        says="cannot be served",
-        environ=SHORT,
-        limit_s=60,
-        checkpoints=0,
-    ),
-    Fault(
         "world-size",
         "wrong world size on one node",
         "rank 1 says 3, rank 0 says 2; started by hand",
@@ -363,7 +351,6 @@ class _Job:
 
     def __init__(self, fault: Fault, tree: Path, folder: Path) -> None:
         self.fault, self.folder, self.mark = fault, folder, uuid.uuid4().hex
-        self._screen = (folder / "screen.txt").open("ab")
         self.started: list[subprocess.Popen[bytes]] = []
         (folder / "tmp").mkdir(exist_ok=True)
         self.environ = {
@@ -378,18 +365,18 @@ class _Job:
 
     def start(self, arguments: Sequence[str], **environ: Any) -> subprocess.Popen[bytes]:
         """Python with these arguments, its output on the job's screen."""
-        self.started.append(
-            subprocess.Popen(
+        with (self.folder / "screen.txt").open("ab") as screen:
+            process = subprocess.Popen(
                 [sys.executable, *arguments],
                 env={**self.environ, **{name: str(value) for name, value in environ.items()}},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
-                stdout=self._screen,
+                stdout=screen,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        )
-        return self.started[-1]
+        self.started.append(process)
+        return process
 
     def start_ranks(self, places: Sequence[tuple[int, int]], port: int) -> None:
         """A process for each (rank, world size), without a launcher."""
@@ -473,8 +460,6 @@ def inject(fault: Fault, folder: Path, work: Path) -> Outcome:
             port = stack.enter_context(_taken_port())
             where = f"--nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --master-port={port}".split()
             jobs[0].start(_run(folder, *where))
-        elif fault.way == "busy port by hand":
-            jobs[0].start_ranks([(0, 2), (1, 2)], stack.enter_context(_taken_port()))
         else:
             config = json.loads((folder / "config.json").read_text())
             config["train"]["output_dir"] = str(folder / "out2")

@@ -42,6 +42,7 @@ ROOMS = [
     "rollout",
     "algo",
     "datasets",
+    "sameness",
     "robomimic",
     "unidiff",
     "patchset",
@@ -52,7 +53,13 @@ ROOMS = [
     "selftest",
     "__main__",
 ]
-TRAINERS = ("rollout", "algo", "datasets", "robomimic")  # these import the trainer's packages, inside functions
+TRAINERS = (
+    "rollout",
+    "algo",
+    "datasets",
+    "sameness",
+    "robomimic",
+)  # these import the trainer's packages, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
