@@ -216,6 +216,7 @@ def test_yaml_without_pyyaml_is_an_error_that_says_what_to_do(tmp_path: Path, mo
 def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    ddpshim.cleanup()  # of a world that a test before has left
     yield
     ddpshim.cleanup()
     group._state.left = None
