@@ -131,6 +131,23 @@ class World:
             _state.store = dist.HashStore()
         return int(_state.store.add(f"count/{name}", by))
 
+    def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
+        """Send whole numbers to every rank without waiting; the result, called, waits for those of all (collective).
+
+        It takes the seconds that it may wait, and raises RuntimeError when they have passed.
+        """
+        if self.world_size == 1:
+            return lambda deadline_s: [numbers]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
+        work = dist.all_gather(everyones, mine, group=self._control, async_op=True)
+
+        def result(deadline_s: float) -> list[list[int]]:
+            work.wait(timedelta(seconds=deadline_s))
+            return [numbers.tolist() for numbers in everyones]
+
+        return result
+
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """The values of the ranks that come here within the deadline, by rank. Never hangs (collective).
 

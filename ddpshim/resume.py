@@ -15,13 +15,15 @@ from typing import Any, Callable, NoReturn, Optional, Protocol
 import torch
 
 from ddpshim import checkpoint, preemption
-from ddpshim.errors import CheckpointError, DataError
+from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.group import cleanup, world
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.loader import ShardedLoader
 from ddpshim.streams import derive_seed, global_states, restore_global_states, seed_everything
 
 _LOOK_EVERY_S = 0.5
+_STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by then all have told
+_LOCKSTEP_DEADLINE_S = 120.0
 _MAX_STEPS_BETWEEN_LOOKS = 64  # steps may become slower than they were
 _PATTERN = "epoch_*_step_*.pth"
 
@@ -105,6 +107,8 @@ class Resumable:
         self._num_boundaries = self._next_look = 0
         self._interval = 1
         self._last_look = (0, time.monotonic())
+        self._told: Optional[Callable[[float], list[list[int]]]] = None  # what ranks tell each other, on its way
+        self._delay = 0 if self._world.world_size == 1 else _STEPS_UNTIL_HEARD
         if self._world.is_launched:
             preemption.listen()
 
@@ -155,7 +159,7 @@ class Resumable:
         for step in range(start, total):
             self.step = step
             if is_sharded or step == 0:
-                self.look()
+                self._look(_LOCKSTEP_DEADLINE_S)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -172,22 +176,42 @@ class Resumable:
     def look(self) -> None:
         """Save or leave here, where ranks agree that it is time to. Collective: call it between two steps.
 
-        Ranks meet at a few of the calls only: the distance is agreed on at each meeting.
+        At a few of the calls ranks tell each other whether it is, and at the next call they act: nobody waits for a
+        rank that is a step behind. The distance to the next time is agreed on as well.
+
+        Raises SyncError where a rank does not come within `timeout_s`.
         """
+        self._look(self._world.options.timeout_s)
+
+    def _look(self, deadline_s: float) -> None:
         if self._every_n_steps is not None and self._num_unsaved >= self._every_n_steps:
             self.save()
         here, now = self._num_boundaries, time.monotonic()
         self._num_boundaries += 1
-        if here < self._next_look:
+        if here == self._next_look:
+            last, then = self._last_look
+            wanted = int(_LOOK_EVERY_S * (here - last) / max(now - then, 1e-6)) if here > last else 1
+            wanted = max(1, min(wanted, 2 * self._interval, _MAX_STEPS_BETWEEN_LOOKS))
+            due = self._world.is_main and self._every_s is not None and now - self._last_save > self._every_s
+            signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
+            if signal:
+                preemption.heard()
+            self._last_look, self._told = (here, now), self._world.begin_gather([signal, due, wanted])
+        if self._told is None or here < self._last_look[0] + self._delay:
             return
-        last, then = self._last_look
-        wanted = int(_LOOK_EVERY_S * (here - last) / max(now - then, 1e-6)) if here > last else 1
-        due = self._world.is_main and self._every_s is not None and now - self._last_save > self._every_s
-        reports = self._world.gather((preemption.asked(), due, max(1, min(wanted, 2 * self._interval))))
+        told, self._told = self._told, None
+        try:
+            reports = told(deadline_s)
+        except RuntimeError as error:
+            raise SyncError(
+                f"another rank did not come to step {self.step - self._delay} of epoch {self.epoch} within "
+                f"{deadline_s:g} s of rank {self._world.rank}, which is a step further; it waits for "
+                "gradients that nobody will send, or its data. Give every rank equally many batches, and skip no step "
+                "on one rank alone."
+            ) from error
         self._interval = min(interval for _, _, interval in reports)
-        self._interval = min(self._interval, _MAX_STEPS_BETWEEN_LOOKS)
-        self._next_look, self._last_look = here + self._interval, (here, time.monotonic())
-        signals = {rank: asked for rank, (asked, _, _) in enumerate(reports) if asked is not None}
+        self._next_look = here + self._interval
+        signals = {rank: preemption.SIGNALS[signal - 1] for rank, (signal, _, _) in enumerate(reports) if signal}
         if signals:
             self.leave(", ".join(f"{asked} on rank {rank}" for rank, asked in signals.items()))
         if any(is_due for _, is_due, _ in reports):
