@@ -44,8 +44,9 @@ class _Arm:
     def __init__(self, guarded: bool) -> None:
         here = ddpshim.world()
         with ddpshim.shared_random_streams(0):
-            world = replace(here, options=replace(here.options, guard=guarded))
-            self.policy = ddpshim.wrap_parallel(_policy(), world=world)
+            policy = _policy()
+        world = replace(here, options=replace(here.options, guard=guarded))
+        self.policy = ddpshim.wrap_parallel(policy, world=world)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-4)
 
     def step(self, x: torch.Tensor) -> None:
