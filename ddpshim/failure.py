@@ -54,6 +54,15 @@ def disarm() -> None:
     _state.previous_hook = _state.store = None
 
 
+def is_there(store: Any, key: str) -> bool:
+    """Whether `store` holds `key`. Local. (torch 2.1 has no Store.check, which would say so at once.)"""
+    try:
+        store.wait([key], timedelta(seconds=0.1))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def rank() -> int:
     """The rank that `arm` was told. Local."""
     return _state.rank
@@ -171,7 +180,7 @@ def _silent_ranks() -> list[int]:
     others = [rank for rank in range(_state.world_size) if rank != _state.rank]
     end = time.monotonic() + _TIMEOUTS_APART_S
     while others and time.monotonic() < end:
-        others = [rank for rank in others if not _ask_store(lambda store, r=rank: store.check([f"failed/{r}"]))]  # type: ignore[misc]
+        others = [rank for rank in others if not is_there(_state.store, f"failed/{rank}")]
         time.sleep(0.1)
     return others
 

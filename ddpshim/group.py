@@ -543,7 +543,7 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
     try:
         store.wait(["complete"], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        missing = [rank for rank in range(env.world_size) if not store.check([f"here/{rank}"])]
+        missing = [rank for rank in range(env.world_size) if not failure.is_there(store, f"here/{rank}")]
         ranks = (
             f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} {'are' if missing[1:] else 'is'} missing"
         )
