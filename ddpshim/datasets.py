@@ -9,12 +9,12 @@ import functools
 import os
 from typing import Any, Callable
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ddpshim import advice, machine
 from ddpshim.errors import DataError
 from ddpshim.group import world
-from ddpshim.loader import make_loader
+from ddpshim.loader import ShardedLoader, make_loader
 
 
 def advise_on_cache(config: Any, num_ranks: int) -> None:
@@ -105,6 +105,35 @@ def loader(**options: Any) -> DataLoader[Any]:
             f"epoch would have no step. Name a filter key with more demonstrations, {lower}or, if this is the "
             "validation set, set experiment.validate to false."
         ) from None
+
+
+def divided(given: Any) -> DataLoader[Any]:
+    """The share of this rank in what a plain DataLoader of the trainer's gives; itself, if it is one (collective).
+
+    Raises DataError for anything else than torch's own DataLoader, or where `loader` does.
+    """
+    if isinstance(given, ShardedLoader):
+        return given
+    if type(given) is not DataLoader:
+        raise DataError(
+            f"run_epoch with a {type(given).__name__} in place of torch's DataLoader; what it reads could not be "
+            "divided, and all ranks would train on the same samples. Use ddpshim.make_loader in its place."
+        )
+    names = ["dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    names += ["multiprocessing_context", "persistent_workers", "pin_memory_device", "generator"]
+    options = {name: getattr(given, name) for name in names}
+    if given.num_workers:
+        options["prefetch_factor"] = given.prefetch_factor
+    if isinstance(given.dataset, IterableDataset):
+        return loader(batch_size=given.batch_size, drop_last=given.drop_last, **options)
+    if given.batch_size is None or type(given.batch_sampler) is not BatchSampler:
+        return loader(batch_size=given.batch_size, sampler=given.sampler, batch_sampler=given.batch_sampler, **options)
+    own, sampler = type(given.sampler) in (RandomSampler, SequentialSampler), given.sampler
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
+        own = False  # its draws are the user's choice
+    options["shuffle"] = own and type(sampler) is RandomSampler
+    options["sampler"] = None if own else sampler
+    return loader(batch_size=given.batch_size, drop_last=given.drop_last, **options)
 
 
 def _source(dataset: Any) -> str:

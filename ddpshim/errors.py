@@ -10,7 +10,8 @@
     ├── DataError     (also ValueError) batches, samplers or datasets that do not split
     ├── RolloutError  an episode of an evaluation failed
     ├── CheckpointError  (also OSError) a file could not be written, or none would be left
-    └── PatchError    a patch set does not fit the files it was asked to change
+    ├── PatchError    a patch set does not fit the files it was asked to change
+    └── HookError     an installed trainer is not one that can be made distributed without an edit
 
 Every message has three parts: what was found, what it would have caused, what to do.
 """
@@ -50,3 +51,7 @@ class CheckpointError(DdpShimError, OSError):
 
 class PatchError(DdpShimError):
     """A patch set does not fit its target."""
+
+
+class HookError(DdpShimError):
+    """What `ddpshim.auto` would hook is not what it knows, or is used in a way that would train apart."""

@@ -231,6 +231,11 @@ def world() -> World:
     return World(device=_single_device())
 
 
+def has_world() -> bool:
+    """Whether `setup` was called here, and not taken back. Local."""
+    return _state.world is not None
+
+
 def current_or_new_world() -> World:
     """The current World; calls `setup()` where nobody has (then collective)."""
     return _state.world or setup()

@@ -21,7 +21,10 @@ PREFIX = "DDPSHIM_"
 SECTION = "ddpshim"
 _FILE = f"{PREFIX}CONFIG"
 # Variables of ours that are no options: who launched, where things are, and what the tests read.
-_OTHER_VARIABLES = {_FILE, *(PREFIX + name for name in ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR"))}
+_OTHER_VARIABLES = {
+    _FILE,
+    *(PREFIX + name for name in ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR", "HOOKS")),
+}
 
 
 @dataclass(frozen=True)

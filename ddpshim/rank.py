@@ -5,18 +5,18 @@ Imports no torch: the program decides what is imported, and in which order.
 
 from __future__ import annotations
 
-import itertools
 import os
 import runpy
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-LOG_DIR = "DDPSHIM_RANK_LOGS"  # where `run` has each rank write; unset where output goes to the screen
+from ddpshim import auto
+from ddpshim.rank_log import redirect_output
+
 RUN_DIR = "DDPSHIM_RUN_DIR"  # private to one `run`: when and how each failing rank failed
 
 
@@ -26,57 +26,15 @@ def main(argv: Sequence[str]) -> None:
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
     _note().unlink(missing_ok=True)  # of this rank before a restart
-    if has_log():
-        _redirect_output(_log())
-    # Here is the place for what has to be done before the program: nothing of it has been imported yet.
+    redirect_output()
+    auto.activate()  # nothing of the program has been imported yet
     _run_program(argv)
-
-
-def has_log() -> bool:
-    """Whether all that this rank prints goes into a file of its own."""
-    return LOG_DIR in os.environ
-
-
-def link_log(folder: str) -> None:
-    """Give this rank's log a second name in `folder`: rank_0.log, or rank_0.2.log beside an earlier job's. Local.
-
-    Nothing where `run` did not start this process, or without logs. Both names are one file, which goes on growing;
-    where the file system cannot do that (two disks), the second is a symbolic link.
-    """
-    if not has_log():
-        return
-    log = _log()
-    os.makedirs(folder, exist_ok=True)
-    for number in itertools.count(1):
-        name = Path(folder, log.name if number == 1 else f"{log.stem}.{number}.log")
-        if name.exists() and name.samefile(log):
-            return  # a restarted rank
-        with suppress(FileExistsError):
-            try:
-                os.link(log, name)
-            except FileExistsError:
-                raise
-            except OSError:
-                name.symlink_to(log)
-            return
 
 
 def failures(run_dir: str) -> dict[int, tuple[float, int]]:
     """For each rank whose program an exception has left: when, and the exit code that it meant."""
     said = {int(file.suffix[1:]): file.read_text().split() for file in Path(run_dir).glob("failed.*")}
     return {rank: (float(moment), int(exit_code)) for rank, (moment, exit_code) in said.items()}
-
-
-def _log() -> Path:
-    return Path(os.environ[LOG_DIR], f"rank_{os.environ['RANK']}.log")
-
-
-def _redirect_output(path: Path) -> None:
-    """Lead file descriptors 1 and 2 into `path`: what libraries, workers and a dying interpreter print as well."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
 
 
 def _run_program(argv: Sequence[str]) -> None:

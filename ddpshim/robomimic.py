@@ -33,11 +33,12 @@ from ddpshim.loader import ShardedLoader, scale_lr
 from ddpshim.options import SECTION, Options
 from ddpshim.parallel import average, broadcast_state, wrap_parallel
 from ddpshim.profiling import Profile
-from ddpshim.rank import has_log, link_log
+from ddpshim.rank_log import has_log, link_log
 from ddpshim.resume import Resumable, Stateful, find_progress
 from ddpshim.rollout import plays_rollouts as plays_rollouts
 from ddpshim.sameness import check_same_experiment
 from ddpshim.streams import derive_seed, seed_everything
+from ddpshim.swapping import stand_aside
 
 
 class _Run:
@@ -66,14 +67,20 @@ def quiet() -> None:
     From here on a config file may have a `ddpshim` section. Raises LaunchError where the launcher's variables are
     impossible.
     """
+    stand_aside()  # a patched trainer is not to be hooked as well
+    hush()
+    keep_the_section()
+
+
+def hush() -> None:
+    """`quiet`, but for the config file. Local."""
     if read_launch_env(os.environ).rank > 0 and not has_log():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
-    _keep_the_section()
 
 
-def _keep_the_section() -> None:
-    """Have a config that is updated from a file leave our section to `start`: upstream refuses unknown keys.
+def keep_the_section() -> None:
+    """Have a config that is updated from a file leave our section to `join`: upstream refuses unknown keys. Local.
 
     It is not part of the config: what is saved with a checkpoint, code without ddpshim must be able to read.
     """
@@ -88,12 +95,27 @@ def _keep_the_section() -> None:
     BaseConfig.update = update
 
 
+def leave_the_section() -> None:
+    """Take `keep_the_section` back. Local."""
+    from robomimic.config.base_config import BaseConfig
+
+    if "update" in vars(BaseConfig):
+        del BaseConfig.update
+
+
 def start(config: Any, device: torch.device) -> torch.device:
     """The device of this rank, in place of `device`; joins the job (collective, once, first of all).
 
     Raises OptionsError where the `ddpshim` section of the config file or a variable is wrong, and WorldError, on all
     ranks, where they were given different configs or code.
     """
+    device = join(device)
+    begin(config)
+    return device
+
+
+def join(device: torch.device) -> torch.device:
+    """The device of this rank, in place of `device`; joins the job (collective). The first half of `start`."""
     section, _run.section = _run.section, None
     options = Options.read(section)
     if options.accumulation_steps > 1:
@@ -104,24 +126,35 @@ def start(config: Any, device: torch.device) -> torch.device:
         )
     here = setup(device=None if device.type == "cuda" else device, options=options)
     _run.profile = Profile() if options.profile else None
+    return here.device if here.is_launched else device
+
+
+def begin(config: Any) -> None:
+    """The second half of `start`: all ranks have the same config and the same code, and its seed (collective)."""
+    here = world()
     if not here.is_launched:
-        return device
+        return
     check_same_experiment(config)
     if here.is_main:
         # Before the ranks load their data: afterwards it would be too late.
         advise_on_cache(config, here.local_world_size)
-    return setup(seed=config.train.seed).device
+    setup(seed=config.train.seed)
 
 
 def finish() -> None:
-    """Leave the job when training is over: the main rank may be saving still, so all wait (collective)."""
+    """Leave the job when training is over (collective)."""
+    end_training()
+    cleanup()
+
+
+def end_training() -> None:
+    """Take note that training is over: the main rank may be saving still, so all wait (collective)."""
     preemption.heard()  # nothing is left to save: the main rank may take its time
     world().barrier()
     if _run.training is not None:
         _run.training.finish()
     if _run.profile is not None:
         _run.profile.report()
-    cleanup()
 
 
 def failed(error: BaseException) -> None:
@@ -143,13 +176,24 @@ def main_decides(choice: bool) -> bool:
 def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
     """`make` on the main rank; elsewhere something that takes the same calls and does nothing. Local."""
     if not world().is_main:
-        return _Nothing()
+        return Nothing()
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        _run.made.append(make(*args, **kwargs))
-        return _run.made[-1]
+        made = make(*args, **kwargs)
+        remember(made)
+        return made
 
     return remembering
+
+
+def remember(logger: Any) -> None:
+    """Keep what `logger` has recorded with the progress, and close it before a signal ends the run. Local."""
+    _run.made.append(logger)
+
+
+def progress() -> dict[str, Any]:
+    """What is kept with the progress of the training beside the algorithm; empty where none is kept. Local."""
+    return {} if _run.training is None else _run.training.values
 
 
 def get_exp_dir(config: Any, **options: Any) -> Any:
@@ -434,18 +478,18 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
             algo._num_batch_steps = (epoch - 1) * num_steps
 
 
-class _Nothing:
+class Nothing:
     """Takes every call and attribute, does nothing: a logger or a file on a rank that must not write."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
         return self
 
-    def __getattr__(self, name: str) -> _Nothing:
+    def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> Nothing:
         return self
 
     def __exit__(self, *args: Any) -> None:

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any, Optional
 
 from ddpshim import rank as rank_module
+from ddpshim import rank_log
 from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
 
@@ -68,7 +69,7 @@ def run(job: Job) -> int:
         os.environ[rank_module.RUN_DIR] = run_dir
         screen: AbstractContextManager[None] = contextlib.nullcontext()
         if log_dir is not None:
-            os.environ[rank_module.LOG_DIR] = str(log_dir)
+            os.environ[rank_log.LOG_DIR] = str(log_dir)
             print(f"ddpshim: each rank's output goes to {log_dir}/rank_N.log", file=sys.stderr, flush=True)
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from ddpshim import patching
+from tests.observed import HOOKS
 from tests.variants import IMAGE_KEY, IMAGE_SIZE, SINCE_0_5, VARIANTS, WHY
 
 ROOT = Path(__file__).parent.parent
@@ -78,12 +79,13 @@ def source(release: str) -> Optional[Path]:
     return installed if said else None
 
 
-def copy_release(release: str, folder: Path, patched: bool = True) -> Path:
-    """A copy of a release's package under `folder`, patched unless told otherwise."""
+def copy_release(release: str, folder: Path, patched: bool = True, hooked: bool = False) -> Path:
+    """A copy of a release's package under `folder`, patched unless told otherwise; or to be hooked as it is."""
     found = source(release)
     if found is None:
         raise SystemExit(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
-    tree = folder / f"robomimic-{release}-{'patched' if patched else 'plain'}"
+    patched = patched and not hooked
+    tree = folder / f"robomimic-{release}-{'hooked' if hooked else 'patched' if patched else 'plain'}"
     if not tree.exists():
         shutil.copytree(found / "robomimic", tree / "robomimic", ignore=shutil.ignore_patterns("__pycache__"))
         (patching.apply if patched else patching.revert)(str(tree))
@@ -155,7 +157,8 @@ def _environ(tree: Path) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     stubs = [] if importlib.util.find_spec("transformers") else [str(ROOT / "tests" / "stubs")]
     where = os.pathsep.join([str(tree), str(ROOT), *stubs])
-    return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1"}
+    hooks = {HOOKS: "1"} if tree.name.endswith("-hooked") else {}
+    return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1", **hooks}
 
 
 def train(

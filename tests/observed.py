@@ -32,6 +32,7 @@ from examples.recorded_train import record_samples
 from tests import faults
 
 JOB_DEADLINE_S = 180
+HOOKS = "OBSERVED_HOOKS"  # the package is unpatched, and ddpshim.auto is imported
 
 
 def _in_float64() -> None:
@@ -118,7 +119,7 @@ def _arguments(names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[An
 def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
     import ddpshim.robomimic as adapter
 
-    prepare, finish = adapter.prepare, adapter.finish
+    prepare, end_training = adapter.prepare, adapter.end_training
 
     def observed_prepare(model: Any) -> Any:
         if "OBSERVED_START" in os.environ:
@@ -129,12 +130,12 @@ def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
         torch.set_num_threads(1)  # small networks: on busy cores threads wait for each other, ten times slower
         return out["model"]
 
-    def observed_finish() -> None:
+    def observed_end() -> None:
         out["draws"] = out["draws"].count
         out["noise"] = torch.randn(4)
-        finish()
+        end_training()
 
-    adapter.prepare, adapter.finish = observed_prepare, observed_finish
+    adapter.prepare, adapter.end_training = observed_prepare, observed_end
 
 
 class _Noted:
@@ -180,7 +181,12 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
         return computed
 
-    TrainUtils.run_epoch, SequenceDataset.__getitem__ = observed_run_epoch, indexed
+    def routed(*args: Any, **options: Any) -> Any:
+        # Where robomimic is hooked, its trainer is to come to the hook, and the hook to us.
+        from_trainer = HOOKS in os.environ and not sys._getframe(1).f_globals["__name__"].startswith("ddpshim.")
+        return (run_epoch if from_trainer else observed_run_epoch)(*args, **options)
+
+    TrainUtils.run_epoch, SequenceDataset.__getitem__ = routed, indexed
     for name in ("normalize_obs", "get_action_stats"):
         if hasattr(SequenceDataset, name):
             setattr(SequenceDataset, name, counted(getattr(SequenceDataset, name)))
@@ -222,6 +228,8 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
     """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
+    if HOOKS in os.environ:
+        importlib.import_module("ddpshim.auto")
     if precision == "float64":
         _in_float64()
     _with_small_unet()

@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 # Each module imports only modules above it.
 ROOMS = [
     "errors",
+    "swapping",
     "options",
     "launch",
-    "rank",
-    "runner",
     "slurm",
+    "rank_log",
     "streams",
     "output",
     "meter",
@@ -48,6 +48,13 @@ ROOMS = [
     "patchset",
     "replacing",
     "patching",
+    "patched_code",
+    "replay",
+    "hooks",
+    "hooking",
+    "auto",
+    "rank",
+    "runner",
     "environment",
     "checks",
     "selftest",
@@ -59,6 +66,7 @@ TRAINERS = (
     "datasets",
     "sameness",
     "robomimic",
+    "hooks",
 )  # these import the trainer's packages, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
