@@ -2,7 +2,7 @@
 
 Run it: python -m tests.interruptions --release 0.3.0 --algo bc --ends 20
 
-The patched trainer is ended by SIGTERM or SIGUSR1 to one rank or all (it saves and leaves with code 75), or by
+The patched (or hooked) trainer is ended by SIGTERM or SIGUSR1 to one rank or all (it saves and leaves with code 75), or by
 SIGKILL to one (it goes on from its last save), each time after a random number of steps, and started again on 1, 2
 or 4 ranks. In the end the samples of every step that counts, and the weights, are to be those of the run on two
 ranks that nobody ended. Computes in float64, where what is left between two runs is rounding only.
@@ -71,6 +71,8 @@ def _fork_rank(task: dict[str, Any], folder: Path, start: int, rank: int, size: 
         os.environ.update({name: str(value) for name, value in here.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(start)})
         os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
+        if observed.HOOKS in os.environ:
+            importlib.import_module("ddpshim.auto")
         observed._in_float64()
         observed._with_small_unet()
         _write_down_steps(folder / f"steps_{start}_{rank}.txt")
@@ -172,9 +174,10 @@ def interrupt(
     seed: int = 0,
     ranks: Sequence[int] = (1, 2, 4),
     kinds: Sequence[str] = KINDS,
+    hooked: bool = False,
 ) -> dict[str, Any]:
     """How the training that was ended `ends` times differs from the one that nobody ended."""
-    tree = equivalence.copy_release(release, folder)
+    tree = equivalence.copy_release(release, folder, hooked=hooked)
     runs = {}
     for name, number in (("whole", 0), ("ended", ends)):
         (folder / name).mkdir()
@@ -226,13 +229,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", default="1,2,4", help="drawn from for each start")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--hooked", action="store_true", help="leave the trainer unpatched, and import ddpshim.auto")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         ranks, kinds = [int(n) for n in args.ranks.split(",")], args.kinds.split(",")
-        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), args.seed, ranks, kinds)
+        given = args.seed, ranks, kinds, args.hooked
+        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), *given)
     for name, value in found.items():
         print(f"{name}: {value}")
 
