@@ -48,7 +48,7 @@ def activate() -> None:
     if choice == "off":
         _state.reason = f"{VARIABLE}=off"
         return
-    if multiprocessing.parent_process() is not None:
+    if _is_child():
         _state.reason = "this is a child of multiprocessing, which does not train"
         return
     _state.finder = _Finder()
@@ -91,6 +91,12 @@ def report() -> list[str]:
     from ddpshim import hooks
 
     return [*_state.said, *hooks.led_aside()]
+
+
+def _is_child() -> bool:
+    # A spawned worker executes the main module before it knows its parent.
+    is_inheriting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return is_inheriting or multiprocessing.parent_process() is not None
 
 
 def _give_back() -> None:

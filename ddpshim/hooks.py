@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, NamedTuple, Optional
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -229,7 +230,7 @@ def _make_logger(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 
 
 def _record(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    if _trainer.replay is None or not _trainer.replay.is_past:
+    if not _is_past():
         original(self, *args, **kwargs)
 
 
@@ -282,7 +283,7 @@ def _watch(model: Any) -> None:
         return train_on_batch(*args, **kwargs)
 
     def on_live_epoch_end(epoch: int) -> None:
-        if _trainer.replay is None or not _trainer.replay.is_past:
+        if not _is_past():
             on_epoch_end(epoch)
 
     model.train_on_batch, model.on_epoch_end = watched, on_live_epoch_end
@@ -350,7 +351,7 @@ def _rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _save_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     if not _trainer.has_joined:
         original(*args, **kwargs)
-    elif _trainer.replay is None or not _trainer.replay.is_past:
+    elif not _is_past():
         robomimic.save_model(**_named(original, args, kwargs))
 
 
@@ -363,16 +364,19 @@ def _lead_aside(names: dict[str, Any]) -> None:
     """Have the trainer's module, whose names these are, find what fits a rank under them. Launched runs only."""
     if not world().is_launched or any(names is changed for changed, _, _ in _trainer.changed):
         return
+    files = {name: _once(getattr(shutil, name)) for name in ("copy", "copy2", "copytree", "move", "rmtree")}
     found = {
         "open": (_MISSING, _open),
         "time": (time, _Seen(time, time=_time)),
-        "shutil": (shutil, _Seen(shutil, copyfile=_copyfile)),
+        "shutil": (shutil, _Seen(shutil, copyfile=_copyfile, **files)),
         "traceback": (traceback, _Seen(traceback, format_exc=_format_exc, print_exc=_print_exc)),
     }
     for name, (expected, put) in found.items():
         if names.get(name, _MISSING) is expected:
             _trainer.changed.append((names, name, expected))
             names[name] = put
+    trainers = {changed.get("__name__") for changed, _, _ in _trainer.changed}
+    swap("torch.save", inspect.unwrap(torch.save), _save, lambda module: module in trainers)
 
 
 def led_aside() -> list[str]:
@@ -380,10 +384,11 @@ def led_aside() -> list[str]:
     does = {
         "open": "writes on the main rank alone",
         "time": "time() is the main rank's",
-        "shutil": "copyfile on the main rank alone",
+        "shutil": "copies, moves and removes on the main rank alone",
         "traceback": "an exception that the trainer catches and prints ends the job",
     }
-    return [f"{names.get('__name__')}.{name}: {does[name]}" for names, name, _ in _trainer.changed]
+    said = [f"{names.get('__name__')}.{name}: {does[name]}" for names, name, _ in _trainer.changed]
+    return [*said, "torch.save: on the main rank alone, where the trainer calls it"] if said else []
 
 
 class _Seen:
@@ -407,8 +412,26 @@ def _time() -> float:
     return time.time() if _trainer.replay is None else _trainer.replay.now
 
 
+def _is_past() -> bool:
+    return _trainer.replay is not None and _trainer.replay.is_past
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on the main rank, and not in epochs that are done."""
+
+    @functools.wraps(function)
+    def on_main(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if world().is_main and not _is_past() else None
+
+    return on_main
+
+
+def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _once(original)(*args, **kwargs)
+
+
 def _copyfile(source: str, path: str, **options: Any) -> Any:
-    if _trainer.replay is None or not _trainer.replay.is_past:
+    if not _is_past():
         robomimic.copyfile(source, path)
     return path
 

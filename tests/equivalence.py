@@ -226,7 +226,9 @@ def make_run_config(tree: Path, release: str, variant: str, folder: Path, steps:
     return make_config(tree, variant, data, folder, steps, epochs, train__data=as_release)
 
 
-def train_all(tree: Path, jobs: Sequence[tuple[Path, Path, int, str]], precision: str = "float32") -> list[Run]:
+def train_all(
+    tree: Path, jobs: Sequence[tuple[Path, Path, int, str]], precision: str = "float32", trainer: str = ""
+) -> list[Run]:
     """Train (config, folder, number of ranks, noise) one after the other, by ranks forked from one process."""
     described = []
     for config, folder, num_ranks, noise in jobs:
@@ -235,7 +237,7 @@ def train_all(tree: Path, jobs: Sequence[tuple[Path, Path, int, str]], precision
         settings["train"]["output_dir"] = str(folder / "out")
         (folder / "config.json").write_text(json.dumps(settings))
         said = {"folder": str(folder), "config": str(folder / "config.json"), "ranks": num_ranks}
-        described.append({**said, "noise": noise, "precision": precision})
+        described.append({**said, "noise": noise, "precision": precision, "trainer": trainer})
     _observed(tree, "--jobs", described)
     runs = []
     for job in described:

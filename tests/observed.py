@@ -224,8 +224,8 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, value in tree.items() for name, leaf in flat(value, f"{prefix}{key}.").items()}
 
 
-def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> None:
-    """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
+def observe(folder: str, precision: str, noise: str, arguments: list[str], trainer: str = "") -> None:
+    """Train in this process, by robomimic's trainer or another; what was seen goes to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
     if HOOKS in os.environ:
@@ -240,7 +240,10 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
     if "DDPSHIM_FAULT" in os.environ:
         faults.install()
     sys.argv = ["train.py", *arguments]
-    runpy.run_module("robomimic.scripts.train", run_name="__main__")
+    if trainer:
+        runpy.run_path(trainer, run_name="__main__")
+    else:
+        runpy.run_module("robomimic.scripts.train", run_name="__main__")
     out["networks"] = networks(out.pop("model"))
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
 
@@ -258,7 +261,7 @@ def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
         here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
         os.environ.update({key: str(value) for key, value in here.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        observe(job["folder"], job["precision"], job["noise"], ["--config", job["config"]])
+        observe(job["folder"], job["precision"], job["noise"], ["--config", job["config"]], job["trainer"])
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -1,0 +1,440 @@
+"""A trainer that nobody edited: hooked, it is the patched one, and in one process it is the plain one."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+
+from ddpshim import hooks, patched_code, patchset, swapping
+from ddpshim.errors import HookError
+from ddpshim.group import World
+from ddpshim.replay import Replay
+from tests import equivalence
+from tests.equivalence import Run, batches, copy_release, largest_difference, make_run_config, train_all
+
+ROOT = Path(__file__).parent.parent
+RELEASE = "0.3.0"
+ALGORITHMS = ("bc", "bc_rnn_gmm", "bcq", "hbc", "td3_bc")
+
+
+# Functions that run others in their place.
+
+
+def _greet(name: str, mark: str = "!", *, times: int = 1) -> str:
+    return f"hello {name}{mark}" * times
+
+
+@pytest.fixture
+def given_back() -> Iterator[None]:
+    yield
+    swapping.swap_back()
+
+
+@pytest.mark.usefixtures("given_back")
+def test_who_held_a_function_before_gets_the_stand_in() -> None:
+    held, signature, code = _greet, inspect.signature(_greet), _greet.__code__
+
+    def shout(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+        return original(*args, **kwargs).upper()
+
+    swapping.swap("tests.greet", _greet, shout, lambda module: module == __name__)
+    assert held is _greet
+    assert held("you", times=2) == "HELLO YOU!HELLO YOU!"
+    assert inspect.signature(held) == signature
+    elsewhere: dict[str, Any] = {"greet": held, "__name__": "elsewhere"}
+    exec("said = greet('you', '?')", elsewhere)
+    assert elsewhere["said"] == "hello you?", "the original is for everybody else"
+    swapping.swap_back()
+    assert held("you") == "hello you!"
+    assert (inspect.signature(held), held.__code__) == (signature, code)
+
+
+@pytest.mark.usefixtures("given_back")
+def test_a_stand_in_reaches_the_original_through_what_others_put_around_it() -> None:
+    swapping.swap("tests.greet", _greet, lambda original, name: f"<{(lambda n: _greet(n))(name)}>", lambda module: True)
+    assert _greet("you") == "<hello you!>"
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (_greet, r"x\.greet\(name, mark, times\) in .*test_auto\.py is not .* \('times' is new to them\)"),
+        (lambda name: name, r"'mark' is missing"),
+        (print, "is <built-in function print>, not a plain function"),
+        (None, "is None, not a plain function"),
+    ],
+)
+def test_a_function_that_is_not_known_is_refused_by_name(function: Any, text: str) -> None:
+    with pytest.raises(HookError, match=text):
+        swapping.refuse_unknown("x.greet", function, ["name", "mark"], ["never"])
+
+
+# Patch sets in memory.
+
+_FILE = """import math
+
+
+class Area:
+    unit = "m2"
+
+    @property
+    def half(self):
+        return math.pi / 2
+
+    def of(self, radius):
+        return math.pi * radius**2
+
+    def fail(self):
+        raise ValueError("as ever")
+"""
+_CHANGED = _FILE.replace("import math\n", "import math\nimport cmath as Other\n").replace(
+    "        return math.pi * radius**2\n", "        # a comment\n        return Other.pi * 2 * radius**2\n"
+)
+
+
+@pytest.fixture
+def area(tmp_path: Path) -> types.ModuleType:
+    path = tmp_path / "areas" / "area.py"
+    path.parent.mkdir()
+    path.write_text(_FILE)
+    module = types.ModuleType("areas.area")
+    module.__file__ = str(path)
+    exec(compile(_FILE, str(path), "exec"), vars(module))
+    return module
+
+
+def _set(tmp_path: Path) -> patchset.PatchSet:
+    import difflib
+
+    folder = tmp_path / "patches" / "areas" / "1"
+    folder.mkdir(parents=True)
+    lines = [text.splitlines(True) for text in (_FILE, _CHANGED)]
+    diff = difflib.unified_diff(lines[0], lines[1], "a/areas/area.py", "b/areas/area.py", n=1)
+    (folder / "01-all.patch").write_text("Description: twice\n---\n" + "".join(diff))
+    patchset.build_manifest(folder, tmp_path, "1")
+    return patchset.load_sets(tmp_path / "patches")[0]
+
+
+def test_a_loaded_module_does_what_the_patched_file_says(area: types.ModuleType, tmp_path: Path) -> None:
+    one = area.Area()
+    of, half = area.Area.of, area.Area.half.fget.__code__
+    assert one.of(1) == pytest.approx(3.14159, abs=1e-5)
+    patched = patched_code.patch_module(area, "areas/area.py", (_set(tmp_path),))
+    assert patched is not None
+    assert one.of(1) == pytest.approx(6.28319, abs=1e-5)
+    assert [function for function, _ in patched.functions] == [of]
+    assert area.Area.of is of
+    assert area.Area.half.fget.__code__ is half
+    with pytest.raises(ValueError, match="as ever") as caught:
+        one.fail()
+    assert traceback.extract_tb(caught.tb)[-1].line == 'raise ValueError("as ever")'
+    with pytest.raises(TypeError) as failed:
+        one.of("x")
+    assert traceback.extract_tb(failed.tb)[-1].line == "return math.pi * radius**2"
+    patched.revert()
+    assert one.of(1) == pytest.approx(3.14159, abs=1e-5)
+    assert not hasattr(area, "Other")
+    assert area.__file__ is not None
+    assert Path(area.__file__).read_text() == _FILE
+
+
+def test_a_module_of_another_content_is_refused_by_name(area: types.ModuleType, tmp_path: Path) -> None:
+    sets = (_set(tmp_path),)
+    assert patched_code.fitting(sets, tmp_path / "areas") == sets
+    assert area.__file__ is not None
+    Path(area.__file__).write_text(_CHANGED)
+    assert patched_code.patch_module(area, "areas/area.py", sets) is None, "done in the file already"
+    Path(area.__file__).write_text(_FILE + "\n")
+    with pytest.raises(HookError, match=r"area\.py has the content [0-9a-f]{12}, not that of .* \(areas/1\)"):
+        patched_code.patch_module(area, "areas/area.py", sets)
+    assert patched_code.fitting(sets, tmp_path / "areas") == ()
+    assert patched_code.patch_module(area, "areas/other.py", sets) is None
+
+
+# Epochs that are told again.
+
+
+def test_a_trainer_is_told_again_what_it_was_told() -> None:
+    here, asked = World(device=torch.device("cpu")), []
+
+    def ask(replay: Replay, epoch: int) -> tuple[Any, ...]:
+        kept = replay.begin_epoch(epoch)
+        out = [replay.answer("training", lambda: asked.append(epoch) or len(asked))]
+        replay.end_epoch()
+        out += [replay.answer("validation", lambda: asked.append(epoch) or len(asked)) for _ in range(2)]
+        return (*out, replay.is_past, kept)
+
+    first = Replay(here)
+    told = [ask(first, epoch) for epoch in (1, 2, 3)]
+    assert [said[:3] for said in told] == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    second = Replay(here)
+    second.go_on(told[-1][-1], 3)
+    start = second.now
+    again = [ask(second, epoch) for epoch in (1, 2)]
+    assert [said[:4] for said in again] == [(1, 2, 3, True), (4, 5, 6, True)]
+    assert asked == [1] * 3 + [2] * 3 + [3] * 3, "past epochs asked nobody"
+    past = second.now - start
+    assert past == pytest.approx(told[-1][-1]["clock", 2][0])
+    live = ask(second, 3)
+    assert live[:4] == (10, 11, 12, False)
+    assert second.now - start >= past, "the clock goes on from where it was"
+
+
+# The real trainer.
+
+pytest_robomimic = pytest.mark.robomimic
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bool], Run]:
+    """Each algorithm on two ranks, patched and hooked, and on one rank, patched."""
+    if equivalence.source(RELEASE) is None:
+        pytest.skip(f"robomimic {RELEASE} is not installed (pip install --no-deps robomimic==0.3.0)")
+    folder = tmp_path_factory.mktemp("auto")
+    out = {}
+    for hooked, sizes in ((False, (1, 2)), (True, (2,))):
+        tree = copy_release(RELEASE, folder, hooked=hooked)
+        made = {name: make_run_config(tree, RELEASE, name, folder, 5, 2) for name in ALGORITHMS}
+        keys = [(name, size, hooked) for name in ALGORITHMS for size in sizes]
+        jobs = [(made[name], folder / f"{name}-{size}-{hooked}", size, "off") for name, size, _ in keys]
+        out.update(zip(keys, train_all(tree, jobs)))
+    return out
+
+
+@pytest_robomimic
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_hooked_it_is_the_patched_trainer(runs: dict[tuple[str, int, bool], Run], name: str) -> None:
+    one, patched, hooked = runs[name, 1, False], runs[name, 2, False], runs[name, 2, True]
+    assert (one.exit_code, patched.exit_code, hooked.exit_code) == (0, 0, 0), hooked.log[-3000:]
+    for there, here in zip(patched.observed, hooked.observed):
+        assert largest_difference(there["networks"], here["networks"]) == 0
+    assert hooked.losses() == patched.losses()
+    assert len(hooked.losses()) == 2
+    assert batches(hooked, hooked.batch_size) == batches(one, one.batch_size)
+    weights = [observed["networks"] for observed in hooked.observed]
+    assert largest_difference(*weights) == 0
+    assert largest_difference(one.observed[0]["networks"], weights[0]) < 1e-5
+    assert largest_difference(one.observed[0]["initial"], weights[0]) > 1e-4, "nothing was trained"
+    written = [
+        sorted(p.name for p in run.folder.glob("out/*/*/*/*") if "tf" not in p.name) for run in (patched, hooked)
+    ]
+    assert written[0] == written[1]
+
+
+EDITED = """
+import torch, sys
+{above}
+import ddpshim.auto
+{below}
+"""
+
+
+def _trainer(tree: Path, folder: Path, above: str = "", below: str = "") -> Path:
+    """The release's train.py with `import ddpshim.auto` at its top, and what else is put around it."""
+    path = folder / "train.py"
+    source = (tree / "robomimic" / "scripts" / "train.py").read_text()
+    head, main = source.split('if __name__ == "__main__":\n')
+    path.write_text(EDITED.format(above=above, below=below) + head + 'if __name__ == "__main__":\n' + main)
+    return path
+
+
+def _job(folder: Path, **settings: Any) -> tuple[Path, Path]:
+    tree = copy_release(RELEASE, folder, patched=False)
+    config = make_run_config(tree, RELEASE, "bc", folder, 3, 2)
+    content = json.loads(config.read_text())
+    for key, value in settings.items():
+        content["experiment" if key == "validate" else "train"][key] = value
+    config.write_text(json.dumps(content))
+    return tree, config
+
+
+def _start(tree: Path, folder: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**equivalence._environ(tree), **environ},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max(folder.glob("out/*/*/models/*.pth"), key=lambda path: path.stat().st_mtime)
+    return torch.load(newest, weights_only=False)["model"]  # type: ignore[no-any-return]
+
+
+@pytest_robomimic
+def test_run_distributes_a_trainer_without_a_line_in_it(tmp_path: Path) -> None:
+    tree, config = _job(tmp_path)
+    log = _start(
+        tree, tmp_path, "-m", "ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)
+    )
+    assert log.returncode == 0, log.stdout[-3000:]
+    assert "world of 2" in log.stdout
+    assert "global batch 100 = 2 ranks x 50" in log.stdout
+    names = sorted(p.name for p in (tmp_path / "out").rglob("*") if p.is_file() and "tf" not in p.name)
+    assert names == ["config.json", "log.txt", "model_epoch_2.pth", "rank_0.log", "rank_1.log"]
+    assert log.stdout.count("finished run successfully") == 1
+
+
+@pytest_robomimic
+def test_in_one_process_it_is_the_plain_trainer(tmp_path: Path) -> None:
+    weights, losses = [], []
+    for name in ("plain", "hooked"):
+        folder = tmp_path / name
+        folder.mkdir()
+        tree, config = _job(folder)
+        trainer = _trainer(tree, folder, below="assert ddpshim.auto.is_active()")
+        if name == "plain":
+            trainer.write_text(trainer.read_text().replace("import ddpshim.auto", "").replace("assert ddpshim", "# "))
+        log = _start(tree, folder, str(trainer), "--config", str(config))
+        assert log.returncode == 0, log.stdout
+        losses.append(re.findall(r'"Loss": (\S+)', log.stdout))
+        weights.append(_weights(folder))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    assert list(weights[0]) == list(weights[1])
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+HELD = """
+from robomimic.algo import algo_factory as held
+import robomimic.utils.train_utils as T
+import robomimic.utils.log_utils
+kept = T.run_epoch, held.__code__
+"""
+ASKED = """
+from robomimic.algo import algo_factory
+assert algo_factory is held and T.run_epoch is kept[0] and held.__code__ is not kept[1]
+print("REPORT", *ddpshim.auto.report(), sep=chr(10))
+import robomimic.algo.td3_bc as td3
+names = td3.TD3_BC._compute_actor_loss.__code__.co_names if hasattr(td3.TD3_BC, "_compute_actor_loss") else ()
+before = [f.__code__ for f in vars(td3.TD3_BC).values() if hasattr(f, "__code__")]
+ddpshim.auto.deactivate()
+after = [f.__code__ for f in vars(td3.TD3_BC).values() if hasattr(f, "__code__")]
+assert before != after
+assert held.__code__ is kept[1] and not ddpshim.auto.is_active()
+assert "update" not in vars(robomimic.config.base_config.BaseConfig)
+print("REPORT", *ddpshim.auto.report(), sep=chr(10))
+sys.exit(0)
+"""
+
+
+@pytest_robomimic
+def test_what_a_trainer_holds_already_is_hooked_reported_and_given_back(tmp_path: Path) -> None:
+    tree, _ = _job(tmp_path)
+    ran = _start(tree, tmp_path, str(_trainer(tree, tmp_path, HELD, ASKED)))
+    assert ran.returncode == 0, ran.stdout
+    active, inactive = (part.strip().splitlines() for part in ran.stdout.split("REPORT\n")[1:])
+    hooked = dict(line.split(": ", 1) for line in active if line.startswith("robomimic."))
+    assert (
+        hooked["robomimic.algo.algo.algo_factory"] == "every network reduced over the ranks, noise of its own for each"
+    )
+    assert "robomimic.utils.train_utils.run_epoch" in hooked
+    assert sum("as in the patch set" in does for does in hooked.values()) == 1
+    assert len(hooked) == 15
+    assert inactive == ["not active: it was deactivated"]
+
+
+@pytest_robomimic
+def test_spawned_workers_are_left_alone_and_ranks_train(tmp_path: Path) -> None:
+    tree, config = _job(tmp_path, num_data_workers=1)
+    said = "print('IN', __name__, ddpshim.auto.is_active(), *ddpshim.auto.report()[:1], flush=True)"
+    trainer = _trainer(tree, tmp_path, "", f"torch.multiprocessing.set_start_method('spawn', force=True); {said}")
+    log = _start(tree, tmp_path, "-m", "ddpshim", "run", "--nproc=1", str(trainer), "--config", str(config))
+    assert log.returncode == 0, log.stdout[-3000:]
+    assert "IN __main__ True" in log.stdout
+    assert "IN __mp_main__ False not active: this is a child of multiprocessing, which does not train" in log.stdout
+    assert "global batch 100 = 1 rank x 100" in log.stdout
+
+
+# Upstream's main() catches what train() raises and prints it; another trainer might not even do that.
+PRINTS = 'res_str = "run failed with error:\\n{}\\n\\n{}".format(e, traceback.format_exc())'
+
+
+@pytest_robomimic
+@pytest.mark.parametrize(
+    ("ranks", "printed", "says"),
+    [
+        (2, PRINTS, "ZeroDivisionError: division by zero"),
+        (1, "pass", "HookError: the program ended before its training"),
+    ],
+)
+def test_a_swallowed_exception_ends_the_job(tmp_path: Path, ranks: int, printed: str, says: str) -> None:
+    tree, config = _job(tmp_path)
+    trainer = _trainer(tree, tmp_path)
+    text = trainer.read_text()
+    assert text.count(PRINTS) == text.count("print(model)") == 1
+    trainer.write_text(text.replace("print(model)", "1 / 0").replace(PRINTS, printed))
+    log = _start(tree, tmp_path, "-m", "ddpshim", "run", f"--nproc={ranks}", str(trainer), "--config", str(config))
+    assert log.returncode == 1, log.stdout[-3000:]
+    assert says in log.stdout
+    assert "finished run successfully" not in log.stdout.split("failed:")[0] or printed == "pass"
+
+
+@pytest_robomimic
+def test_an_algorithm_that_is_not_a_releases_is_refused_by_name(tmp_path: Path) -> None:
+    tree, config = _job(tmp_path)
+    config = make_run_config(tree, RELEASE, "td3_bc", tmp_path, 3, 2)
+    with open(tree / "robomimic" / "algo" / "td3_bc.py", "a") as file:
+        file.write("# edited\n")
+    log = _start(
+        tree, tmp_path, "-m", "ddpshim", "run", "--nproc=1", "-m", "robomimic.scripts.train", "--config", str(config)
+    )
+    assert log.returncode == 1
+    assert re.search(
+        r"HookError: \S+/algo/td3_bc\.py has the content \w+, not that of a release that is known", log.stdout
+    )
+
+
+MIGRATED = """
+import ddpshim.auto, os, sys, torch.distributed as dist
+import robomimic.utils.torch_utils as T
+held = T.get_torch_device, T.get_torch_device.__code__
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(T.get_torch_device(False), *ddpshim.auto.report(), held[0].__code__ is not held[1])
+"""
+PATCHED = """
+import ddpshim.auto, runpy
+import robomimic.utils.train_utils as T
+hooked = T.run_epoch.__code__
+runpy.run_module("robomimic.scripts.train", run_name="imported")
+print("cpu", *ddpshim.auto.report(), T.run_epoch.__code__ is not hooked)
+"""
+
+
+@pytest_robomimic
+@pytest.mark.parametrize("program", [MIGRATED, PATCHED], ids=["migrated", "patched"])
+def test_a_trainer_that_minds_ranks_itself_is_left_alone(tmp_path: Path, program: str) -> None:
+    tree = copy_release(RELEASE, tmp_path, patched=program is PATCHED)
+    ran = _start(tree, tmp_path, "-c", program)
+    assert ran.returncode == 0, ran.stdout
+    said = "cpu not active: the trainer does by itself what the hooks are for True"
+    assert ran.stdout.strip().splitlines()[-1] == said
+
+
+def test_another_signature_is_refused_with_nothing_hooked(given_back: None) -> None:
+    module = types.ModuleType("robomimic.utils.torch_utils")
+    exec("def get_torch_device(try_to_use_cuda, index): return 'cpu'", vars(module))
+    logs = types.ModuleType("robomimic.utils.log_utils")
+    exec("class PrintLogger:\n    def __init__(self, log_file): pass", vars(logs))
+    with pytest.raises(HookError, match=r"torch_utils\.get_torch_device\(try_to_use_cuda, index\).*'index' is new"):
+        hooks.hook([module])
+    with pytest.raises(HookError, match=r"log_utils\.DataLogger\.__init__ is None, not a plain function"):
+        hooks.hook([logs])
+    assert module.get_torch_device(1, 2) == "cpu"
