@@ -2,10 +2,11 @@
 
 Run it: python -m tests.interruptions --release 0.3.0 --algo bc --ends 20
 
-The patched trainer, or with --hooked the unedited one, is ended by SIGTERM or SIGUSR1 to one rank or all (it saves and
-leaves with code 75), or by SIGKILL to one (it goes on from its last save), each time after a random number of steps, and
-started again on 1, 2 or 4 ranks. In the end the samples of every step that counts, and the weights, are to be those of
-the run on two ranks that nobody ended. Computes in float64, where what is left between two runs is rounding only.
+The patched trainer, or with --hooked the unedited one, is ended by SIGTERM or SIGUSR1 to one rank or all (it saves
+and leaves with code 75), or by SIGKILL to one (it goes on from its last save), each time after a random number of
+steps, and started again on 1, 2 or 4 ranks. In the end the samples of every step that counts, and the weights, are to
+be those of the run on two ranks that nobody ended. Computes in float64, where what is left between two runs is
+rounding only.
 """
 
 from __future__ import annotations
