@@ -236,7 +236,8 @@ def _record(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 def _close_logger(original: Callable[..., Any], self: Any) -> None:
     original(self)
-    if self in _trainer.loggers and not _trainer.has_ended:
+    # Not in a `finally` of a trainer that fails: the others are not at their end, and would not come.
+    if self in _trainer.loggers and not _trainer.has_ended and sys.exc_info()[1] is None:
         _trainer.has_ended = True
         _live_again()  # if all epochs were past
         robomimic.end_training()
