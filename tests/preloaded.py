@@ -26,7 +26,7 @@ from ddpshim.launch import EXIT_REQUEUE
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 240.0  # the first start waits for the imports
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -86,7 +86,8 @@ class Preloaded:
         self._connection, theirs = Pipe()
         # One thread for each rank, as torchrun has it: on busy cores threads wait for each other.
         environ = {**environment(tree), "OMP_NUM_THREADS": "1"}
-        with (tree / "preloaded.txt").open("w") as output:
+        self._output = tree / "preloaded.txt"
+        with self._output.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())],
                 env=environ,
@@ -104,9 +105,15 @@ class Preloaded:
         `argv`: the name of a module or a file of Python, and its arguments.
         """
         self._connection.send((list(argv), list(environs), str(folder)))
-        if not self._connection.poll(START_DEADLINE_S):
-            raise TimeoutError(f"no process was forked from {self._process.args} within {START_DEADLINE_S:g} s")
-        return Forked(self._connection, self._connection.recv())
+        try:
+            if not self._connection.poll(START_DEADLINE_S):
+                self._process.kill()  # or its answer would be taken for that to the next question
+            return Forked(self._connection, self._connection.recv())
+        except (EOFError, ConnectionError) as error:
+            said = self._output.read_text()[-3000:]
+            raise RuntimeError(
+                f"nothing is forked: the process ended, or took {START_DEADLINE_S:g} s\n{said}"
+            ) from error
 
     def _leave(self) -> None:
         self._connection.close()
