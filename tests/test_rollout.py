@@ -49,7 +49,8 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evalua
             }
             config = make_config(tree, "bc_gmm", data, folder, 1, 2, **settings)
             environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_ROLLOUTS": which} if which else {})}
-            how: dict[str, Any] = {"environ": environ, "check": check, "module": "tests.faults", "forked": True}
+            # A job that is to fail has the launcher, whose words are looked at.
+            how: dict[str, Any] = {"environ": environ, "check": check, "module": "tests.faults", "forked": check}
             done[name] = train(tree, config, folder / name, num_ranks, **how)
         return done[name]
 
