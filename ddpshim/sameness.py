@@ -50,7 +50,9 @@ def _code() -> dict[str, str]:
     import robomimic
 
     roots = [Path(folder).resolve() for folder in (robomimic.__path__[0], os.path.dirname(__file__))]
-    files = {Path(str(getattr(module, "__file__", None))).resolve() for module in list(sys.modules.values())}
+    imported = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    # Thousands of files: to resolve and compare them all would take every start half a second.
+    files = {Path(path).resolve() for path in imported if "robomimic" in path or "ddpshim" in path}
     digests = {
         str(file.relative_to(root.parent)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for root in roots

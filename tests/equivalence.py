@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ import numpy as np
 import torch
 
 from ddpshim import patching
-from tests.observed import HOOKS
+from tests.preloaded import as_torchrun_says, preloaded
+from tests.preloaded import environment as _environ
 from tests.variants import IMAGE_KEY, IMAGE_SIZE, SINCE_0_5, VARIANTS, WHY
 
 ROOT = Path(__file__).parent.parent
@@ -153,14 +155,6 @@ def make_config(
     return made
 
 
-def _environ(tree: Path) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    stubs = [] if importlib.util.find_spec("transformers") else [str(ROOT / "tests" / "stubs")]
-    where = os.pathsep.join([str(tree), str(ROOT), *stubs])
-    hooks = {HOOKS: "1"} if tree.name.endswith("-hooked") else {}
-    return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1", **hooks}
-
-
 def train(
     tree: Path,
     config: Path,
@@ -172,34 +166,57 @@ def train(
     module: str = "tests.observed",
     noise: str = "own",
     deadline_s: float = RUN_DEADLINE_S,
+    forked: bool = False,
+    options: Sequence[str] = (),
 ) -> Run:
-    """Train once: under torchrun on `num_ranks` processes, or plainly where that is None."""
+    """Train once: under torchrun on `num_ranks` processes, or plainly where that is None.
+
+    `forked`: by processes that are forked from one which has imported the trainer, without a launcher. They start in
+    no time, where an interpreter of its own takes every rank seconds. `options`: further arguments of the trainer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.loads(config.read_text())
     settings["train"]["output_dir"] = str(folder / "out")
     own = folder / "config.json"
     own.write_text(json.dumps(settings))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     observe = [str(folder), precision, noise] if module == "tests.observed" else []
-    command = [*(torchrun if num_ranks is not None else []), "-m", module, *observe, "--config", str(own)]
-    ran = subprocess.run(
-        [sys.executable, *command],
-        env={**_environ(tree), **(environ or {})},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=deadline_s,
-        check=False,
-    )
-    (folder / "output.txt").write_text(ran.stdout)
+    argv = [module, *observe, "--config", str(own), *options]
+    code, log = (fork if forked else _launch)(tree, argv, folder, num_ranks, environ or {}, deadline_s)
     ranks = ["plain"] if num_ranks is None else range(num_ranks)
     files = [folder / f"observed_{rank}.pt" for rank in ranks]
-    if check and (ran.returncode or (observe and not all(f.exists() for f in files))):
-        raise RuntimeError(f"training in {folder} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
+    if check and (code or (observe and not all(f.exists() for f in files))):
+        raise RuntimeError(f"training in {folder} ended with {code}:\n{log[-6000:]}")
     observed = [torch.load(f, weights_only=False) for f in files if f.exists()]
-    return Run(observed, folder, ran.stdout, ran.returncode)
+    return Run(observed, folder, log, code)
+
+
+def _launch(
+    tree: Path, argv: list[str], folder: Path, num_ranks: Optional[int], environ: dict[str, str], deadline_s: float
+) -> tuple[int, str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    with (folder / "output.txt").open("w") as output:
+        ran = subprocess.run(
+            [sys.executable, *(torchrun if num_ranks is not None else []), "-m", *argv],
+            env={**_environ(tree), **environ},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=deadline_s,
+            check=False,
+        )
+    return ran.returncode, (folder / "output.txt").read_text()
+
+
+def fork(
+    tree: Path, argv: list[str], folder: Path, num_ranks: Optional[int], environ: dict[str, str], deadline_s: float
+) -> tuple[int, str]:
+    """The exit code and the output of `python -m argv[0] …`, on so many forked ranks, or plainly where that is None."""
+    ranks = [{}] if num_ranks is None else as_torchrun_says(num_ranks)
+    environs = [{**_environ(tree), **environ, **rank} for rank in ranks]
+    (folder / "output.txt").unlink(missing_ok=True)
+    code = preloaded(tree).start(argv, environs, folder).wait(deadline_s)
+    return code, (folder / "output.txt").read_text()
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -226,25 +243,14 @@ def make_run_config(tree: Path, release: str, variant: str, folder: Path, steps:
     return make_config(tree, variant, data, folder, steps, epochs, train__data=as_release)
 
 
-def train_all(
-    tree: Path, jobs: Sequence[tuple[Path, Path, int, str]], precision: str = "float32", trainer: str = ""
-) -> list[Run]:
+def train_all(tree: Path, jobs: Sequence[tuple[Path, Path, int, str]], precision: str = "float32") -> list[Run]:
     """Train (config, folder, number of ranks, noise) one after the other, by ranks forked from one process."""
-    described = []
-    for config, folder, num_ranks, noise in jobs:
-        folder.mkdir(parents=True)
-        settings = json.loads(config.read_text())
-        settings["train"]["output_dir"] = str(folder / "out")
-        (folder / "config.json").write_text(json.dumps(settings))
-        said = {"folder": str(folder), "config": str(folder / "config.json"), "ranks": num_ranks}
-        described.append({**said, "noise": noise, "precision": precision, "trainer": trainer})
-    _observed(tree, "--jobs", described)
     runs = []
-    for job in described:
-        folder, files = Path(job["folder"]), [Path(job["folder"], f"observed_{r}.pt") for r in range(job["ranks"])]
-        observed = [torch.load(f, weights_only=False) for f in files if f.exists()]
-        code = int((folder / "exit_code").read_text())
-        runs.append(Run(observed, folder, (folder / "output.txt").read_text(), code))
+    for config, folder, num_ranks, noise in jobs:
+        start = time.monotonic()
+        runs.append(train(tree, config, folder, num_ranks, precision, None, False, noise=noise, forked=True))
+        said = f"{time.monotonic() - start:5.1f} s  exit code {runs[-1].exit_code}  {folder.name}"
+        print(said, file=sys.stderr, flush=True)
     return runs
 
 
@@ -253,20 +259,14 @@ def loads_unpatched(tree: Path, runs: Sequence[Run]) -> dict[Path, str]:
     newest = {
         run.folder: str(max(run.folder.glob("out/*/*/models/*.pth"), key=lambda p: p.stat().st_mtime)) for run in runs
     }
-    found = _observed(tree, "--load", list(newest.values()))
-    return {folder: found[path] for folder, path in newest.items()}
-
-
-def _observed(tree: Path, task: str, described: Any) -> Any:
-    """Have tests.observed do a task that is described in a file, on the package in `tree`."""
     with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "task.json"
-        file.write_text(json.dumps(described))
-        command = [sys.executable, "-m", "tests.observed", task, str(file)]
-        with open(tree / f"{task.strip('-')}.txt", "w") as output:
-            subprocess.run(command, env=_environ(tree), cwd=tree, stdin=subprocess.DEVNULL, stdout=output, check=True)
-        answer = file.with_suffix(".found.json")
-        return json.loads(answer.read_text()) if answer.exists() else None
+        folder = Path(temporary)
+        (folder / "paths.json").write_text(json.dumps(list(newest.values())))
+        code, log = fork(tree, ["tests.observed", "--load", "paths.json"], folder, None, {}, RUN_DEADLINE_S)
+        if code:
+            raise RuntimeError(f"loading ended with {code}:\n{log[-6000:]}")
+        found = json.loads((folder / "paths.found.json").read_text())
+    return {folder: found[path] for folder, path in newest.items()}
 
 
 def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
@@ -313,9 +313,13 @@ def compare(
     steps: Optional[int] = 10,
     epochs: int = 2,
     noises: Sequence[str] = ("own", "off"),
+    releases: Optional[Path] = None,
 ) -> list[dict[str, Any]]:
-    """For each variant, number of ranks and kind of noise: how the run differs from a launched world of one."""
-    tree, sizes = copy_release(release, folder), sorted({1, *ranks})
+    """For each variant, number of ranks and kind of noise: how the run differs from a launched world of one.
+
+    `releases`: where the copies of the release are, if not in `folder`.
+    """
+    tree, sizes = copy_release(release, releases or folder), sorted({1, *ranks})
     made = {v: make_run_config(tree, release, v, folder, steps, epochs) for v in variants}
     runs: dict[tuple[str, str, int], Run] = {}
     for noise in noises:
@@ -324,13 +328,13 @@ def compare(
         keys = [(v, noise, n) for v in noisy for n in sizes]
         runs.update(zip(keys, train_all(tree, jobs, precision)))
     good = {key: run for key, run in runs.items() if run.exit_code == 0}
-    plain = copy_release(release, folder, patched=False)
+    plain = copy_release(release, releases or folder, patched=False)
     loaded = loads_unpatched(plain, list(good.values()))
     rows = []
     for (variant, noise, n), run in runs.items():
         one = runs[variant, noise, 1]
         if one.exit_code and n == 1:
-            alone = train(plain, made[variant], folder / f"{variant}-plain", None, **_TRAINER)
+            alone = train(plain, made[variant], folder / f"{variant}-plain", None, **_TRAINER, forked=True)
             alike = _last_line(one) in alone.log
             failed = f"the unpatched release fails alike: {_last_line(one)}" if alike else f"failed: {_last_line(run)}"
             rows.append({"algorithm": variant, "ranks": n, "noise": noise, "failed": failed, "upstream": alike})

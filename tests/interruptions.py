@@ -15,24 +15,21 @@ import argparse
 import importlib
 import json
 import os
-import random
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, Optional
 
 import torch
 
-from ddpshim.launch import EXIT_REQUEUE
 from examples.recorded_train import record_samples
 from tests import equivalence, observed
-from tests.ranks import free_port
+from tests.preloaded import HOOKS, as_torchrun_says, preloaded
 
 STEPS, EPOCHS = 25, 8
 START_DEADLINE_S = 120
@@ -59,82 +56,55 @@ def _write_down_steps(path: Path) -> None:
     Resumable.steps = written_down  # type: ignore[method-assign]
 
 
-def _fork_rank(task: dict[str, Any], folder: Path, start: int, rank: int, size: int, port: int) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code: Any = 1
-    try:
-        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in here.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": str(start)})
-        os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
-        if observed.HOOKS in os.environ:
-            importlib.import_module("ddpshim.auto")
-        observed._in_float64()
-        observed._with_small_unet()
-        _write_down_steps(folder / f"steps_{start}_{rank}.txt")
-        torch.set_num_threads(1)
-        sys.argv = ["train.py", "--config", task["config"]]
-        runpy.run_module("robomimic.scripts.train", run_name="__main__")
-        code = 0
-    except SystemExit as left:
-        code = left.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+def _train(start: int, config: str) -> None:
+    """Be one rank of a start, in the folder in which the training is."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
+    os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
+    if HOOKS in os.environ:
+        importlib.import_module("ddpshim.auto")
+    observed._in_float64()
+    observed._with_small_unet()
+    _write_down_steps(Path(f"steps_{start}_{os.environ['RANK']}.txt"))
+    torch.set_num_threads(1)
+    sys.argv = ["train.py", "--config", config]
+    runpy.run_module("robomimic.scripts.train", run_name="__main__")
 
 
-def _run_once(task: dict[str, Any], start: int, size: int, end: Optional[tuple[str, int]] = None) -> list[int]:
+def _run_once(
+    tree: Path, folder: Path, start: int, size: int, random: Random, end: Optional[tuple[str, int]] = None
+) -> list[int]:
     """The exit codes of the ranks of one start, which is ended as `end` says: how, and after how many steps."""
-    folder, port = Path(task["folder"]), free_port()
-    ranks = {_fork_rank(task, folder, start, rank, size, port): rank for rank in range(size)}
-    codes: dict[int, int] = {}
+    environs = [{**equivalence._environ(tree), **here} for here in as_torchrun_says(size)]
+    argv = ["tests.interruptions", "--rank", str(start), str(folder / "config.json")]
+    ranks = preloaded(tree).start(argv, environs, folder)
     progress = folder / f"steps_{start}_0.txt"
     deadline = time.monotonic() + START_DEADLINE_S
-    while ranks:
-        if end is not None and progress.exists() and len(progress.read_text().splitlines()) > end[1]:
+    while end is not None and ranks.pids and time.monotonic() < deadline:
+        if progress.exists() and len(progress.read_text().splitlines()) > end[1]:
             name, _, whom = end[0].partition(" to ")
-            for pid in random.sample(sorted(ranks), 1 if whom == "one" else len(ranks)):
-                os.kill(pid, getattr(signal, name))
+            running = sorted(ranks.pids)
+            ranks.send(getattr(signal, name), random.sample(running, 1 if whom == "one" else len(running)))
             end = None
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            codes[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
-            if codes[max(codes)] not in (0, EXIT_REQUEUE):
-                for left in ranks:  # as torchrun does
-                    os.kill(left, signal.SIGTERM)
-        elif time.monotonic() > deadline:
-            for left in ranks:
-                os.kill(left, signal.SIGKILL)
-            deadline += 5
-        else:
-            time.sleep(0.01)
-    return [codes[rank] for rank in range(size)]
+        ranks.see(0.01)
+    ranks.wait(deadline - time.monotonic())
+    return [ranks.codes[rank] for rank in range(size)]
 
 
-def serve(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """End the training as often as the task says, and then let it come to its end: what each start did."""
-    for name in ("robomimic.algo", "robomimic.utils.train_utils", "torch._dynamo", "ddpshim.robomimic"):
-        importlib.import_module(name)
-    random.seed(task["seed"])
-    folder = Path(task["folder"])
+def end_again_and_again(
+    tree: Path, folder: Path, ends: int, seed: int, sizes: Sequence[int], kinds: Sequence[str]
+) -> list[dict[str, Any]]:
+    """End the training in `folder` so often, and then let it come to its end: what each start did."""
+    random = Random(seed)
     starts: list[dict[str, Any]] = []
-    for start in range(task["ends"] + 1):
-        size = random.choice(task["ranks"])
-        is_last = start == task["ends"]
+    for start in range(ends + 1):
+        size = random.choice(sizes)
+        is_last = start == ends
         done = max((epoch * STEPS + step for epoch, step in steps_that_count(folder)), default=0)
-        soon = random.randrange(max(1, (task["steps"] - done) // (task["ends"] + 1 - start)))
-        end = None if is_last else (task["kinds"][start % len(task["kinds"])], soon)
+        soon = random.randrange(max(1, (STEPS * EPOCHS - done) // (ends + 1 - start)))
+        end = None if is_last else (kinds[start % len(kinds)], soon)
         began = time.monotonic()
-        codes = _run_once(task, start, size, end)
-        steps = len(Path(task["folder"], f"steps_{start}_0.txt").read_text().splitlines())
+        codes = _run_once(tree, folder, start, size, random, end)
+        steps = len((folder / f"steps_{start}_0.txt").read_text().splitlines())
         starts.append({"ranks": size, "ended by": end, "exit codes": codes, "steps": steps})
         print(f"{time.monotonic() - began:5.1f} s  {starts[-1]}", file=sys.stderr, flush=True)
         if codes == [0] * size:
@@ -175,33 +145,23 @@ def interrupt(
     seed: int = 0,
     ranks: Sequence[int] = (1, 2, 4),
     kinds: Sequence[str] = KINDS,
+    releases: Optional[Path] = None,
     hooked: bool = False,
 ) -> dict[str, Any]:
-    """How the training that was ended `ends` times differs from the one that nobody ended."""
-    tree = equivalence.copy_release(release, folder, hooked=hooked)
+    """How the training that was ended `ends` times differs from the one that nobody ended.
+
+    `releases`: where the copy of the release is, if not in `folder`.
+    """
+    tree = equivalence.copy_release(release, releases or folder, hooked=hooked)
+    config = equivalence.make_run_config(tree, release, variant, folder, STEPS, EPOCHS)
     runs = {}
     for name, number in (("whole", 0), ("ended", ends)):
         (folder / name).mkdir()
-        config = equivalence.make_run_config(tree, release, variant, folder, STEPS, EPOCHS)
         settings = json.loads(config.read_text())
         settings["train"]["output_dir"] = str(folder / name / "out")
-        own = folder / name / "config.json"
-        own.write_text(json.dumps(settings))
-        task = {
-            "folder": str(folder / name),
-            "config": str(own),
-            "ends": number,
-            "seed": seed,
-            "steps": STEPS * EPOCHS,
-            "ranks": ranks if number else [2],
-            "kinds": kinds,
-        }
-        (folder / name / "task.json").write_text(json.dumps(task))
-        command = [sys.executable, "-m", "tests.interruptions", "--serve", str(folder / name / "task.json")]
-        deadline_s = START_DEADLINE_S * (number + 1)
-        environ = equivalence._environ(tree)
-        subprocess.run(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, check=True, timeout=deadline_s)
-        runs[name] = json.loads((folder / name / "starts.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(settings))
+        sizes = ranks if number else [2]
+        runs[name] = end_again_and_again(tree, folder / name, number, seed, sizes, kinds)
     counted = {name: steps_that_count(folder / name) for name in runs}
     before, after = weights(folder / "whole"), weights(folder / "ended")
     losses, losses_after = metrics(folder / "whole"), metrics(folder / "ended")
@@ -219,9 +179,8 @@ def interrupt(
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--serve"]:
-        path = Path(sys.argv[2])
-        path.with_name("starts.json").write_text(json.dumps(serve(json.loads(path.read_text()))))
+    if sys.argv[1:2] == ["--rank"]:
+        _train(int(sys.argv[2]), sys.argv[3])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--release", default="0.3.0")
@@ -237,8 +196,8 @@ def main() -> None:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         ranks, kinds = [int(n) for n in args.ranks.split(",")], args.kinds.split(",")
-        given = args.seed, ranks, kinds, args.hooked
-        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), *given)
+        given = args.seed, ranks, kinds
+        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), *given, hooked=args.hooked)
     for name, value in found.items():
         print(f"{name}: {value}")
 

@@ -3,7 +3,6 @@
 Started by tests/equivalence.py:
 
 - `python -m tests.observed FOLDER PRECISION NOISE [trainer arguments]` is one process of a training;
-- `python -m tests.observed --jobs FILE` imports everything once and forks the ranks of many trainings in turn;
 - `python -m tests.observed --load FILE` loads checkpoints, with ddpshim made impossible to import.
 
 OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py).
@@ -17,11 +16,8 @@ import json
 import math
 import os
 import runpy
-import signal
 import statistics
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any, Callable
 
@@ -30,9 +26,7 @@ import torch
 
 from examples.recorded_train import record_samples
 from tests import faults
-
-JOB_DEADLINE_S = 180
-HOOKS = "OBSERVED_HOOKS"  # the package is unpatched, and ddpshim.auto is imported
+from tests.preloaded import HOOKS
 
 
 def _in_float64() -> None:
@@ -224,8 +218,8 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, value in tree.items() for name, leaf in flat(value, f"{prefix}{key}.").items()}
 
 
-def observe(folder: str, precision: str, noise: str, arguments: list[str], trainer: str = "") -> None:
-    """Train in this process, by robomimic's trainer or another; what was seen goes to `folder`/observed_RANK.pt."""
+def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> None:
+    """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
     if HOOKS in os.environ:
@@ -240,69 +234,9 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str], train
     if "DDPSHIM_FAULT" in os.environ:
         faults.install()
     sys.argv = ["train.py", *arguments]
-    if trainer:
-        runpy.run_path(trainer, run_name="__main__")
-    else:
-        runpy.run_module("robomimic.scripts.train", run_name="__main__")
+    runpy.run_module("robomimic.scripts.train", run_name="__main__")
     out["networks"] = networks(out.pop("model"))
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
-
-
-def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        output = os.open(os.path.join(job["folder"], "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(job["folder"])
-        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["ranks"], "LOCAL_WORLD_SIZE": job["ranks"]}
-        os.environ.update({key: str(value) for key, value in here.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        observe(job["folder"], job["precision"], job["noise"], ["--config", job["config"]], job["trainer"])
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
-
-
-def _run_job(job: dict[str, Any], port: int) -> int:
-    """The first exit code of a rank that is not 0, or 0; ranks left over a few seconds after it are killed."""
-    running = {_fork_rank(job, rank, port) for rank in range(job["ranks"])}
-    end, failed = time.monotonic() + JOB_DEADLINE_S, 0
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            running.discard(pid)
-            if status and not failed:
-                failed, end = os.waitstatus_to_exitcode(status), time.monotonic() + 3
-        elif time.monotonic() > end:
-            failed = failed or 124
-            for left in running:
-                os.kill(left, signal.SIGKILL)
-            end = math.inf
-        else:
-            time.sleep(0.02)
-    return failed
-
-
-def serve(jobs: list[dict[str, Any]]) -> None:
-    """Train each job by ranks forked from this process; robomimic and torch are imported once."""
-    for name in ("robomimic.algo", "robomimic.utils.train_utils", "torch._dynamo", "ddpshim.robomimic"):
-        importlib.import_module(name)
-    from tests.ranks import free_port
-
-    for job in jobs:
-        start = time.monotonic()
-        failed = _run_job(job, free_port())
-        Path(job["folder"], "exit_code").write_text(str(failed))
-        said = f"{time.monotonic() - start:5.1f} s  exit code {failed}  {os.path.basename(job['folder'])}"
-        print(said, file=sys.stderr, flush=True)
 
 
 def load(checkpoints: list[str]) -> dict[str, str]:
@@ -331,9 +265,7 @@ def _same_weights(one: Any, other: Any) -> bool:
 
 
 def main() -> None:
-    if sys.argv[1] == "--jobs":
-        serve(json.loads(Path(sys.argv[2]).read_text()))
-    elif sys.argv[1] == "--load":
+    if sys.argv[1] == "--load":
         found = load(json.loads(Path(sys.argv[2]).read_text()))
         Path(sys.argv[2]).with_suffix(".found.json").write_text(json.dumps(found))
     else:

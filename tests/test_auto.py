@@ -21,7 +21,7 @@ from ddpshim.errors import HookError
 from ddpshim.group import World
 from ddpshim.replay import Replay
 from tests import equivalence
-from tests.equivalence import Run, batches, copy_release, largest_difference, make_run_config, train_all
+from tests.equivalence import Run, batches, copy_release, fork, largest_difference, make_run_config, train_all
 
 ROOT = Path(__file__).parent.parent
 RELEASE = "0.3.0"
@@ -197,14 +197,14 @@ pytest_robomimic = pytest.mark.robomimic
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bool], Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[tuple[str, int, bool], Run]:
     """Each algorithm on two ranks, patched and hooked, and on one rank, patched."""
     if equivalence.source(RELEASE) is None:
         pytest.skip(f"robomimic {RELEASE} is not installed (pip install --no-deps robomimic==0.3.0)")
     folder = tmp_path_factory.mktemp("auto")
     out = {}
     for hooked, sizes in ((False, (1, 2)), (True, (2,))):
-        tree = copy_release(RELEASE, folder, hooked=hooked)
+        tree = copy_release(RELEASE, releases, hooked=hooked)
         made = {name: make_run_config(tree, RELEASE, name, folder, 5, 2) for name in ALGORITHMS}
         keys = [(name, size, hooked) for name in ALGORITHMS for size in sizes]
         jobs = [(made[name], folder / f"{name}-{size}-{hooked}", size, "off") for name, size, _ in keys]
@@ -249,8 +249,8 @@ def _trainer(tree: Path, folder: Path, above: str = "", below: str = "") -> Path
     return path
 
 
-def _job(folder: Path, **settings: Any) -> tuple[Path, Path]:
-    tree = copy_release(RELEASE, folder, patched=False)
+def _job(folder: Path, releases: Path, **settings: Any) -> tuple[Path, Path]:
+    tree = copy_release(RELEASE, releases, patched=False)
     config = make_run_config(tree, RELEASE, "bc", folder, 3, 2)
     content = json.loads(config.read_text())
     for key, value in settings.items():
@@ -279,8 +279,8 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest_robomimic
-def test_run_distributes_a_trainer_without_a_line_in_it(tmp_path: Path) -> None:
-    tree, config = _job(tmp_path)
+def test_run_distributes_a_trainer_without_a_line_in_it(tmp_path: Path, releases: Path) -> None:
+    tree, config = _job(tmp_path, releases)
     log = _start(
         tree, tmp_path, "-m", "ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)
     )
@@ -293,18 +293,18 @@ def test_run_distributes_a_trainer_without_a_line_in_it(tmp_path: Path) -> None:
 
 
 @pytest_robomimic
-def test_in_one_process_it_is_the_plain_trainer(tmp_path: Path) -> None:
+def test_in_one_process_it_is_the_plain_trainer(tmp_path: Path, releases: Path) -> None:
     weights, losses = [], []
     for name in ("plain", "hooked"):
         folder = tmp_path / name
         folder.mkdir()
-        tree, config = _job(folder)
+        tree, config = _job(folder, releases)
         trainer = _trainer(tree, folder, below="assert ddpshim.auto.is_active()")
         if name == "plain":
             trainer.write_text(trainer.read_text().replace("import ddpshim.auto", "").replace("assert ddpshim", "# "))
-        log = _start(tree, folder, str(trainer), "--config", str(config))
-        assert log.returncode == 0, log.stdout
-        losses.append(re.findall(r'"Loss": (\S+)', log.stdout))
+        code, log = fork(tree, [str(trainer), "--config", str(config)], folder, None, {}, 120)
+        assert code == 0, log
+        losses.append(re.findall(r'"Loss": (\S+)', log))
         weights.append(_weights(folder))
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
@@ -336,11 +336,11 @@ sys.exit(0)
 
 
 @pytest_robomimic
-def test_what_a_trainer_holds_already_is_hooked_reported_and_given_back(tmp_path: Path) -> None:
-    tree, _ = _job(tmp_path)
-    ran = _start(tree, tmp_path, str(_trainer(tree, tmp_path, HELD, ASKED)))
-    assert ran.returncode == 0, ran.stdout
-    active, inactive = (part.strip().splitlines() for part in ran.stdout.split("REPORT\n")[1:])
+def test_what_a_trainer_holds_already_is_hooked_reported_and_given_back(tmp_path: Path, releases: Path) -> None:
+    tree, _ = _job(tmp_path, releases)
+    code, said = fork(tree, [str(_trainer(tree, tmp_path, HELD, ASKED))], tmp_path, None, {}, 120)
+    assert code == 0, said
+    active, inactive = (part.strip().splitlines() for part in said.split("REPORT\n")[1:])
     hooked = dict(line.split(": ", 1) for line in active if line.startswith("robomimic."))
     assert (
         hooked["robomimic.algo.algo.algo_factory"] == "every network reduced over the ranks, noise of its own for each"
@@ -352,8 +352,8 @@ def test_what_a_trainer_holds_already_is_hooked_reported_and_given_back(tmp_path
 
 
 @pytest_robomimic
-def test_spawned_workers_are_left_alone_and_ranks_train(tmp_path: Path) -> None:
-    tree, config = _job(tmp_path, num_data_workers=1)
+def test_spawned_workers_are_left_alone_and_ranks_train(tmp_path: Path, releases: Path) -> None:
+    tree, config = _job(tmp_path, releases, num_data_workers=1)
     said = "print('IN', __name__, ddpshim.auto.is_active(), *ddpshim.auto.report()[:1], flush=True)"
     trainer = _trainer(tree, tmp_path, "", f"torch.multiprocessing.set_start_method('spawn', force=True); {said}")
     log = _start(tree, tmp_path, "-m", "ddpshim", "run", "--nproc=1", str(trainer), "--config", str(config))
@@ -375,8 +375,10 @@ PRINTS = 'res_str = "run failed with error:\\n{}\\n\\n{}".format(e, traceback.fo
         (1, "pass", "HookError: the program ended before its training"),
     ],
 )
-def test_a_swallowed_exception_ends_the_job(tmp_path: Path, ranks: int, printed: str, says: str) -> None:
-    tree, config = _job(tmp_path)
+def test_a_swallowed_exception_ends_the_job(
+    tmp_path: Path, releases: Path, ranks: int, printed: str, says: str
+) -> None:
+    tree, config = _job(tmp_path, releases)
     trainer = _trainer(tree, tmp_path)
     text = trainer.read_text()
     assert text.count(PRINTS) == text.count("print(model)") == 1
@@ -389,7 +391,7 @@ def test_a_swallowed_exception_ends_the_job(tmp_path: Path, ranks: int, printed:
 
 @pytest_robomimic
 def test_an_algorithm_that_is_not_a_releases_is_refused_by_name(tmp_path: Path) -> None:
-    tree, config = _job(tmp_path)
+    tree = copy_release(RELEASE, tmp_path, patched=False)
     config = make_run_config(tree, RELEASE, "td3_bc", tmp_path, 3, 2)
     with open(tree / "robomimic" / "algo" / "td3_bc.py", "a") as file:
         file.write("# edited\n")
@@ -420,12 +422,13 @@ print("cpu", *ddpshim.auto.report(), T.run_epoch.__code__ is not hooked)
 
 @pytest_robomimic
 @pytest.mark.parametrize("program", [MIGRATED, PATCHED], ids=["migrated", "patched"])
-def test_a_trainer_that_minds_ranks_itself_is_left_alone(tmp_path: Path, program: str) -> None:
-    tree = copy_release(RELEASE, tmp_path, patched=program is PATCHED)
-    ran = _start(tree, tmp_path, "-c", program)
-    assert ran.returncode == 0, ran.stdout
+def test_a_trainer_that_minds_ranks_itself_is_left_alone(tmp_path: Path, releases: Path, program: str) -> None:
+    tree = copy_release(RELEASE, releases, patched=program is PATCHED)
+    (tmp_path / "program.py").write_text(program)
+    code, printed = fork(tree, [str(tmp_path / "program.py")], tmp_path, None, {}, 120)
+    assert code == 0, printed
     said = "cpu not active: the trainer does by itself what the hooks are for True"
-    assert ran.stdout.strip().splitlines()[-1] == said
+    assert printed.strip().splitlines()[-1] == said
 
 
 def test_another_signature_is_refused_with_nothing_hooked(given_back: None) -> None:

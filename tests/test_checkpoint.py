@@ -10,8 +10,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -293,12 +291,12 @@ def _load_released(path: str) -> list[Any]:
 
 
 @pytest.mark.robomimic
-def test_networks_that_are_reduced_load_what_the_release_wrote(tmp_path: Path) -> None:
+def test_networks_that_are_reduced_load_what_the_release_wrote(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None or importlib.util.find_spec("robomimic") is None:
         pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
-    tree, data = copy_release("0.3.0", tmp_path, patched=False), make_data(tmp_path, num_demos=50)
+    tree, data = copy_release("0.3.0", releases, patched=False), make_data(tmp_path, num_demos=50)
     config = make_config(tree, "bc_gmm", data, tmp_path, 2, 1)
-    equivalence.train(tree, config, tmp_path / "plain", None, module="robomimic.scripts.train")
+    equivalence.train(tree, config, tmp_path / "plain", None, module="robomimic.scripts.train", forked=True)
     (path,) = tmp_path.glob("plain/out/*/*/models/*.pth")
     for equal in run_ranks(_load_released, 2, str(path)):
         assert len(equal) > 5
@@ -332,9 +330,9 @@ KINDS: dict[str, dict[str, Any]] = {
 class Trainings:
     """Trains a variant, or a kind of it, for four epochs: without a break, killed in the third, and resumed there."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tree = copy_release(RESUMABLE, folder)
+    def __init__(self, folder: Path, releases: Path) -> None:
+        self.folder, self.releases = folder, releases
+        self.tree = copy_release(RESUMABLE, releases)
         self.data = make_data(folder, num_demos=50)
         self._whole: dict[str, Any] = {}
 
@@ -345,23 +343,14 @@ class Trainings:
         config = make_config(self.tree, variant, self.data, folder, STEPS, 4, **settings)
         start = TOY_ENV if "experiment__rollout__enabled" in settings else ""
         (folder / "program.py").write_text(start + (KILLED if fault else OBSERVED.format(folder=str(folder))))
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-        ran = subprocess.run(
-            [*launcher, str(folder / "program.py"), "--config", str(config), *options],
-            env={**equivalence._environ(self.tree), **({"DDPSHIM_FAULT": fault} if fault else {})},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert bool(ran.returncode) == bool(fault), ran.stdout[-6000:]
+        argv = [str(folder / "program.py"), "--config", str(config), *options]
+        environ = {"DDPSHIM_FAULT": fault} if fault else {}
+        code, log = equivalence.fork(self.tree, argv, folder, num_ranks, environ, 200)
+        assert bool(code) == bool(fault), log[-6000:]
         observed = (
             [] if fault else [torch.load(folder / f"observed_{r}.pt", weights_only=False) for r in range(num_ranks)]
         )
-        return equivalence.Run(observed, folder, ran.stdout, ran.returncode)
+        return equivalence.Run(observed, folder, log, code)
 
     def whole(self, variant: str) -> Any:
         """The run without a break, and beside it what was left of one whose second rank was killed in epoch 3."""
@@ -379,10 +368,10 @@ class Trainings:
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+def trainings(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainings:
     if source(RESUMABLE) is None:
         pytest.skip(f"robomimic {RESUMABLE} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
-    return Trainings(tmp_path_factory.mktemp("resume"))
+    return Trainings(tmp_path_factory.mktemp("resume"), releases)
 
 
 def _last(run: Any, name: str = "last.pth") -> Any:
@@ -459,7 +448,7 @@ def test_resumed_on_as_many_ranks_the_noise_and_the_counters_are_the_same(traini
 
 def _only_load(trainings: Trainings, name: str, start: Path, num_ranks: Optional[int], patched: bool) -> dict[str, Any]:
     """The networks that 0.5.0 holds after it was given `start` and trained a step at a learning rate of 0."""
-    tree = copy_release(RESUMABLE, trainings.folder, patched)
+    tree = copy_release(RESUMABLE, trainings.releases, patched)
     settings = {
         "train__data": [{"path": str(trainings.data)}],
         "experiment__ckpt_path": str(start),
@@ -468,7 +457,7 @@ def _only_load(trainings: Trainings, name: str, start: Path, num_ranks: Optional
     folder = trainings.folder / name
     folder.mkdir()
     config = make_config(tree, "bc", trainings.data, folder, 1, 1, **settings)
-    run = equivalence.train(tree, config, folder, num_ranks, module="robomimic.scripts.train")
+    run = equivalence.train(tree, config, folder, num_ranks, module="robomimic.scripts.train", forked=True)
     assert f"LOADING MODEL WEIGHTS FROM {start}" in run.log
     return dict(_last(run)["model"]["nets"])
 
@@ -477,12 +466,12 @@ def _only_load(trainings: Trainings, name: str, start: Path, num_ranks: Optional
 @pytest.mark.robomimic
 def test_the_release_and_the_patched_release_start_from_each_others_files(trainings: Trainings) -> None:
     (patched,) = trainings.whole("bc").folder.glob("out/*/*/last.pth")
-    tree = copy_release(RESUMABLE, trainings.folder, patched=False)
+    tree = copy_release(RESUMABLE, trainings.releases, patched=False)
     folder = trainings.folder / "plain"
     folder.mkdir()
     data = [{"path": str(trainings.data)}]
     config = make_config(tree, "bc", trainings.data, folder, STEPS, 1, train__data=data)
-    equivalence.train(tree, config, folder, None, module="robomimic.scripts.train")
+    equivalence.train(tree, config, folder, None, module="robomimic.scripts.train", forked=True)
     (plain,) = folder.glob("out/*/*/last.pth")
     for name, start, num_ranks, by_patched in (("there", patched, None, False), ("back", plain, 2, True)):
         loaded = _only_load(trainings, name, start, num_ranks, by_patched)

@@ -88,10 +88,10 @@ def _make_config(release: str, tree: Path, kind: tuple[str, dict[str, Any]], fol
     return make_config(tree, variant, files / name, folder, STEPS, EPOCHS, **{**settings, "train__data": data})
 
 
-def _train_kinds(release: str, kinds: dict[str, tuple[str, dict[str, Any]]], folder: Path) -> Pairs:
+def _train_kinds(release: str, kinds: dict[str, tuple[str, dict[str, Any]]], folder: Path, releases: Path) -> Pairs:
     _require(release)
     _make_files(folder)
-    tree, jobs = copy_release(release, folder), []
+    tree, jobs = copy_release(release, releases), []
     for name, kind in kinds.items():
         config = _make_config(release, tree, kind, folder / name, folder)
         jobs += [(config, folder / name / str(num_ranks), num_ranks, "own") for num_ranks in (1, 2)]
@@ -126,8 +126,8 @@ def _flat(tree: Any, path: str = "") -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    return _train_kinds(RELEASE, {**KINDS, "too_small": TOO_SMALL}, tmp_path_factory.mktemp("kinds"))
+def pairs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Pairs:
+    return _train_kinds(RELEASE, {**KINDS, "too_small": TOO_SMALL}, tmp_path_factory.mktemp("kinds"), releases)
 
 
 @pytest.mark.robomimic
@@ -207,14 +207,15 @@ def test_a_validation_set_smaller_than_a_batch_is_refused(pairs: Pairs) -> None:
 
 @pytest.mark.robomimic
 @pytest.mark.parametrize("release", [RELEASE, pytest.param(SINCE_0_5, marks=pytest.mark.upstream)])
-def test_a_validation_set_smaller_than_the_world_ends_the_job(tmp_path: Path, release: str) -> None:
+def test_a_validation_set_smaller_than_the_world_ends_the_job(tmp_path: Path, releases: Path, release: str) -> None:
     _require(release)
     _make_files(tmp_path)
     few = {"train__hdf5_validation_filter_key": "one_sample", "experiment__validation_epoch_every_n_steps": None}
-    tree = copy_release(release, tmp_path)
+    tree = copy_release(release, releases)
     config = _make_config(release, tree, ("bc", {**VALIDATION, **few}), tmp_path / "kind", tmp_path)
     start = time.monotonic()
-    run = train(tree, config, tmp_path / "kind" / "2", 2, module="robomimic.scripts.train", check=False)
+    how: dict[str, Any] = {"module": "robomimic.scripts.train", "check": False, "forked": release != RELEASE}
+    run = train(tree, config, tmp_path / "kind" / "2", 2, **how)
     assert time.monotonic() - start < 60
     _check_refused(run, "one_sample", 1, "")
 
@@ -253,8 +254,8 @@ KINDS_SINCE_0_5: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def pairs_since_0_5(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    return _train_kinds(SINCE_0_5, KINDS_SINCE_0_5, tmp_path_factory.mktemp("kinds"))
+def pairs_since_0_5(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Pairs:
+    return _train_kinds(SINCE_0_5, KINDS_SINCE_0_5, tmp_path_factory.mktemp("kinds"), releases)
 
 
 @pytest.mark.upstream

@@ -19,10 +19,10 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def rows(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Rows:
     if source(RELEASE) is None:
         pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
-    compared = compare(RELEASE, VARIANTS, [2], tmp_path_factory.mktemp("equivalence"), steps=5)
+    compared = compare(RELEASE, VARIANTS, [2], tmp_path_factory.mktemp("equivalence"), steps=5, releases=releases)
     assert [row for row in compared if "failed" in row] == []
     return {(row["algorithm"], row["noise"]): row for row in compared}
 

@@ -489,12 +489,12 @@ def test_learning_rates_of_optimizers_and_their_schedules_are_scaled() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, Run]:
     """bc with options on two ranks, and in one process what should be the same by robomimic's own settings."""
     if source("0.3.0") is None:
         pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM (pip install --no-deps)")
     folder = tmp_path_factory.mktemp("options")
-    tree = copy_release("0.3.0", folder)
+    tree = copy_release("0.3.0", releases)
     data = make_data(folder, num_demos=50)
     two = {"per_rank_batch": True, "lr_rule": "sqrt", "profile": True, "metrics_every_n_epochs": 2}
     lr = "algo__optim_params__policy__learning_rate__initial"

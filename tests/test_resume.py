@@ -278,10 +278,10 @@ def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tm
 
 
 @pytest.mark.robomimic
-def test_a_training_that_is_ended_again_and_again(tmp_path: Path) -> None:
+def test_a_training_that_is_ended_again_and_again(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None:
         pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
-    found = interrupt("0.3.0", "bc", 3, tmp_path, seed=4)
+    found = interrupt("0.3.0", "bc", 3, tmp_path, seed=4, releases=releases)
     ended = [start["ended by"] for start in found["starts"]]
     assert {how.split()[0] for how, _ in filter(None, ended)} >= {"SIGKILL", "SIGTERM"}
     assert len({start["ranks"] for start in found["starts"]}) > 1
@@ -294,10 +294,13 @@ def test_a_training_that_is_ended_again_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("variant", ["diffusion_policy", "td3_bc"])
-def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(tmp_path: Path, variant: str) -> None:
+def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(
+    tmp_path: Path, releases: Path, variant: str
+) -> None:
     if source("0.5.0") is None:
         pytest.skip("robomimic 0.5.0 is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
-    found = interrupt("0.5.0", variant, 2, tmp_path, seed=1, ranks=[2], kinds=["SIGTERM to one", "SIGUSR1 to one"])
+    kinds = ["SIGTERM to one", "SIGUSR1 to one"]
+    found = interrupt("0.5.0", variant, 2, tmp_path, seed=1, ranks=[2], kinds=kinds, releases=releases)
     assert [start["exit codes"] for start in found["starts"]] == [[75, 75], [75, 75], [0, 0]]
     assert found["same samples in every step"]
     assert found["largest difference of a weight"] == 0
@@ -305,10 +308,10 @@ def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(tmp_path: Pat
 
 
 @pytest.mark.robomimic
-def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path) -> None:
+def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None:
         pytest.skip("robomimic 0.3.0 is neither installed nor under DDPSHIM_UPSTREAM")
-    tree, data = copy_release("0.3.0", tmp_path), equivalence.make_data(tmp_path, num_demos=50)
+    tree, data = copy_release("0.3.0", releases), equivalence.make_data(tmp_path, num_demos=50)
     config = equivalence.make_config(tree, "bc", data, tmp_path, 3, 2, train__data=str(data))
     # Rank 1 fails in the third step of every start: the last of them has two steps left.
     faults = {"DDPSHIM_FAULT": "raise:1:149", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "1"}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -17,6 +14,7 @@ from tests.equivalence import (
     Run,
     batches,
     copy_release,
+    fork,
     largest_difference,
     make_config,
     make_data,
@@ -36,8 +34,8 @@ def _require(release: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Trains a variant and keeps the run for the tests that ask for the same one."""
+def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer:
+    """Trains a variant, as `equivalence.train` does, and keeps the run for the tests that ask for the same one."""
     folder = tmp_path_factory.mktemp("robomimic")
     done: dict[str, Run] = {}
 
@@ -53,17 +51,19 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
         module: str = "tests.observed",
         fault: str = "",
         check: bool = True,
+        forked: bool = True,
         **settings: Any,
     ) -> Run:
-        name = "-".join(map(str, (release, variant, num_ranks, patched, precision, steps, epochs, fault)))
+        name = "-".join(map(str, (release, variant, num_ranks, patched, precision, steps, epochs, fault, forked)))
         name += "".join(f"-{key[-12:]}={value}" for key, value in settings.items())
         if name not in done:
-            tree = copy_release(release, folder, patched)
+            tree = copy_release(release, releases, patched)
             data = make_data(folder, num_demos=50)
             settings.setdefault("train__data", str(data) if release < "0.5" else [{"path": str(data)}])
             config = make_config(tree, variant, data, folder, steps, epochs, **settings)
             environ = {"DDPSHIM_FAULT": fault} if fault else {}
-            done[name] = train(tree, config, folder / name, num_ranks, precision, environ, check, module)
+            how: dict[str, Any] = {"environ": environ, "check": check, "module": module, "forked": forked}
+            done[name] = train(tree, config, folder / name, num_ranks, precision, **how)
         return done[name]
 
     _require(RELEASE)
@@ -121,7 +121,8 @@ def test_an_algorithm_with_noise_of_its_own(trainer: Trainer) -> None:
 @pytest.mark.parametrize("variant", ["bc_gmm", "td3_bc"])
 def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer, variant: str) -> None:
     plain, patched = (
-        trainer(variant, None, patched=p, module="robomimic.scripts.train", **VALIDATION) for p in (False, True)
+        trainer(variant, None, patched=p, module="robomimic.scripts.train", forked=variant != "bc_gmm", **VALIDATION)
+        for p in (False, True)
     )
     assert patched.losses() == plain.losses()
     assert patched.losses("Validation") == plain.losses("Validation")
@@ -141,6 +142,7 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
         "bc",
         2,
         module="robomimic.scripts.train",
+        forked=False,
         experiment__save__every_n_seconds=0,
         experiment__save__on_best_validation=True,
         experiment__logging__log_tb=True,
@@ -166,22 +168,19 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
     assert two.losses("Validation") == pytest.approx(one.losses("Validation"), rel=1e-5)
 
 
-def test_unpatched_code_loads_the_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+def test_unpatched_code_loads_the_checkpoint(trainer: Trainer, releases: Path, tmp_path: Path) -> None:
     run = trainer("bc_gmm", 2)
     newest = max(run.folder.glob("out/*/*/models/*.pth"))
-    tree = copy_release(RELEASE, tmp_path, patched=False)
-    code = (
+    tree = copy_release(RELEASE, releases, patched=False)
+    (tmp_path / "load.py").write_text(
         "import sys, torch, robomimic.utils.file_utils as F; sys.modules['ddpshim'] = None; "
         "load = torch.load; torch.load = lambda *a, **k: load(*a, **{**k, 'weights_only': False}); "
         f"policy, _ = F.policy_from_checkpoint(ckpt_path={str(newest)!r}, device=torch.device('cpu')); "
         "print('loaded', sum(p.sum().item() for p in policy.policy.nets.parameters()))"
     )
-    environ = {**os.environ, "PYTHONPATH": str(tree)}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    total = float(ran.stdout.rsplit("loaded ", 1)[1])
+    code, said = fork(tree, [str(tmp_path / "load.py")], tmp_path, None, {}, 120)
+    assert code == 0, said
+    total = float(said.rsplit("loaded ", 1)[1].split()[0])
     networks = run.observed[0]["networks"]
     assert total == pytest.approx(sum(value.sum().item() for value in networks.values()), abs=1e-3)
 
@@ -196,7 +195,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "text", "rank"), FAULTS)
 def test_a_failing_rank_ends_the_job_with_its_traceback(trainer: Trainer, fault: str, text: str, rank: int) -> None:
     start = time.monotonic()
-    run = trainer("bc", 2, module="tests.faults", fault=fault, check=False)
+    run = trainer("bc", 2, module="tests.faults", fault=fault, check=False, forked=False)
     assert time.monotonic() - start < 30
     assert run.exit_code != 0
     assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
@@ -229,7 +228,7 @@ def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: st
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
     start = time.monotonic()
-    run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False)
+    run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False, forked=False)
     assert time.monotonic() - start < 30
     assert run.exit_code != 0
     root = run.log.split("Root Cause (first observed failure):")[1]
@@ -237,9 +236,9 @@ def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
     assert "SIGKILL" in root
 
 
-def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer) -> None:
+def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer, releases: Path) -> None:
     first = trainer("bc", 2, module="robomimic.scripts.train", steps=2, epochs=1)
-    tree, config = copy_release(RELEASE, first.folder.parent), first.folder / "config.json"
+    tree, config = copy_release(RELEASE, releases), first.folder / "config.json"
     again = train(tree, config, first.folder, 2, check=False, module="robomimic.scripts.train")
     assert again.exit_code != 0
     assert again.log.count("already exists! \noverwrite? (y/n)") == 1

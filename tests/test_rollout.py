@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -22,7 +23,7 @@ needs_robomimic = pytest.mark.robomimic
 
 
 @pytest.fixture(scope="session")
-def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Evaluator:
+def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evaluator:
     """Trains for one step without learning, with rollouts, and keeps the run: weights are equal, to the last bit."""
     if source(RELEASE) is None:
         pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM (pip install --no-deps)")
@@ -34,7 +35,7 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Evaluator:
     ) -> Run:
         name = f"{num_ranks}-{fault}-{which}-{sorted(more.items())}".translate(str.maketrans(" /:'(),[]", "_________"))
         if name not in done:
-            tree, data = copy_release(RELEASE, folder), make_data(folder, num_demos=50)
+            tree, data = copy_release(RELEASE, releases), make_data(folder, num_demos=50)
             settings = {
                 "algo__optim_params__policy__learning_rate__initial": 0.0,
                 "experiment__render_video": False,
@@ -48,7 +49,9 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Evaluator:
             }
             config = make_config(tree, "bc_gmm", data, folder, 1, 2, **settings)
             environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_ROLLOUTS": which} if which else {})}
-            done[name] = train(tree, config, folder / name, num_ranks, "float32", environ, check, "tests.faults")
+            # A job that is to fail has the launcher, whose words are looked at.
+            how: dict[str, Any] = {"environ": environ, "check": check, "module": "tests.faults", "forked": check}
+            done[name] = train(tree, config, folder / name, num_ranks, **how)
         return done[name]
 
     return run

@@ -98,12 +98,12 @@ def test_checkpoints_of_equal_weights_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.robomimic
 @pytest.mark.parametrize("arm", ARMS[2:], ids=lambda arm: arm.fault)
-def test_a_broken_control_is_broken(tmp_path: Path, arm: Arm) -> None:
+def test_a_broken_control_is_broken(tmp_path: Path, releases: Path, arm: Arm) -> None:
     if source(INSTALLED) is None:
         pytest.skip(f"robomimic {INSTALLED} is neither installed nor under DDPSHIM_UPSTREAM")
-    tree = copy_release(INSTALLED, tmp_path)
+    tree = copy_release(INSTALLED, releases)
     config = make_config(tree, "bc", make_data(tmp_path, num_demos=20), tmp_path, 3, 1, **ALGORITHMS["bc"])
-    run = train(tree, config, tmp_path / "run", 2, environ=arm.environ(guard=False))
+    run = train(tree, config, tmp_path / "run", 2, environ=arm.environ(guard=False), forked=True)
     one, two = (observed["networks"] for observed in run.observed)
     assert (largest_difference(one, two) > 1e-4) == (arm.fault == "no_sync")
     assert [len(batch) for batch in batches(run)] == [50 if arm.fault == "same_data" else 100] * 3
