@@ -145,8 +145,9 @@ def _patch_algorithm(module: ModuleType) -> list[str]:
     return [f"{module.__name__}.{f.__qualname__}: as in the patch set" for f, _ in patched.functions]
 
 
-def _is_trainer(module: str) -> bool:
-    """Whether calls from this module are a trainer's: not ours, nor those inside of robomimic."""
+def _is_trainer(names: dict[str, Any]) -> bool:
+    """Whether calls from the module with these names are a trainer's: not ours, nor those inside of robomimic."""
+    module = str(names.get("__name__"))
     inside = module == "robomimic" or (module.startswith("robomimic.") and not module.startswith("robomimic.scripts."))
     return not (inside or module == "ddpshim" or module.startswith("ddpshim."))
 
@@ -363,7 +364,7 @@ _MISSING = object()
 
 def _lead_aside(names: dict[str, Any]) -> None:
     """Have the trainer's module, whose names these are, find what fits a rank under them. Launched runs only."""
-    if not world().is_launched or any(names is changed for changed, _, _ in _trainer.changed):
+    if not world().is_launched or _is_led_aside(names):
         return
     files = {name: _once(getattr(shutil, name)) for name in ("copy", "copy2", "copytree", "move", "rmtree")}
     found = {
@@ -376,8 +377,11 @@ def _lead_aside(names: dict[str, Any]) -> None:
         if names.get(name, _MISSING) is expected:
             _trainer.changed.append((names, name, expected))
             names[name] = put
-    trainers = {changed.get("__name__") for changed, _, _ in _trainer.changed}
-    swap("torch.save", inspect.unwrap(torch.save), _save, lambda module: module in trainers)
+    swap("torch.save", inspect.unwrap(torch.save), _save, _is_led_aside)
+
+
+def _is_led_aside(names: dict[str, Any]) -> bool:
+    return any(names is changed for changed, _, _ in _trainer.changed)
 
 
 def led_aside() -> list[str]:

@@ -24,14 +24,14 @@ _at_stand_aside: list[Callable[[], None]] = []
 class Swap:
     """`function` as it was, and what its callers get: `stand_in(original, *args, **kwargs)`.
 
-    `callers`: whether the module of that name gets the stand-in; others get the original.
+    `callers`: whether the module with these names (its globals) gets the stand-in; others get the original.
     """
 
     name: str
     function: FunctionType
     original: FunctionType
     stand_in: Callable[..., Any]
-    callers: Callable[[str], bool]
+    callers: Callable[[dict[str, Any]], bool]
 
 
 def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: Iterable[str] = ()) -> None:
@@ -54,8 +54,15 @@ def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: 
         )
 
 
-def swap(name: str, function: FunctionType, stand_in: Callable[..., Any], callers: Callable[[str], bool]) -> None:
-    """From now on calls of `function` from `callers` run `stand_in`. Local; `name` is its full name."""
+def swap(
+    name: str,
+    function: FunctionType,
+    stand_in: Callable[..., Any],
+    callers: Callable[[dict[str, Any]], bool],
+) -> None:
+    """From now on calls of `function` from `callers` run `stand_in`. Local; `name` is its full name, swapped once."""
+    if name in _swapped:
+        return
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__, original.__qualname__ = function.__kwdefaults__, function.__qualname__
     signature = inspect.signature(function)
@@ -80,7 +87,7 @@ def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = _swapped[name]
     caller = sys._getframe(2)  # of the function that was swapped
     # A stand-in calls what it stands for, perhaps through what somebody else has put around it.
-    if name in _running or not made.callers(str(caller.f_globals.get("__name__"))):
+    if name in _running or not made.callers(caller.f_globals):
         return made.original(*args, **kwargs)
     _running.add(name)
     try:

@@ -48,7 +48,7 @@ def test_who_held_a_function_before_gets_the_stand_in() -> None:
     def shout(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
         return original(*args, **kwargs).upper()
 
-    swapping.swap("tests.greet", _greet, shout, lambda module: module == __name__)
+    swapping.swap("tests.greet", _greet, shout, lambda names: names["__name__"] == __name__)
     assert held is _greet
     assert held("you", times=2) == "HELLO YOU!HELLO YOU!"
     assert inspect.signature(held) == signature
@@ -62,7 +62,7 @@ def test_who_held_a_function_before_gets_the_stand_in() -> None:
 
 @pytest.mark.usefixtures("given_back")
 def test_a_stand_in_reaches_the_original_through_what_others_put_around_it() -> None:
-    swapping.swap("tests.greet", _greet, lambda original, name: f"<{(lambda n: _greet(n))(name)}>", lambda module: True)
+    swapping.swap("tests.greet", _greet, lambda original, name: f"<{(lambda n: _greet(n))(name)}>", lambda names: True)
     assert _greet("you") == "<hello you!>"
 
 
@@ -217,6 +217,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[tuple
 def test_hooked_it_is_the_patched_trainer(runs: dict[tuple[str, int, bool], Run], name: str) -> None:
     one, patched, hooked = runs[name, 1, False], runs[name, 2, False], runs[name, 2, True]
     assert (one.exit_code, patched.exit_code, hooked.exit_code) == (0, 0, 0), hooked.log[-3000:]
+    assert len(hooked.observed) == len(patched.observed) == 2
     for there, here in zip(patched.observed, hooked.observed):
         assert largest_difference(there["networks"], here["networks"]) == 0
     assert hooked.losses() == patched.losses()
