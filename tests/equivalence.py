@@ -168,7 +168,7 @@ def _complete_for_robocasa(config: dict[str, Any]) -> None:
 def _environ(tree: Path) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     stubs = [str(p) for p in (ROOT / "tests" / "stubs").iterdir() if importlib.util.find_spec(p.name) is None]
-    where = os.pathsep.join([str(tree), str(ROOT), *stubs])
+    where = os.pathsep.join([str(tree), str(tree / "act" / "detr"), str(ROOT), *stubs])
     return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1"}
 
 

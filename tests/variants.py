@@ -170,5 +170,10 @@ WHY = {
     "bc_image": (1e-4, _SPATIAL_SOFTMAX),
     "bc_rnn_gmm_image": (1e-4, _SPATIAL_SOFTMAX),
     "diffusion_policy_image": (1e-4, _SPATIAL_SOFTMAX),
+    "act": (
+        1e-4,
+        "softmax cancels the bias of attention's keys, whose gradient is rounding, which Adam scales up; all other "
+        "weights are within 1e-5",
+    ),
     "bc_image_batchnorm": (float("inf"), "BatchNorm takes its statistics over each rank's shard"),
 }
