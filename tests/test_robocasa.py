@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any, Callable, Optional
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -47,19 +49,21 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
         module: str = "tests.observed",
         noise: str = "own",
         check: bool = True,
-        again: str = "",
         epochs: int = 2,
         **settings: Any,
     ) -> Run:
-        name = f"{variant}-{num_ranks}-{patched}-{fault}-{noise}-{sorted(settings.items())}"
-        name = "".join(c if c.isalnum() else "_" for c in name)[-200:]
-        if name + again not in done:
+        settings = {**settings, "epochs": epochs}
+        told = f"{patched}-{fault}-{sorted(settings.items())}"
+        name = f"{variant}-{num_ranks}-{zlib.crc32(told.encode())}"
+        if name not in done:
             tree = copy_release(RELEASE, folder, patched)
             settings.setdefault("train__data", [{"path": str(make_data(folder, num_demos=50)), "lang": "lift it"}])
-            config = make_config(tree, variant, folder, folder, settings.pop("steps", 5), epochs, **settings)
-            environ = {"DDPSHIM_FAULT": fault, **({"DDPSHIM_RESUME": "always"} if again else {})} if fault else {}
-            done[name + again] = train(tree, config, folder / name, num_ranks, "float32", environ, check, module, noise)
-        return done[name + again]
+            config = make_config(
+                tree, variant, folder, folder, settings.pop("steps", 5), settings.pop("epochs"), **settings
+            )
+            environ = {"DDPSHIM_FAULT": fault} if fault else {}
+            done[name] = train(tree, config, folder / name, num_ranks, "float32", environ, check, module, noise)
+        return done[name]
 
     return run
 
@@ -216,36 +220,41 @@ def test_the_first_episode_fails(trainer: Trainer) -> None:
     assert _statistics(run) == [{"Return": -1, "Success_Rate": -1, "Time_Episode": -1, "time": -1}] * 2
 
 
-def _two_files(folder: Path) -> list[dict[str, Any]]:
-    few, many = (str(make_data(folder, num_demos=n)) for n in (10, 50))
-    return [{"path": many, "weight": 1.0, "do_eval": False}, {"path": few, "weight": 20.0, "do_eval": False}]
-
-
 def test_weights_of_datasets_are_kept_and_errors_computed_once(trainer: Trainer, tmp_path: Path) -> None:
-    files = _two_files(tmp_path)
+    paths = [make_data(tmp_path, num_demos=n) for n in (10, 3)]
     settings = {
-        "train__data": files,
-        "train__hdf5_cache_mode": "low_dim",
+        "train__data": [{"path": str(path), "weight": w, "lang": "lift"} for path, w in zip(paths, (1.0, 20.0))],
         "train__action_config": {"actions": {"normalization": "min_max"}},
         "experiment__mse__enabled": True,
-        "experiment__mse__visualize": False,
         "experiment__mse__num_samples": 1,
         "experiment__mse__every_n_epochs": 1,
+        "epochs": 1,
     }
-    one, two = (trainer("bc", n, **settings) for n in (1, 2))
-    assert batches(two) == batches(one)
+    one, two = (trainer("diffusion_policy", n, noise="off", **settings) for n in (1, 2))
+    alone, first_half, second_half = (o["batches"]["Train"] for run in (one, two) for o in run.observed)
+    assert [sorted(a + b) for a, b in zip(first_half, second_half)] == [sorted(batch) for batch in alone]
+    assert [len(batch) for batch in first_half] == [50] * 5
     for observed in two.observed:
-        assert largest_difference(observed["networks"], one.observed[0]["networks"]) < 1e-6
+        assert largest_difference(observed["networks"], one.observed[0]["networks"]) < 1e-5
     assert [observed["passes for statistics"] for observed in two.observed] == [2, 0]
     drawn = np.concatenate([np.ravel(observed["batches"]["Train"]) for observed in two.observed])
-    first, second = (2079, 417)
+    first, second = (_num_samples(path) for path in paths)
     expected = 20 * second / (20 * second + first)
     assert abs((drawn >= first).mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / len(drawn))
-    for run in (one, two):
-        assert run.log.count("MSE Log Epoch") == 3
-    errors = [run.log.split("MSE Log Epoch 2\n")[1] for run in (one, two)]
-    found = [json.JSONDecoder().raw_decode(text)[0]["Train/action_mse_error"] for text in errors]
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert expected > 2 * second / (first + second), "unweighted draws would do"
+    errors = [_after(run, "MSE Log Epoch 1\n") for run in (one, two)]
+    assert [run.log.count("MSE Log Epoch") for run in (one, two)] == [2, 2]
+    assert errors[1]["Train/action_mse_error"] == pytest.approx(errors[0]["Train/action_mse_error"], rel=1e-3)
+
+
+def _num_samples(path: Path) -> int:
+    with h5py.File(path) as file:
+        return sum(int(demo.attrs["num_samples"]) for demo in file["data"].values())
+
+
+def _after(run: Run, text: str) -> dict[str, float]:
+    found: dict[str, float] = json.JSONDecoder().raw_decode(run.log.split(text)[1])[0]
+    return found
 
 
 def test_another_runs_checkpoint_is_where_all_ranks_begin(trainer: Trainer) -> None:
@@ -255,19 +264,32 @@ def test_another_runs_checkpoint_is_where_all_ranks_begin(trainer: Trainer) -> N
     saved = {f"0.{key}": value for key, value in before.checkpoint["model"].items()}
     for observed in run.observed:
         assert largest_difference(observed["initial"], saved) == 0
-    later = trainer("bc_language", 2, experiment__ckpt_path=str(path.parent.parent), train__seed=5, steps=1, epochs=2)
-    assert later.log.count(f"LOADING MODEL WEIGHTS FROM {path}") == 1
+
+
+def test_a_folder_of_checkpoints_is_looked_at_by_the_main_rank(trainer: Trainer) -> None:
+    before = trainer("bc_language", None, module=TRAINER)
+    path = max(before.folder.glob("out/*/*/models/*.pth"))
+    folder = path.parent.parent
+    run = trainer("bc_language", 2, experiment__ckpt_path=str(folder), steps=1, fault="no_checkpoints:1:0")
+    assert run.log.count(f"LOADING MODEL WEIGHTS FROM {path}") == 1
+    first, second = run.observed
+    assert largest_difference(first["networks"], second["networks"]) == 0
 
 
 def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer) -> None:
-    settings = {**ROLLOUTS, "steps": 5, "algo__optim_params__policy__learning_rate__initial": 1e-3, "epochs": 2}
-    settings["experiment__rollout__enabled"] = False
-    whole = trainer("bc", 2, **settings)
-    left = trainer("bc", 2, fault="SIGUSR1@model:1:3", module="tests.faults", check=False, **settings)
+    whole = trainer("bc", 2)
+    left = trainer("bc", 2, fault="SIGUSR1@model:1:3", module="tests.faults", check=False)
     assert "leaving with exit code 75" in left.log
-    resumed = trainer("bc", 2, fault="none:9:9", module="tests.observed", again="again", **settings)
-    assert "ddpshim: goes on at epoch 0, step" in resumed.log
-    assert largest_difference(resumed.observed[0]["networks"], whole.observed[0]["networks"]) == 0
-    assert resumed.losses() == pytest.approx(whole.losses(), rel=1e-6)
-    (parent,) = resumed.folder.glob("out/*/*")
+    again = train(
+        copy_release(RELEASE, left.folder.parent),
+        left.folder / "config.json",
+        left.folder,
+        2,
+        environ={"DDPSHIM_RESUME": "always"},
+    )
+    assert "ddpshim: goes on at epoch 0, step" in again.log
+    for observed in again.observed:
+        assert largest_difference(observed["networks"], whole.observed[0]["networks"]) == 0
+    assert again.losses() == pytest.approx(whole.losses(), rel=1e-6)
+    (parent,) = again.folder.glob("out/*/*")
     assert sorted(p.name for p in parent.iterdir()) == ["config.json", "logs", "models", "videos", "vis"]
