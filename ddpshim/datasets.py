@@ -54,7 +54,7 @@ def _loaded(path: str, config: Any) -> tuple[float, bool]:
     return share * os.path.getsize(path), max(dims) >= 4  # (T, height, width, channels)
 
 
-def load_data_for_training(config: Any, obs_keys: Any) -> tuple[Any, Any]:
+def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
     """Upstream's datasets for training and validation; launched, statistics over them are the main rank's (collective).
 
     Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
@@ -64,13 +64,13 @@ def load_data_for_training(config: Any, obs_keys: Any) -> tuple[Any, Any]:
 
     here = world()
     if here.world_size == 1:
-        return TrainUtils.load_data_for_training(config, obs_keys=obs_keys)  # type: ignore[no-any-return]
+        return TrainUtils.load_data_for_training(config, obs_keys=obs_keys, **options)  # type: ignore[no-any-return]
     names = [name for name in ("normalize_obs", "get_action_stats") if hasattr(SequenceDataset, name)]
     computed = {name: getattr(SequenceDataset, name) for name in names}
     for name, compute in computed.items():
         setattr(SequenceDataset, name, functools.partialmethod(_on_main, compute))
     try:
-        datasets = TrainUtils.load_data_for_training(config, obs_keys=obs_keys)
+        datasets = TrainUtils.load_data_for_training(config, obs_keys=obs_keys, **options)
         for dataset in datasets:
             if hasattr(dataset, "get_action_normalization_stats"):
                 dataset.get_action_normalization_stats()  # upstream would compute them when they are first used

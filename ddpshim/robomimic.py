@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar, Union
 
 import torch
 from torch import nn
@@ -35,10 +35,13 @@ from ddpshim.parallel import average, broadcast_state, wrap_parallel
 from ddpshim.profiling import Profile
 from ddpshim.rank_log import has_log, link_log
 from ddpshim.resume import Resumable, Stateful, find_progress
+from ddpshim.rollout import deal_episodes as deal_episodes
 from ddpshim.rollout import plays_rollouts as plays_rollouts
 from ddpshim.sameness import check_same_experiment
 from ddpshim.streams import derive_seed, seed_everything
 from ddpshim.swapping import stand_aside
+
+T = TypeVar("T")
 
 
 class _Run:
@@ -163,6 +166,11 @@ def failed(error: BaseException) -> None:
         abort(error)
 
 
+def device_or(default: T) -> Union[torch.device, T]:
+    """The device of this rank, or `default` without a launcher. Local."""
+    return world().device if world().is_launched else default
+
+
 def is_main() -> bool:
     """Whether this process prints, writes and decides. True without a launcher."""
     return world().is_main
@@ -227,7 +235,8 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
         # Only the newest: older ones are other runs of that name, which were given up.
         if starts and find_progress(starts[-1] / "resume") is not None:
             parent = starts[-1]
-            folders = [str(parent / name) for name in ("logs", "models", "videos")]
+            of_robocasa = ["vis"] if (parent / "vis").is_dir() else []
+            folders = [str(parent / name) for name in ("logs", "models", "videos", *of_robocasa)]
             if not config.experiment.save.enabled:
                 folders[1] = None  # type: ignore[call-overload]
             return (*folders, str(parent)) if "resume" in options else tuple(folders), True
@@ -415,7 +424,7 @@ def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
         yield batch
 
 
-def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
     """Upstream's rollout_with_stats on all ranks (`ddpshim.rollout`), until a signal ends it (collective)."""
     if _run.training is None:
         return rollout.rollout_with_stats(**options)

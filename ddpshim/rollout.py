@@ -6,22 +6,27 @@ numpy are imported inside the functions only.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
+import math
 import os
 import pickle
+import sys
 import time
+import traceback
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.failure import caused_by
 from ddpshim.group import World, world
-from ddpshim.streams import derive_seed, shared_random_streams
+from ddpshim.streams import derive_seed, seed_everything, shared_random_streams
 
 _evaluations = itertools.count()  # every rank counts alike
 
@@ -41,9 +46,42 @@ def plays_rollouts() -> bool:
     return _on_all_ranks() or here.is_main
 
 
+def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """The functions that make the environments of a vector environment, each seeded for the episodes it will play.
+
+    In turn t of an evaluation, which is played by rank t % W, the i-th of n environments plays episode t * n + i, from
+    the seed of that episode. Without it all ranks would play the same ones: upstream seeds its i-th environment alike
+    in each process, and nobody reaches its generators in a process of its own. Local; without a launcher `make`.
+    """
+    here = world()
+    if not here.is_launched:
+        return list(make)
+    rank, num_ranks = (here.rank, here.world_size) if _on_all_ranks() else (0, 1)
+    episodes = [range(rank * len(make) + i, sys.maxsize, num_ranks * len(make)) for i in range(len(make))]
+    return [functools.partial(_make_seeded, one, own, here.seed or 0) for one, own in zip(make, episodes)]
+
+
+def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) -> Any:
+    env, left = make(), iter(episodes)
+    reset = env.reset
+
+    def seeded_reset(**options: Any) -> Any:
+        own = _seed_of_environment(seed, env.name, next(left))
+        seed_everything(own)
+        _seed_generators(env, own)
+        return reset(**options)
+
+    env.reset = seeded_reset
+    return env
+
+
 def rollout_with_stats(
-    *, policy: Any, envs: Mapping[str, Any], is_told_to_end: Callable[[], bool] = lambda: False, **options: Any
-) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    *,
+    policy: Any,
+    envs: Union[Mapping[str, Any], Iterable[Any]],
+    is_told_to_end: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
     """Upstream's rollout_with_stats on all ranks: the same statistics on every rank (collective).
 
     Without a launcher it is upstream's function. With the option rollouts=main the main rank calls it alone, and
@@ -61,14 +99,19 @@ def rollout_with_stats(
 
     Raises RolloutError on all ranks where an episode fails on one, naming environment, episode and rank; peers
     finish the episode they are in. An environment without episodes is left out.
+
+    Where `envs` makes one environment after the other (robocasa), it is as there: each is made from one seed for each
+    evaluation, so all evaluations start from the same states; one that cannot be made is left out; an episode that
+    fails is printed, and the statistics are those of the episodes before it, -1 without any.
     """
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
     if not here.is_launched:
         return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options)  # type: ignore[no-any-return]
+    plays = plays_rollouts()  # before environments are made, which robocasa does only now
     if not _on_all_ranks():
-        return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options) if here.is_main else ({}, {})
+        return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options) if plays else ({}, {})
     return _Evaluation(here, policy, is_told_to_end=is_told_to_end, **options).run(envs)
 
 
@@ -82,7 +125,7 @@ class _Evaluation:
 
     here: World
     policy: Any
-    horizon: int
+    horizon: Union[int, list[int]]  # a list: one for each environment
     use_goals: bool = False
     num_episodes: int = 0
     render: bool = False
@@ -92,115 +135,168 @@ class _Evaluation:
     video_skip: int = 5
     terminate_on_success: bool = False
     verbose: bool = False
+    del_envs_after_rollouts: bool = False
+    data_logger: Any = None
     is_told_to_end: Callable[[], bool] = lambda: False
 
-    def run(self, envs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    def run(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
         """What upstream returns."""
-        names = self.here.gather(list(envs))
-        if any(other != names[0] for other in names):
-            raise RolloutError(
-                f"ranks evaluate different environments ({names}, in rank order); episodes would be played twice or "
-                "not at all. Make the environments on every rank: under `plays_rollouts()`."
-            )
         seed = self.here.broadcast(torch.initial_seed() if self.here.seed is None else self.here.seed)
-        videos = _Videos(self._paths(list(envs))) if self.here.is_main else None
-        logs = {}
+        videos = _Videos() if self.here.is_main else None
+        in_turn = not isinstance(envs, Mapping)
+        logs: dict[str, Any] = {}
         try:
-            for name, env in envs.items():
-                episodes, frames = self._play(name, env, seed)
+            for name, env, horizon in self._each(envs):
+                with contextlib.closing(env) if self.del_envs_after_rollouts else contextlib.nullcontext():
+                    turns, frames = self._play(name, env, horizon, seed, in_turn)
                 if self.video_dir or self.video_path:
-                    self._write(videos, name, frames)
-                if episodes:
-                    logs[name] = _mean(episodes)
+                    self._write(videos, name, frames, len(turns))
+                if turns:
+                    logs[name] = _mean(list(itertools.chain(*turns)))
+                elif in_turn:
+                    logs[name] = dict.fromkeys(("Time_Episode", "Return", "Success_Rate", "time"), -1)
+                if self.data_logger is not None:
+                    self._record(name, logs[name])
         finally:
             if videos is not None:
                 videos.close()
         return logs, videos.written if videos is not None else {}
 
-    def _play(self, name: str, env: Any, seed: int) -> tuple[list[dict[str, float]], dict[int, bytes]]:
-        """The results of all episodes, in order, and the packed frames of this rank's."""
+    def _each(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> Iterator[tuple[str, Any, int]]:
+        """Name, environment and horizon, the same names on all ranks (collective)."""
+        if isinstance(envs, Mapping):
+            self._check_names(list(envs))
+            yield from ((name, env, self.horizon) for name, env in envs.items())  # type: ignore[misc]
+            return
+        horizons = self.horizon if isinstance(self.horizon, list) else [self.horizon]
+        for env, horizon in zip(envs, horizons):
+            name: Any = env.get_env_attr(key="name", id=0)[0] if _is_vector(env) else getattr(env, "name", None)
+            self._check_names([name])
+            if env is not None:
+                yield name, env, horizon
+
+    def _check_names(self, mine: list[Any]) -> None:
+        names = self.here.gather(mine)
+        if any(other != names[0] for other in names):
+            raise RolloutError(
+                f"ranks evaluate different environments ({names}, in rank order); episodes would be played twice or "
+                "not at all. Make the environments on every rank: under `plays_rollouts()`. None is one that could "
+                "not be made: that rank's output says why."
+            )
+
+    def _play(
+        self, name: str, env: Any, horizon: int, seed: int, in_turn: bool
+    ) -> tuple[list[list[dict[str, float]]], dict[int, bytes]]:
+        """The results of the episodes of each turn, in order, and the packed frames of this rank's turns.
+
+        A turn is what plays at once: an episode, or one in each part of a vector environment.
+        """
         import robomimic.utils.log_utils as LogUtils
 
         here, num_episodes = self.here, self.num_episodes
+        num_at_once = len(env) if _is_vector(env) else 1
+        num_turns = math.ceil(num_episodes / num_at_once)
         counter = f"rollouts/{next(_evaluations)}"
         print(
-            f"rollout: env={env.name}, horizon={self.horizon}, use_goals={self.use_goals}, "
+            f"rollout: env={name}, horizon={horizon}, use_goals={self.use_goals}, "
             f"num_episodes={num_episodes}, ranks={here.world_size}"
         )
-        results: dict[int, dict[str, float]] = {}
+        results: dict[int, list[dict[str, float]]] = {}
         frames: dict[int, bytes] = {}
         found: Optional[Exception] = None
-        text = ""
-        bar = LogUtils.custom_tqdm(total=num_episodes, disable=self.verbose or not here.is_main)
-        for episode in range(here.rank, num_episodes, here.world_size):
+        failed_at, text = num_turns, ""
+        bar = LogUtils.custom_tqdm(total=num_turns, disable=self.verbose or not here.is_main)
+        for turn in range(here.rank, num_turns, here.world_size):
             if here.count(f"{counter}/told to end", self.is_told_to_end()):
                 break
-            if here.count(f"{counter}/failed"):
+            # In turn, the turns before the one that failed are still wanted.
+            if here.count(f"{counter}/failed") and not in_turn:
                 break
             try:
-                own = derive_seed(seed, "rollout", str(self.epoch), name, episode)
-                results[episode], frames[episode] = self._play_episode(env, own)
+                own = derive_seed(seed, "rollout", str(self.epoch), name, turn)
+                of_env = _seed_of_environment(seed, name, turn) if in_turn else own
+                results[turn], frames[turn] = self._play_turn(env, horizon, own, of_env)
             except Exception as error:
                 here.count(f"{counter}/failed", 1)
-                found = error
+                found, failed_at = error, turn
                 text = (
-                    f"environment {name!r}, episode {episode} failed on rank {here.rank} "
+                    f"environment {name!r}, episode {turn * num_at_once} failed on rank {here.rank} "
                     f"({type(error).__name__}: {error}); statistics without it would not be those of "
                     f"{num_episodes} episodes. See that rank's traceback."
                 )
                 break
             bar.update(here.count(f"{counter}/played", 1) - bar.n)
-        outcomes = here.gather((results, text))
-        failed = [rank for rank, (_, said) in enumerate(outcomes) if said]
-        bar.update(0 if failed else num_episodes - bar.n)
+        outcomes = here.gather((results, failed_at, text))
+        failed = [rank for rank, (_, _, said) in enumerate(outcomes) if said]
+        bar.update(0 if failed else num_turns - bar.n)
         bar.close()
-        if failed:
-            failure = RolloutError(outcomes[failed[0]][1])
+        if failed and not in_turn:
+            failure = RolloutError(outcomes[failed[0]][2])
             raise (failure if failed[0] == here.rank else caused_by(failed[0], failure)) from found
         if here.count(f"{counter}/told to end"):
             raise Interrupted(f"a signal during the rollouts in {name!r}")
-        results = {episode: result for part, _ in outcomes for episode, result in part.items()}
-        ordered = [results[episode] for episode in range(num_episodes)]
+        if found is not None:
+            traceback.print_exception(type(found), found, found.__traceback__)
+        num_kept = min(before for _, before, _ in outcomes)
+        if num_kept < num_turns and here.is_main:
+            said = next(said for _, before, said in outcomes if before == num_kept)
+            print(
+                f"ddpshim: {said} As without ddpshim, they are of the {num_kept * num_at_once} before it.",
+                file=sys.__stderr__ or sys.stderr,
+                flush=True,
+            )
+        results = {turn: result for part, _, _ in outcomes for turn, result in part.items()}
+        ordered = [results[turn] for turn in range(num_kept)]
         if self.verbose:
-            for episode, result in enumerate(ordered):
-                print(f"Episode {episode + 1}", json.dumps(result, sort_keys=True, indent=4, default=float))
+            for number, result in enumerate(itertools.chain(*ordered)):
+                print(f"Episode {number + 1}", json.dumps(result, sort_keys=True, indent=4, default=float))
         return ordered, frames
 
-    def _play_episode(self, env: Any, seed: int) -> tuple[dict[str, float], bytes]:
-        """Upstream's result of one episode, and its packed frames."""
+    def _play_turn(self, env: Any, horizon: int, seed: int, seed_of_env: int) -> tuple[list[dict[str, float]], bytes]:
+        """Upstream's results of a turn's episodes, and their packed frames."""
         import robomimic.utils.train_utils as TrainUtils
 
         shown = _Frames() if self.video_dir or self.video_path else None
         start = time.time()
         with shared_random_streams(seed):
-            for number, generator in enumerate(_own_generators(env)):
-                _reseed(generator, derive_seed(seed, "environment", number))
+            _seed_generators(env, seed_of_env)
             result = TrainUtils.run_rollout(
                 policy=self.policy,
                 env=env,
-                horizon=self.horizon,
+                horizon=horizon,
                 use_goals=self.use_goals,
                 render=self.render,
                 video_writer=shown,
                 video_skip=self.video_skip,
                 terminate_on_success=self.terminate_on_success,
             )
-        result["time"] = time.time() - start
         # Packed, because a rank keeps them until all episodes of the environment are played.
-        return result, zlib.compress(pickle.dumps(shown.frames), 1) if shown is not None else b""
+        packed = zlib.compress(pickle.dumps(shown.frames), 1) if shown is not None else b""
+        if not _is_vector(env):
+            return [{**result, "time": time.time() - start}], packed
+        share = (time.time() - start) / len(env)
+        return [{**{key: of[i] for key, of in result.items()}, "time": share} for i in range(len(env))], packed
 
-    def _paths(self, names: list[str]) -> dict[str, str]:
-        """The video of each environment, named as upstream names it."""
-        if self.video_path is not None:
-            return dict.fromkeys(names, self.video_path)
+    def _path(self, name: str) -> str:
+        """The video of an environment, named as upstream names it."""
         suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
-        return {n: os.path.join(self.video_dir, f"{n}{suffix}.mp4") for n in names} if self.video_dir else {}
+        return self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")
 
-    def _write(self, videos: Optional[_Videos], name: str, frames: dict[int, bytes]) -> None:
-        """Have the main rank append all episodes to the video of `name`, one in memory at a time (collective)."""
-        for episode in range(self.num_episodes):
-            packed = self.here.broadcast(frames.pop(episode, b""), src=episode % self.here.world_size)
-            self.here.run_on_main(_append, videos, name, packed)
+    def _write(self, videos: Optional[_Videos], name: str, frames: dict[int, bytes], num_turns: int) -> None:
+        """Have the main rank append all turns to the video of `name`, one in memory at a time (collective)."""
+        for turn in range(num_turns):
+            packed = self.here.broadcast(frames.pop(turn, b""), src=turn % self.here.world_size)
+            self.here.run_on_main(_append, videos, name, self._path(name), packed)
+
+    def _record(self, name: str, statistics: Mapping[str, float]) -> None:
+        """Log what robocasa's rollout_with_stats logs itself; others leave it to the trainer. Local."""
+        for key, value in statistics.items():
+            if key.startswith("Time_"):
+                self.data_logger.record(f"Timing_Stats/Rollout_{name}_{key[5:]}", value, self.epoch)
+            else:
+                self.data_logger.record(f"Rollout/{key}/{name}", value, self.epoch, log_stats=True)
+        print(f"\nEpoch {self.epoch} Rollouts took {statistics['time']}s (avg) with results:")
+        print(f"Env: {name}\n{json.dumps(statistics, sort_keys=True, indent=4)}")
 
 
 class _Frames:
@@ -217,14 +313,12 @@ class _Frames:
 class _Videos:
     """The video files of an evaluation, on the main rank: opened for the first frame, as ffmpeg makes no empty file."""
 
-    paths: dict[str, str]
     written: dict[str, str] = field(default_factory=dict)
     _writers: dict[str, Any] = field(default_factory=dict)
 
-    def append(self, name: str, frames: list[Any]) -> None:
+    def append(self, name: str, path: str, frames: list[Any]) -> None:
         import imageio
 
-        path = self.paths[name]
         for frame in frames:
             if path not in self._writers:
                 self._writers[path] = imageio.get_writer(path, fps=20)
@@ -236,9 +330,9 @@ class _Videos:
             self._writers.popitem()[1].close()
 
 
-def _append(videos: _Videos, name: str, packed: bytes) -> None:
+def _append(videos: _Videos, name: str, path: str, packed: bytes) -> None:
     """Write a video, as the main rank does for an evaluation."""
-    videos.append(name, pickle.loads(zlib.decompress(packed)))
+    videos.append(name, path, pickle.loads(zlib.decompress(packed)))
 
 
 def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:
@@ -248,6 +342,21 @@ def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:
     columns = {key: [episode[key] for episode in episodes] for key in episodes[0]}
     minutes = numpy.sum(columns["time"]) / 60.0
     return {**{key: numpy.mean(column) for key, column in columns.items()}, "Time_Episode": minutes}
+
+
+def _is_vector(env: Any) -> bool:
+    """Whether `env` is tianshou's, which plays several episodes at once in processes of their own."""
+    return hasattr(env, "get_env_attr")
+
+
+def _seed_of_environment(seed: int, name: str, episode: int) -> int:
+    """Of the environment in an episode: the same in every evaluation."""
+    return derive_seed(seed, "rollout", name, episode)
+
+
+def _seed_generators(env: Any, seed: int) -> None:
+    for number, generator in enumerate(_own_generators(env)):
+        _reseed(generator, derive_seed(seed, "environment", number))
 
 
 def _own_generators(env: Any) -> Iterator[Any]:

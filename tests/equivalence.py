@@ -29,7 +29,7 @@ import torch
 from ddpshim import patching
 from tests.preloaded import as_torchrun_says, preloaded
 from tests.preloaded import environment as _environ
-from tests.variants import IMAGE_KEY, IMAGE_SIZE, SINCE_0_5, VARIANTS, WHY
+from tests.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data" / "lift_scripted200_train.hdf5"
@@ -89,7 +89,9 @@ def copy_release(release: str, folder: Path, patched: bool = True, hooked: bool 
     patched = patched and not hooked
     tree = folder / f"robomimic-{release}-{'hooked' if hooked else 'patched' if patched else 'plain'}"
     if not tree.exists():
-        shutil.copytree(found / "robomimic", tree / "robomimic", ignore=shutil.ignore_patterns("__pycache__"))
+        for package in ("robomimic", "act"):  # act is a submodule of robocasa's branch
+            if (found / package).is_dir():
+                shutil.copytree(found / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
         (patching.apply if patched else patching.revert)(str(tree))
     return tree
 
@@ -150,9 +152,21 @@ def make_config(
         for part in path:
             section = section.setdefault(part, {})
         section[last] = value
+    if (tree / "robomimic" / "algo" / "act.py").exists():
+        _complete_for_robocasa(config)
     made = folder / f"{variant}.json"
     made.write_text(json.dumps(config))
     return made
+
+
+def _complete_for_robocasa(config: dict[str, Any]) -> None:
+    """What robocasa's branch wants to be told, and its templates leave out: it refuses an empty schedule."""
+    config["train"].setdefault("action_config", {"actions": {"normalization": None}})
+    sections = [config["algo"]]
+    for section in sections:
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        if section.get("epoch_schedule") == []:
+            section["epoch_schedule"] = [5]  # steps: its schedules move with each
 
 
 def train(
@@ -239,7 +253,8 @@ def make_run_config(tree: Path, release: str, variant: str, folder: Path, steps:
     """The config of a variant on data of its kind, in the form that the release reads."""
     images = "observation.modalities.obs.rgb" in VARIANTS[variant][1]
     data = make_data(folder, num_demos=10 if images else 50, images=images)
-    as_release: Any = [{"path": str(data)}] if release >= "0.5" else str(data)
+    described = {"path": str(data), **({"lang": "lift the cube"} if release == "robocasa" else {})}
+    as_release: Any = [described] if release >= "0.5" else str(data)
     return make_config(tree, variant, data, folder, steps, epochs, train__data=as_release)
 
 
@@ -501,7 +516,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--write", type=Path, help="a page in which the section of this release is replaced")
     args = parser.parse_args()
-    shipped = [name for name in VARIANTS if args.release >= "0.5" or name not in SINCE_0_5]
+    shipped = [name for name in VARIANTS if is_shipped(name, args.release)]
     variants = shipped if args.algo == "all" else args.algo.split(",")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)

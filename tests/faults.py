@@ -95,6 +95,12 @@ def _set_clock_ahead() -> None:
     time.time = lambda: here() + SKEW_S
 
 
+def _hide_checkpoints() -> None:
+    """Have this rank find no checkpoints: another node, or a moment too early."""
+    exists = os.path.exists
+    os.path.exists = lambda path: not str(path).endswith(".pth") and exists(path)  # type: ignore[assignment]
+
+
 def _skip_a_step(call: int) -> None:
     """Have this rank leave out one step, as a user's `if loss is odd: continue` does."""
     import robomimic.algo.bc
@@ -229,6 +235,8 @@ def install() -> None:
             _skip_a_step(int(call))
         elif kind == "clock":
             _set_clock_ahead()
+        elif kind == "no_checkpoints":
+            _hide_checkpoints()
         elif kind not in ("code", "none"):
             _break(kind, int(call))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -188,13 +189,45 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
 def _with_small_unet() -> None:
     """The diffusion policy's UNet has 66M parameters whatever the config says: too many for a test."""
-    try:
-        import robomimic.models.diffusion_policy_nets as DPNets
-    except ImportError:
+    for module in ("robomimic.models.diffusion_policy_nets", "robomimic.algo.diffusion_policy"):
+        try:
+            holder: Any = importlib.import_module(module)
+        except ImportError:
+            continue
+        if hasattr(holder, "ConditionalUnet1D"):
+            holder.ConditionalUnet1D = functools.partial(
+                holder.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16
+            )
+
+
+def _with_act() -> None:
+    """Have act train on a CPU, without a network, and at all.
+
+    Its package moves the network to a GPU, and has the main process of a job, and no other, download a backbone; its
+    config in the robocasa branch at 271a76c lacks a key that every algorithm there asks for.
+    """
+    if importlib.util.find_spec("act") is None:
         return
-    DPNets.ConditionalUnet1D = functools.partial(  # type: ignore[misc]
-        DPNets.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16
-    )
+    import torchvision
+    from robomimic.config import ACTConfig
+
+    algo_config = ACTConfig.algo_config
+
+    def completed(config: Any) -> None:
+        algo_config(config)
+        config.algo.language_conditioned = False
+
+    ACTConfig.algo_config = completed
+
+    def downloaded(weights: Any, **options: Any) -> dict[str, torch.Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            state: dict[str, torch.Tensor] = torchvision.models.resnet18().state_dict()
+        return state
+
+    torchvision.models.ResNet18_Weights.get_state_dict = downloaded
+    if not torch.cuda.is_available():
+        torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign]
 
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
@@ -227,6 +260,7 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
     if precision == "float64":
         _in_float64()
     _with_small_unet()
+    _with_act()
     samples = out.setdefault("samples", {})
     record_samples(lambda key, index: samples.setdefault(key, []).append(index))
     _write_down_data(out)
@@ -246,6 +280,7 @@ def load(checkpoints: list[str]) -> dict[str, str]:
 
     torch.load = functools.partial(torch.load, weights_only=False)
     _with_small_unet()
+    _with_act()
     found = {}
     for path in checkpoints:
         try:

@@ -33,9 +33,13 @@ START_DEADLINE_S = 240.0  # the first start waits for the imports
 def environment(tree: Path) -> dict[str, str]:
     """The environment in which Python finds the robomimic in `tree`, and no launcher."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    stubs = [] if importlib.util.find_spec("transformers") else [str(ROOT / "tests" / "stubs")]
+    stubs = [str(p) for p in (ROOT / "tests" / "stubs").iterdir() if importlib.util.find_spec(p.name) is None]
     hooks = {HOOKS: "1"} if tree.name.endswith("-hooked") else {}
-    return {**inherited, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT), *stubs]), **hooks}
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "act" / "detr"), str(ROOT), *stubs]),
+        **hooks,
+    }
 
 
 def as_torchrun_says(num_ranks: int) -> list[dict[str, str]]:

@@ -246,7 +246,7 @@ def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer,
     assert len([p for p in _written(first) if p.suffix == ".pth"]) == 1, "the experiment that was there is gone"
 
 
-UPSTREAM = ["0.4.0", "0.5.0", "master"]
+UPSTREAM = ["0.4.0", "0.5.0", "master", "robocasa"]
 
 
 @pytest.mark.parametrize("release", [RELEASE, *UPSTREAM])
@@ -258,7 +258,8 @@ def test_the_patch_set_applies_and_reverts_byte_for_byte(release: str, tmp_path:
     assert outcome.changed
     changed = {p for p in before if p.read_bytes() != before[p]}
     with_ema = set() if release < "0.5" else {"diffusion_policy.py"}
-    assert {p.name for p in changed} == {"train.py", "td3_bc.py", *with_ema}
+    with_devices = {"act.py", "file_utils.py", "torch_utils.py"} if release == "robocasa" else set()
+    assert {p.name for p in changed} == {"train.py", "td3_bc.py", *with_ema, *with_devices}
     patching.revert(str(tree))
     assert {p: p.read_bytes() for p in tree.rglob("*.py")} == before
     (tree / "robomimic" / "scripts" / "train.py").write_bytes(
@@ -276,7 +277,7 @@ def test_other_releases_train_the_same_experiment(trainer: Trainer, release: str
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("release", ["0.5.0", "master"])
+@pytest.mark.parametrize("release", ["0.5.0", "master", "robocasa"])
 def test_diffusion_policy_with_its_ema(trainer: Trainer, release: str) -> None:
     _require(release)
     one, two = (trainer("diffusion_policy", n, release=release) for n in (1, 2))

@@ -25,9 +25,10 @@ class ToyEnv(EnvBase):
     action_dimension = 7
     version = "0"
     rollout_exceptions = ()
+    _ep_lang_str = "walk on"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.rng = np.random.default_rng()  # as robosuite 1.5 without a seed
+        self.rng = np.random.default_rng(kwargs.get("seed"))  # as robosuite 1.5
         self._start = 0.0
         self._steps = self._episodes = 0
         self._reward = 0.0
@@ -56,7 +57,7 @@ class ToyEnv(EnvBase):
         assert action.shape == (7,)
         self._steps += 1
         self._reward = float(action.sum())
-        return self.get_observation(), self._reward, False, {}
+        return self.get_observation(), self._reward, False, {"is_success": self.is_success()}
 
     def is_success(self) -> dict[str, bool]:
         return {"task": self._steps >= 3 and self._start > 0.5}
@@ -73,6 +74,9 @@ class ToyEnv(EnvBase):
     @property
     def base_env(self) -> ToyEnv:
         return self
+
+    def close(self) -> None:
+        self._write_down("closed")
 
     def reset_to(self, state: Any) -> Any:
         return self.reset()

@@ -9,6 +9,7 @@ IMAGE_SIZE = 32
 SMALL_VAE = {"encoder_layer_dims": [32], "decoder_layer_dims": [32], "prior_layer_dims": [32], "latent_dim": 4}
 SMALL_RNN = {"horizon": 5, "hidden_dim": 32}
 SMALL_TRANSFORMER = {"enabled": True, "context_length": 5, "embed_dim": 32, "num_layers": 2, "num_heads": 2}
+SMALL_ACT = {"hidden_dim": 32, "dim_feedforward": 32, "enc_layers": 1, "dec_layers": 2, "nheads": 2, "latent_dim": 4}
 IMAGE_KEY = "agentview_image"
 
 
@@ -146,8 +147,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "diffusion_policy_ddim": ("diffusion_policy", {**_DIFFUSION, **_DDIM}),
     "diffusion_policy_ddim_no_ema": ("diffusion_policy", {**_DIFFUSION, **_DDIM, "algo.ema.enabled": False}),
     "diffusion_policy_image": ("diffusion_policy", {**_DIFFUSION, **_images("ResNet18Conv", "SpatialSoftmax", 16)}),
+    "bc_language": ("bc", {**_BC, "algo.language_conditioned": True}),
+    "diffusion_policy_language": ("diffusion_policy", {**_DIFFUSION, "algo.language_conditioned": True}),
+    "act": ("act", {**_images("ResNet18Conv", None, None), "train.seq_length": 5, **_under("algo.act", SMALL_ACT)}),
 }
+OF_ROBOCASA = {"act", "bc_language", "diffusion_policy_language"}
 SINCE_0_5 = {name for name in VARIANTS if name.startswith("diffusion_policy")} | {"bc_transformer_future"}
+
+
+def is_shipped(variant: str, release: str) -> bool:
+    """Whether a release has what the variant asks for."""
+    return (variant not in SINCE_0_5 or release >= "0.5") and (variant not in OF_ROBOCASA or release == "robocasa")
+
 
 _SPATIAL_SOFTMAX = (
     "SpatialSoftmax cancels the bias of the convolution before it, whose gradient is rounding, which Adam scales up; "
@@ -159,5 +170,10 @@ WHY = {
     "bc_image": (1e-4, _SPATIAL_SOFTMAX),
     "bc_rnn_gmm_image": (1e-4, _SPATIAL_SOFTMAX),
     "diffusion_policy_image": (1e-4, _SPATIAL_SOFTMAX),
+    "act": (
+        1e-4,
+        "softmax cancels the bias of attention's keys, whose gradient is rounding, which Adam scales up; all other "
+        "weights are within 1e-5",
+    ),
     "bc_image_batchnorm": (float("inf"), "BatchNorm takes its statistics over each rank's shard"),
 }
