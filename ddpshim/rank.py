@@ -5,18 +5,20 @@ Imports no torch: the program decides what is imported, and in which order.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import runpy
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
 LOG_DIR = "DDPSHIM_RANK_LOGS"  # where `run` has each rank write; unset where output goes to the screen
+CONVERT = "DDPSHIM_CONVERT"  # what `run --convert` said; not set without it
 RUN_DIR = "DDPSHIM_RUN_DIR"  # private to one `run`: when and how each failing rank failed
 
 
@@ -29,7 +31,9 @@ def main(argv: Sequence[str]) -> None:
     if has_log():
         _redirect_output(_log())
     # Here is the place for what has to be done before the program: nothing of it has been imported yet.
-    _run_program(argv)
+    kind = os.environ.get(CONVERT)
+    with importlib.import_module("ddpshim.convert").converted(kind) if kind else nullcontext():
+        _run_program(argv)
 
 
 def has_log() -> bool:
