@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, Callable, Optional, TypeVar
@@ -75,6 +76,7 @@ def converted(kind: str) -> Iterator[None]:
             f"--convert {kind}: there is no such conversion; the program would train one model on each rank. "
             f"Use {' or '.join(KINDS)}."
         )
+    started = time.time()
     _see_one_gpu(int(os.environ.get("LOCAL_RANK", 0)))
     # A script without a seed is another run each time, but the same on all ranks: weights, splits of the data.
     seed = setup().broadcast(secrets.randbits(62))
@@ -88,7 +90,7 @@ def converted(kind: str) -> Iterator[None]:
     for module in (torch_data, torch_data.dataloader):
         module.DataLoader = DataLoader  # type: ignore[attr-defined]
     if here.world_size > 1:
-        OneWriter(here, lambda: _state.is_reading).install()
+        OneWriter(here, started, lambda: _state.is_reading).install()
         on_cleanup(register_optimizer_step_pre_hook(_check_step).remove)
         _watch_losses()
         if here.device.type == "cuda":
@@ -235,8 +237,8 @@ def _check_same_indices(loader: DataLoader[Any], here: World) -> None:
     if odd is not None:
         raise DataError(
             f"{loader._place}: the Subsets of ranks 0 and {odd} have different indices; a sample would be for training "
-            "on one rank and for validation on another. Draw the split from torch's, numpy's or Python's global generator, or "
-            "with a seed of its own (np.random.default_rng(0))."
+            "on one rank and for validation on another. Draw the split from torch's, numpy's or Python's global "
+            "generator, or with a seed of its own (np.random.default_rng(0))."
         )
 
 

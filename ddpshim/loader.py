@@ -3,10 +3,13 @@
 import contextlib
 import functools
 import math
+import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from multiprocessing.util import Finalize
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -31,6 +34,7 @@ from ddpshim.sampler import (
 from ddpshim.streams import PrivateRandom, derive_seed
 
 _announced: set[tuple[int, int]] = set()
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def make_loader(
@@ -213,7 +217,10 @@ class ShardedLoader(DataLoader[Any]):
         start = self._source.epochs.start_step
         self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
         self._source.begin(epoch)
-        return super().__iter__()
+        batches = super().__iter__()
+        _workers.update(getattr(batches, "_workers", ()))
+        _end_workers_with(os.getpid())
+        return batches
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -333,6 +340,14 @@ def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     preemption.ignore_in_worker()
     if start is not None:
         start(worker)
+
+
+@functools.lru_cache(maxsize=1)
+def _end_workers_with(process: int) -> None:
+    """When this process ends, end the workers that are left: its own signal for that they ignore, and it waits."""
+    Finalize(
+        None, lambda: [worker.kill() for worker in list(_workers) if worker._parent_pid == process], exitpriority=0
+    )
 
 
 @contextlib.contextmanager

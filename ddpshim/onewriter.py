@@ -22,9 +22,10 @@ class OneWriter:
     Files that a dataset keeps for its samples are left alone (`is_reading`, and data workers): each rank has others.
     """
 
-    def __init__(self, world: World, is_reading: Callable[[], bool]) -> None:
-        self._world, self._is_reading = world, is_reading
-        self._process, self._start = os.getpid(), time.time()
+    def __init__(self, world: World, started: float, is_reading: Callable[[], bool]) -> None:
+        """`started`: a moment before the ranks of this `world` met, by the clock of files."""
+        self._world, self._started, self._is_reading = world, started, is_reading
+        self._process = os.getpid()
         self._save, self._load, self._mkdir = torch.save, torch.load, os.mkdir
         self._numbers: dict[str, int] = {}  # of the last save to each path, among all saves of the program
         self._num_saves = 0
@@ -64,7 +65,7 @@ class OneWriter:
             self._mkdir(path, *args, **kwargs)
         except FileExistsError:
             with contextlib.suppress(OSError):
-                if os.path.isdir(path) and os.stat(path).st_ctime >= self._start - 1:
+                if os.path.isdir(path) and os.stat(path).st_ctime >= self._started:
                     return
             raise
 
