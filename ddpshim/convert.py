@@ -97,6 +97,11 @@ def converted(kind: str) -> Iterator[None]:
             _show_gpus(here.local_world_size)
     try:
         yield
+        here.barrier()  # peers may still ask for what the main rank has saved, and rank 0 may be who answers
+    except SystemExit as error:
+        if not error.code:
+            here.barrier()
+        raise
     finally:
         _state.streams.close()
         cleanup()
