@@ -14,6 +14,7 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data._utils import signal_handling as torch_signals
 from torch.utils.data._utils import worker as torch_worker
 
 from ddpshim import advice, preemption
@@ -34,7 +35,7 @@ from ddpshim.sampler import (
 from ddpshim.streams import PrivateRandom, derive_seed
 
 _announced: set[tuple[int, int]] = set()
-_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
 
 
 def make_loader(
@@ -218,8 +219,9 @@ class ShardedLoader(DataLoader[Any]):
         self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
         self._source.begin(epoch)
         batches = super().__iter__()
-        _workers.update(getattr(batches, "_workers", ()))
-        _end_workers_with(os.getpid())
+        if self.num_workers:
+            _with_workers.add(batches)
+            _dismiss_workers_with(os.getpid())
         return batches
 
     def __len__(self) -> int:
@@ -343,11 +345,19 @@ def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _end_workers_with(process: int) -> None:
-    """When this process ends, end the workers that are left: its own signal for that they ignore, and it waits."""
-    Finalize(
-        None, lambda: [worker.kill() for worker in list(_workers) if worker._parent_pid == process], exitpriority=0
-    )
+def _dismiss_workers_with(process: int) -> None:
+    """Have the workers that are left leave when this process ends."""
+    Finalize(None, _dismiss_workers, exitpriority=0)
+
+
+def _dismiss_workers() -> None:
+    # Python would end them by a signal that they ignore, and wait for ever. torch's own way is closed by then.
+    for batches in list(_with_workers):
+        if batches._worker_pids_set:
+            torch_signals._remove_worker_pids(id(batches))  # else torch takes their end for a failure
+            batches._worker_pids_set = False
+        for worker in batches._workers:
+            worker.kill()
 
 
 @contextlib.contextmanager
