@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import time
 from typing import Any, Callable
 
@@ -35,6 +36,9 @@ class OneWriter:
         torch.save = torch.serialization.save = self.save
         torch.load = torch.serialization.load = self.load
         os.mkdir = self.mkdir
+        accessor = getattr(pathlib, "_NormalAccessor", None)
+        if accessor is not None:  # Python 3.9 and 3.10: Path.mkdir has its own name for os.mkdir
+            accessor.mkdir = staticmethod(self.mkdir)
         if not self._world.is_main:
             os.environ["WANDB_MODE"] = "disabled"  # each rank would be a run of its own
 
