@@ -171,7 +171,8 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
             if trains:
                 _state.training.add(loader)
             streams.use(while_used)
-            _state.source, _state.is_split = loader, is_split
+            if trains or not _state.training:  # else it is a look at other data between a batch and its step
+                _state.source, _state.is_split = loader, is_split
             yield batch
     finally:
         # A training pass that is left in the middle goes on as far as noise is concerned: with the batch that it gave.
