@@ -282,6 +282,27 @@ say("different", noise)
     assert two.said(0, "two loaders meet") == [False]
 
 
+def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:
+    script = """
+states = {}
+np.random.seed(0)
+for fold in range(2):
+    order = np.random.permutation(40)
+    model = nn.DataParallel(network())
+    train(model, DataLoader(data.Subset(Items(), order[:32]), 8, shuffle=True))
+    model.eval()
+    with torch.no_grad():
+        for index, x, y in DataLoader(data.Subset(Items(), order[32:]), 3):
+            say("evaluated on", index.tolist())
+    states.update({f"{fold}.{key}": value for key, value in model.state_dict().items()})
+torch.save(states, "weights.pth")
+"""
+    one, two = (succeeded(run(tmp_path, script, n)) for n in (1, 2))
+    assert two.said(0, "evaluated on") == two.said(1, "evaluated on") == one.said(0, "evaluated on")
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (one, two))) < 1e-12
+    assert "weights differed between ranks" not in two.logs[0]
+
+
 # What is refused, and what is said
 
 WITHOUT = "train(network(), DataLoader(Items(), 8, shuffle=True))"
