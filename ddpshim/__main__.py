@@ -192,7 +192,10 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
     run.add_argument(
-        "--nproc", default="auto", metavar="N|gpu|cpu|auto", help="ranks on this node; auto: its GPUs, else cores"
+        *("--nproc", "--nproc-per-node"),
+        default="auto",
+        metavar="N|gpu|cpu|auto",
+        help="ranks on this node; auto: its GPUs, else cores",
     )
     run.add_argument("--nnodes", type=_positive, metavar="N", help="nodes of the job; start `run` on each of them")
     run.add_argument("--node-rank", type=_natural, metavar="N", help="which of them this is, from 0 up")
@@ -203,6 +206,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     logs.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
     logs.add_argument("--no-logs", action="store_true", help="all ranks write to the screen")
     run.add_argument("--grace", type=_natural, default=60, metavar="S", help="time to end after SIGTERM (60 seconds)")
+    text = "a script with nn.DataParallel and DataLoader becomes distributed, unedited (docs/converting.md)"
+    run.add_argument("--convert", choices=("dataparallel",), help=text)
     _add_program(run)
     run.set_defaults(run=_run)
 
@@ -224,6 +229,7 @@ def _run(arguments: argparse.Namespace) -> int:
             log_dir=arguments.log_dir,
             has_logs=not arguments.no_logs,
             grace_s=arguments.grace,
+            convert=arguments.convert,
         )
     )
 

@@ -344,7 +344,7 @@ def _rollout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def play() -> Any:
         logs, written = robomimic.rollout_with_stats(**options)
-        videos.update(written)
+        videos.update(written or {})
         return logs
 
     return _trainer.replay.answer("rollouts", play), videos

@@ -3,14 +3,18 @@
 import contextlib
 import functools
 import math
+import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from multiprocessing.util import Finalize
 from typing import Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data._utils import signal_handling as torch_signals
 from torch.utils.data._utils import worker as torch_worker
 
 from ddpshim import advice, preemption
@@ -31,6 +35,7 @@ from ddpshim.sampler import (
 from ddpshim.streams import PrivateRandom, derive_seed
 
 _announced: set[tuple[int, int]] = set()
+_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
 
 
 def make_loader(
@@ -213,7 +218,11 @@ class ShardedLoader(DataLoader[Any]):
         start = self._source.epochs.start_step
         self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
         self._source.begin(epoch)
-        return super().__iter__()
+        batches = super().__iter__()
+        if self.num_workers:
+            _with_workers.add(batches)
+            _dismiss_workers_with(os.getpid())
+        return batches
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -333,6 +342,22 @@ def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     preemption.ignore_in_worker()
     if start is not None:
         start(worker)
+
+
+@functools.lru_cache(maxsize=1)
+def _dismiss_workers_with(process: int) -> None:
+    """Have the workers that are left leave when this process ends."""
+    Finalize(None, _dismiss_workers, exitpriority=0)
+
+
+def _dismiss_workers() -> None:
+    # Python would end them by a signal that they ignore, and wait for ever. torch's own way is closed by then.
+    for batches in list(_with_workers):
+        if batches._worker_pids_set:
+            torch_signals._remove_worker_pids(id(batches))  # else torch takes their end for a failure
+            batches._worker_pids_set = False
+        for worker in batches._workers:
+            worker.kill()
 
 
 @contextlib.contextmanager

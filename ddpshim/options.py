@@ -20,11 +20,9 @@ from ddpshim.errors import OptionsError
 PREFIX = "DDPSHIM_"
 SECTION = "ddpshim"
 _FILE = f"{PREFIX}CONFIG"
-# Variables of ours that are no options: who launched, where things are, and what the tests read.
-_OTHER_VARIABLES = {
-    _FILE,
-    *(PREFIX + name for name in ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR", "HOOKS")),
-}
+# Variables of ours that are no options: who launched, what `run` tells its ranks, and what the tests read.
+_OTHERS = ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR", "HOOKS", "CONVERT")
+_OTHER_VARIABLES = {_FILE, *(PREFIX + name for name in _OTHERS)}
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from ddpshim import auto
+from ddpshim import hooking
 from ddpshim.rank_log import redirect_output
 
+CONVERT = "DDPSHIM_CONVERT"  # what `run --convert` said; not set without it
 RUN_DIR = "DDPSHIM_RUN_DIR"  # private to one `run`: when and how each failing rank failed
 
 
@@ -27,8 +28,16 @@ def main(argv: Sequence[str]) -> None:
         os.setsid()
     _note().unlink(missing_ok=True)  # of this rank before a restart
     redirect_output()
-    auto.activate()  # nothing of the program has been imported yet
-    _run_program(argv)
+    # Nothing of the program has been imported yet.
+    kind = os.environ.get(CONVERT)
+    if kind is None:
+        hooking.activate()
+        _run_program(argv)
+    else:
+        from ddpshim.convert import converted  # it imports torch
+
+        with converted(kind):
+            _run_program(argv)
 
 
 def failures(run_dir: str) -> dict[int, tuple[float, int]]:

@@ -50,6 +50,7 @@ class Job:
     log_dir: Optional[str] = None
     has_logs: bool = True
     grace_s: float = 60.0
+    convert: Optional[str] = None  # see ddpshim.convert
 
 
 def run(job: Job) -> int:
@@ -67,6 +68,7 @@ def run(job: Job) -> int:
     _check_gpus(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[rank_module.RUN_DIR] = run_dir
+        _tell_conversion(job)
         screen: AbstractContextManager[None] = contextlib.nullcontext()
         if log_dir is not None:
             os.environ[rank_log.LOG_DIR] = str(log_dir)
@@ -116,7 +118,21 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
         )
 
 
+def _tell_conversion(job: Job) -> None:
+    os.environ.pop(rank_module.CONVERT, None)
+    if job.convert is not None:
+        os.environ[rank_module.CONVERT] = job.convert
+        # Sets of strings have one order in all ranks: a script may number its classes by it.
+        if os.environ.get("PYTHONHASHSEED", "random") == "random":
+            os.environ["PYTHONHASHSEED"] = "0"
+
+
 def _problems_of_program(job: Job) -> Iterator[str]:
+    if job.convert is not None and job.is_module and job.program.partition(".")[0] == "robomimic":
+        yield (
+            f"--convert {job.convert} with -m {job.program}: metrics, checkpoints and rollouts of robomimic would be "
+            "taken for those of one process. Leave --convert out: ddpshim has its own way with robomimic (README.md)."
+        )
     source = _module_file(job.program) if job.is_module else job.program
     if source is None:
         yield (

@@ -37,6 +37,8 @@ ROOMS = [
     "loader",
     "accumulation",
     "checkpoint",
+    "onewriter",
+    "convert",
     "resume",
     "profiling",
     "rollout",

@@ -1,0 +1,622 @@
+"""`run --convert dataparallel`: plain scripts, unedited, as ranks, against the same scripts in one process.
+
+Most ranks are forked from the test launcher's server, which has torch, and enter where `run` has them enter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from ddpshim import convert, rank, runner
+from ddpshim.errors import LaunchError
+from ddpshim.runner import Job
+from ddpshim.streams import TwoStreams
+from tests import ranks
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "convert" / "train_dataparallel.py"
+DEADLINE_S = 90
+
+HEAD = """
+import json, os, random, sys
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+def say(*values):
+    print(json.dumps(values), flush=True)
+
+class Items(Dataset):
+    def __init__(self, size=40):
+        self.size = size
+    def __len__(self):
+        return self.size
+    def __getitem__(self, index):
+        x = torch.linspace(-1, 1, 4, dtype=torch.float64) * (index % 7) + index / 10
+        return index, x, torch.tensor([index % 3.0])
+
+def network(dropout=0.0):
+    layers = nn.Linear(4, 16), nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 1)
+    return nn.Sequential(*layers).double()
+
+def train(model, loader, epochs=2, loss=nn.functional.mse_loss):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        model.train()
+        for index, x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y.double()).backward()
+            optimizer.step()
+            say("trained on", index.tolist())
+
+torch.manual_seed(7)
+"""
+
+
+def _enter(argv: list[str], folder: str, environ: dict[str, str], is_plain: bool) -> None:
+    os.chdir(folder)
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    if is_plain:
+        rank._redirect_output(Path(os.environ[rank.LOG_DIR], "rank_0.log"))
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        rank.main(argv)
+
+
+class Ran:
+    """What the ranks of one script left: exit codes, logs, and the folder."""
+
+    def __init__(self, folder: Path, num_ranks: int, exit_codes: list[Optional[int]]) -> None:
+        self.folder, self.exit_codes = folder, exit_codes
+        self.logs = [(folder / f"rank_{number}.log").read_text() for number in range(num_ranks)]
+
+    def said(self, number: int, what: str) -> list[Any]:
+        lines = [json.loads(line) for line in self.logs[number].splitlines() if line.startswith("[")]
+        return [line[1] for line in lines if line[0] == what]
+
+
+def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain: bool = False, **environ: str) -> Ran:
+    """`script` (text, or a file) on `num_ranks` ranks with --convert, or in one process without."""
+    folder = tmp_path / (name or ("plain" if is_plain else f"ranks_{num_ranks}"))
+    folder.mkdir()
+    (folder / "job").mkdir()
+    file = Path(script) if script.endswith(".py") else folder / "train.py"
+    if file.parent == folder:
+        file.write_text(HEAD + script)
+    common = {
+        **{"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GLOO_SOCKET_IFNAME": "lo"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port()), rank.CONVERT: "dataparallel"},
+        **{rank.LOG_DIR: str(folder), rank.RUN_DIR: str(folder / "job"), **environ},
+    }
+    if is_plain:
+        common = {rank.LOG_DIR: str(folder)}
+    processes = []
+    for number in range(num_ranks):
+        own = {} if is_plain else {"RANK": str(number), "LOCAL_RANK": str(number)}
+        process = ranks._server.Process(target=_enter, args=([str(file)], str(folder), {**common, **own}, is_plain))
+        process.start()
+        processes.append(process)
+    end = time.monotonic() + DEADLINE_S
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+    ran = Ran(folder, num_ranks, [process.exitcode for process in processes])
+    assert not late, "\n".join(ran.logs)
+    return ran
+
+
+def succeeded(ran: Ran) -> Ran:
+    assert set(ran.exit_codes) == {0}, "\n".join(ran.logs)
+    return ran
+
+
+def difference(one: Any, two: Any) -> float:
+    assert one.keys() == two.keys()
+    return max(float((one[key] - two[key]).abs().max()) for key in one)
+
+
+# The promise: the same experiment
+
+
+def test_the_example_on_two_ranks_is_the_example_on_one(tmp_path: Path) -> None:
+    plain = succeeded(run(tmp_path, str(EXAMPLE), 1, is_plain=True))
+    one, two = (succeeded(run(tmp_path, str(EXAMPLE), n)) for n in (1, 2))
+    numbers = [
+        [[float(number) for number in re.findall(r"\d+\.\d+", line)] for line in log.splitlines() if "accuracy" in line]
+        for log in (*one.logs, *two.logs, *plain.logs)
+    ]
+    alone, main, peer, before = numbers
+    assert len(alone) == 9
+    assert main == peer, "an evaluation is whole on every rank"
+    for (loss, accuracy), (expected, expected_accuracy) in zip(main, alone):
+        assert loss == pytest.approx(expected, abs=1e-5)
+        assert accuracy == pytest.approx(expected_accuracy, abs=1 / 400 + 1e-9)
+    assert before[-1][1] == pytest.approx(alone[-1][1], abs=0.05), "another order of samples"
+    kept = torch.load(two.folder / "checkpoints" / "best.pth")["model"]
+    assert list(kept) == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
+    assert sorted(p.name for p in (two.folder / "checkpoints").iterdir()) == ["best.pth"]
+    nn.DataParallel(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))).load_state_dict(kept)
+
+
+LOADERS = {
+    "shuffle": "DataLoader(items, batch_size=8, shuffle=True)",
+    "workers": "DataLoader(items, 8, True, num_workers=1, persistent_workers=True, multiprocessing_context='fork')",
+    "weights": "DataLoader(items, batch_size=8, sampler=data.WeightedRandomSampler([1, 2, 3, 4] * 10, 24))",
+    "batches": "DataLoader(items, batch_sampler=data.BatchSampler(data.RandomSampler(items), 8, drop_last=True))",
+    "subset": "DataLoader(data.random_split(items, [32, 8])[0], batch_size=8, shuffle=True)",
+}
+SAME = """
+items = Items()
+optimizer_first = network()
+model = nn.DataParallel(optimizer_first)
+loader = {loader}
+train(model, loader)
+say("length", len(loader))
+model.eval()
+with torch.no_grad():
+    say("evaluated on", sorted(i for index, x, y in loader for i in index.tolist()))
+torch.save(model.state_dict(), "weights.pth")
+"""
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_two_ranks_make_the_steps_of_one(tmp_path: Path, kind: str) -> None:
+    one, two = (succeeded(run(tmp_path, SAME.format(loader=LOADERS[kind]), n)) for n in (1, 2))
+    expected = one.said(0, "trained on")
+    halves = [two.said(number, "trained on") for number in (0, 1)]
+    assert len(expected) == 2 * one.said(0, "length")[0] == 2 * two.said(1, "length")[0]
+    assert [sorted(a + b) for a, b in zip(*halves)] == [sorted(batch) for batch in expected]
+    assert {len(half) for half in halves[0] + halves[1]} == {4}
+    assert expected[: len(expected) // 2] != expected[len(expected) // 2 :], "another order in each epoch"
+    weights = [torch.load(ran.folder / "weights.pth") for ran in (one, two)]
+    assert difference(*weights) < 1e-12
+    whole = two.said(0, "evaluated on")
+    assert whole == two.said(1, "evaluated on")
+    if kind in ("shuffle", "subset"):
+        assert whole == one.said(0, "evaluated on")
+    assert len(whole[0]) == {"subset": 32, "weights": 24}.get(kind, 40)
+
+
+def test_where_the_order_is_given_one_rank_is_the_plain_script_bit_for_bit(tmp_path: Path) -> None:
+    script = """
+model = nn.DataParallel(network(dropout=0.5))
+train(model, DataLoader(Items(), batch_size=8))
+torch.save([model, torch.rand(3)], "all.pth")
+"""
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True))
+    one = succeeded(run(tmp_path, script, 1))
+    (before, drawn), (after, drawn_too) = (torch.load(r.folder / "all.pth", weights_only=False) for r in (plain, one))
+    assert type(after) is nn.DataParallel
+    assert difference(before.state_dict(), after.state_dict()) == 0
+    assert torch.equal(drawn, drawn_too)
+    assert plain.said(0, "trained on") == one.said(0, "trained on")
+
+
+def test_a_sequential_loader_that_trains_gives_the_plain_scripts_steps_on_every_rank(tmp_path: Path) -> None:
+    script = """
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        yield from ((i, *rest) for i, *rest in random.sample([Items()[i] for i in range(40)], 40))
+
+model = nn.DataParallel(network())
+random.seed(1)
+for dataset in Items(), Stream():
+    train(model, DataLoader(dataset, batch_size=8))
+model.eval()  # fine-tuning in eval mode
+for index, x, y in DataLoader(Items(), batch_size=8, shuffle=True):
+    (model(x) ** 2).sum().backward()
+    say("trained on", index.tolist())
+torch.save(model.state_dict(), "weights.pth")
+"""
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True))
+    two = succeeded(run(tmp_path, script, 2))
+    assert two.said(0, "trained on") == two.said(1, "trained on") == plain.said(0, "trained on")
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-12
+    assert two.logs[0].count("a step was made on a batch of this DataLoader, which every rank computes whole") == 1
+    assert "train.py:44: a step was made" in two.logs[0]
+    assert "a step was made" not in two.logs[1]
+
+
+def test_ranks_draw_alike_but_for_noise_in_training(tmp_path: Path) -> None:
+    script = """
+class Noisy(Items):
+    def __getitem__(self, index):
+        return (*super().__getitem__(index), torch.rand(()).item())
+
+def draw():
+    return [torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+one, two = nn.DataParallel(network()), nn.DataParallel(network())
+loader, other = DataLoader(Noisy(), 8, shuffle=True), DataLoader(Noisy(), 8, shuffle=True)
+say("alike", draw())
+orders = [], []
+for (a, *_, augmented), (b, *_) in zip(loader, other):
+    say("different", draw() + augmented.tolist())
+    orders[0].extend(a.tolist()), orders[1].extend(b.tolist())
+    one.eval(), two.eval()
+    with torch.no_grad():
+        say("alike", [draw() + augmented.tolist() for *_, augmented in loader])
+    one.train()
+    say("different", draw())
+say("two loaders meet", orders[0] == orders[1])
+for _ in other: pass  # zip left it at its last batch
+say("alike", draw())
+batch = next(iter(loader))  # and then trained on, again and again
+say("different", draw())
+torch.manual_seed(3)
+for _ in loader: pass
+say("alike", draw())
+for _ in range(2):
+    torch.manual_seed(9)
+    noise = [draw() for _ in loader]
+say("different", noise)
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    alike = [two.said(number, "alike") for number in (0, 1)]
+    assert alike[0] == alike[1]
+    assert len(alike[0]) == 8
+    different = list(zip(*(two.said(number, "different") for number in (0, 1))))
+    assert len(different) == 12
+    assert all(mine != theirs for mine, theirs in different)
+    assert two.said(0, "two loaders meet") == [False]
+
+
+def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:
+    script = """
+states = {}
+np.random.seed(0)
+for fold in range(2):
+    order = np.random.permutation(40)
+    model = nn.DataParallel(network())
+    train(model, DataLoader(data.Subset(Items(), order[:32]), 8, shuffle=True))
+    model.eval()
+    with torch.no_grad():
+        for index, x, y in DataLoader(data.Subset(Items(), order[32:]), 3):
+            say("evaluated on", index.tolist())
+    states.update({f"{fold}.{key}": value for key, value in model.state_dict().items()})
+torch.save(states, "weights.pth")
+"""
+    one, two = (succeeded(run(tmp_path, script, n)) for n in (1, 2))
+    assert two.said(0, "evaluated on") == two.said(1, "evaluated on") == one.said(0, "evaluated on")
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (one, two))) < 1e-12
+    assert "weights differed between ranks" not in two.logs[0]
+
+
+# What is refused, and what is said
+
+WITHOUT = "train(network(), DataLoader(Items(), 8, shuffle=True))"
+REFUSED = {
+    "no DataParallel": (WITHOUT, "SyncError: Adam.step(), and the program has made no nn.DataParallel"),
+    "a part": (
+        "net = network()\nnet[0] = nn.DataParallel(net[0])\ntrain(net, DataLoader(Items(), 8, shuffle=True))",
+        "SyncError: Adam.step(): a parameter of shape (1, 16) is in no nn.DataParallel",
+    ),
+    "no loader": (
+        "train(nn.DataParallel(network()), [(torch.tensor([0]), torch.ones(2, 4).double(), torch.ones(2, 1))])",
+        "SyncError: Adam.step(), and no DataLoader has given a batch",
+    ),
+    "odd batch": (
+        "train(nn.DataParallel(network()), DataLoader(Items(), 5, shuffle=True))",
+        "DataError: Global batch 5 does not split over 2 ranks",
+    ),
+    "sum": (
+        "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True), loss=nn.MSELoss(reduction='sum'))",
+        'SyncError: the loss is a sum over the samples of a batch (MseLossBackward0, reduction="sum")',
+    ),
+    "another split": (
+        "part = data.Subset(Items(), np.random.default_rng().permutation(40)[:32])\n"
+        "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
+        "DataError: train.py:37: the Subsets of ranks 0 and 1 have different indices",
+    ),
+    "robomimic": (
+        "sys.modules['robomimic'] = sys\n" + WITHOUT,
+        "OptionsError: DataLoader under --convert dataparallel",
+    ),
+    "another model": (
+        "model = nn.DataParallel(network())\ntorch.save(1, f'{os.environ[\"RANK\"]}.pth')\n"
+        "torch.load(f'{os.environ[\"RANK\"]}.pth')\ntorch.distributed.barrier()",
+        "SyncError: rank 1 is to load ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(tmp_path: Path, kind: str) -> None:
+    script, message = REFUSED[kind]
+    ran = run(tmp_path, script, 2)
+    assert 1 in ran.exit_codes
+    assert any(message in log for log in ran.logs), "\n".join(ran.logs)
+
+
+def test_what_is_said_of_a_split_loader(tmp_path: Path) -> None:
+    script = """
+model = nn.DataParallel(network())
+validation = DataLoader(Items(), 8)
+
+def loss_and_a_look(a, b):
+    with torch.no_grad():
+        model(next(iter(validation))[1])
+    return ((a - b) ** 2).sum() / len(a)
+
+train(model, DataLoader(Items(27), 8, shuffle=True), 1, loss_and_a_look)
+train(model, DataLoader(Items(27), 8, shuffle=True, drop_last=True), 1, lambda a, b: ((a - b) ** 2).sum())
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
+    assert [line[9:21] for line in said] == [
+        "train.py:45:",
+        "train.py:45:",
+        "train.py:46:",
+    ]
+    assert "each rank sees 1/2 of the samples; so are sums" in said[0]
+    assert "the last batch of 3 is filled up with 1 samples that count twice" in said[1]
+    assert two.logs[0].count("the loss contains a sum (SumBackward0)") == 1
+    assert "a step was made on a batch" not in two.logs[0]
+    sizes = [len(batch) for batch in two.said(1, "trained on")]
+    assert sizes == [4, 4, 4, 2, 4, 4, 4]
+
+
+def test_the_main_rank_writes(tmp_path: Path) -> None:
+    script = """
+import io, pathlib
+RANK = os.environ["RANK"]
+
+class Cached(Items):
+    def __getitem__(self, index):
+        torch.save(index, f"cache_{index}.pth")
+        return (torch.load(f"cache_{index}.pth"), *super().__getitem__(index)[1:])
+
+os.makedirs("runs/a")
+pathlib.Path("runs/a/b").mkdir()
+model = nn.DataParallel(network())
+train(model, DataLoader(Cached(), 8, shuffle=True), 1)
+for number in range(3):
+    train(model, DataLoader(Items(8), 8, shuffle=True), 1)
+    torch.save({"rank": RANK, "number": number, "model": model.state_dict()}, pathlib.Path("runs/a/last.pth"))
+    loaded = torch.load("runs/a/last.pth")
+    say("loaded", [loaded["rank"], loaded["number"]])
+torch.save(RANK, "/dev/null")
+memory = io.BytesIO()
+torch.save(RANK, memory)
+memory.seek(0)
+say("memory", torch.load(memory))
+say("wandb", os.environ.get("WANDB_MODE"))
+try:
+    os.mkdir("before")
+except FileExistsError:
+    say("there before", True)
+"""
+    before = tmp_path / "before"
+    before.mkdir()
+    script = script.replace('mkdir("before")', f'mkdir("{before}")')
+    two = succeeded(run(tmp_path, script, 2, DDPSHIM_TIMEOUT_S="20"))
+    assert two.said(0, "loaded") == two.said(1, "loaded") == [["0", 0], ["0", 1], ["0", 2]]
+    assert (two.said(0, "memory"), two.said(1, "memory")) == (["0"], ["1"])
+    assert (two.said(0, "wandb"), two.said(1, "wandb")) == ([None], ["disabled"])
+    assert len(list(two.folder.glob("cache_*.pth"))) == 40, "a dataset's own files are every rank's"
+    assert [two.said(number, "there before") for number in (0, 1)] == [[True], [True]]
+    assert [p.name for p in (two.folder / "runs" / "a").iterdir() if p.is_file()] == ["last.pth"]
+
+
+# The real command
+
+PACKAGE = {
+    "__init__.py": "",
+    "model.py": """
+from torch.nn import DataParallel as Parallel
+from torch.nn.parallel import DataParallel
+import torch.nn.parallel.data_parallel, sys
+
+class Mine(DataParallel):
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+ALIASES = [Parallel, DataParallel, sys.modules["torch.nn.parallel.data_parallel"].DataParallel]
+""",
+    "train.py": """
+import json, os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import DataLoader as Loader
+from package.model import ALIASES, Mine
+
+def keep(samples):
+    return torch.stack([x for x, in samples]), json.dumps({"a", "b", "c", "d", "e"}.__repr__())
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).double()
+    net.width = 3
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = Mine(net, device_ids=[0, 1], output_device=0)
+    samples = torch.arange(24, dtype=torch.float64).reshape(8, 3) / 24
+    loader = Loader(
+        TensorDataset(samples), 4, shuffle=True, num_workers=2, multiprocessing_context="spawn", collate_fn=keep
+    )
+    for x, order in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+    print("converted", set(ALIASES) == {nn.DataParallel}, Loader is DataLoader, isinstance(model, nn.DataParallel))
+    print("model", model.width, list(model.state_dict()), len(x), sys.argv[1:])
+    print("order", set("abcdefgh") and {"a", "b", "c", "d", "e"}, order)
+    print("weights", net.weight.tolist())
+    torch.save(model, "model.pth")
+""",
+}
+
+
+def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / "package" / name).write_text(text)
+    command = [sys.executable, "-m", "ddpshim", "run", "--nproc-per-node", "2", "--convert", "dataparallel"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environ.pop("PYTHONHASHSEED", None)
+    ran = subprocess.run(
+        [*command, "--log-dir", "logs", "-m", "package.train", "--convert", "x"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    logs = [(tmp_path / "logs" / f"rank_{number}.log").read_text() for number in (0, 1)]
+    lines = [[line for line in log.splitlines() if not line.startswith("ddpshim")] for log in logs]
+    assert lines[0] == lines[1]
+    assert lines[0][0] == "converted True True True"
+    assert lines[0][1] == "model 3 ['module.weight', 'module.bias'] 2 ['--convert', 'x']"
+    # The gradient of a mean of outputs is the mean of the inputs, whatever their order: two steps, by hand.
+    torch.manual_seed(0)
+    weight = nn.Linear(3, 1).double().weight.detach()
+    mean = (torch.arange(24, dtype=torch.float64).reshape(8, 3) / 24).mean(0)
+    assert json.loads(lines[0][3][8:])[0] == pytest.approx((weight[0] - 0.2 * mean).tolist(), abs=1e-12)
+
+
+def test_without_convert_nothing_is_there(tmp_path: Path) -> None:
+    names = "nn.DataParallel, DataLoader, torch.save, torch.load, os.mkdir, torch.Tensor.backward"
+    script = f"say('homes', [f.__module__ for f in ({names})])"
+    plain = succeeded(run(tmp_path, script, 1, **{rank.CONVERT: ""}))
+    torchs = ["torch.nn.parallel.data_parallel", "torch.utils.data.dataloader", *["torch.serialization"] * 2]
+    assert plain.said(0, "homes") == [[*torchs, "posix", "torch._tensor"]]
+
+
+def test_what_run_tells_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in ((None, "0"), ("random", "0"), ("5", "5")):
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        if before is not None:
+            monkeypatch.setenv("PYTHONHASHSEED", before)
+        monkeypatch.setenv(rank.CONVERT, "left over")
+        runner._tell_conversion(Job("train.py"))
+        assert (os.environ.get(rank.CONVERT), os.environ.get("PYTHONHASHSEED")) == (None, before)
+        runner._tell_conversion(Job("train.py", convert="dataparallel"))
+        assert (os.environ[rank.CONVERT], os.environ["PYTHONHASHSEED"]) == ("dataparallel", after)
+    with pytest.raises(LaunchError, match=r"--convert dataparallel with -m robomimic\.scripts\.train"):
+        runner.check(Job("robomimic.scripts.train", is_module=True, convert="dataparallel"), {})
+
+
+# Pure functions
+
+
+def _loss(make: Any) -> set[tuple[str, bool, bool]]:
+    out, y = nn.Linear(2, 1)(torch.ones(4, 2)), torch.zeros(4, 1)
+    return convert.sums(make(out, y).grad_fn)
+
+
+F = nn.functional
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda out, y: F.mse_loss(out, y), set()),
+        (lambda out, y: 2 * out.pow(2).sum(1).mean() + 0.1 * out.abs().mean(), set()),
+        (lambda out, y: 8 * F.mse_loss(out, y, reduction="sum"), {("MseLossBackward0", True, False)}),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") / len(y), {("MseLossBackward0", True, True)}),
+        (lambda out, y: F.mse_loss(out, y) - out.sum() / 3, {("SumBackward0", False, True)}),
+        (
+            lambda out, y: (
+                F.binary_cross_entropy_with_logits(out, y, reduction="sum") + F.l1_loss(out, y, reduction="sum")
+            ),
+            {("BinaryCrossEntropyWithLogitsBackward0", True, False), ("SumBackward0", False, False)},
+        ),
+        (
+            lambda out, y: F.cross_entropy(out.expand(4, 3), y[:, 0].long(), reduction="sum"),
+            {("NllLossBackward0", True, False)},
+        ),
+    ],
+)
+def test_sums_in_a_loss(make: Any, expected: set[tuple[str, bool, bool]]) -> None:
+    assert _loss(make) == expected
+
+
+def test_which_orders_are_drawn() -> None:
+    items = list(range(8))
+    sequential, random = SequentialSampler(items), RandomSampler(items)
+    drawn = [
+        DataLoader(items, 2, shuffle=True),  # type: ignore[arg-type]
+        DataLoader(items, None, sampler=random),  # type: ignore[arg-type]
+        DataLoader(items, 2, sampler=SubsetRandomSampler([1, 2])),  # type: ignore[arg-type]
+        DataLoader(items, batch_sampler=BatchSampler(random, 2, False)),  # type: ignore[arg-type]
+        DataLoader(items, batch_sampler=[[1, 2], [3, 4]]),  # type: ignore[arg-type]
+    ]
+    assert all(convert._is_drawn(loader) for loader in drawn)  # type: ignore[arg-type]
+    given = [
+        DataLoader(items, 2),  # type: ignore[arg-type]
+        DataLoader(items, None),  # type: ignore[arg-type]
+        DataLoader(items, batch_sampler=BatchSampler(sequential, 2, False)),  # type: ignore[arg-type]
+    ]
+    assert not any(convert._is_drawn(loader) for loader in given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "seen"),
+    [(None, 1, "1"), ("", 1, ""), ("2,3", 0, "2"), ("2, 3", 1, "3"), ("GPU-a", 1, "GPU-a")],
+)
+def test_a_rank_sees_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, visible: Optional[str], local_rank: int, seen: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    convert._see_one_gpu(local_rank)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    convert._show_gpus(4)
+    assert torch.cuda.device_count() == 4
+    assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
+
+
+def test_two_streams() -> None:
+    outer = torch.get_rng_state()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    zero, one = (TwoStreams(number, torch.device("cpu")) for number in (0, 1))
+    first = torch.rand(())
+    zero.use("own")
+    mine = torch.rand(2)
+    assert zero.shared_seed() == 5
+    zero.use("shared")
+    second = torch.rand(())
+    with zero.used("own"):
+        more = torch.rand(1)
+    zero.close()
+    zero.use("own")
+    assert torch.equal(torch.stack([first, second, torch.rand(())]), expected)
+    torch.manual_seed(5)
+    one.use("own")
+    theirs = torch.rand(3)
+    assert not torch.equal(torch.cat([mine, more]), theirs)
+    assert torch.initial_seed() != 5
+    torch.set_rng_state(outer)
