@@ -1,17 +1,14 @@
 """Data loaders that give every rank its share of the global batch that one process would have had."""
 
-import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Callable, Optional, Union
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ddpshim import advice, preemption
 from ddpshim.errors import DataError
@@ -28,7 +25,8 @@ from ddpshim.sampler import (
     SplitBatchSampler,
     layers,
 )
-from ddpshim.streams import PrivateRandom, derive_seed
+from ddpshim.sharding import ShardedIterable, ShardedStream, length
+from ddpshim.streams import derive_seed
 
 _announced: set[tuple[int, int]] = set()
 
@@ -219,131 +217,11 @@ class ShardedLoader(DataLoader[Any]):
         return self._source.num_steps()
 
 
-class ShardedStream(IterableDataset[Any]):
-    """One rank's and worker's share of an iterable dataset; other attributes are the dataset's own.
-
-    Item i goes to rank i % W. Worker w of n takes the global batches t with t % n == w: torch asks workers in
-    turn, so the batches come in the order of the stream for any n. A batch is held back until all of it is
-    read; that is how ranks end at the same step without asking each other.
-    """
-
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        split: Split,
-        seed: int,
-        epochs: EpochCounter,
-        is_split: bool = True,
-        persistent_workers: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.epochs = epochs
-        self._split = split
-        self._seed = seed
-        self._is_split = is_split
-        self._begun = (epochs.current, 0)
-        # Workers that outlive a pass learn of the next one through shared memory. Others must not: they would
-        # see a pass begun after theirs.
-        self._shared = torch.zeros(2, dtype=torch.int64) if persistent_workers else None
-        if self._shared is not None:
-            self._shared.share_memory_()
-
-    def begin(self, epoch: int) -> None:
-        """Make the iterators that follow, in this process and in workers, read `epoch`, from its first step. Local.
-
-        Raises:
-            DataError: a later first step, where only the dataset knows what this rank's steps are.
-        """
-        self._begun = (epoch, self.epochs.start_step)
-        if self._begun[1] and not self._is_split:
-            raise DataError(
-                f"epoch {epoch} is to go on at step {self._begun[1]}, but the dataset is already_sharded: nobody here "
-                "knows which items those steps were, and some would be seen twice. Go on at the start of an epoch, or "
-                "let make_loader do the sharding."
-            )
-        if self._shared is not None:
-            self._shared.copy_(torch.tensor(self._begun))
-
-    def num_steps(self) -> int:
-        """Return the number of global batches, where the dataset has a length.
-
-        Raises:
-            TypeError: it has none.
-        """
-        return self._split.num_steps(len(self))
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        # Half-made copies (pickle, copy) have no dataset yet: asking it for its own would not end.
-        if name == "dataset" or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.dataset, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        # All of this before the first item is asked for: by then the loader may be in another epoch.
-        epoch, start = self._begun if self._shared is None else self._shared.tolist()
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
-        if not self._is_split:
-            return iter(self.dataset)
-        worker = get_worker_info()
-        return self._share(epoch, start, *((worker.id, worker.num_workers) if worker is not None else (0, 1)))
-
-    def _share(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[Any]:
-        # Seeded alike everywhere, so that a shuffle buffer shuffles alike everywhere; swapped in only while
-        # the dataset is read, because the consumer runs between two batches.
-        private = PrivateRandom(derive_seed(self._seed, "stream", epoch))
-        with private.swapped_in(), _worker_info_hidden():
-            items = iter(self.dataset)
-        step, is_whole = 0, True
-        while is_whole:
-            with private.swapped_in(), _worker_info_hidden():
-                share, is_whole = self._read_batch(items)
-            if step >= start and (step - start) % num_workers == worker:
-                yield from share
-            step += 1
-
-    def _read_batch(self, items: Iterator[Any]) -> tuple[list[Any], bool]:
-        """Read one global batch; return this rank's share of it and whether it was whole."""
-        split = self._split
-        share: list[Any] = []
-        head: list[Any] = []
-        num_read = 0
-        for item in islice(items, split.global_batch_size):
-            if num_read < split.world_size:
-                head.append(item)
-            if num_read % split.world_size == split.rank:
-                share.append(item)
-            num_read += 1
-        if num_read == split.global_batch_size:
-            return share, True
-        if split.drop_last or num_read == 0:
-            return [], False
-        # The last position of this rank may lie past the end; there, the batch starts over.
-        last = (num_read - 1) // split.world_size * split.world_size + split.rank
-        if last >= num_read:
-            share.append(head[(last - num_read) % num_read])
-        return share, False
-
-
 def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     """What a worker does first, and the user's `start`."""
     preemption.ignore_in_worker()
     if start is not None:
         start(worker)
-
-
-@contextlib.contextmanager
-def _worker_info_hidden() -> Iterator[None]:
-    """Make get_worker_info() None: a dataset that shards by worker would be split a second time."""
-    info = torch_worker._worker_info
-    torch_worker._worker_info = None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info
 
 
 @dataclass
@@ -373,8 +251,8 @@ class _Parts:
     def facts(self, loader: ShardedLoader) -> dict[str, Any]:
         """Return what has to be equal on all ranks for them to step together."""
         return {
-            "number of samples": None if self.already_sharded else _length(self.dataset),
-            "number of steps": _length(loader),
+            "number of samples": None if self.already_sharded else length(self.dataset),
+            "number of steps": length(loader),
             "global batch": loader.global_batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -452,7 +330,12 @@ class _Parts:
         return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=sharded)
 
     def _over_stream(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
-        num_samples = _length(self.dataset)
+        if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
+            raise DataError(
+                f"{type(self.dataset).__name__} is this rank's share already; split over {self.num_shares} ranks "
+                "again, most samples would never be seen. Pass already_sharded=True, or the whole dataset."
+            )
+        num_samples = length(self.dataset)
         if num_samples is not None:
             self._refuse_too_small(self.dataset, "dataset")
             self._refuse_no_step(num_samples, split)
@@ -484,7 +367,7 @@ class _Parts:
         return ShardedLoader(dataset, source, global_batch_size, worker_seed, shown, **batching, **options)
 
     def _refuse_too_small(self, sized: Any, name: str) -> None:
-        num_samples = _length(sized)
+        num_samples = length(sized)
         if num_samples is None:
             raise DataError(
                 f"The {name} ({type(sized).__name__}) has no __len__; ranks could not agree on the number "
@@ -534,14 +417,6 @@ def _divide(batch_size: int, world_size: int) -> int:
             f"ranks would step on unequal shards. Use {nearest}."
         )
     return batch_size // world_size
-
-
-def _length(sized: Any) -> Optional[int]:
-    """Return its length, or None where it has none: some classes have a __len__ that only raises."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:

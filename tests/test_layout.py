@@ -34,6 +34,7 @@ ROOMS = [
     "guard",
     "parallel",
     "sampler",
+    "sharding",
     "loader",
     "accumulation",
     "checkpoint",
@@ -130,7 +131,7 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-EXAMPLES = ["group", "options", "streams", "transparent", "sampler", "loader", "launch", "machine"]
+EXAMPLES = ["group", "options", "streams", "transparent", "sampler", "sharding", "loader", "launch", "machine"]
 
 
 @pytest.mark.parametrize("room", EXAMPLES)
