@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ddpshim.resume import Resumable as Resumable
     from ddpshim.sharding import shard_iterable as shard_iterable
     from ddpshim.streams import shared_random_streams as shared_random_streams
+    from ddpshim.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.transparent import unwrap as unwrap
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ _HOMES = {
     "Resumable": "resume",
     "shard_iterable": "sharding",
     "shared_random_streams": "streams",
+    "shard_tfdata": "tfdata",
     "unwrap": "transparent",
 }
 

@@ -25,7 +25,7 @@ from ddpshim.sampler import (
     SplitBatchSampler,
     layers,
 )
-from ddpshim.sharding import ShardedIterable, ShardedStream, length
+from ddpshim.sharding import ShardedIterable, ShardedStream, length, refuse_unlike
 from ddpshim.streams import derive_seed
 
 _announced: set[tuple[int, int]] = set()
@@ -445,15 +445,9 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
                 f"Rank {rank} could not make its loader ({failure}); this rank would wait for it for ever. "
                 f"See the traceback of rank {rank}."
             )
-    for name in facts:
-        values = [other[name] for _, other, _ in reports]
-        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if odd is not None:
-            raise DataError(
-                f"Ranks disagree on the {name}: {values[0]} on rank 0, {values[odd]} on rank {odd}; they "
-                "would step on batches that do not belong together, or wait for each other. Call "
-                "make_loader with equal arguments and datasets on every rank."
-            )
+    refuse_unlike(
+        [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
+    )
     if parts.world.is_main:
         advice.say(advice.on_workers([share for _, _, share in reports]))
     return loader

@@ -35,6 +35,7 @@ ROOMS = [
     "parallel",
     "sampler",
     "sharding",
+    "tfdata",
     "loader",
     "accumulation",
     "checkpoint",
@@ -55,6 +56,7 @@ ROOMS = [
     "__main__",
 ]
 TRAINERS = (
+    "tfdata",
     "rollout",
     "algo",
     "datasets",
