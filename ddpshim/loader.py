@@ -289,7 +289,7 @@ class _Parts:
             return Split(1, 0, 1, drop_last=True)
         per_rank = self.batch_size
         if not self.per_rank_batch:
-            per_rank = _divide(self.batch_size, self.world.world_size)
+            per_rank = divide(self.batch_size, self.world.world_size)
         return Split(per_rank * self.num_shares, self.share, self.num_shares, self.drop_last)
 
     def _over_samples(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
@@ -324,7 +324,7 @@ class _Parts:
         if len(order) == 0:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         declared = getattr(self.batch_sampler, "batch_size", None)
-        per_rank = _divide(declared, self.num_shares) if isinstance(declared, int) else None
+        per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
         sharded = SplitBatchSampler(order, self.share, self.num_shares, self.epochs)
         shown = {"sampler": sharded}
         return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=sharded)
@@ -406,8 +406,8 @@ class _Parts:
                 )
 
 
-def _divide(batch_size: int, world_size: int) -> int:
-    """Return each rank's part of a global batch."""
+def divide(batch_size: int, world_size: int) -> int:
+    """Each rank's part of a global batch. Raises DataError where it does not split. Local."""
     left_over = batch_size % world_size
     if left_over:
         lower = batch_size - left_over

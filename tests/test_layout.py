@@ -44,6 +44,7 @@ ROOMS = [
     "rollout",
     "algo",
     "datasets",
+    "rlds",
     "sameness",
     "robomimic",
     "unidiff",
@@ -60,6 +61,7 @@ TRAINERS = (
     "rollout",
     "algo",
     "datasets",
+    "rlds",
     "sameness",
     "robomimic",
 )  # these import the trainer's packages, inside functions
