@@ -14,22 +14,21 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-IMAGE = (18, 32, 3)  # DROID's are ten times as high and wide
+CAMERAS = ("wrist_image_left", "exterior_image_1_left", "exterior_image_2_left")
 SCALE = 128
 
 
-def features() -> Any:
-    """What the public DROID release declares, but for the size of the images."""
-    image = tfds.features.Image(shape=IMAGE, dtype=np.uint8, encoding_format="jpeg")
+def features(height: int) -> Any:
+    """What the public DROID release declares, where images are 180 pixels high."""
+    image = tfds.features.Image(shape=_shape(height), dtype=np.uint8, encoding_format="jpeg")
     parts = {"cartesian_position": 6, "gripper_position": 1, "joint_position": 7}
     velocities = {"cartesian_velocity": 6, "gripper_velocity": 1, "joint_velocity": 7}
 
     def vectors(sizes: dict[str, int]) -> dict[str, Any]:
         return {name: tfds.features.Tensor(shape=(size,), dtype=np.float64) for name, size in sizes.items()}
 
-    cameras = dict.fromkeys(("wrist_image_left", "exterior_image_1_left", "exterior_image_2_left"), image)
     step = {
-        "observation": {**cameras, **vectors(parts)},
+        "observation": {**dict.fromkeys(CAMERAS, image), **vectors(parts)},
         "action_dict": vectors({**parts, **velocities}),
         "action": tfds.features.Tensor(shape=(7,), dtype=np.float64),
         "language_instruction": tfds.features.Text(),
@@ -43,28 +42,29 @@ def features() -> Any:
     return tfds.features.FeaturesDict({"steps": tfds.features.Dataset(step), "episode_metadata": metadata})
 
 
-def episodes(num_episodes: int, num_steps: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Episodes of `num_steps` to twice as many steps, all successful and with an instruction."""
+def episodes(num_episodes: int, num_steps: int, height: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Successful episodes with an instruction; their images are noise."""
     random = np.random.default_rng(seed)
     for episode in range(num_episodes):
         length = int(random.integers(num_steps, 2 * num_steps + 1))
         path = f"/data/success/{episode:04d}"
         yield {
-            "steps": [_step(random, episode, step, length) for step in range(length)],
+            "steps": [_step(random, episode, step, length, height) for step in range(length)],
             "episode_metadata": {"file_path": f"{path}/trajectory.h5", "recording_folderpath": f"{path}/recordings"},
         }
 
 
-def _step(random: np.random.Generator, episode: int, step: int, length: int) -> dict[str, Any]:
+def _shape(height: int) -> tuple[int, int, int]:
+    return (height, height * 16 // 9, 3)
+
+
+def _step(random: np.random.Generator, episode: int, step: int, length: int, height: int) -> dict[str, Any]:
     where = np.array([episode, step, SCALE * step / length, 0, 0, 0]) / SCALE
     target = where + np.r_[random.normal(scale=0.01, size=3), random.uniform(-1, 1, size=3)]
     position = {"cartesian_position": where, "gripper_position": [step / length], "joint_position": np.zeros(7)}
-    image = np.full(IMAGE, 255 * step // length, np.uint8)
+    images = {camera: random.integers(0, 256, _shape(height), dtype=np.uint8) for camera in CAMERAS}
     return {
-        "observation": {
-            **position,
-            **dict.fromkeys(("wrist_image_left", "exterior_image_1_left", "exterior_image_2_left"), image),
-        },
+        "observation": {**position, **images},
         "action_dict": {
             **position,
             "cartesian_position": target,
@@ -84,13 +84,15 @@ def _step(random: np.random.Generator, episode: int, step: int, length: int) -> 
     }
 
 
-def build(folder: str, name: str = "droid", num_episodes: int = 51, num_files: int = 3, num_steps: int = 10) -> None:
-    """Write `folder`/`name`/1.0.0 with one split, train."""
+def build(
+    folder: str, name: str = "droid", num_episodes: int = 51, num_files: int = 3, num_steps: int = 10, height: int = 18
+) -> None:
+    """Write `folder`/`name`/1.0.0 with one split, train; episodes have `num_steps` steps, to twice as many."""
     tfds.dataset_builders.store_as_tfds_dataset(
         name=name,
         version="1.0.0",
-        features=features(),
-        split_datasets={"train": list(enumerate(episodes(num_episodes, num_steps, seed=len(name))))},
+        features=features(height),
+        split_datasets={"train": list(enumerate(episodes(num_episodes, num_steps, height, seed=len(name))))},
         data_dir=folder,
         download_config=tfds.download.DownloadConfig(num_shards=num_files),
     )
@@ -102,6 +104,7 @@ if __name__ == "__main__":
     parser.add_argument("--name", default="droid")
     parser.add_argument("--episodes", type=int, default=51)
     parser.add_argument("--files", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="each episode has this many steps, to twice as many")
+    parser.add_argument("--steps", type=int, default=10, help="of an episode, to twice as many")
+    parser.add_argument("--height", type=int, default=18, help="of the images, in pixels")
     given = parser.parse_args()
-    build(given.folder, given.name, given.episodes, given.files, given.steps)
+    build(given.folder, given.name, given.episodes, given.files, given.steps, given.height)
