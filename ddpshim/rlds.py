@@ -92,9 +92,11 @@ def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
     Iterating raises DataError where a dataset of the mixture has nothing for this rank: octo's filters left none of its
     share.
     """
-    if not world().is_launched:
+    here = world()
+    if not here.is_launched:
         return DataLoader(dataset, batch_size=batch_size, **options)
-    return make_loader(_Endless(dataset), batch_size=batch_size, already_sharded=True, drop_last=False, **options)
+    share = _Endless(dataset)
+    return make_loader(share, batch_size, already_sharded=True, drop_last=False, world=here, **options)
 
 
 class _Endless(IterableDataset[Any]):
