@@ -73,8 +73,8 @@ def make_loader(
         dataset: map-style or iterable. An iterable one is read in full by every rank and worker, each of
             which keeps its share; so it must give the same items wherever (seed, epoch) are the same: what
             it draws from the global generators is, entropy of its own is not. `get_worker_info()` is None
-            in it, lest it shards a second time; one that shards by rank or reads too slowly wants
-            `already_sharded`. Its `set_epoch`, if it has one, is called.
+            in it, lest it shards a second time; one that shards by rank wants `already_sharded`, and one
+            that reads too slowly :func:`ddpshim.shard_iterable`. Its `set_epoch`, if it has one, is called.
         batch_size: of all ranks together. None takes items as ready batches.
         sampler: keeps its meaning; one draw of it is split over the ranks.
         batch_sampler: each of its lists is a global batch. `drop_last` says nothing about it.
