@@ -166,7 +166,19 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     return lr * factors[rule]
 
 
-class ShardedLoader(DataLoader[Any]):
+class Enterable:
+    """A loader whose passes can be begun at any step."""
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """The number of steps of an epoch."""
+        raise NotImplementedError
+
+
+class ShardedLoader(DataLoader[Any], Enterable):
     """A DataLoader over one rank's share; made by :func:`make_loader`.
 
     `len()` is the number of steps, equal on every rank. `batch_size` is this rank's,

@@ -47,6 +47,7 @@ ROOMS = [
     "rlds",
     "sameness",
     "robomimic",
+    "droid",
     "unidiff",
     "patchset",
     "replacing",
@@ -64,6 +65,7 @@ TRAINERS = (
     "rlds",
     "sameness",
     "robomimic",
+    "droid",
 )  # these import the trainer's packages, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
