@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from ddpshim.parallel import wrap_parallel as wrap_parallel
     from ddpshim.profiling import profile as profile
     from ddpshim.resume import Resumable as Resumable
+    from ddpshim.sharding import shard_iterable as shard_iterable
     from ddpshim.streams import shared_random_streams as shared_random_streams
+    from ddpshim.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.transparent import unwrap as unwrap
 
 __version__ = "0.1.0"
@@ -54,7 +56,9 @@ _HOMES = {
     "profile": "profiling",
     "wrap_parallel": "parallel",
     "Resumable": "resume",
+    "shard_iterable": "sharding",
     "shared_random_streams": "streams",
+    "shard_tfdata": "tfdata",
     "unwrap": "transparent",
 }
 

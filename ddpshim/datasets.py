@@ -59,29 +59,42 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
 
     Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
     """
+    import robomimic.utils.dataset as Datasets
     import robomimic.utils.train_utils as TrainUtils
-    from robomimic.utils.dataset import SequenceDataset
 
     here = world()
     if here.world_size == 1:
         return TrainUtils.load_data_for_training(config, obs_keys=obs_keys, **options)  # type: ignore[no-any-return]
-    names = [name for name in ("normalize_obs", "get_action_stats") if hasattr(SequenceDataset, name)]
-    computed = {name: getattr(SequenceDataset, name) for name in names}
-    for name, compute in computed.items():
-        setattr(SequenceDataset, name, functools.partialmethod(_on_main, compute))
+    kinds = [getattr(Datasets, kind) for kind in ("SequenceDataset", "MetaDataset") if hasattr(Datasets, kind)]
+    names = ("normalize_obs", "get_action_stats")
+    computed = {(kind, name): vars(kind)[name] for kind in kinds for name in names if name in vars(kind)}
+    for (kind, name), compute in computed.items():
+        setattr(kind, name, functools.partialmethod(_on_main, compute))
     try:
         datasets = TrainUtils.load_data_for_training(config, obs_keys=obs_keys, **options)
         for dataset in datasets:
             if hasattr(dataset, "get_action_normalization_stats"):
                 dataset.get_action_normalization_stats()  # upstream would compute them when they are first used
     finally:
-        for name, compute in computed.items():
-            setattr(SequenceDataset, name, compute)
+        for (kind, name), compute in computed.items():
+            setattr(kind, name, compute)
     return datasets  # type: ignore[no-any-return]
 
 
 def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
-    return world().run_on_main(compute, dataset)
+    """What `compute` returns on the main rank. A dataset of datasets asks each of them: DROID's has thousands."""
+    return compute(dataset) if _asking else world().run_on_main(_asked, dataset, compute)
+
+
+_asking: list[Any] = []  # the dataset that is computing, on the main rank
+
+
+def _asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
+    _asking.append(dataset)
+    try:
+        return compute(dataset)
+    finally:
+        _asking.pop()
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -141,4 +154,5 @@ def _source(dataset: Any) -> str:
     parts = getattr(dataset, "datasets", [dataset])
     keys = [part.filter_by_attribute for part in parts]
     of = ["all demonstrations" if key is None else f"filter key {key!r}" for key in keys]
-    return " + ".join(f"{which} of {part.hdf5_path}" for which, part in zip(of, parts))
+    more = [f"{len(parts) - 3} more"] if len(parts) > 3 else []
+    return " + ".join([*(f"{which} of {part.hdf5_path}" for which, part in zip(of, parts[:3])), *more])

@@ -436,7 +436,7 @@ def _join(
     side_timeout_s: float,
 ) -> World:
     """Bind the device, meet the others, agree on a backend, and make the two groups."""
-    bound = _bind_device(env.rank, env.local_rank, device)
+    bound = bind_device(env.rank, env.local_rank, device)
     if backend == "nccl" and bound.type != "cuda":
         raise LaunchError(
             f"backend='nccl' but rank {env.rank} computes on {bound}; nccl only moves GPU memory and would fail "
@@ -580,8 +580,11 @@ def _gpu_identity(device: torch.device) -> Optional[str]:
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{visible}[{device.index}]')}"
 
 
-def _bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None]) -> torch.device:
-    """The rank's device, made current before anything else touches CUDA."""
+def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None] = None) -> torch.device:
+    """The rank's device, made current before anything else touches CUDA. Local.
+
+    Raises LaunchError where `device` is a GPU and torch sees none.
+    """
     wanted = torch.device(device) if device is not None else None
     if wanted is not None and wanted.type != "cuda":
         return wanted
@@ -623,7 +626,7 @@ def _adopt(device: Union[str, torch.device, None], side_timeout_s: float) -> Wor
         world_size=size,
         local_world_size=len(local),
         node_rank=first_seen.index(hosts[rank]),
-        device=_bind_device(rank, local.index(rank), device),
+        device=bind_device(rank, local.index(rank), device),
         backend=backend,
         launcher="adopted",
         _control=control,

@@ -1,21 +1,18 @@
 """Data loaders that give every rank its share of the global batch that one process would have had."""
 
-import contextlib
 import functools
 import math
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from multiprocessing.util import Finalize
 from typing import Any, Callable, Optional, Union
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from torch.utils.data._utils import signal_handling as torch_signals
-from torch.utils.data._utils import worker as torch_worker
 
 from ddpshim import advice, preemption
 from ddpshim.errors import DataError
@@ -32,7 +29,8 @@ from ddpshim.sampler import (
     SplitBatchSampler,
     layers,
 )
-from ddpshim.streams import PrivateRandom, derive_seed
+from ddpshim.sharding import ShardedIterable, ShardedStream, length, refuse_unlike
+from ddpshim.streams import derive_seed
 
 _announced: set[tuple[int, int]] = set()
 _with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
@@ -80,8 +78,8 @@ def make_loader(
         dataset: map-style or iterable. An iterable one is read in full by every rank and worker, each of
             which keeps its share; so it must give the same items wherever (seed, epoch) are the same: what
             it draws from the global generators is, entropy of its own is not. `get_worker_info()` is None
-            in it, lest it shards a second time; one that shards by rank or reads too slowly wants
-            `already_sharded`. Its `set_epoch`, if it has one, is called.
+            in it, lest it shards a second time; one that shards by rank wants `already_sharded`, and one
+            that reads too slowly :func:`ddpshim.shard_iterable`. Its `set_epoch`, if it has one, is called.
         batch_size: of all ranks together. None takes items as ready batches.
         sampler: keeps its meaning; one draw of it is split over the ranks.
         batch_sampler: each of its lists is a global batch. `drop_last` says nothing about it.
@@ -173,7 +171,19 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     return lr * factors[rule]
 
 
-class ShardedLoader(DataLoader[Any]):
+class Enterable:
+    """A loader whose passes can be begun at any step."""
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """The number of steps of an epoch."""
+        raise NotImplementedError
+
+
+class ShardedLoader(DataLoader[Any], Enterable):
     """A DataLoader over one rank's share; made by :func:`make_loader`.
 
     `len()` is the number of steps, equal on every rank. `batch_size` is this rank's,
@@ -228,115 +238,6 @@ class ShardedLoader(DataLoader[Any]):
         return self._source.num_steps()
 
 
-class ShardedStream(IterableDataset[Any]):
-    """One rank's and worker's share of an iterable dataset; other attributes are the dataset's own.
-
-    Item i goes to rank i % W. Worker w of n takes the global batches t with t % n == w: torch asks workers in
-    turn, so the batches come in the order of the stream for any n. A batch is held back until all of it is
-    read; that is how ranks end at the same step without asking each other.
-    """
-
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        split: Split,
-        seed: int,
-        epochs: EpochCounter,
-        is_split: bool = True,
-        persistent_workers: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.epochs = epochs
-        self._split = split
-        self._seed = seed
-        self._is_split = is_split
-        self._begun = (epochs.current, 0)
-        # Workers that outlive a pass learn of the next one through shared memory. Others must not: they would
-        # see a pass begun after theirs.
-        self._shared = torch.zeros(2, dtype=torch.int64) if persistent_workers else None
-        if self._shared is not None:
-            self._shared.share_memory_()
-
-    def begin(self, epoch: int) -> None:
-        """Make the iterators that follow, in this process and in workers, read `epoch`, from its first step. Local.
-
-        Raises:
-            DataError: a later first step, where only the dataset knows what this rank's steps are.
-        """
-        self._begun = (epoch, self.epochs.start_step)
-        if self._begun[1] and not self._is_split:
-            raise DataError(
-                f"epoch {epoch} is to go on at step {self._begun[1]}, but the dataset is already_sharded: nobody here "
-                "knows which items those steps were, and some would be seen twice. Go on at the start of an epoch, or "
-                "let make_loader do the sharding."
-            )
-        if self._shared is not None:
-            self._shared.copy_(torch.tensor(self._begun))
-
-    def num_steps(self) -> int:
-        """Return the number of global batches, where the dataset has a length.
-
-        Raises:
-            TypeError: it has none.
-        """
-        return self._split.num_steps(len(self))
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        # Half-made copies (pickle, copy) have no dataset yet: asking it for its own would not end.
-        if name == "dataset" or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.dataset, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        # All of this before the first item is asked for: by then the loader may be in another epoch.
-        epoch, start = self._begun if self._shared is None else self._shared.tolist()
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
-        if not self._is_split:
-            return iter(self.dataset)
-        worker = get_worker_info()
-        return self._share(epoch, start, *((worker.id, worker.num_workers) if worker is not None else (0, 1)))
-
-    def _share(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[Any]:
-        # Seeded alike everywhere, so that a shuffle buffer shuffles alike everywhere; swapped in only while
-        # the dataset is read, because the consumer runs between two batches.
-        private = PrivateRandom(derive_seed(self._seed, "stream", epoch))
-        with private.swapped_in(), _worker_info_hidden():
-            items = iter(self.dataset)
-        step, is_whole = 0, True
-        while is_whole:
-            with private.swapped_in(), _worker_info_hidden():
-                share, is_whole = self._read_batch(items)
-            if step >= start and (step - start) % num_workers == worker:
-                yield from share
-            step += 1
-
-    def _read_batch(self, items: Iterator[Any]) -> tuple[list[Any], bool]:
-        """Read one global batch; return this rank's share of it and whether it was whole."""
-        split = self._split
-        share: list[Any] = []
-        head: list[Any] = []
-        num_read = 0
-        for item in islice(items, split.global_batch_size):
-            if num_read < split.world_size:
-                head.append(item)
-            if num_read % split.world_size == split.rank:
-                share.append(item)
-            num_read += 1
-        if num_read == split.global_batch_size:
-            return share, True
-        if split.drop_last or num_read == 0:
-            return [], False
-        # The last position of this rank may lie past the end; there, the batch starts over.
-        last = (num_read - 1) // split.world_size * split.world_size + split.rank
-        if last >= num_read:
-            share.append(head[(last - num_read) % num_read])
-        return share, False
-
-
 def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     """What a worker does first, and the user's `start`."""
     preemption.ignore_in_worker()
@@ -358,17 +259,6 @@ def _dismiss_workers() -> None:
             batches._worker_pids_set = False
         for worker in batches._workers:
             worker.kill()
-
-
-@contextlib.contextmanager
-def _worker_info_hidden() -> Iterator[None]:
-    """Make get_worker_info() None: a dataset that shards by worker would be split a second time."""
-    info = torch_worker._worker_info
-    torch_worker._worker_info = None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info
 
 
 @dataclass
@@ -398,8 +288,8 @@ class _Parts:
     def facts(self, loader: ShardedLoader) -> dict[str, Any]:
         """Return what has to be equal on all ranks for them to step together."""
         return {
-            "number of samples": None if self.already_sharded else _length(self.dataset),
-            "number of steps": _length(loader),
+            "number of samples": None if self.already_sharded else length(self.dataset),
+            "number of steps": length(loader),
             "global batch": loader.global_batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -436,7 +326,7 @@ class _Parts:
             return Split(1, 0, 1, drop_last=True)
         per_rank = self.batch_size
         if not self.per_rank_batch:
-            per_rank = _divide(self.batch_size, self.world.world_size)
+            per_rank = divide(self.batch_size, self.world.world_size)
         return Split(per_rank * self.num_shares, self.share, self.num_shares, self.drop_last)
 
     def _over_samples(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
@@ -471,13 +361,18 @@ class _Parts:
         if len(order) == 0:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         declared = getattr(self.batch_sampler, "batch_size", None)
-        per_rank = _divide(declared, self.num_shares) if isinstance(declared, int) else None
+        per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
         sharded = SplitBatchSampler(order, self.share, self.num_shares, self.epochs)
         shown = {"sampler": sharded}
         return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=sharded)
 
     def _over_stream(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
-        num_samples = _length(self.dataset)
+        if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
+            raise DataError(
+                f"{type(self.dataset).__name__} is this rank's share already; split over {self.num_shares} ranks "
+                "again, most samples would never be seen. Pass already_sharded=True, or the whole dataset."
+            )
+        num_samples = length(self.dataset)
         if num_samples is not None:
             self._refuse_too_small(self.dataset, "dataset")
             self._refuse_no_step(num_samples, split)
@@ -509,7 +404,7 @@ class _Parts:
         return ShardedLoader(dataset, source, global_batch_size, worker_seed, shown, **batching, **options)
 
     def _refuse_too_small(self, sized: Any, name: str) -> None:
-        num_samples = _length(sized)
+        num_samples = length(sized)
         if num_samples is None:
             raise DataError(
                 f"The {name} ({type(sized).__name__}) has no __len__; ranks could not agree on the number "
@@ -548,8 +443,8 @@ class _Parts:
                 )
 
 
-def _divide(batch_size: int, world_size: int) -> int:
-    """Return each rank's part of a global batch."""
+def divide(batch_size: int, world_size: int) -> int:
+    """Each rank's part of a global batch. Raises DataError where it does not split. Local."""
     left_over = batch_size % world_size
     if left_over:
         lower = batch_size - left_over
@@ -559,14 +454,6 @@ def _divide(batch_size: int, world_size: int) -> int:
             f"ranks would step on unequal shards. Use {nearest}."
         )
     return batch_size // world_size
-
-
-def _length(sized: Any) -> Optional[int]:
-    """Return its length, or None where it has none: some classes have a __len__ that only raises."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
@@ -595,15 +482,9 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
                 f"Rank {rank} could not make its loader ({failure}); this rank would wait for it for ever. "
                 f"See the traceback of rank {rank}."
             )
-    for name in facts:
-        values = [other[name] for _, other, _ in reports]
-        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if odd is not None:
-            raise DataError(
-                f"Ranks disagree on the {name}: {values[0]} on rank 0, {values[odd]} on rank {odd}; they "
-                "would step on batches that do not belong together, or wait for each other. Call "
-                "make_loader with equal arguments and datasets on every rank."
-            )
+    refuse_unlike(
+        [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
+    )
     if parts.world.is_main:
         advice.say(advice.on_workers([share for _, _, share in reports]))
     return loader

@@ -18,7 +18,7 @@ from ddpshim import checkpoint, preemption
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.group import cleanup, world
 from ddpshim.launch import EXIT_REQUEUE
-from ddpshim.loader import ShardedLoader
+from ddpshim.loader import Enterable
 from ddpshim.streams import derive_seed, global_states, restore_global_states, seed_everything
 
 _LOOK_EVERY_S = 0.5
@@ -139,26 +139,26 @@ class Resumable:
         """
         length = len(loader)
         total = length if num_steps is None else num_steps
-        is_sharded = isinstance(loader, ShardedLoader)
+        can_enter = isinstance(loader, Enterable)
         start = self.step if epoch == self.epoch else 0
         facts = {
             "steps of an epoch": total,
-            "steps of a pass over the data": length,
+            "steps of a pass over the data": getattr(loader, "num_steps_of_a_pass", length),
             "global batch": getattr(loader, "global_batch_size", None),
         }
         if self._restored is not None and epoch == self.epoch:
-            self._enter(start, facts, is_sharded)
+            self._enter(start, facts, can_enter)
         self._facts = facts
         self.epoch, self.step = epoch, start
-        if is_sharded:
+        if can_enter:
             loader.set_epoch(epoch * math.ceil(total / length) + start // length, start_step=start % length)
-        return self._left(loader, start, total, is_sharded)
+        return self._left(loader, start, total, can_enter)
 
-    def _left(self, loader: Any, start: int, total: int, is_sharded: bool) -> Iterator[Any]:
+    def _left(self, loader: Any, start: int, total: int, can_enter: bool) -> Iterator[Any]:
         batches = iter(loader) if start < total else iter(())
         for step in range(start, total):
             self.step = step
-            if is_sharded or step == 0:
+            if can_enter or step == 0:
                 self._look(_LOCKSTEP_DEADLINE_S)
             try:
                 batch = next(batches)
@@ -283,7 +283,7 @@ class Resumable:
         found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
         return found if (found["epoch"], found["step"]) > later_than else None
 
-    def _enter(self, start: int, facts: dict[str, Any], is_sharded: bool) -> None:
+    def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> None:
         """Check that the epoch is the one that was left, and go on with this rank's random streams."""
         found, self._restored = self._restored or {}, None
         odd = [name for name in facts if found["facts"] and found["facts"][name] != facts[name]]
@@ -293,7 +293,7 @@ class Resumable:
                 f"epoch {self.epoch} was left at step {start} with {odd[0]} {was}, and is to go on with {now}; samples "
                 f"would be seen twice or not at all. Go on with the same data and batch, or remove {self.folder}."
             )
-        if start and not is_sharded:
+        if start and not can_enter:
             raise DataError(
                 f"epoch {self.epoch} was left at step {start}, and this loader cannot be entered in the middle; "
                 "samples would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, also for one process)."

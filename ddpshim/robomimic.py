@@ -29,7 +29,7 @@ from ddpshim.errors import OptionsError
 from ddpshim.failure import abort
 from ddpshim.group import cleanup, setup, split_random_streams, world
 from ddpshim.launch import read_launch_env
-from ddpshim.loader import ShardedLoader, scale_lr
+from ddpshim.loader import Enterable, scale_lr
 from ddpshim.options import SECTION, Options
 from ddpshim.parallel import average, broadcast_state, wrap_parallel
 from ddpshim.profiling import Profile
@@ -204,6 +204,11 @@ def progress() -> dict[str, Any]:
     return {} if _run.training is None else _run.training.values
 
 
+def main_computes(compute: Callable[..., T], otherwise: T) -> Callable[..., T]:
+    """`compute` on the main rank; elsewhere something that takes the same calls and returns `otherwise`. Local."""
+    return compute if world().is_main else lambda *args, **kwargs: otherwise
+
+
 def get_exp_dir(config: Any, **options: Any) -> Any:
     """The experiment's directories, asked for, removed and made by the main rank alone (collective).
 
@@ -235,8 +240,13 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
         # Only the newest: older ones are other runs of that name, which were given up.
         if starts and find_progress(starts[-1] / "resume") is not None:
             parent = starts[-1]
-            of_robocasa = ["vis"] if (parent / "vis").is_dir() else []
-            folders = [str(parent / name) for name in ("logs", "models", "videos", *of_robocasa)]
+            names = (
+                "logs",
+                "models",
+                "videos",
+                *(["vis"] if (parent / "vis").is_dir() else []),
+            )  # robocasa and DROID have it
+            folders = [str(parent / name) for name in names]
             if not config.experiment.save.enabled:
                 folders[1] = None  # type: ignore[call-overload]
             return (*folders, str(parent)) if "resume" in options else tuple(folders), True
@@ -346,8 +356,6 @@ def run_epoch(
     would have seen. An epoch that was left in the middle is made complete, and so are its metrics. The options
     `precision`, `metrics_every_n_epochs` and `profile` act here.
     """
-    import robomimic.utils.train_utils as TrainUtils
-
     here, training, validates = world(), _run.training, options.get("validate", False)
     profile, every = (None, 1) if validates else (_run.profile, here.options.metrics_every_n_epochs)
     options.update(model=model, epoch=epoch, num_steps=num_steps)
@@ -356,15 +364,15 @@ def run_epoch(
         phase = "validation" if validates else "training"
         seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
         _restore_counters(model, epoch, total)
-        if isinstance(data_loader, ShardedLoader):
+        if isinstance(data_loader, Enterable):
             data_loader.set_epoch((epoch - 1) * math.ceil(total / len(data_loader)))
         here.barrier()
     with here.autocast(), contextlib.nullcontext() if profile is None else profile.measured():
         if training is None:
-            log = TrainUtils.run_epoch(data_loader=data_loader, **options)
+            log = _upstreams_epoch(data_loader=data_loader, **options)
         elif validates:
             batches = _Batches(data_loader, lambda: _with_looks(data_loader, training))
-            log = TrainUtils.run_epoch(data_loader=batches, **options)
+            log = _upstreams_epoch(data_loader=batches, **options)
         else:
             log = _run_what_is_left(training, data_loader, copy.deepcopy(best_so_far), options)
     if not validates:
@@ -377,12 +385,18 @@ def run_epoch(
     return log if profile is None else {**log, **profile.collect()}
 
 
+def _upstreams_epoch(**options: Any) -> dict[str, float]:
+    import robomimic.utils.train_utils as TrainUtils
+
+    ran = TrainUtils.run_epoch(**options)
+    log: dict[str, float] = ran[0] if isinstance(ran, tuple) else ran  # DROID's returns its iterator as well
+    return log
+
+
 def _run_what_is_left(
     training: Resumable, data_loader: Any, best_so_far: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[str, float]:
     """Upstream's run_epoch over the steps that an earlier start has left, or all; progress is saved from here."""
-    import robomimic.utils.train_utils as TrainUtils
-
     assert _run.state is not None
     model, epoch, total = options["model"], options["epoch"] - 1, options["num_steps"]
     start = training.step if training.epoch == epoch else 0
@@ -393,7 +407,7 @@ def _run_what_is_left(
     model.log_info = lambda info: metrics.take(log_info(info))
     try:
         steps = _Batches(data_loader, lambda: training.steps(data_loader, epoch, total))
-        log: dict[str, float] = TrainUtils.run_epoch(data_loader=steps, **{**options, "num_steps": total - start})
+        log = _upstreams_epoch(data_loader=steps, **{**options, "num_steps": total - start})
     finally:
         del model.log_info
     training.end_epoch(total)

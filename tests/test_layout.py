@@ -34,6 +34,8 @@ ROOMS = [
     "guard",
     "parallel",
     "sampler",
+    "sharding",
+    "tfdata",
     "loader",
     "accumulation",
     "checkpoint",
@@ -44,8 +46,10 @@ ROOMS = [
     "rollout",
     "algo",
     "datasets",
+    "rlds",
     "sameness",
     "robomimic",
+    "droid",
     "unidiff",
     "patchset",
     "replacing",
@@ -63,12 +67,15 @@ ROOMS = [
     "__main__",
 ]
 TRAINERS = (
+    "tfdata",
     "rollout",
     "algo",
     "datasets",
+    "rlds",
     "sameness",
     "robomimic",
     "hooks",
+    "droid",
 )  # these import the trainer's packages, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
@@ -140,7 +147,7 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-EXAMPLES = ["group", "options", "streams", "transparent", "sampler", "loader", "launch", "machine"]
+EXAMPLES = ["group", "options", "streams", "transparent", "sampler", "sharding", "loader", "launch", "machine"]
 
 
 @pytest.mark.parametrize("room", EXAMPLES)

@@ -1,0 +1,331 @@
+"""The trainers of DROID on the CPU: small data in their formats, stand-ins for what cannot be had, a run of one.
+
+`python -m tests.droid FOLDER SCRIPT [its arguments]` is one process of a training: SCRIPT (train or train_rlds of
+robomimic.scripts) as it stands in the tree, with its samples, noise and networks written down for each rank.
+
+DistilBERT has random weights here, and is small; what is not installed of tensorflow, octo, cv2 and transformers is
+a module that can be imported and does nothing. With HOLD_NOISE, to compare ranks on shards with one process, each
+random draw of training is one number for all samples and ranks, and all is computed in float64. FAIL_AT or SIGNAL_AT
+(rank:number) is the sample of a rank at which it fails, or gets SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, Optional
+from unittest import mock
+
+import numpy as np
+import torch
+
+from ddpshim import patching
+from tests.equivalence import DATA, ROOT, Run
+
+DROID, FORK = "droid_policy_learning/9a29c83", "yufengjin_droid_policy_learning/fdbdf4a"  # patch sets
+TREES = {DROID: "droid-9a29c83", FORK: "yufengjin-fdbdf4a"}  # sub-folders of DDPSHIM_UPSTREAM, beside octo and dlimp
+RUN_DEADLINE_S = 240
+IMAGE_SIZE = 16
+CAMERAS = ["camera/image/varied_camera_1_left_image", "camera/image/varied_camera_2_left_image"]
+LOW_DIM = ["robot_state/cartesian_position", "robot_state/gripper_position", "lang_fixed/language_distilbert"]
+ACTIONS = {"action/abs_pos": 3, "action/abs_rot_6d": 6, "action/gripper_position": 1}
+BATCH_SIZE = 8
+_STAND_INS = [
+    "cv2",
+    "scipy",
+    "scipy.spatial",
+    "scipy.spatial.transform",
+    "transformers",
+    "tensorflow",
+    "tensorflow_graphics",
+    "tensorflow_graphics.geometry",
+    "tensorflow_graphics.geometry.transformation",
+    "octo",
+    "octo.data",
+    "octo.data.dataset",
+    "octo.data.utils",
+    "octo.data.utils.data_utils",
+    "octo.utils",
+    "octo.utils.spec",
+]
+
+
+def source(patch_set: str) -> Optional[Path]:
+    """The folder that holds the `robomimic` package that a set is for, or None where it cannot be had."""
+    tree = Path(os.environ.get("DDPSHIM_UPSTREAM", "/nowhere")) / TREES[patch_set]
+    return tree if (tree / "robomimic").is_dir() else None
+
+
+def make_data(folder: Path, num_trajectories: int = 4) -> list[str]:
+    """Trajectories of Lift as DROID's converted HDF5 files have them, one file each, with pictures of noise."""
+    import h5py
+
+    noise, paths = np.random.default_rng(0), []
+    folder.mkdir(parents=True, exist_ok=True)
+    with h5py.File(DATA) as given:
+        for number in range(num_trajectories):
+            demo = given[f"data/demo_{number}"]
+            position, length = demo["obs/robot0_eef_pos"][()], len(demo["actions"])
+            low_dim = {
+                "robot_state/cartesian_position": np.concatenate([position, demo["actions"][:, 3:6]], axis=1),
+                "robot_state/gripper_position": demo["obs/robot0_gripper_qpos"][:, 0],
+                "lang_fixed/language_distilbert": np.tile(noise.normal(size=4), (length, 1)),
+                "action/abs_pos": demo["actions"][:, :3],
+                "action/abs_rot_6d": np.concatenate([demo["actions"][:, 3:6], position], axis=1),
+                "action/gripper_position": demo["actions"][:, 6:],
+            }
+            paths.append(str(folder / f"trajectory_{number}.h5"))
+            with h5py.File(paths[-1], "w") as made:
+                for key, value in low_dim.items():
+                    made[key if key in ACTIONS else f"observation/{key}"] = value.astype(np.float64)
+                for key in [*CAMERAS, "camera/image/hand_camera_left_image"]:
+                    shape = (length, IMAGE_SIZE, IMAGE_SIZE, 3)
+                    made[f"observation/{key}"] = noise.integers(0, 256, shape, dtype=np.uint8)
+                made["observation/lang_fixed/language_raw"] = np.array([[b"lift the cube"]] * length)
+    return paths
+
+
+def make_config(tree: Path, folder: Path, **extra: Any) -> dict[str, Any]:
+    """A config on the tree's own template; `extra` overrides by dotted path ('__' for '.')."""
+    config: dict[str, Any] = json.loads((tree / "robomimic/exps/templates/diffusion_policy.json").read_text())
+    crop = {"crop_height": IMAGE_SIZE - 2, "crop_width": IMAGE_SIZE - 2, "num_crops": 1, "pos_enc": False}
+    settings = {
+        "experiment.name": "droid",
+        "experiment.rollout.enabled": False,
+        "experiment.epoch_every_n_steps": 5,
+        "experiment.save.every_n_epochs": 2,
+        "experiment.logging.log_tb": False,
+        "train.data_format": "droid",
+        "train.output_dir": str(folder / "out"),
+        "train.num_epochs": 2,
+        "train.batch_size": BATCH_SIZE,
+        "train.cuda": False,
+        "train.hdf5_cache_mode": None,
+        "train.action_keys": list(ACTIONS),
+        "train.action_shapes": [[1, size] for size in ACTIONS.values()],
+        "train.dataset_keys": [],
+        "train.action_config": {key: {"normalization": "min_max"} for key in ACTIONS},
+        "algo.noise_samples": 2,
+        "observation.image_dim": [IMAGE_SIZE, IMAGE_SIZE],
+        "observation.modalities.obs.low_dim": LOW_DIM,
+        "observation.modalities.obs.rgb": CAMERAS,
+        "observation.encoder.rgb.core_kwargs": {
+            "feature_dimension": 8,
+            "flatten": True,
+            "backbone_class": "ShallowConv",
+            "backbone_kwargs": {},
+            "pool_class": None,
+            "pool_kwargs": {},
+        },
+        "observation.encoder.rgb.obs_randomizer_class": ["ColorRandomizer", "CropRandomizer"],
+        "observation.encoder.rgb.obs_randomizer_kwargs": [{}, crop],
+        **{key.replace("__", "."): value for key, value in extra.items()},
+    }
+    for dotted, value in settings.items():
+        *path, last = dotted.split(".")
+        section = config
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return config
+
+
+def copy_tree(patch_set: str, folder: Path, patched: bool = True) -> Path:
+    """A copy of the package that a set is for under `folder`, patched unless told otherwise."""
+    found = source(patch_set)
+    assert found is not None
+    tree = folder / f"{TREES[patch_set]}-{'patched' if patched else 'plain'}"
+    if not tree.exists():
+        names = [p for p in (found / "robomimic").rglob("*") if p.suffix in (".py", ".json", ".yaml")]
+        for path in names:
+            made = tree / path.relative_to(found)
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.write_bytes(path.read_bytes())
+        # It is read where it exists, and a tree has been published with its author's own.
+        (tree / "robomimic" / "macros_private.py").write_text("WANDB_ENTITY = WANDB_API_KEY = None\n")
+        if patched:
+            patching.apply(str(tree), set_name=patch_set)
+    return tree
+
+
+def train(
+    tree: Path,
+    config: dict[str, Any],
+    folder: Path,
+    num_ranks: Optional[int],
+    environ: Optional[dict[str, str]] = None,
+    check: bool = True,
+    script: str = "train",
+) -> Run:
+    """Train once: under torchrun on `num_ranks` processes, or plainly where that is None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**config, "train": {**config["train"], "output_dir": str(folder / "out")}}
+    (folder / "config.json").write_text(json.dumps(config))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    given = ["--config", str(folder / "config.json")] if script == "train" else [f"load_from={folder}/config.json"]
+    ran = subprocess.run(
+        [sys.executable, *(torchrun if num_ranks else []), "-m", "tests.droid", str(folder), script, *given],
+        env={**environ_of(tree), **(environ or {})},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_DEADLINE_S,
+        check=False,
+    )
+    (folder / "output.txt").write_text(ran.stdout)
+    files = [folder / f"observed_{rank}.pt" for rank in (range(num_ranks) if num_ranks else ["plain"])]
+    if check and (ran.returncode or "finished run successfully" not in ran.stdout):
+        raise RuntimeError(f"training in {folder} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
+    observed = [torch.load(f, weights_only=False) for f in files if f.exists()]
+    return Run(observed, folder, ran.stdout, ran.returncode)
+
+
+def environ_of(tree: Path) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    upstream = Path(os.environ.get("DDPSHIM_UPSTREAM", "/nowhere"))
+    where = os.pathsep.join(map(str, [tree, ROOT, upstream / "octo", upstream / "dlimp"]))
+    patched = patching.status(str(tree)).state == "applied"
+    here = {} if patched else {"UNPATCHED": "1"}
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1", **quiet, **here}
+
+
+class Tokens(dict):  # type: ignore[type-arg]
+    """What a tokenizer returns."""
+
+    def to(self, device: Any) -> Tokens:
+        return Tokens({key: value.to(_there(device)) for key, value in self.items()})
+
+
+class Tokenizer:
+    """One token for each word, and padding to the longest text, or to `max_length`."""
+
+    def __call__(self, texts: Any, padding: Any = False, max_length: int = 0, **options: Any) -> Any:
+        words = [[1 + sum(map(ord, word)) % 98 for word in text.split()] for text in texts]
+        if not padding:
+            return {"input_ids": words}
+        longest = max_length if padding == "max_length" else max(map(len, words))
+        ids = torch.tensor([line + [0] * (longest - len(line)) for line in words])
+        return Tokens(input_ids=ids, attention_mask=(ids > 0).long())
+
+
+def _language_model(*args: Any, **options: Any) -> Any:
+    """DistilBERT with random weights: the real class where it is installed, otherwise one with its interface."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if isinstance(sys.modules["transformers"], mock.NonCallableMock):
+            made: Any = _LanguageModel()
+        else:
+            from transformers import DistilBertConfig, DistilBertModel
+
+            made = DistilBertModel(DistilBertConfig(vocab_size=100, dim=768, n_layers=1, n_heads=2, hidden_dim=32))
+        move = made.to
+        made.to = lambda place: move(_there(place))
+        return made.half().eval()
+
+
+def _there(device: Any) -> Any:
+    """The device, but without a GPU the CPU where unpatched code names one."""
+    return "cpu" if "UNPATCHED" in os.environ and not torch.cuda.is_available() else device
+
+
+class _LanguageModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(100, 768)
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.weight.device
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        return types.SimpleNamespace(last_hidden_state=self.words(input_ids))
+
+
+def install_stand_ins() -> None:
+    """Modules for what is not installed, and a language model without a download."""
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None  # octo is of no use without
+    absent = [
+        name
+        for name in _STAND_INS
+        if importlib.util.find_spec(name.split(".")[0]) is None or (name.startswith("octo") and not has_tensorflow)
+    ]
+    for name in absent:
+        sys.modules[name] = mock.NonCallableMagicMock(name=name, __spec__=importlib.machinery.ModuleSpec(name, None))
+    import transformers
+
+    transformers.AutoTokenizer.from_pretrained = lambda *args, **options: Tokenizer()
+    transformers.AutoModel.from_pretrained = _language_model
+
+
+def observe(folder: str, script: str, arguments: list[str]) -> None:
+    """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
+    from tests.observed import _Draws, _in_float64
+
+    random.seed(0)  # upstream leaves it to chance how colours are changed
+    install_stand_ins()
+    import robomimic.algo as algorithms
+    import robomimic.algo.diffusion_policy as diffusion_policy
+    from robomimic.utils.dataset import MetaDataset
+    from robomimic.utils.rlds_utils import TorchRLDSDataset
+
+    if "HOLD_NOISE" in os.environ:
+        _in_float64()
+    out: dict[str, Any] = {"samples": [], "devices": [str(diffusion_policy.lang_model.device)]}
+    models = []
+    make, get_item = algorithms.algo_factory, MetaDataset.__getitem__
+
+    def observed_factory(**options: Any) -> Any:
+        model = make(**options)
+        models.append(model)
+        out["initial"] = networks(model)
+        if "HOLD_NOISE" in os.environ:
+            _Draws(hold=True)
+        return model
+
+    def observed_get_item(dataset: Any, index: int) -> Any:
+        out["samples"].append(int(index))
+        here = f"{os.environ.get('RANK')}:{len(out['samples'])}"
+        if os.environ.get("FAIL_AT") == here:
+            raise ValueError(f"sample {index}")
+        if os.environ.get("SIGNAL_AT") == here:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return get_item(dataset, index)
+
+    def observed_iter(dataset: Any) -> Any:
+        if "UNPATCHED" not in os.environ:
+            out["length"] = len(dataset)
+        return iterate(dataset)
+
+    iterate, TorchRLDSDataset.__iter__ = TorchRLDSDataset.__iter__, observed_iter
+    algorithms.algo_factory, MetaDataset.__getitem__ = observed_factory, observed_get_item
+    # 66 million parameters whatever the config says: too many for a test.
+    diffusion_policy.ConditionalUnet1D = functools.partial(
+        diffusion_policy.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16
+    )
+    sys.argv = [f"{script}.py", *arguments]
+    runpy.run_module(f"robomimic.scripts.{script}", run_name="__main__")
+    out["networks"], out["noise"] = networks(models[0]), torch.randn(4)
+    torch.save(out, os.path.join(folder, f"observed_{os.environ.get('RANK', 'plain')}.pt"))
+
+
+def networks(model: Any) -> dict[str, torch.Tensor]:
+    """Every weight of the policy and of its EMA, as `serialize` names them."""
+    parts = model.serialize()
+    return {f"{part}.{key}": value.clone() for part in ("nets", "ema") for key, value in parts[part].items()}
+
+
+if __name__ == "__main__":
+    observe(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,225 @@
+"""DROID's data through octo's own pipeline, on two ranks: see tests/rlds.py, which prints what is asserted here."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from ddpshim import DataError, World, rlds
+from tests import rlds as pipeline
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    lacking = pipeline.missing()
+    if lacking is not None:
+        pytest.skip(f"needs {lacking}")
+    folder = str(tmp_path_factory.mktemp("rlds"))
+    pipeline.build(folder)
+    return folder
+
+
+def frames_of(reading, name):
+    return sum(count for (dataset, _), count in reading.episodes.items() if dataset == name)
+
+
+@pytest.mark.upstream
+def test_each_rank_reads_its_own_trajectories_of_one_mixture(folder):
+    ranks = pipeline.readings("ddpshim", 2, folder, num_frames=1500, shuffle_buffer_size=40)
+    seen = [set(reading.episodes) for reading in ranks]
+    # 95% of 51 and of 20
+    assert [len({e for e in episodes if e[0] == "droid"}) for episodes in seen] == [24, 24]
+    assert sorted(len({e for e in episodes if e[0] == "lab"}) for episodes in seen) == [9, 10]
+    assert seen[0].isdisjoint(seen[1])
+    for reading in ranks:
+        assert frames_of(reading, "droid") / 1500 == pytest.approx(0.7, abs=0.06)  # five standard deviations
+    assert ranks[0].order[:40] != ranks[1].order[:40]
+    # The main rank alone goes over the data, and all have its numbers to the last digit.
+    assert [reading.num_statistics > 0 for reading in ranks] == [True, False]
+    assert repr(ranks[0].statistics) == repr(ranks[1].statistics)
+    assert len(list(Path(folder).glob("*/*/dataset_statistics_*.json"))) == 2
+    droid, lab = ranks[0].statistics["num_transitions"]
+    assert ranks[0].length == ranks[1].length == int(0.7 * droid * 48 / 51 + 0.3 * lab * 19 / 20) // 2
+
+
+@pytest.mark.upstream
+def test_unsharded_ranks_read_the_same_trajectories(folder):
+    ranks = pipeline.readings("octo", 2, folder, num_frames=1500, shuffle_buffer_size=40)
+    assert set(ranks[0].episodes) == set(ranks[1].episodes)
+    assert len(ranks[0].episodes) == 48 + 19
+
+
+class Rank(World):
+    """One of several ranks, alone in its process: the others do as it does."""
+
+    def gather(self, value):
+        return [value] * self.world_size
+
+    def broadcast(self, value, src=0):
+        return value
+
+    def run_on_main(self, function, *args):
+        return function(*args)
+
+
+@pytest.fixture
+def octo(monkeypatch):
+    """Stand-ins for tensorflow, dlimp and octo that write down what they are asked for."""
+    asked = types.SimpleNamespace(seeds=[], splits=[], mixtures=[])
+
+    class Dataset:
+        is_mixed = False
+
+        def __init__(self, source=None):
+            self.source = source
+
+        def options(self):
+            return types.SimpleNamespace(autotune=types.SimpleNamespace(ram_budget=1000))
+
+        def with_options(self, options):
+            asked.ram_budget = options.autotune.ram_budget
+            return Dataset(self)
+
+        def map(self):
+            return Dataset(self)
+
+        def _inputs(self):
+            return [] if self.source is None else [self.source]
+
+    class DLataset(Dataset):
+        @staticmethod
+        def from_rlds(builder, split, shuffle=True):
+            asked.splits.append(split)
+
+        @staticmethod
+        def sample_from_datasets(datasets, weights, stop_on_empty_dataset=False):
+            asked.stops_on_empty_dataset = stop_on_empty_dataset
+
+    def make_dataset_from_rlds(name, data_dir, *, train, dataset_statistics=None):
+        if dataset_statistics is None:
+            DLataset.from_rlds(tfds.builder(name, data_dir), split="all", shuffle=False)
+            dataset_statistics = {"num_transitions": 1000}
+        DLataset.from_rlds(tfds.builder(name, data_dir), split="train[:95%]")
+        return Dataset(), dataset_statistics
+
+    def make_interleaved_dataset(kwargs_list, weights, **options):
+        asked.mixtures.append(options)
+        made = [module.make_dataset_from_rlds(**kwargs, train=True) for kwargs in kwargs_list]
+        DLataset.sample_from_datasets([dataset for dataset, _ in made], weights)
+        mixed = Dataset()
+        mixed.dataset_statistics, mixed.sample_weights = [statistics for _, statistics in made], weights
+        return mixed
+
+    class Splits(dict):
+        total_num_examples = 100
+
+    size = types.SimpleNamespace(num_examples=95)
+    info = types.SimpleNamespace(splits=Splits({"train[:95%]": size}), full_name="droid/1.0.0")
+    tfds = types.SimpleNamespace(
+        builder=lambda name, data_dir: types.SimpleNamespace(info=info),
+        even_splits=lambda split, n, drop_remainder: [f"{rank} of {n} of {split}" for rank in range(n)],
+    )
+    tf = types.SimpleNamespace(
+        data=types.SimpleNamespace(
+            AUTOTUNE=-1, Options=lambda: types.SimpleNamespace(autotune=types.SimpleNamespace(ram_budget=None))
+        ),
+        random=types.SimpleNamespace(set_seed=asked.seeds.append),
+    )
+    functions = {"make_dataset_from_rlds": make_dataset_from_rlds, "make_interleaved_dataset": make_interleaved_dataset}
+    module = types.SimpleNamespace(**functions)
+    stand_ins = {
+        "tensorflow": tf,
+        "tensorflow_datasets": tfds,
+        "dlimp": types.SimpleNamespace(DLataset=DLataset),
+        "octo": types.SimpleNamespace(),
+        "octo.data": types.SimpleNamespace(dataset=module),
+        "octo.data.dataset": module,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    originals = {name: vars(DLataset)[name] for name in ("from_rlds", "sample_from_datasets")}
+    yield asked
+    # Everything is octo's and dlimp's own again.
+    assert vars(module) == functions
+    assert {name: vars(DLataset)[name] for name in originals} == originals
+
+
+OPTIONS = {
+    "shuffle_buffer_size": 1001,
+    "batch_size": 16,
+    "traj_transform_threads": 3,
+    "traj_read_threads": 48,
+    "frame_transform_kwargs": {"num_parallel_calls": 200, "resize_size": {}},
+}
+
+
+def mix(monkeypatch, world, num_datasets=2, **options):
+    monkeypatch.setattr(rlds, "world", lambda: world)
+    kwargs = [{"name": f"droid_{i}", "data_dir": "/data"} for i in range(num_datasets)]
+    weights = [1 / num_datasets] * num_datasets
+    return rlds.make_interleaved_dataset(kwargs, weights, train=True, **{**OPTIONS, **options})
+
+
+def test_a_rank_gets_its_part_of_everything(monkeypatch, octo):
+    monkeypatch.setattr("secrets.randbits", lambda num_bits: 5)  # the main rank draws for all
+    ranks = [Rank(rank=r, world_size=8, local_world_size=4, launcher="torchrun", seed=1) for r in range(8)]
+    made = [mix(monkeypatch, rank) for rank in ranks]
+    assert octo.mixtures[3] == {
+        "train": True,
+        "shuffle_buffer_size": 126,
+        "batch_size": 2,
+        "traj_transform_threads": 2,  # octo wants one for each of two datasets
+        "traj_read_threads": 12,
+        "frame_transform_kwargs": {"num_parallel_calls": 50, "resize_size": {}},
+    }
+    assert octo.ram_budget == 250
+    assert octo.stops_on_empty_dataset
+    assert len(set(octo.seeds)) == 8
+    # 2000 transitions of half weight, of which octo trains on 95 of 100 episodes.
+    assert {rlds.num_samples(dataset.map().map()) for dataset in made} == {950 // 8}
+    with pytest.raises(DataError, match="Global batch 12 does not split over 8 ranks"):
+        mix(monkeypatch, ranks[0], batch_size=12)
+
+
+def test_statistics_are_of_everything_and_the_data_of_a_share(monkeypatch, octo):
+    rank = Rank(rank=1, world_size=2, local_world_size=2, launcher="torchrun", seed=1)
+    monkeypatch.setattr(rlds, "world", lambda: rank)
+    rlds.make_dataset_from_rlds("droid", "/data", train=True)
+    assert octo.splits == ["all", "train[:95%]", "1 of 2 of train[:95%]"]
+
+
+def test_without_a_launcher_octo_is_called_as_it_was(monkeypatch, octo):
+    made = mix(monkeypatch, World())
+    assert octo.mixtures == [{"train": True, **OPTIONS}]
+    assert octo.splits == ["all", "train[:95%]"] * 2
+    assert not octo.stops_on_empty_dataset
+    assert octo.seeds == []
+    assert rlds.num_samples(made) == 950
+
+
+def test_only_a_mixture_has_a_length():
+    with pytest.raises(TypeError, match="no length is known"):
+        rlds.num_samples(types.SimpleNamespace(_inputs=list))
+
+
+def test_the_end_of_a_mixture_is_an_error(monkeypatch):
+    rank = Rank(rank=1, world_size=2, launcher="torchrun", seed=1)
+    monkeypatch.setattr(rlds, "world", lambda: rank)
+    loader = rlds.loader(Stream([1.0, 2.0]), batch_size=2, num_workers=0)
+    batches = iter(loader)
+    assert [next(batches).tolist(), next(batches).tolist()] == [[1.0], [2.0]]
+    with pytest.raises(DataError, match=r"The mixture ended on rank 1: .* Use fewer than 2 ranks"):
+        next(batches)
+
+
+class Stream(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+    def __len__(self):
+        return len(self.items)
