@@ -131,8 +131,9 @@ def test_a_read_in_an_order_of_its_own_is_refused(tf, case):
 
 
 def test_a_read_in_a_fixed_order_is_not_refused(tf):
-    read = shares(2, lambda: in_parallel(tf, deterministic=True))
-    assert sorted(read[0] + read[1]) == list(range(20))
+    for deterministic in (True, None):
+        read = shares(2, lambda said=deterministic: in_parallel(tf, said))
+        assert sorted(read[0] + read[1]) == list(range(20))
     read = shares(2, lambda: tf.data.Dataset.range(20).shuffle(5, seed=3))
     assert sorted(read[0] + read[1]) == list(range(20))
 
