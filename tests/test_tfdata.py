@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from ddpshim import DataError, shard_tfdata
+from ddpshim import DataError, shard_tfdata, world
+from tests.ranks import run_ranks
 from tests.test_loader import side_by_side
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -130,8 +131,9 @@ def test_a_read_in_an_order_of_its_own_is_refused(tf, case):
 
 
 def test_a_read_in_a_fixed_order_is_not_refused(tf):
-    read = shares(2, lambda: in_parallel(tf, deterministic=True))
-    assert sorted(read[0] + read[1]) == list(range(20))
+    for deterministic in (True, None):
+        read = shares(2, lambda said=deterministic: in_parallel(tf, said))
+        assert sorted(read[0] + read[1]) == list(range(20))
     read = shares(2, lambda: tf.data.Dataset.range(20).shuffle(5, seed=3))
     assert sorted(read[0] + read[1]) == list(range(20))
 
@@ -197,3 +199,23 @@ def test_the_shuffle_buffer_is_divided_and_ranks_shuffle_differently(tf):
         assert 5 < max(ahead) < 10
     again = shard_tfdata(make(), shuffle_buffer_size=20, world=side_by_side(2)[0])
     assert [int(i) // 2 for i in again.as_numpy_iterator()] == passes[0][0]
+
+
+def _read_by_rank():
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import tensorflow as tf
+
+    if world().rank == 0:  # what a rank did before does not make its graph another one
+        tf.data.Dataset.range(3).map(lambda i: i + 1)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(tf.range(20), 10 * tf.range(20)), -1)
+    looked_up = in_parallel(tf, deterministic=True).map(lambda i: table.lookup(tf.cast(i, tf.int32)))
+    shuffled = tf.data.Dataset.range(20).cache().shuffle(4, seed=3)
+    return [[int(i) for i in shard_tfdata(dataset).as_numpy_iterator()] for dataset in (looked_up, shuffled)]
+
+
+def test_two_processes_see_one_graph():
+    (first, second), (third, fourth) = run_ranks(_read_by_rank, 2, timeout_s=300)
+    assert sorted(first + third) == list(range(0, 200, 10))
+    assert sorted(second + fourth) == list(range(20))
