@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     redirect_output()
     # Nothing of the program has been imported yet.
     kind = os.environ.get(CONVERT)
-    if kind is None:
+    if not kind:
         hooking.activate()
         _run_program(argv)
     else:

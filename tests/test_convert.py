@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from ddpshim import convert, rank, runner
+from ddpshim import convert, rank, rank_log, runner
 from ddpshim.errors import LaunchError
 from ddpshim.runner import Job
 from ddpshim.streams import TwoStreams
@@ -74,7 +74,8 @@ def _enter(argv: list[str], folder: str, environ: dict[str, str], is_plain: bool
     os.environ.update(environ)
     torch.set_num_threads(1)
     if is_plain:
-        rank._redirect_output(Path(os.environ[rank.LOG_DIR], "rank_0.log"))
+        rank_log.redirect_output()
+        del os.environ["RANK"]  # it named the log
         sys.argv = argv
         runpy.run_path(argv[0], run_name="__main__")
     else:
@@ -104,10 +105,10 @@ def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain
     common = {
         **{"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GLOO_SOCKET_IFNAME": "lo"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port()), rank.CONVERT: "dataparallel"},
-        **{rank.LOG_DIR: str(folder), rank.RUN_DIR: str(folder / "job"), **environ},
+        **{rank_log.LOG_DIR: str(folder), rank.RUN_DIR: str(folder / "job"), **environ},
     }
     if is_plain:
-        common = {rank.LOG_DIR: str(folder)}
+        common = {rank_log.LOG_DIR: str(folder), "RANK": "0"}
     processes = []
     for number in range(num_ranks):
         own = {} if is_plain else {"RANK": str(number), "LOCAL_RANK": str(number)}

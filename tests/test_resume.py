@@ -251,7 +251,7 @@ child = multiprocessing.get_context("fork").Process(target=signal.pause)
 child.start()
 loader = ddpshim.make_loader(NUMBERS, 8, num_workers=2, world=World(launcher="torchrun", seed=0))
 batches = iter(loader)
-seen = [next(batches)]
+seen = [next(batches), next(batches)]  # of both workers: they are there
 os.killpg(0, signal.SIGTERM)
 seen += list(batches)
 child.join(10)
