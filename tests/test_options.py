@@ -425,7 +425,7 @@ def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     import ddpshim.robomimic as adapter
 
     monkeypatch.setattr(adapter, "_run", adapter._Run())
-    adapter._keep_the_section()
+    adapter.keep_the_section()
 
     def make(section: Any) -> Any:
         config = config_factory("bc")
