@@ -1,0 +1,287 @@
+"""All files below a path, which of them are trainers, and what each trainer runs."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Optional, Union
+
+from ddpshim.doctor.source import Source, Unit, Unreadable, last_name
+
+_SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules", "site-packages", ".eggs"}
+_TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
+_DISTRIBUTED = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "init_distributed"}
+_DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
+# What is built in by a framework is not looked for in programs that use it.
+_FRAMEWORKS = {
+    "accelerate": {"accelerate.Accelerator"},
+    "fabric": {"lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.pytorch.Fabric"},
+    "lightning": {"pytorch_lightning.Trainer", "lightning.Trainer", "lightning.pytorch.Trainer"},
+    "transformers": {"transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.SFTTrainer"},
+    "deepspeed": {"deepspeed.initialize"},
+    "horovod": {"horovod.torch.init", "horovod.torch.DistributedOptimizer"},
+    "ddpshim": {"ddpshim.setup", "ddpshim.wrap_parallel", "ddpshim.make_loader", "ddpshim.robomimic"},
+}
+
+
+class Program:
+    """A trainer: its script and everything that it may run, by the names that are used."""
+
+    def __init__(self, entry: Source, files: list[Source], units: list[Unit]) -> None:
+        self.entry, self.files, self.units = entry, files, units
+        self.frameworks = {name for name, marks in _FRAMEWORKS.items() if marks & self._origins()}
+        self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
+        self.spawns = any(
+            unit.source.qualified(call.func) in ("torch.multiprocessing.spawn", "torch.multiprocessing.Process")
+            or (isinstance(call.func, ast.Attribute) and call.func.attr == "spawn" and "nprocs" in _keywords(call))
+            for unit, call in self.calls("spawn", "Process")
+        )
+
+    def _origins(self) -> set[str]:
+        out: set[str] = set()
+        for unit in self.units:
+            out.update(unit.source.names.values())
+            for attribute in unit.all(ast.Attribute):
+                if isinstance(attribute.value, ast.Name):
+                    out.add(unit.source.qualified(attribute))
+        return out
+
+    def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
+        """Calls of functions or methods whose last name is one of these."""
+        wanted = set(names)
+        for unit in self.units:
+            if wanted & unit.loaded or wanted & unit.attributes or any(w in unit.source.names for w in wanted):
+                for call in unit.all(ast.Call):
+                    if last_name(call.func) in wanted:
+                        yield unit, call
+
+    def uses(self, *names: str) -> bool:
+        return any(True for _ in self.calls(*names))
+
+
+class Tree:
+    """The parsed files below `root`, and the trainers among them."""
+
+    def __init__(self, root: Path, exclude: Iterable[str] = ()) -> None:
+        self.root = root
+        self.sources: list[Source] = []
+        self.unreadable: list[tuple[Path, Unreadable]] = []
+        for path in _python_files(root, set(exclude)):
+            try:
+                self.sources.append(Source(path, path.read_bytes()))
+            except Unreadable as error:
+                self.unreadable.append((path, error))
+        base = root if root.is_dir() else root.parent
+        self._parts: dict[Source, tuple[str, ...]] = {}
+        self._by_last: dict[str, list[Source]] = {}
+        for source in self.sources:
+            parts = source.path.relative_to(base).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            self._parts[source] = parts
+            if parts:
+                self._by_last.setdefault(parts[-1], []).append(source)
+        self._found: dict[tuple[str, Path], Optional[Source]] = {}
+        self._imports: dict[Source, list[Source]] = {}
+        self._edges: dict[Unit, list[Unit]] = {}
+        self.programs = self._find_programs()
+
+    def module(self, dotted: str, importer: Source) -> Optional[Source]:
+        """The file in the tree that `import dotted` in `importer` means."""
+        key = (dotted, importer.path.parent)
+        if key not in self._found:
+            self._found[key] = self._find_module(dotted, importer)
+        return self._found[key]
+
+    def _find_module(self, dotted: str, importer: Source) -> Optional[Source]:
+        stem = dotted.lstrip(".")
+        parts = tuple(stem.split(".")) if stem else ()
+        level = len(dotted) - len(stem)
+        if level:
+            here = self._parts[importer]
+            package = here if importer.path.name == "__init__.py" else here[:-1]
+            package = package[: len(package) - level + 1]
+            wanted = (*package, *parts)
+            return (
+                next((s for s in self._by_last.get(wanted[-1], []) if self._parts[s] == wanted), None)
+                if wanted
+                else None
+            )
+        found = [s for s in self._by_last.get(parts[-1], []) if self._parts[s][-len(parts) :] == parts]
+        beside = [s for s in found if self._parts[s][: -len(parts)] == self._parts[importer][:-1]]
+        if beside:
+            return beside[0]
+        if len(parts) == 1:
+            found = [s for s in found if len(self._parts[s]) == 1]
+        return min(found, key=lambda s: len(self._parts[s]), default=None)
+
+    def definition(
+        self, dotted: str, importer: Source, depth: int = 0
+    ) -> Union[Unit, tuple[Source, ast.ClassDef], None]:
+        """The function or class that a dotted origin names, through re-exports."""
+        module, _, name = dotted.rpartition(".")
+        if dotted.startswith(".") and not module.strip("."):
+            module = "." * (len(dotted) - len(dotted.lstrip(".")))
+        source = self.module(module, importer) if module else importer
+        if source is None or depth > 4:
+            return None
+        if name in source.functions:
+            return source.functions[name]
+        if name in source.classes:
+            return source, source.classes[name]
+        origin = source.names.get(name)
+        return self.definition(origin, source, depth + 1) if origin is not None else None
+
+    def defined(self, node: ast.AST, source: Source) -> Union[Unit, tuple[Source, ast.ClassDef], None]:
+        """What a (dotted) name in the text of `source` was defined as."""
+        name = source.qualified(node)
+        return self.definition(name, source) if name else None
+
+    def imports(self, source: Source) -> list[Source]:
+        if source not in self._imports:
+            found: dict[Source, None] = {}
+            for unit in source.units:
+                for plain in unit.all(ast.Import):
+                    for alias in plain.names:
+                        self._add(found, alias.name, source)
+                for from_ in unit.all(ast.ImportFrom):
+                    base = "." * from_.level + (from_.module or "")
+                    self._add(found, base, source)
+                    for alias in from_.names:
+                        self._add(found, f"{base}.{alias.name}" if from_.module else base + alias.name, source)
+            found.pop(source, None)
+            self._imports[source] = list(found)
+        return self._imports[source]
+
+    def _add(self, found: dict[Source, None], dotted: str, importer: Source) -> None:
+        module = self.module(dotted, importer)
+        if module is not None:
+            found[module] = None
+
+    def closure(self, entry: Source) -> list[Source]:
+        """The entry and all that it imports, directly or not."""
+        seen, queue = {entry: None}, [entry]
+        while queue:
+            for source in self.imports(queue.pop()):
+                if source not in seen:
+                    seen[source] = None
+                    queue.append(source)
+        return list(seen)
+
+    def _find_programs(self) -> list[Program]:
+        trains = {s for s in self.sources if any(_trains(u) for u in s.units)}
+        imported = {i for s in self.sources for i in self.imports(s)} if trains else set()
+        programs: list[Program] = []
+        covered: set[Source] = set()
+        for entry in self.sources:
+            is_root = entry.is_script or entry not in imported
+            if not trains or not is_root or (_is_test(entry.path, self.root) and self.root.is_dir()):
+                continue
+            files = self.closure(entry)
+            if trains.isdisjoint(files):
+                continue
+            reached = self._reach([entry.module, entry.main], files)
+            if any(_trains(unit) for unit in reached):
+                units = self._reach([*reached, *_run_at_import(files, entry)], files)
+                programs.append(Program(entry, files, units))
+                covered.update(s for s in trains if any(u.source is s and _trains(u) for u in units))
+        for entry in self.sources:  # a trainer that is reached through a string in a config, or by other code
+            if entry in trains - covered and not (_is_test(entry.path, self.root) and self.root.is_dir()):
+                files = self.closure(entry)
+                programs.append(
+                    Program(entry, files, self._reach([*entry.units, *_run_at_import(files, entry)], files))
+                )
+        return sorted(programs, key=lambda p: not p.is_distributed)
+
+    def _reach(self, start: Iterable[Unit], files: list[Source]) -> list[Unit]:
+        """The units that `start` may run, a method of any object by its name alone."""
+        methods: dict[str, list[Unit]] = {}
+        for source in files:
+            for name, units in source.methods.items():
+                methods.setdefault(name, []).extend(units)
+        names = methods.keys()
+        seen = dict.fromkeys(start)
+        queue = list(seen)
+        while queue:
+            unit = queue.pop()
+            more = list(self._direct(unit))
+            for name in unit.attributes & names:
+                more += methods[name]
+            for each in more:
+                if each not in seen:
+                    seen[each] = None
+                    queue.append(each)
+        return list(seen)
+
+    def _direct(self, unit: Unit) -> list[Unit]:
+        """Functions and classes that `unit` names."""
+        if unit not in self._edges:
+            source, out = unit.source, []
+            nodes: list[ast.AST] = [
+                n for n in unit.all(ast.Attribute) if isinstance(n.value, (ast.Name, ast.Attribute))
+            ]
+            nodes += [n for n in unit.all(ast.Name) if n.id in unit.loaded]
+            for dotted in {source.qualified(node) for node in nodes} - {""}:
+                found = self.definition(dotted, source)
+                if isinstance(found, Unit):
+                    out.append(found)
+                elif found is not None:
+                    out += [
+                        u for u in found[0].units if u.owner is found[1] and (u.name[:2] == "__" or u.name == "forward")
+                    ]
+            self._edges[unit] = out
+        return self._edges[unit]
+
+
+def _run_at_import(files: list[Source], entry: Source) -> list[Unit]:
+    registered = [
+        u
+        for s in files
+        for u in s.units
+        if not u.is_module and u.owner is None and getattr(u.node, "decorator_list", [])
+    ]
+    return [*(s.module for s in files), entry.main, *registered]
+
+
+def _trains(unit: Unit) -> bool:
+    return not _TRAINING_CALLS.isdisjoint(unit.attributes) and any(
+        isinstance(c.func, ast.Attribute) and c.func.attr in _TRAINING_CALLS for c in unit.all(ast.Call)
+    )
+
+
+def _is_distributed(unit: Unit) -> bool:
+    if _DISTRIBUTED & unit.attributes or any(
+        unit.source.names.get(name, name).rpartition(".")[2] in _DISTRIBUTED for name in unit.loaded
+    ):
+        return True
+    return "environ" in unit.attributes and any(
+        c.value in _DISTRIBUTED_VARIABLES for c in unit.all(ast.Constant) if isinstance(c.value, str)
+    )
+
+
+def _keywords(call: ast.Call) -> set[Optional[str]]:
+    return {keyword.arg for keyword in call.keywords}
+
+
+def _is_test(path: Path, root: Path) -> bool:
+    inside = path.relative_to(root) if root.is_dir() else path
+    return (
+        path.name.startswith("test_")
+        or path.stem.endswith("_test")
+        or path.name == "conftest.py"
+        or not {"tests", "test"}.isdisjoint(inside.parts[:-1])
+    )
+
+
+def _python_files(root: Path, exclude: set[str]) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+        return
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(
+            f for f in folders if f not in _SKIPPED_FOLDERS | exclude and not (Path(folder) / f / "pyvenv.cfg").exists()
+        )
+        for name in sorted(names):
+            if name.endswith(".py") and name not in exclude:
+                yield Path(folder) / name
