@@ -10,12 +10,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpshim.doctor import files as files
+from ddpshim.doctor import checkpoints, control, data, devices, files, training
 from ddpshim.doctor.findings import CODES, Finding
 from ddpshim.doctor.meaning import Meaning
 from ddpshim.doctor.rules import RULES, Case
 from ddpshim.doctor.source import Source
 from ddpshim.doctor.tree import Tree
+
+FAMILIES = (training, data, files, control, devices, checkpoints)  # each registers its rules when it is imported
 
 
 @dataclass(frozen=True)

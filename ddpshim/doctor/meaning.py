@@ -26,12 +26,14 @@ _RANK_WORDS = {
 _LOCAL_RANK = re.compile(r"(?i)^_*(?:ddp_?|my_?)?local_?rank$|^local_process_index$|^get_local_rank$")
 _IS_MAIN = re.compile(
     r"(?i)^_*(?:is_?|am_?|on_?|if_?|check_?)*(?:local_?|global_?|world_?|ddp_?)*"
-    r"(?:(?:main|master|primary|chief|root|rank_?(?:0|zero)|global_?(?:0|zero)|zero_?rank|first)"
+    r"(?:(?:main|master|primary|chief|root|rank_?(?:0|zero)|global_?(?:0|zero)|zero_?rank)"
     r"(?:_?(?:process|proc|rank|node|worker|gpu))?)$"
 )
 # Plain words that are too common for other things, unless they ask ("is_...").
 _NOT_MAIN = {"main", "root", "first", "master", "primary", "_main", "first_rank", "root_node", "on_main", "if_main"}
-_MAIN_ONLY = re.compile(r"(?i)(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)?$")
+_MAIN_ONLY = re.compile(
+    r"(?i)^(?:on_)?(?:local_|global_)?(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)$|on_(?:local_)?main_process$"
+)
 _WORLD_SIZE = re.compile(
     r"(?i)^_*(?:ddp_|global_)?(?:world_?size|num_?(?:gpus|processes|replicas|ranks|devices)|n_?gpus?|ngpus(?:_per_node)?|get_world_size|device_count|nprocs?|num_procs)$"
 )
@@ -56,10 +58,11 @@ _CLASS_KINDS = {
     "IterableDataset": "iterable",
     "Sampler": "sampler",
     "DistributedSampler": "dsampler",
-    "DistributedDataParallel": "ddp",
-    "DataParallel": "dp",
     "Dataset": "dataset",
 }
+_LAUNCH = re.compile(
+    r"distrib|ddp|is_dist|world_?size|is_initialized|local_?rank|multi_?gpu|\bdist\b|num_?gpus|n_?gpus"
+)
 MAIN, OTHER = "main", "other"
 
 
@@ -385,16 +388,28 @@ class Meaning:
             child = parent
         return None
 
+    def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
+        """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
+        child = node
+        for parent in unit.source.above(node):
+            if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test:
+                words = " ".join(identifiers(parent.test)).lower()
+                if _LAUNCH.search(words):
+                    return True
+            child = parent
+        return False
+
     def _left_before(self, child: ast.AST, parent: ast.AST, unit: Unit) -> Optional[ast.AST]:
         """A statement before `child` in its block by which other ranks leave: `if rank != 0: return`."""
         for name in ("body", "orelse", "finalbody"):
             block = getattr(parent, name, None)
             if isinstance(block, list) and child in block:
                 for statement in block[: block.index(child)]:
-                    if (
-                        isinstance(statement, ast.If)
-                        and leaves(statement.body)
-                        and self.test(statement.test, unit) == OTHER
+                    if not isinstance(statement, ast.If):
+                        continue
+                    found = self.test(statement.test, unit)
+                    if (found == OTHER and leaves(statement.body)) or (
+                        found == MAIN and statement.orelse and leaves(statement.orelse)
                     ):
                         return statement
         return None
@@ -461,6 +476,33 @@ def _tests_single(node: ast.AST) -> bool:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return True
     return isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.LtE, ast.Lt, ast.Is))
+
+
+_WITHOUT_GRADIENTS = {"no_grad", "inference_mode"}
+_EVALUATION = re.compile(
+    r"(?i)(^|_)(eval\w*|val|valid\w*|test|infer\w*|sample|rollout\w*|predict|generate|get_action|visuali[sz]e)($|_)"
+)
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a function's name says that it evaluates."""
+    return bool(_EVALUATION.search(name)) and "train" not in name
+
+
+def is_without_gradients(node: ast.AST, unit: Unit) -> bool:
+    """Whether a node runs under no_grad, or in a function that evaluates."""
+    if is_evaluation(unit.name):
+        return True
+    for above in [*unit.source.above(node)]:
+        if isinstance(above, (ast.With, ast.AsyncWith)) and any(
+            last_name(item.context_expr) in _WITHOUT_GRADIENTS for item in above.items
+        ):
+            return True
+        if isinstance(above, FUNCTIONS) and (
+            any(last_name(d) in _WITHOUT_GRADIENTS for d in above.decorator_list) or is_evaluation(above.name)
+        ):
+            return True
+    return False
 
 
 def names_in(nodes: Iterable[ast.AST]) -> set[str]:

@@ -38,6 +38,10 @@ class Case:
     def is_distributed(self) -> bool:
         return self.program.is_distributed
 
+    def trains(self, unit: Unit) -> bool:
+        """Whether a function trains, itself or through what it calls."""
+        return unit in self.tree.training
+
     def is_handled_by(self, *frameworks: str) -> bool:
         return not self.program.frameworks.isdisjoint(frameworks)
 

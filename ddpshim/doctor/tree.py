@@ -86,6 +86,7 @@ class Tree:
         self._imports: dict[Source, list[Source]] = {}
         self._edges: dict[Unit, list[Unit]] = {}
         self.programs = self._find_programs()
+        self.training = self._find_training()
 
     def module(self, dotted: str, importer: Source) -> Optional[Source]:
         """The file in the tree that `import dotted` in `importer` means."""
@@ -193,6 +194,27 @@ class Tree:
                     Program(entry, files, self._reach([*entry.units, *_run_at_import(files, entry)], files))
                 )
         return sorted(programs, key=lambda p: not p.is_distributed)
+
+    def _find_training(self) -> set[Unit]:
+        """Functions that train, and those that name one of them."""
+        units = {u: None for program in self.programs for u in program.units}
+        callers: dict[Unit, list[Unit]] = {}
+        names: dict[str, list[Unit]] = {}
+        for unit in units:
+            for called in self._direct(unit):
+                callers.setdefault(called, []).append(unit)
+            for attribute in unit.attributes:
+                names.setdefault(attribute, []).append(unit)
+        queue = [u for u in units if _trains(u)]
+        found = set(queue)
+        while queue:
+            unit = queue.pop()
+            by_name = names.get(unit.name, []) if unit.owner is not None and not unit.name.startswith("__") else []
+            for caller in [*callers.get(unit, []), *by_name]:
+                if caller not in found:
+                    found.add(caller)
+                    queue.append(caller)
+        return found
 
     def _reach(self, start: Iterable[Unit], files: list[Source]) -> list[Unit]:
         """The units that `start` may run, a method of any object by its name alone."""

@@ -1,0 +1,52 @@
+"""Keys of what is saved, and how they are taken apart again."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpshim.doctor.rules import Case, Hit, rule, text_of
+from ddpshim.doctor.source import Unit, constant, identifiers, last_name
+
+
+@rule("DDP701")
+def wrapped_keys(case: Case) -> Iterator[Hit]:
+    for unit, call in case.calls("state_dict"):
+        if not isinstance(call.func, ast.Attribute) or call.args or _is_handled(call, unit):
+            continue
+        if "ddp" in case.meaning.kinds(call.func.value, unit):
+            yield Hit(
+                unit,
+                call,
+                f"{text_of(call)} is of the wrapper: each key begins with module., and an unwrapped network cannot load it.",
+            )
+
+
+def _is_handled(node: ast.AST, unit: Unit) -> bool:
+    for above in unit.source.above(node):
+        if isinstance(above, (ast.If, ast.IfExp)) and identifiers(above.test) & {"hasattr", "isinstance", "module"}:
+            return True
+    return False
+
+
+@rule("DDP702")
+def replace_module(case: Case) -> Iterator[Hit]:
+    for unit, call in case.calls("replace"):
+        if len(call.args) < 2 or constant(call.args[0]) != "module." or constant(call.args[1]) != "":
+            continue
+        if len(call.args) == 3 and constant(call.args[2]) == 1 and _asks_prefix(call, unit):
+            continue
+        yield Hit(
+            unit,
+            call,
+            f'{text_of(call, 40)} also eats the middle of a key: "prior_module.weight" becomes "prior_weight".',
+        )
+
+
+def _asks_prefix(node: ast.AST, unit: Unit) -> bool:
+    for above in unit.source.above(node):
+        tests = [above.test] if isinstance(above, (ast.If, ast.IfExp)) else []
+        tests += [t for c in getattr(above, "generators", []) for t in c.ifs]
+        if any(last_name(c.func) == "startswith" for t in tests for c in ast.walk(t) if isinstance(c, ast.Call)):
+            return True
+    return False
