@@ -42,14 +42,13 @@ def check(
     """
     path.stat()  # a path that is not there is the caller's mistake
     tree = Tree(path, exclude)
-    meaning = Meaning(tree)
     found: dict[tuple[str, int, int, str], tuple[Finding, Source | None]] = {}
     for file, error in tree.unreadable:
         message = f"The file cannot be parsed ({error}), so nothing in it was checked."
         finding = _finding("DDP001", str(file), (error.line, 1, error.line), message, True)
         found[finding.path, finding.line, 1, "DDP001"] = finding, None
     for program in tree.programs:
-        case = Case(program, tree, meaning)
+        case = Case(program, tree, Meaning(tree, program))
         for code, apply in RULES.items():
             if not program.is_distributed and not CODES[code].in_single:
                 continue

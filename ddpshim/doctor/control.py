@@ -12,15 +12,59 @@ from ddpshim.doctor.rules import Case, Hit, rule, text_of
 from ddpshim.doctor.source import FUNCTIONS, Unit, argument, constant, identifiers, key_of, last_name
 
 _COLLECTIVES = {
-    *["all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier", "broadcast", "broadcast_object_list", "reduce"],
-    *["gather", "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"],
+    *[
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "reduce",
+    ],
+    *[
+        "gather",
+        "gather_object",
+        "scatter",
+        "scatter_object_list",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_to_all",
+    ],
     *["all_to_all_single", "monitored_barrier", "new_group", "destroy_process_group", "init_process_group"],
 }
 _FRAMEWORK_COLLECTIVES = {"wait_for_everyone", "gather_for_metrics"}
 _REDUCES = {
-    *["all_reduce", "reduce", "all_gather", "all_gather_object", "gather_object", "gather", "gather_for_metrics", "reduce_dict", "all_gather_into_tensor"],
-    *["synchronize_between_processes", "reduce_mean", "reduce_tensor", "all_reduce_mean", "reduce_loss_dict", "reduce_value", "distributed_concat"],
-    *["synchronize", "sync_dist", "all_reduce_dict", "dist_reduce", "average_across_processes", "concat_all_gather", "reduce_loss", "mean"],
+    *[
+        "all_reduce",
+        "reduce",
+        "all_gather",
+        "all_gather_object",
+        "gather_object",
+        "gather",
+        "gather_for_metrics",
+        "reduce_dict",
+        "all_gather_into_tensor",
+    ],
+    *[
+        "synchronize_between_processes",
+        "reduce_mean",
+        "reduce_tensor",
+        "all_reduce_mean",
+        "reduce_loss_dict",
+        "reduce_value",
+        "distributed_concat",
+    ],
+    *[
+        "synchronize",
+        "sync_dist",
+        "all_reduce_dict",
+        "dist_reduce",
+        "average_across_processes",
+        "concat_all_gather",
+        "reduce_loss",
+        "mean",
+    ],
 }
 
 
@@ -42,7 +86,7 @@ def bound_on_rank_0(case: Case) -> Iterator[Hit]:
                 elsewhere = [b for b in unit.bindings[name] if not _is_inside(b.statement, branch, unit)]
                 if (
                     name in unit.parameters
-                    or any(not _is_guarded_binding(b.statement, unit, case) for b in elsewhere)
+                    or any(_polarity(b.statement, unit, case) != MAIN for b in elsewhere)
                     or _is_global(name, unit)
                 ):
                     continue
@@ -55,17 +99,14 @@ def bound_on_rank_0(case: Case) -> Iterator[Hit]:
                     )
 
 
-def _is_guarded_binding(node: ast.AST, unit: Unit, case: Case) -> bool:
-    return case.meaning.guard(node, unit) is not None
-
-
 def _is_inside(node: ast.AST, branch: ast.If, unit: Unit) -> bool:
     return branch in unit.source.above(node)
 
 
 def _is_global(name: str, unit: Unit) -> bool:
     """Whether the name is one of the file's, or is bound by an import, def, except, del or comprehension."""
-    if any(name in g.names for g in [*unit.all(ast.Global), *unit.all(ast.Nonlocal)]):
+    declared = [n for g in unit.all(ast.Global) for n in g.names] + [n for g in unit.all(ast.Nonlocal) for n in g.names]
+    if name in declared:
         return True
     for comprehension in unit.all(ast.comprehension):
         if name in identifiers(comprehension.target):
@@ -261,6 +302,8 @@ def _ends(body: list[ast.stmt]) -> bool:
 
 @rule("DDP504")
 def wrapped_evaluation_on_one_rank(case: Case) -> Iterator[Hit]:
+    if not case.program.wraps:
+        return
     kinds = case.meaning.kinds
     for unit in case.program.units:
         for call in unit.all(ast.Call):

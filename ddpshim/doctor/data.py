@@ -26,8 +26,32 @@ _SAYS_PER_RANK = re.compile(
 )
 _STEPS = re.compile(r"(?i)(steps|batches|iters|iterations|updates)")
 _NOISE = {
-    *["randn", "randn_like", "rand", "rand_like", "randint", "randint_like", "normal_", "bernoulli", "bernoulli_", "dropout", "Dropout", "Dropout2d", "rsample"],
-    *["multinomial", "uniform_", "DropPath", "normal", "randperm", "RandomCrop", "RandomResizedCrop", "RandomHorizontalFlip", "Normal"],
+    *[
+        "randn",
+        "randn_like",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "normal_",
+        "bernoulli",
+        "bernoulli_",
+        "dropout",
+        "Dropout",
+        "Dropout2d",
+        "rsample",
+    ],
+    *[
+        "multinomial",
+        "uniform_",
+        "DropPath",
+        "normal",
+        "randperm",
+        "RandomCrop",
+        "RandomResizedCrop",
+        "RandomHorizontalFlip",
+        "Normal",
+    ],
 }
 _SEEDS = {
     "manual_seed",
@@ -178,7 +202,7 @@ def loader_without_share(case: Case) -> Iterator[Hit]:
     if case.is_handled_by("lightning", "fabric", "transformers", "ddpshim", "accelerate", "deepspeed"):
         return
     for unit, call in case.calls(*_LOADERS):
-        if any(k.arg is None for k in call.keywords) or _is_held_out(call, unit):
+        if (case.is_distributed and any(k.arg is None for k in call.keywords)) or _is_held_out(call, unit):
             continue
         dataset = argument(call, "dataset", 0)
         if dataset is None or "iterable" in case.meaning.kinds(dataset, unit) or not _trains_with(call, unit, case):
@@ -188,13 +212,10 @@ def loader_without_share(case: Case) -> Iterator[Hit]:
         sampler = argument(call, "sampler", 3) or argument(call, "batch_sampler", 4)
         if sampler is not None and constant(sampler) is None and not isinstance(sampler, ast.Constant):
             found = case.meaning.kinds(sampler, unit)
-            if (
-                "dsampler" in found
-                or "prepared" in found
-                or not found & {"sampler", "none"}
-                or _splits(sampler, unit, case)
-            ):
+            if found & {"dsampler", "prepared"} or _splits(sampler, unit, case):
                 continue
+            if case.is_distributed and not found & {"sampler", "none"}:
+                continue  # what it is cannot be said
             what = f"{text_of(sampler, 40)} draws for one process"
         else:
             what = f"no sampler shares {text_of(dataset, 40)} out"
@@ -294,15 +315,12 @@ def _says_per_rank(case: Case) -> bool:
                 ):
                     if not all(
                         "worker" in n
-                        or (is_world_size(operation)
-                        and not re.search(r"(?i)batch|^bs$|lr|learning|accum", n))
+                        or (is_world_size(operation) and not re.search(r"(?i)batch|^bs$|lr|learning|accum", n))
                         for n in identifiers(operation) | {_target(operation, unit)}
                     ):
                         return True
-        for operation in unit.all(ast.AugAssign):
-            if is_world_size(operation.value) and re.search(
-                r"(?i)batch|bs$|lr|accum", " ".join(identifiers(operation.target))
-            ):
+        for grown in unit.all(ast.AugAssign):
+            if is_world_size(grown.value) and re.search(r"(?i)batch|bs$|lr|accum", " ".join(identifiers(grown.target))):
                 return True
         for text in unit.all(ast.Constant):
             if isinstance(text.value, str) and len(text.value) > 10 and _SAYS_PER_RANK.search(text.value):
@@ -386,7 +404,7 @@ def _schedule_of(call: ast.Call, unit: Unit) -> str:
 
 @rule("DDP301")
 def one_seed(case: Case) -> Iterator[Hit]:
-    if case.is_handled_by("ddpshim", "lightning", "transformers"):
+    if case.is_handled_by("ddpshim", "lightning", "transformers") or case.program.uses("parallelize_module"):
         return
     seeds = [(u, c) for u, c in case.calls(*_SEEDS) if u.source.qualified(c.func) in _GLOBAL_SEEDS]
     if not seeds or any(_seed_differs(c, u, case) for u, c in seeds):

@@ -9,7 +9,7 @@ from typing import Optional
 
 from ddpshim.doctor.meaning import speaks_of_rank
 from ddpshim.doctor.rules import Case, Hit, rule, text_of
-from ddpshim.doctor.source import Unit, argument, constant, identifiers, last_name
+from ddpshim.doctor.source import Function, Unit, argument, constant, identifiers, last_name
 
 _WRITERS = {
     "torch.save": 1,
@@ -70,9 +70,14 @@ def every_rank_writes(case: Case) -> Iterator[Hit]:
     names = {name.rpartition(".")[2] for name in _WRITERS} | _WRITING_METHODS | {"open", "File", "makedirs", "mkdir"}
     for unit, call in case.calls(*names):
         target = _written(call, unit)
-        if target is None or _is_shared_file(target, call, unit, case) or _names_rank(target, unit, case):
+        if (
+            target is None
+            or identifiers(target) & {"devnull", "/dev/null", "fileno", "stdout"}
+            or _is_shared_file(target, call, unit, case)
+            or _names_rank(target, unit, case)
+        ):
             continue
-        if case.on_every_rank(call, unit):
+        if case.on_every_rank(call, unit) and not _needs_argument(call, unit, case):
             yield Hit(unit, call, f"Every rank runs {text_of(call)}, on the same path at the same time.")
 
 
@@ -105,14 +110,37 @@ def _written(call: ast.Call, unit: Unit) -> Optional[ast.expr]:
 
 
 def _is_true(node: Optional[ast.expr]) -> bool:
-    """True, or decided elsewhere."""
-    return node is not None and constant(node) is not False
+    return node is not None and constant(node) is True
+
+
+def _needs_argument(node: ast.AST, unit: Unit, case: Case) -> bool:
+    """Whether a test around the node asks for a parameter that is None by default, and no caller passes it."""
+    if unit.is_module:
+        return False
+    function: Function = unit.node  # type: ignore[assignment]
+    arguments = function.args
+    pairs = [*zip(reversed([*arguments.posonlyargs, *arguments.args]), reversed(arguments.defaults))]
+    pairs += [(a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults) if d is not None]
+    optional = {
+        a.arg for a, default in pairs if constant(default) in (None, False) and isinstance(default, ast.Constant)
+    }
+    tests = [a.test for a in unit.source.above(node) if isinstance(a, ast.If)]
+    for name in optional & {n for test in tests for n in identifiers(test)}:
+        position = unit.parameters.index(name) - (unit.owner is not None)
+        sites = case.meaning.sites_of(unit)
+        if sites and not any(argument(call, name, position) is not None or _spreads(call) for _, call in sites):
+            return True
+    return False
+
+
+def _spreads(call: ast.Call) -> bool:
+    return any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
 
 
 def _is_shared_file(target: ast.expr, call: ast.Call, unit: Unit, case: Case) -> bool:
     """Whether the target is an open file or buffer: what opened it is the finding."""
     if not isinstance(target, ast.Name):
-        return False
+        return isinstance(target, ast.Call) and last_name(target.func) == "open"
     for _, binding in case.meaning.reaching(target, unit):
         value = binding.value
         if isinstance(binding.statement, (ast.With, ast.AsyncWith)):
@@ -155,7 +183,11 @@ def every_rank_prompts(case: Case) -> Iterator[Hit]:
 @rule("DDP403")
 def every_rank_logs(case: Case) -> Iterator[Hit]:
     for unit, call in case.calls(*(name.rpartition(".")[2] for name in _LOGGERS)):
-        if unit.source.qualified(call.func) not in _LOGGERS:
+        named = {k.arg for k in call.keywords}
+        is_alias = (
+            last_name(call.func) == "init" and "project" in named
+        )  # `self.wandb = wandb`, then `self.wandb.init(...)`
+        if unit.source.qualified(call.func) not in _LOGGERS and not is_alias:
             continue
         values = [*call.args, *(k.value for k in call.keywords)]
         if any(speaks_of_rank(v) for v in values) or argument(call, "group") is not None:
@@ -182,7 +214,7 @@ def every_rank_deletes(case: Case) -> Iterator[Hit]:
 
 @rule("DDP405")
 def path_differs_by_rank(case: Case) -> Iterator[Hit]:
-    for unit, call in case.calls("strftime", "isoformat", "ctime", "uuid4"):
+    for unit, call in case.calls("strftime", "isoformat", "ctime"):
         if not _is_clock(call, unit) or unit.name in ("__repr__", "__str__"):
             continue
         use = _path_use(call, unit, case)
@@ -194,8 +226,6 @@ def _is_clock(call: ast.Call, unit: Unit) -> bool:
     name = unit.source.qualified(call.func)
     if name == "time.strftime":
         return len(call.args) < 2 or bool(identifiers(call.args[1]) & {"localtime", "gmtime", "time"})
-    if name == "uuid.uuid4":
-        return True
     return isinstance(call.func, ast.Attribute) and bool(
         {"now", "utcnow", "today", "fromtimestamp"} & identifiers(call.func.value)
     )

@@ -122,7 +122,7 @@ _TABLE = (
     Code(
         "DDP301",
         "one-seed",
-        "error",
+        "warning",
         "Build the network with the shared seed, then seed again with seed + rank; ddpshim.setup(seed=...) does both.",
         True,
     ),

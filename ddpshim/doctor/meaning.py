@@ -8,11 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Optional
 
 from ddpshim.doctor.source import FUNCTIONS, Binding, Unit, argument, constant, identifiers, key_of, last_name
-from ddpshim.doctor.tree import Tree
+from ddpshim.doctor.tree import Program, Tree
 
-_RANK = re.compile(
-    r"(?i)^_*(?:(?:ddp|global|world|dist|local|node|proc|process|my|cur|current|gpu|machine)_?)*rank(?:_?id)?$"
-)
+_RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
 _RANK_WORDS = {
     "process_index",
     "local_process_index",
@@ -67,15 +65,15 @@ MAIN, OTHER = "main", "other"
 
 
 class Meaning:
-    """Answers about expressions, from the bindings of their names; `reachable` bounds the callers that count."""
+    """Answers about expressions, from the bindings of their names and the callers in one program."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, program: Program) -> None:
         self.tree = tree
         self._kinds: dict[tuple[Unit, ast.AST], frozenset[str]] = {}
         self._guarded: dict[Unit, bool] = {}
         self._busy: set[object] = set()
         self.sites: dict[str, list[tuple[Unit, ast.Call]]] = {}
-        for unit in {u: None for program in tree.programs for u in program.units}:
+        for unit in program.units:
             for call in unit.all(ast.Call):
                 self.sites.setdefault(last_name(call.func), []).append((unit, call))
 
@@ -138,6 +136,8 @@ class Meaning:
     def _find_kinds(self, node: ast.AST, unit: Unit) -> Iterator[str]:
         if isinstance(node, ast.Call):
             yield from self._call_kinds(node, unit)
+        elif isinstance(node, ast.IfExp) and "unwrapped" in self.kinds(node.body, unit) | self.kinds(node.orelse, unit):
+            yield "unwrapped"  # `model.module if distributed else model`: the other branch is not wrapped
         elif isinstance(node, ast.IfExp):
             yield from self.kinds(node.body, unit) | self.kinds(node.orelse, unit)
         elif isinstance(node, ast.BoolOp):
@@ -168,12 +168,27 @@ class Meaning:
 
     def sites_of(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
         """Calls that may mean `unit`, by name."""
-        if unit.name == "__init__" and unit.owner is not None:
-            return self.sites.get(unit.owner.name, [])
+        if unit.owner is not None and unit.name == "__init__":
+            return self.constructions(unit)
         found = self.sites.get(unit.name, [])
         if unit.owner is not None:
-            return [(u, c) for u, c in found if isinstance(c.func, ast.Attribute)]
+            return [
+                (u, c) for u, c in found if isinstance(c.func, ast.Attribute) and self._may_be(c.func.value, u, unit)
+            ]
         return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) is unit]
+
+    def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
+        """Calls of the class that a method belongs to."""
+        found = self.sites.get(unit.owner.name, []) if unit.owner is not None else []
+        return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) == (unit.source, unit.owner)]
+
+    def _may_be(self, receiver: ast.expr, where: Unit, method: Unit) -> bool:
+        """Whether the object in `receiver.method()` may be of the method's class: `self` is of its own or a relative."""
+        if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
+            return True
+        mine, theirs = method.owner, where.owner
+        bases = {last_name(b) for c in (mine, theirs) if c is not None for b in c.bases}
+        return mine is theirs or (mine is not None and bool({mine.name, theirs.name} & bases))
 
     def _call_kinds(self, call: ast.Call, unit: Unit) -> Iterator[str]:
         name, qualified = last_name(call.func), unit.source.qualified(call.func)
@@ -211,6 +226,10 @@ class Meaning:
             )
         ):
             yield "prepared"
+        elif name == "getattr" and len(call.args) == 3 and constant(call.args[1]) == "module":
+            yield "unwrapped"
+        elif tail in ("unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"):
+            yield "unwrapped"
         elif name in _KEEPS_KIND:
             inner = call.func.value if isinstance(call.func, ast.Attribute) else None
             if inner is None or not self.kinds(inner, unit):
@@ -434,7 +453,7 @@ class Meaning:
         if all_guarded(self, self.sites_of(unit)):
             return True
         if unit.owner is not None and unit.name != "__init__":
-            return all_guarded(self, self.sites.get(unit.owner.name, []))
+            return all_guarded(self, self.constructions(unit))
         return False
 
 

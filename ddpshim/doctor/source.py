@@ -15,6 +15,8 @@ from typing import Optional, TypeVar, Union
 Node = TypeVar("Node", bound=ast.AST)
 Function = Union[ast.FunctionDef, ast.AsyncFunctionDef]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Fields that are not walked: contexts carry nothing, and a class that is only an annotation is not used.
+_NOT_RUN = {"ctx", "annotation", "returns"}
 _IGNORE = re.compile(r"#\s*ddpshim:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
 
 
@@ -67,6 +69,15 @@ class Unit:
         return {n.attr for n in self.all(ast.Attribute) if isinstance(n.ctx, ast.Load)}
 
     @cached_property
+    def origins(self) -> frozenset[str]:
+        """Every dotted name that is read, by the file's imports."""
+        qualified = self.source.qualified
+        names = {self.source.names.get(name, name) for name in self.loaded}
+        return frozenset(
+            names | {qualified(n) for n in self.all(ast.Attribute) if type(n.value) in (ast.Name, ast.Attribute)}
+        )
+
+    @cached_property
     def bindings(self) -> dict[str, list[Binding]]:
         """By `key_of` the target, in the order of the text."""
         out: dict[str, list[Binding]] = {}
@@ -109,6 +120,7 @@ class Source:
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self.content = path, content
+        self.folder = str(path.parent)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # escapes that Python deprecates are not the doctor's business
@@ -138,7 +150,7 @@ class Source:
                 inner = Unit(self, statement, owner)
                 self.units.append(inner)
                 self._walk(statement.body, statement, inner)
-                self._walk([*statement.decorator_list, statement.args], statement, unit)
+                self._walk([*statement.decorator_list, *defaults_of(statement)], statement, unit)
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
                 unit.by_type.setdefault(ast.ClassDef, []).append(statement)
@@ -176,9 +188,9 @@ class Source:
                 by_type[kind].append(node)
             else:
                 by_type[kind] = [node]
-            for value in node.__dict__.values():
+            for field, value in node.__dict__.items():
                 if isinstance(value, ast.AST):
-                    if type(value) is not ast.Load and type(value) is not ast.Store:
+                    if field not in _NOT_RUN:
                         stack.append((value, node))
                 elif isinstance(value, list):
                     for item in value:
@@ -226,6 +238,11 @@ class Source:
         return ".".join(reversed(parts))
 
 
+def defaults_of(function: Function) -> list[ast.expr]:
+    """The default values of a function's parameters."""
+    return [*function.args.defaults, *(d for d in function.args.kw_defaults if d is not None)]
+
+
 def key_of(node: ast.AST) -> Optional[str]:
     """`self.nets["policy"]` as text, the name that a binding goes by; None for what has no fixed name."""
     if isinstance(node, ast.Name):
@@ -257,7 +274,7 @@ def argument(call: ast.Call, name: str, position: Optional[int] = None) -> Optio
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
-    if position is not None and position < len(call.args):
+    if position is not None and 0 <= position < len(call.args):
         found = call.args[position]
         return None if isinstance(found, ast.Starred) else found
     return None

@@ -13,21 +13,90 @@ from ddpshim.doctor.source import Unit, argument, constant, identifiers, key_of,
 
 # What DistributedDataParallel answers itself; everything else of the network it hides.
 _MODULE_METHODS = {
-    *["add_module", "apply", "bfloat16", "buffers", "children", "compile", "cpu", "cuda", "double", "eval", "extra_repr", "float", "forward", "get_buffer"],
-    *["get_extra_state", "get_parameter", "get_submodule", "half", "ipu", "load_state_dict", "modules", "mtia", "named_buffers", "named_children"],
-    *["named_modules", "named_parameters", "parameters", "register_backward_hook", "register_buffer", "register_forward_hook"],
+    *[
+        "add_module",
+        "apply",
+        "bfloat16",
+        "buffers",
+        "children",
+        "compile",
+        "cpu",
+        "cuda",
+        "double",
+        "eval",
+        "extra_repr",
+        "float",
+        "forward",
+        "get_buffer",
+    ],
+    *[
+        "get_extra_state",
+        "get_parameter",
+        "get_submodule",
+        "half",
+        "ipu",
+        "load_state_dict",
+        "modules",
+        "mtia",
+        "named_buffers",
+        "named_children",
+    ],
+    *[
+        "named_modules",
+        "named_parameters",
+        "parameters",
+        "register_backward_hook",
+        "register_buffer",
+        "register_forward_hook",
+    ],
     *["register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_module"],
-    *["register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_parameter", "requires_grad_"],
-    *["register_state_dict_post_hook", "register_state_dict_pre_hook", "set_extra_state", "set_submodule", "share_memory"],
-    *["state_dict", "to", "to_empty", "train", "type", "xpu", "zero_grad", "no_sync", "join", "join_hook", "register_comm_hook", "scatter", "gather"],
-    *["to_kwargs", "will_sync_module_buffers", "named_parameters", "module", "_set_static_graph", "_get_ddp_logging_data"],
+    *[
+        "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_parameter",
+        "requires_grad_",
+    ],
+    *[
+        "register_state_dict_post_hook",
+        "register_state_dict_pre_hook",
+        "set_extra_state",
+        "set_submodule",
+        "share_memory",
+    ],
+    *[
+        "state_dict",
+        "to",
+        "to_empty",
+        "train",
+        "type",
+        "xpu",
+        "zero_grad",
+        "no_sync",
+        "join",
+        "join_hook",
+        "register_comm_hook",
+        "scatter",
+        "gather",
+    ],
+    *[
+        "to_kwargs",
+        "will_sync_module_buffers",
+        "named_parameters",
+        "module",
+        "_set_static_graph",
+        "_get_ddp_logging_data",
+    ],
 }
+_DEEPSPEED = {"backward", "step", "save_checkpoint", "load_checkpoint"}  # its engine is what a wrapper may also be
 # Reached through `.module`, these train nothing.
 _HARMLESS = re.compile(
     r"(?i)^(get_|set_|is_|has_|num_|load|save|update|log|print|reset|init|freeze|unfreeze|clip|generate|sample|predict|infer"
     r"|configure|compute_metrics|no_weight_decay|momentum|ema|export|push|encode_text|register)"
 )
 _TRAINING_UNIT = re.compile(r"(?i)(train|loss|step|forward|update|fit|learn|optimi[sz]e|backprop)")
+_TRAINING_METHOD = re.compile(
+    r"(?i)forward|loss|train|step|log_prob|encode|decode|compute|embed|extract|features|reparam|process"
+)
 _EMA = re.compile(r"(?i)(^|_)ema($|_|[A-Z])|EMA|[Ee]maModel|ModelEma|AveragedModel|ExponentialMovingAverage")
 
 
@@ -53,6 +122,8 @@ def _aliases(case: Case, name: str) -> set[str]:
 
 @rule("DDP102")
 def trains_through_module(case: Case) -> Iterator[Hit]:
+    if not case.program.wraps:
+        return
     kinds = case.meaning.kinds
     for unit in case.program.units:
         if not {"backward"} & unit.attributes and not _TRAINING_UNIT.search(unit.name):
@@ -61,7 +132,7 @@ def trains_through_module(case: Case) -> Iterator[Hit]:
             owner, method = _through_module(call, unit, case)
             if owner is None or (method and (_HARMLESS.match(method) or method in _MODULE_METHODS - {"forward"})):
                 continue
-            if not call.args and not call.keywords:
+            if (not call.args and not call.keywords) or (method and not _TRAINING_METHOD.search(method)):
                 continue
             if is_without_gradients(call, unit):
                 continue
@@ -108,10 +179,16 @@ def wrapped_non_module(case: Case) -> Iterator[Hit]:
 
 @rule("DDP104")
 def method_on_wrapped(case: Case) -> Iterator[Hit]:
+    if not case.program.wraps:
+        return
     for unit in case.program.units:
         for call in unit.all(ast.Call):
             func = call.func
-            if not isinstance(func, ast.Attribute) or func.attr in _MODULE_METHODS or func.attr.startswith("__"):
+            if (
+                not isinstance(func, ast.Attribute)
+                or func.attr in _MODULE_METHODS | _DEEPSPEED
+                or func.attr.startswith("__")
+            ):
                 continue
             if not isinstance(func.value, (ast.Name, ast.Attribute, ast.Subscript)):
                 continue
@@ -138,6 +215,8 @@ def _asks_first(node: ast.AST, unit: Unit) -> bool:
 
 @rule("DDP105")
 def ema_of_wrapped(case: Case) -> Iterator[Hit]:
+    if not case.program.wraps:
+        return
     kinds = case.meaning.kinds
     for unit in case.program.units:
         for call in unit.all(ast.Call):
@@ -186,6 +265,8 @@ def _strips(unit: Unit) -> bool:
 
 @rule("DDP106")
 def optimizer_order(case: Case) -> Iterator[Hit]:
+    if not case.program.wraps:
+        return
     kinds = case.meaning.kinds
     for unit in case.program.units:
         wraps = [

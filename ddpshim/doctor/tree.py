@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Optional, Union
 
@@ -14,6 +16,9 @@ _SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules"
 _TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
 _DISTRIBUTED = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "init_distributed"}
 _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
+# Their subclasses are called by a framework, through methods that the program does not name.
+_CALLED_BACK = {"LightningModule", "LightningDataModule", "Callback", "Trainer", "TrainerCallback"}
+_TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
 # What is built in by a framework is not looked for in programs that use it.
 _FRAMEWORKS = {
     "accelerate": {"accelerate.Accelerator"},
@@ -31,7 +36,7 @@ class Program:
 
     def __init__(self, entry: Source, files: list[Source], units: list[Unit]) -> None:
         self.entry, self.files, self.units = entry, files, units
-        self.frameworks = {name for name, marks in _FRAMEWORKS.items() if marks & self._origins()}
+        self.frameworks = {name for name, marks in _FRAMEWORKS.items() if marks & self.origins}
         self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
         self.spawns = any(
             unit.source.qualified(call.func) in ("torch.multiprocessing.spawn", "torch.multiprocessing.Process")
@@ -39,14 +44,15 @@ class Program:
             for unit, call in self.calls("spawn", "Process")
         )
 
-    def _origins(self) -> set[str]:
-        out: set[str] = set()
-        for unit in self.units:
-            out.update(unit.source.names.values())
-            for attribute in unit.all(ast.Attribute):
-                if isinstance(attribute.value, ast.Name):
-                    out.add(unit.source.qualified(attribute))
-        return out
+    @cached_property
+    def origins(self) -> frozenset[str]:
+        """Every dotted name that the program reads."""
+        return frozenset[str]().union(*(unit.origins for unit in self.units))
+
+    @cached_property
+    def wraps(self) -> bool:
+        """Whether DistributedDataParallel or DataParallel is named at all."""
+        return any(name.endswith(("DistributedDataParallel", "DataParallel", "DDP")) for name in self.origins)
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
         """Calls of functions or methods whose last name is one of these."""
@@ -68,7 +74,7 @@ class Tree:
         self.root = root
         self.sources: list[Source] = []
         self.unreadable: list[tuple[Path, Unreadable]] = []
-        for path in _python_files(root, set(exclude)):
+        for path in _files(root, set(exclude), (".py",)):
             try:
                 self.sources.append(Source(path, path.read_bytes()))
             except Unreadable as error:
@@ -82,15 +88,17 @@ class Tree:
             self._parts[source] = parts
             if parts:
                 self._by_last.setdefault(parts[-1], []).append(source)
-        self._found: dict[tuple[str, Path], Optional[Source]] = {}
+        self._found: dict[tuple[str, str], Optional[Source]] = {}
         self._imports: dict[Source, list[Source]] = {}
-        self._edges: dict[Unit, list[Unit]] = {}
+        self._edges: dict[Unit, tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]] = {}
+        self.configs = [c for c in _files(root, set(exclude), (".yaml", ".yml")) if root.is_dir()]
+        self.targets = _targets(self.configs)
         self.programs = self._find_programs()
         self.training = self._find_training()
 
     def module(self, dotted: str, importer: Source) -> Optional[Source]:
         """The file in the tree that `import dotted` in `importer` means."""
-        key = (dotted, importer.path.parent)
+        key = (dotted, importer.folder)
         if key not in self._found:
             self._found[key] = self._find_module(dotted, importer)
         return self._found[key]
@@ -163,6 +171,12 @@ class Tree:
     def closure(self, entry: Source) -> list[Source]:
         """The entry and all that it imports, directly or not."""
         seen, queue = {entry: None}, [entry]
+        if any(name.partition(".")[0] == "hydra" for name in entry.names.values()):
+            for dotted in self.targets.values():  # what a config instantiates
+                module = self.module(dotted.rpartition(".")[0], entry) if "." in dotted else None
+                if module is not None and module not in seen:
+                    seen[module] = None
+                    queue.append(module)
         while queue:
             for source in self.imports(queue.pop()):
                 if source not in seen:
@@ -183,12 +197,16 @@ class Tree:
             if trains.isdisjoint(files):
                 continue
             reached = self._reach([entry.module, entry.main], files)
-            if any(_trains(unit) for unit in reached):
+            if any(_trains(unit) for unit in reached) and not any("init_rpc" in unit.attributes for unit in reached):
                 units = self._reach([*reached, *_run_at_import(files, entry)], files)
                 programs.append(Program(entry, files, units))
                 covered.update(s for s in trains if any(u.source is s and _trains(u) for u in units))
         for entry in self.sources:  # a trainer that is reached through a string in a config, or by other code
-            if entry in trains - covered and not (_is_test(entry.path, self.root) and self.root.is_dir()):
+            if (
+                entry in trains - covered
+                and not any("init_rpc" in u.attributes for u in entry.units)
+                and not (_is_test(entry.path, self.root) and self.root.is_dir())
+            ):
                 files = self.closure(entry)
                 programs.append(
                     Program(entry, files, self._reach([*entry.units, *_run_at_import(files, entry)], files))
@@ -201,7 +219,7 @@ class Tree:
         callers: dict[Unit, list[Unit]] = {}
         names: dict[str, list[Unit]] = {}
         for unit in units:
-            for called in self._direct(unit):
+            for called in self._direct(unit)[0]:
                 callers.setdefault(called, []).append(unit)
             for attribute in unit.attributes:
                 names.setdefault(attribute, []).append(unit)
@@ -217,42 +235,65 @@ class Tree:
         return found
 
     def _reach(self, start: Iterable[Unit], files: list[Source]) -> list[Unit]:
-        """The units that `start` may run, a method of any object by its name alone."""
+        """The units that `start` may run: functions by name, methods by name where their class is used somewhere."""
         methods: dict[str, list[Unit]] = {}
+        by_class: dict[ast.ClassDef, list[Unit]] = {}
         for source in files:
             for name, units in source.methods.items():
                 methods.setdefault(name, []).extend(units)
-        names = methods.keys()
+                for unit in units:
+                    if unit.owner is not None:
+                        by_class.setdefault(unit.owner, []).append(unit)
+        names, asked = methods.keys(), set[str]()
+        live: set[ast.ClassDef] = set()
         seen = dict.fromkeys(start)
         queue = list(seen)
+
+        def add(unit: Unit) -> None:
+            if unit not in seen:
+                seen[unit] = None
+                queue.append(unit)
+
+        def use(source: Source, node: ast.ClassDef) -> None:
+            if node in live:
+                return
+            live.add(node)
+            is_called_back = any(last_name(base) in _CALLED_BACK for base in node.bases)
+            for unit in by_class.get(node, []):
+                if is_called_back or unit.name in asked or unit.name[:2] == "__" or unit.name == "forward":
+                    add(unit)
+            for base in node.bases:
+                found = self.defined(base, source)
+                if isinstance(found, tuple):
+                    use(*found)
+
+        for source in files:
+            for name, node in source.classes.items():
+                if node.decorator_list or name in self.targets:
+                    use(source, node)
+        for unit in seen:
+            if unit.owner is not None:
+                live.add(unit.owner)
         while queue:
             unit = queue.pop()
-            more = list(self._direct(unit))
-            for name in unit.attributes & names:
-                more += methods[name]
-            for each in more:
-                if each not in seen:
-                    seen[each] = None
-                    queue.append(each)
+            functions, classes = self._direct(unit)
+            for function in functions:
+                add(function)
+            for found in classes:
+                use(*found)
+            for name in (unit.attributes & names) - asked:
+                asked.add(name)
+                for method in methods[name]:
+                    if method.owner in live:
+                        add(method)
         return list(seen)
 
-    def _direct(self, unit: Unit) -> list[Unit]:
+    def _direct(self, unit: Unit) -> tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]:
         """Functions and classes that `unit` names."""
         if unit not in self._edges:
-            source, out = unit.source, []
-            nodes: list[ast.AST] = [
-                n for n in unit.all(ast.Attribute) if isinstance(n.value, (ast.Name, ast.Attribute))
-            ]
-            nodes += [n for n in unit.all(ast.Name) if n.id in unit.loaded]
-            for dotted in {source.qualified(node) for node in nodes} - {""}:
-                found = self.definition(dotted, source)
-                if isinstance(found, Unit):
-                    out.append(found)
-                elif found is not None:
-                    out += [
-                        u for u in found[0].units if u.owner is found[1] and (u.name[:2] == "__" or u.name == "forward")
-                    ]
-            self._edges[unit] = out
+            found = [self.definition(dotted, unit.source) for dotted in unit.origins - {""}]
+            functions = [each for each in found if isinstance(each, Unit)]
+            self._edges[unit] = functions, [each for each in found if isinstance(each, tuple)]
         return self._edges[unit]
 
 
@@ -296,7 +337,13 @@ def _is_test(path: Path, root: Path) -> bool:
     )
 
 
-def _python_files(root: Path, exclude: set[str]) -> Iterator[Path]:
+def _targets(configs: list[Path]) -> dict[str, str]:
+    """Classes that hydra's configs instantiate, by their last name."""
+    found = (m for path in configs for m in _TARGET.findall(path.read_bytes()))
+    return {dotted.rpartition(".")[2]: dotted for dotted in (m.decode() for m in found)}
+
+
+def _files(root: Path, exclude: set[str], endings: tuple[str, ...]) -> Iterator[Path]:
     if root.is_file():
         yield root
         return
@@ -305,5 +352,5 @@ def _python_files(root: Path, exclude: set[str]) -> Iterator[Path]:
             f for f in folders if f not in _SKIPPED_FOLDERS | exclude and not (Path(folder) / f / "pyvenv.cfg").exists()
         )
         for name in sorted(names):
-            if name.endswith(".py") and name not in exclude:
+            if name.endswith(endings) and name not in exclude:
                 yield Path(folder) / name
