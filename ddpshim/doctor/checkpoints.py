@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpshim.doctor.rules import Case, Hit, rule, text_of
-from ddpshim.doctor.source import Unit, constant, identifiers, last_name
+from ddpshim.doctor.source import Unit, argument, constant, identifiers, last_name
 
 
 @rule("DDP701")
@@ -14,11 +14,11 @@ def wrapped_keys(case: Case) -> Iterator[Hit]:
     for unit, call in case.calls("state_dict"):
         if not isinstance(call.func, ast.Attribute) or call.args or _is_handled(call, unit):
             continue
-        if "ddp" in case.meaning.kinds(call.func.value, unit):
+        if case.meaning.kinds(call.func.value, unit) & {"ddp", "dp", "holds-wrapped"}:
             yield Hit(
                 unit,
                 call,
-                f"{text_of(call)} is of the wrapper: each key begins with module., and an unwrapped network cannot load it.",
+                f"{text_of(call)} is of the wrapper: its keys have module. in them, and a bare network cannot load them.",
             )
 
 
@@ -32,7 +32,7 @@ def _is_handled(node: ast.AST, unit: Unit) -> bool:
 @rule("DDP702")
 def replace_module(case: Case) -> Iterator[Hit]:
     for unit, call in case.calls("replace"):
-        if len(call.args) < 2 or constant(call.args[0]) != "module." or constant(call.args[1]) != "":
+        if len(call.args) < 2 or constant(call.args[1]) != "" or "module." not in _texts(call.args[0], unit, case):
             continue
         if len(call.args) == 3 and constant(call.args[2]) == 1 and _asks_prefix(call, unit):
             continue
@@ -41,6 +41,17 @@ def replace_module(case: Case) -> Iterator[Hit]:
             call,
             f'{text_of(call, 40)} also eats the middle of a key: "prior_module.weight" becomes "prior_weight".',
         )
+
+
+def _texts(node: ast.expr, unit: Unit, case: Case) -> set[object]:
+    """The literals that an expression may be, those that callers pass included."""
+    if isinstance(node, ast.Constant):
+        return {node.value}
+    found = {constant(b.value) for _, b in case.meaning.reaching(node, unit)}
+    if isinstance(node, ast.Name) and node.id in unit.parameters:
+        position = unit.parameters.index(node.id) - (unit.owner is not None)
+        found |= {constant(argument(site, node.id, position)) for _, site in case.meaning.sites_of(unit)}
+    return found
 
 
 def _asks_prefix(node: ast.AST, unit: Unit) -> bool:

@@ -139,6 +139,19 @@ def _is_custom_sampler(value: Optional[ast.expr], unit: Unit, case: Case) -> boo
 def shuffle_from_sampler(case: Case) -> Iterator[Hit]:
     if case.is_handled_by("lightning", "fabric", "transformers"):
         return
+    for unit, call in _samplers(case):
+        asked = argument(call, "shuffle", 3)
+        if isinstance(asked, ast.Compare) and _is_none_test(asked) and key_of(asked.left):
+            custom = [
+                b for b in unit.bindings.get(key_of(asked.left) or "", []) if _is_custom_sampler(b.value, unit, case)
+            ]
+            if custom:
+                yield Hit(
+                    unit,
+                    call,
+                    f"shuffle={text_of(asked, 40)} is False wherever the dataset has a sampler of its own, and that sampler "
+                    "is not used: the order is fixed.",
+                )
     for unit, call in case.calls(*_LOADERS):
         sampler, shuffle = argument(call, "sampler"), argument(call, "shuffle", 2)
         if sampler is None or "dsampler" not in case.meaning.kinds(sampler, unit) or _is_held_out(call, unit):
@@ -285,13 +298,7 @@ def batch_per_rank(case: Case) -> Iterator[Hit]:
         return
     for unit, call in case.calls(*_LOADERS):
         size = argument(call, "batch_size", 1)
-        sampler = argument(call, "sampler", 3)
-        if (
-            size is None
-            or sampler is None
-            or "dsampler" not in case.meaning.kinds(sampler, unit)
-            or _is_held_out(call, unit)
-        ):
+        if size is None or _is_held_out(call, unit) or not _has_share(call, unit, case):
             continue
         words = identifiers(size) | _bound_words(size, unit, case)
         if is_world_size(size) or any(_PER_RANK.search(word) for word in words):
@@ -302,6 +309,18 @@ def batch_per_rank(case: Case) -> Iterator[Hit]:
             f"batch_size={text_of(size, 30)} is each rank's own: the global batch grows with the number of ranks, and nothing "
             "divides it or scales the learning rate.",
         )
+
+
+def _has_share(call: ast.Call, unit: Unit, case: Case) -> bool:
+    """Whether a loader reads a share: through its sampler, or a dataset that was told its rank."""
+    sampler, dataset = argument(call, "sampler", 3), argument(call, "dataset", 0)
+    if sampler is not None and "dsampler" in case.meaning.kinds(sampler, unit):
+        return True
+    for _, binding in case.meaning.reaching(dataset, unit) if dataset is not None else ():
+        value = binding.value
+        if isinstance(value, ast.Call) and any(k.arg in ("rank", "world_size", "num_replicas") for k in value.keywords):
+            return True
+    return False
 
 
 def _says_per_rank(case: Case) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.doctor.meaning import speaks_of_rank
+from ddpshim.doctor.meaning import is_evaluation, speaks_of_rank
 from ddpshim.doctor.rules import Case, Hit, rule, text_of
 from ddpshim.doctor.source import Unit, argument, constant, identifiers, last_name
 
@@ -60,7 +60,7 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
             device = _device_named(call, unit)
             if device is None or _is_at_import(call, unit, case):
                 continue
-            if device == "cuda" and (binds or not case.is_distributed):
+            if device == "cuda" and (binds or is_evaluation(unit.name)):
                 continue
             if not case.on_every_rank(call, unit) or case.meaning.depends_on_launch(call, unit):
                 continue

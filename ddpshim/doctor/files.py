@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import Optional
+from typing import Optional, Union
 
 from ddpshim.doctor.meaning import speaks_of_rank
 from ddpshim.doctor.rules import Case, Hit, rule, text_of
@@ -214,26 +214,29 @@ def every_rank_deletes(case: Case) -> Iterator[Hit]:
 
 @rule("DDP405")
 def path_differs_by_rank(case: Case) -> Iterator[Hit]:
-    for unit, call in case.calls("strftime", "isoformat", "ctime"):
+    for unit, call in case.calls("strftime", "isoformat", "ctime", "now", "utcnow", "today"):
         if not _is_clock(call, unit) or unit.name in ("__repr__", "__str__"):
             continue
-        use = _path_use(call, unit, case)
+        use = _path_use(call, unit)
         if use and case.on_every_rank(call, unit):
             yield Hit(unit, call, f"Each rank reads its own clock: {text_of(call)} in {use} may differ between ranks.")
 
 
 def _is_clock(call: ast.Call, unit: Unit) -> bool:
-    name = unit.source.qualified(call.func)
+    name, tail = unit.source.qualified(call.func), last_name(call.func)
     if name == "time.strftime":
         return len(call.args) < 2 or bool(identifiers(call.args[1]) & {"localtime", "gmtime", "time"})
+    if tail in ("now", "utcnow", "today"):
+        is_spelt_out = isinstance(unit.source.parents.get(call), ast.Attribute)  # strftime of it is looked at instead
+        return name.startswith("datetime.") and not is_spelt_out
     return isinstance(call.func, ast.Attribute) and bool(
         {"now", "utcnow", "today", "fromtimestamp"} & identifiers(call.func.value)
     )
 
 
-def _path_use(node: ast.AST, unit: Unit, case: Case) -> str:
-    """Where the time ends up in a path: the expression or the name; "" for what is only printed."""
-    child = node
+def _path_use(node: ast.AST, unit: Unit, depth: int = 0) -> str:
+    """Where a time ends up in a path: the expression or the name; "" for what is only printed or subtracted."""
+    child, is_text = node, isinstance(node, ast.Call) and last_name(node) not in ("now", "utcnow", "today")
     for parent in unit.source.above(node):
         if isinstance(parent, ast.Call) and child is not parent.func:
             name = last_name(parent.func)
@@ -241,17 +244,13 @@ def _path_use(node: ast.AST, unit: Unit, case: Case) -> str:
                 return ""
             if name in _PATH_CALLS:
                 return text_of(parent, 40)
+        is_text = is_text or isinstance(parent, ast.JoinedStr)
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div):
             return text_of(parent, 40)
         if isinstance(parent, ast.keyword) and parent.arg and _PATH_NAMES.search(parent.arg):
             return parent.arg
         if isinstance(parent, (ast.Assign, ast.AnnAssign)):
-            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            names = [last_name(t) for t in targets]
-            if _is_sent(names, unit):
-                return ""
-            used = _in_a_path(set(names), unit)
-            return next((n for n in names if n and (used or re.search(r"(?i)(dir|path|folder|file)", n))), "")
+            return _bound_path(parent, unit, is_text or depth > 0, depth)
         if isinstance(parent, ast.Return):
             return f"the value of {unit.name}()" if _PATH_NAMES.search(unit.name) else ""
         if isinstance(parent, ast.stmt):
@@ -260,15 +259,28 @@ def _path_use(node: ast.AST, unit: Unit, case: Case) -> str:
     return ""
 
 
-def _is_sent(names: list[str], unit: Unit) -> bool:
+def _bound_path(assign: Union[ast.Assign, ast.AnnAssign], unit: Unit, is_text: bool, depth: int) -> str:
+    targets = assign.targets if isinstance(assign, ast.Assign) else [assign.target]
+    for target in targets:
+        name = last_name(target)
+        if _is_sent({name}, unit):
+            return ""
+        if is_text and re.search(r"(?i)(dir|path|folder|file)", name):
+            return name
+        if is_text and isinstance(target, ast.Attribute) and re.search(r"(?i)name$|suffix$|run_id$", name):
+            return text_of(target, 40)
+        if not isinstance(target, ast.Name) or depth > 2:
+            continue
+        for use in unit.all(ast.Name):
+            if use.id == name and isinstance(use.ctx, ast.Load) and use.lineno >= assign.lineno:
+                found = _path_use(use, unit, depth + 1)
+                if found:
+                    return f"{name}, in {found}" if depth == 0 and name not in found else found
+    return ""
+
+
+def _is_sent(names: set[str], unit: Unit) -> bool:
     """Whether the main rank's value is broadcast."""
     return any(
-        last_name(call.func).startswith("broadcast") and identifiers(call) & set(names) for call in unit.all(ast.Call)
+        last_name(call.func).startswith("broadcast") and identifiers(call) & names for call in unit.all(ast.Call)
     )
-
-
-def _in_a_path(names: set[str], unit: Unit) -> bool:
-    for call in unit.all(ast.Call):
-        if last_name(call.func) in _PATH_CALLS and names & identifiers(call):
-            return True
-    return any(isinstance(b.op, ast.Div) and names & identifiers(b) for b in unit.all(ast.BinOp))

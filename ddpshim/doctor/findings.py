@@ -60,6 +60,7 @@ _TABLE = (
         "ema-of-wrapped",
         "error",
         "Make and update the average from the unwrapped network: EMA(model.module).",
+        True,
     ),
     Code(
         "DDP106",
@@ -203,6 +204,7 @@ _TABLE = (
         "wrapped-keys",
         "warning",
         "Save the bare network: model.module.state_dict().",
+        True,
     ),
     Code(
         "DDP702",

@@ -104,10 +104,11 @@ class Meaning:
         if own and not unit.is_module and "." not in key and "[" not in key:
             return [(unit, b) for b in own]
         if key.startswith("self.") and unit.owner is not None:
+            # What this method binds further down does not hold here yet.
             return [
                 (other, b)
                 for other in unit.source.units
-                if other.owner is unit.owner
+                if other.owner is unit.owner and other is not unit
                 for b in other.bindings.get(key, [])
             ]
         if key in unit.parameters:
@@ -153,8 +154,9 @@ class Meaning:
             yield "unwrapped"
         elif isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             bindings = self.reaching(node, unit)
-            for where, binding in bindings:
-                yield from self.kinds(binding.value, where)
+            found = frozenset[str]().union(*(self.kinds(b.value, where) for where, b in bindings))
+            # Bound to `model.module` in one branch and to `model` in the other, it is bare in both.
+            yield from found - {"ddp", "dp"} if "unwrapped" in found else found
             if not bindings and isinstance(node, ast.Name):
                 yield from self._parameter_kinds(node.id, unit)
 
@@ -165,6 +167,18 @@ class Meaning:
         position = unit.parameters.index(name) - (unit.owner is not None)
         for where, call in self.sites_of(unit)[:20]:
             yield from self.kinds(argument(call, name, position), where)
+
+    def handed_over(self, node: ast.expr, unit: Unit, kind: str) -> list[tuple[Unit, ast.Call]]:
+        """The calls that give `unit` what `node` names, where that is a parameter."""
+        if not isinstance(node, ast.Name) or node.id not in unit.parameters or self.reaching(node, unit):
+            return []
+        position = unit.parameters.index(node.id) - (unit.owner is not None)
+        found = []
+        for where, call in self.sites_of(unit)[:20]:
+            value = argument(call, node.id, position)
+            if value is not None and kind in self.kinds(value, where):
+                found.append((where, call))
+        return found
 
     def sites_of(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
         """Calls that may mean `unit`, by name."""
@@ -235,6 +249,13 @@ class Meaning:
             if inner is None or not self.kinds(inner, unit):
                 inner = call.args[0] if call.args else inner
             yield from self.kinds(inner, unit)
+        elif tail in ("ModuleDict", "ModuleList", "Sequential") and call.args:
+            yield "module"
+            inner_calls = [c for a in call.args for c in ast.walk(a) if isinstance(c, (ast.Call, ast.Name))]
+            if any(self.kinds(c, unit) & {"ddp", "dp", "holds-wrapped"} for c in inner_calls):
+                yield "holds-wrapped"
+        elif tail == "algo_factory":
+            yield "plain"  # robomimic's algorithms hold networks and are none
         elif qualified.startswith("torch.nn.") and tail[:1].isupper():
             yield "module"
         else:

@@ -95,7 +95,7 @@ _HARMLESS = re.compile(
 )
 _TRAINING_UNIT = re.compile(r"(?i)(train|loss|step|forward|update|fit|learn|optimi[sz]e|backprop)")
 _TRAINING_METHOD = re.compile(
-    r"(?i)forward|loss|train|step|log_prob|encode|decode|compute|embed|extract|features|reparam|process"
+    r"(?i)forward|loss|train|step|log_prob|encode|decode|embed|extract|features|reparam|process"
 )
 _EMA = re.compile(r"(?i)(^|_)ema($|_|[A-Z])|EMA|[Ee]maModel|ModelEma|AveragedModel|ExponentialMovingAverage")
 
@@ -181,6 +181,7 @@ def wrapped_non_module(case: Case) -> Iterator[Hit]:
 def method_on_wrapped(case: Case) -> Iterator[Hit]:
     if not case.program.wraps:
         return
+    told: set[ast.Call] = set()
     for unit in case.program.units:
         for call in unit.all(ast.Call):
             func = call.func
@@ -192,7 +193,19 @@ def method_on_wrapped(case: Case) -> Iterator[Hit]:
                 continue
             if not isinstance(func.value, (ast.Name, ast.Attribute, ast.Subscript)):
                 continue
-            if "ddp" in case.meaning.kinds(func.value, unit) and not _asks_first(call, unit):
+            if "ddp" not in case.meaning.kinds(func.value, unit) or _asks_first(call, unit):
+                continue
+            handed = case.meaning.handed_over(func.value, unit, "ddp")
+            for where, site in handed:
+                if site not in told:
+                    told.add(site)
+                    yield Hit(
+                        where,
+                        site,
+                        f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}, which the wrapper "
+                        "does not have: AttributeError, and through .module no gradient would be averaged.",
+                    )
+            if not handed:
                 yield Hit(
                     unit,
                     call,
@@ -218,6 +231,7 @@ def ema_of_wrapped(case: Case) -> Iterator[Hit]:
     if not case.program.wraps:
         return
     kinds = case.meaning.kinds
+    wrappers = {"ddp", "dp", "holds-wrapped"}
     for unit in case.program.units:
         for call in unit.all(ast.Call):
             name = last_name(call.func)
@@ -226,7 +240,7 @@ def ema_of_wrapped(case: Case) -> Iterator[Hit]:
                 (
                     v
                     for v in values
-                    if isinstance(v, (ast.Name, ast.Attribute, ast.Subscript)) and "ddp" in kinds(v, unit)
+                    if isinstance(v, (ast.Name, ast.Attribute, ast.Subscript)) and wrappers & kinds(v, unit)
                 ),
                 None,
             )

@@ -19,6 +19,7 @@ _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
 # Their subclasses are called by a framework, through methods that the program does not name.
 _CALLED_BACK = {"LightningModule", "LightningDataModule", "Callback", "Trainer", "TrainerCallback"}
 _TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
+_SAVES = re.compile(r"(?i)^_?(save\w*|dump|log_model|push_to_hub)$")
 # What is built in by a framework is not looked for in programs that use it.
 _FRAMEWORKS = {
     "accelerate": {"accelerate.Accelerator"},
@@ -53,6 +54,12 @@ class Program:
     def wraps(self) -> bool:
         """Whether DistributedDataParallel or DataParallel is named at all."""
         return any(name.endswith(("DistributedDataParallel", "DataParallel", "DDP")) for name in self.origins)
+
+    @property
+    def may_be_launched(self) -> bool:
+        """Whether a program of one process is a trainer that is worth several: it keeps what it trained, and serves nobody."""
+        serves = any(name.startswith("grpc.") or name.endswith("multiprocessing.Process") for name in self.origins)
+        return not serves and any(_SAVES.match(name) for unit in self.units for name in unit.attributes | unit.loaded)
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
         """Calls of functions or methods whose last name is one of these."""
@@ -174,7 +181,7 @@ class Tree:
         if any(name.partition(".")[0] == "hydra" for name in entry.names.values()):
             for dotted in self.targets.values():  # what a config instantiates
                 module = self.module(dotted.rpartition(".")[0], entry) if "." in dotted else None
-                if module is not None and module not in seen:
+                if module is not None and module not in seen and not module.is_script:
                     seen[module] = None
                     queue.append(module)
         while queue:
@@ -199,7 +206,9 @@ class Tree:
             reached = self._reach([entry.module, entry.main], files)
             if any(_trains(unit) for unit in reached) and not any("init_rpc" in unit.attributes for unit in reached):
                 units = self._reach([*reached, *_run_at_import(files, entry)], files)
-                programs.append(Program(entry, files, units))
+                program = Program(entry, files, units)
+                if program.is_distributed or self.root.is_file() or program.may_be_launched:
+                    programs.append(program)
                 covered.update(s for s in trains if any(u.source is s and _trains(u) for u in units))
         for entry in self.sources:  # a trainer that is reached through a string in a config, or by other code
             if (
