@@ -257,6 +257,10 @@ def _splits(sampler: ast.expr, unit: Unit, case: Case) -> bool:
             continue
         if speaks_of_rank(value) or is_world_size(value):
             return True
+        if isinstance(value, ast.Call) and any(
+            isinstance(a, (ast.Name, ast.Call)) and _splits(a, where, case) for a in value.args[:1]
+        ):
+            return True
         found = case.tree.defined(value.func, where.source) if isinstance(value, ast.Call) else None
         if isinstance(found, tuple) and _SHARES.search(" ".join(identifiers(found[1]))):
             return True

@@ -60,7 +60,8 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
             device = _device_named(call, unit)
             if device is None or _is_at_import(call, unit, case):
                 continue
-            if device == "cuda" and (binds or is_evaluation(unit.name)):
+            is_chosen = not case.is_distributed and last_name(call.func) == "device"  # and may be chosen with an index
+            if device == "cuda" and (binds or is_chosen or is_evaluation(unit.name)):
                 continue
             if not case.on_every_rank(call, unit) or case.meaning.depends_on_launch(call, unit):
                 continue

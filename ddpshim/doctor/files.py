@@ -221,6 +221,27 @@ def path_differs_by_rank(case: Case) -> Iterator[Hit]:
         if use and case.on_every_rank(call, unit):
             yield Hit(unit, call, f"Each rank reads its own clock: {text_of(call)} in {use} may differ between ranks.")
 
+    yield from _hydra_folder(case)
+
+
+def _hydra_folder(case: Case) -> Iterator[Hit]:
+    """A script whose hydra config puts the time into the folder of the run."""
+    source = case.program.entry
+    for unit in (source.module, source.main):
+        for call in unit.all(ast.Call):
+            if source.qualified(call.func) != "hydra.main":
+                continue
+            wanted = constant(argument(call, "config_name", 1))
+            stem = str(wanted).rpartition("/")[2].partition(".")[0] if isinstance(wanted, str) else None
+            for config, line in case.tree.clocks:
+                if stem is None or config.stem == stem:
+                    yield Hit(
+                        unit,
+                        call,
+                        f"Each rank makes a run folder of its own: ${{now:}} in {config.name} line {line} is read from its clock.",
+                    )
+                    break
+
 
 def _is_clock(call: ast.Call, unit: Unit) -> bool:
     name, tail = unit.source.qualified(call.func), last_name(call.func)

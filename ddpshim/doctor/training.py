@@ -95,7 +95,7 @@ _HARMLESS = re.compile(
 )
 _TRAINING_UNIT = re.compile(r"(?i)(train|loss|step|forward|update|fit|learn|optimi[sz]e|backprop)")
 _TRAINING_METHOD = re.compile(
-    r"(?i)forward|loss|train|step|log_prob|encode|decode|embed|extract|features|reparam|process"
+    r"(?i)^_?(forward\w*|train\w*|\w*loss\w*|training_step|log_prob|encode\w*|decode\w*|embed\w*|extract\w*|reparam\w*)$"
 )
 _EMA = re.compile(r"(?i)(^|_)ema($|_|[A-Z])|EMA|[Ee]maModel|ModelEma|AveragedModel|ExponentialMovingAverage")
 
@@ -183,7 +183,7 @@ def method_on_wrapped(case: Case) -> Iterator[Hit]:
         return
     told: set[ast.Call] = set()
     for unit in case.program.units:
-        for call in unit.all(ast.Call):
+        for call in sorted(unit.all(ast.Call), key=lambda c: (c.lineno, c.col_offset)):
             func = call.func
             if (
                 not isinstance(func, ast.Attribute)
@@ -248,7 +248,9 @@ def ema_of_wrapped(case: Case) -> Iterator[Hit]:
                 continue
             is_copy = name == "deepcopy"
             owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            is_average = _EMA.search(name) or (_EMA.search(owner) and name in ("step", "update", "update_parameters"))
+            is_average = _EMA.search(name) or (
+                "ddp" in kinds(wrapped, unit) and _EMA.search(owner) and name in ("step", "update", "update_parameters")
+            )
             if not is_copy and not is_average:
                 continue
             definition = case.tree.defined(call.func, unit.source)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Optional, Union
 
-from ddpshim.doctor.source import Source, Unit, Unreadable, last_name
+from ddpshim.doctor.source import FUNCTIONS, Function, Source, Unit, Unreadable, key_of, last_name
 
 _SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules", "site-packages", ".eggs"}
 _TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
@@ -20,6 +20,7 @@ _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
 _CALLED_BACK = {"LightningModule", "LightningDataModule", "Callback", "Trainer", "TrainerCallback"}
 _TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
 _SAVES = re.compile(r"(?i)^_?(save\w*|dump|log_model|push_to_hub)$")
+_FEW = 3  # a method name that more unrelated classes share says nothing about whose method is called
 # What is built in by a framework is not looked for in programs that use it.
 _FRAMEWORKS = {
     "accelerate": {"accelerate.Accelerator"},
@@ -58,7 +59,8 @@ class Program:
     @property
     def may_be_launched(self) -> bool:
         """Whether a program of one process is a trainer that is worth several: it keeps what it trained, and serves nobody."""
-        serves = any(name.startswith("grpc.") or name.endswith("multiprocessing.Process") for name in self.origins)
+        own = {name for unit in self.entry.units for name in unit.origins}
+        serves = any(name.startswith("grpc.") or name.endswith("multiprocessing.Process") for name in own)
         return not serves and any(_SAVES.match(name) for unit in self.units for name in unit.attributes | unit.loaded)
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
@@ -98,8 +100,10 @@ class Tree:
         self._found: dict[tuple[str, str], Optional[Source]] = {}
         self._imports: dict[Source, list[Source]] = {}
         self._edges: dict[Unit, tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]] = {}
+        self._lines: dict[ast.ClassDef, tuple[ast.ClassDef, ...]] = {}
         self.configs = [c for c in _files(root, set(exclude), (".yaml", ".yml")) if root.is_dir()]
         self.targets = _targets(self.configs)
+        self.clocks = list(_clocks(self.configs))
         self.programs = self._find_programs()
         self.training = self._find_training()
 
@@ -211,8 +215,10 @@ class Tree:
                     programs.append(program)
                 covered.update(s for s in trains if any(u.source is s and _trains(u) for u in units))
         for entry in self.sources:  # a trainer that is reached through a string in a config, or by other code
+            is_named = self.root.is_file() or not self.targets.keys().isdisjoint(entry.classes)
             if (
-                entry in trains - covered
+                is_named
+                and entry in trains - covered
                 and not any("init_rpc" in u.attributes for u in entry.units)
                 and not (_is_test(entry.path, self.root) and self.root.is_dir())
             ):
@@ -278,7 +284,7 @@ class Tree:
 
         for source in files:
             for name, node in source.classes.items():
-                if node.decorator_list or name in self.targets:
+                if _is_registered(node) or name in self.targets:
                     use(source, node)
         for unit in seen:
             if unit.owner is not None:
@@ -291,11 +297,48 @@ class Tree:
             for found in classes:
                 use(*found)
             for name in (unit.attributes & names) - asked:
-                asked.add(name)
-                for method in methods[name]:
-                    if method.owner in live:
-                        add(method)
+                if self._num_families(name, methods) <= _FEW:
+                    asked.add(name)
+                    for method in methods[name]:
+                        if method.owner in live:
+                            add(method)
+                else:
+                    for owner in self._receivers(name, unit):
+                        for method in methods[name]:
+                            if method.owner in owner or owner[0] in self._line(method.source, method.owner or owner[0]):
+                                add(method)
         return list(seen)
+
+    def _num_families(self, name: str, methods: dict[str, list[Unit]]) -> int:
+        """How many unrelated classes have a method of this name."""
+        return len({self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner is not None})
+
+    def _line(self, source: Source, node: ast.ClassDef) -> tuple[ast.ClassDef, ...]:
+        """A class and its bases in the tree, the first of each."""
+        if node not in self._lines:
+            self._lines[node] = (node,)  # while it is looked for: a class that seems to be its own base
+            bases = [self.defined(base, source) for base in node.bases]
+            first = next((b for b in bases if isinstance(b, tuple)), None)
+            self._lines[node] = (node, *self._line(*first)) if first is not None else (node,)
+        return self._lines[node]
+
+    def _receivers(self, name: str, unit: Unit) -> Iterator[tuple[ast.ClassDef, ...]]:
+        """The classes of the objects whose method `name` is used in `unit`, where that can be seen."""
+        for attribute in unit.all(ast.Attribute):
+            if attribute.attr != name:
+                continue
+            receiver = attribute.value
+            key = key_of(receiver) if not isinstance(receiver, ast.Call) else ""
+            if unit.owner is not None and (key in ("self", "cls") or last_name(receiver) == "super"):
+                yield self._line(unit.source, unit.owner)
+                continue
+            mates = [u for u in unit.source.units if unit.owner is not None and u.owner is unit.owner]
+            values: list[Optional[ast.expr]] = [receiver] if isinstance(receiver, ast.Call) else []
+            values += [b.value for u in [unit, unit.source.module, *mates] for b in u.bindings.get(key or "", [])]
+            for value in values:
+                found = self.defined(value.func, unit.source) if isinstance(value, ast.Call) else None
+                if isinstance(found, tuple):
+                    yield self._line(*found)
 
     def _direct(self, unit: Unit) -> tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]:
         """Functions and classes that `unit` names."""
@@ -311,9 +354,14 @@ def _run_at_import(files: list[Source], entry: Source) -> list[Unit]:
         u
         for s in files
         for u in s.units
-        if not u.is_module and u.owner is None and getattr(u.node, "decorator_list", [])
+        if isinstance(u.node, FUNCTIONS) and u.owner is None and _is_registered(u.node)
     ]
     return [*(s.module for s in files), entry.main, *registered]
+
+
+def _is_registered(node: Union[Function, ast.ClassDef]) -> bool:
+    """Whether a decorator puts it into a registry, from where it is called by a name in a config."""
+    return any("regist" in last_name(decorator).lower() for decorator in node.decorator_list)
 
 
 def _trains(unit: Unit) -> bool:
@@ -350,6 +398,15 @@ def _targets(configs: list[Path]) -> dict[str, str]:
     """Classes that hydra's configs instantiate, by their last name."""
     found = (m for path in configs for m in _TARGET.findall(path.read_bytes()))
     return {dotted.rpartition(".")[2]: dotted for dotted in (m.decode() for m in found)}
+
+
+def _clocks(configs: list[Path]) -> Iterator[tuple[Path, int]]:
+    """Configs that put the time into a folder's name, and the line."""
+    for path in configs:
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            if b"${now:" in line and re.match(rb"\s*(dir|\w*_dir|\w*path|output\w*)\s*:", line):
+                yield path, number
+                break
 
 
 def _files(root: Path, exclude: set[str], endings: tuple[str, ...]) -> Iterator[Path]:
