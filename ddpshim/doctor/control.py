@@ -360,6 +360,41 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
                     "decides by a number of its own.",
                 )
 
+    for unit in case.program.units:
+        if _reduces(unit, case):
+            continue
+        for call in unit.all(ast.Call):
+            values = [*call.args, *(k.value for k in call.keywords)]
+            loader = next(
+                (v for v in values if isinstance(v, (ast.Name, ast.Attribute)) and _is_held_out(v, unit, case)), None
+            )
+            called = case.tree.defined(call.func, unit.source) if loader is not None else None
+            if loader is None or not isinstance(called, Unit) or _reduces(called, case):
+                continue
+            decision = next(
+                (
+                    c
+                    for c in sorted(unit.all(ast.Compare), key=lambda c: c.lineno)
+                    if c.lineno > call.lineno
+                    and isinstance(c.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))
+                    and any("best" in name.lower() for name in identifiers(c))
+                ),
+                None,
+            )
+            if decision is not None:
+                yield Hit(
+                    unit,
+                    decision,
+                    f"{text_of(decision, 50)} decides by {text_of(call.func, 30)}() over this rank's share of "
+                    f"{text_of(loader, 30)}, which is never reduced.",
+                )
+
+
+def _is_held_out(loader: ast.expr, unit: Unit, case: Case) -> bool:
+    return bool(re.search(r"(?i)(^|_)(val|valid|test|eval)", last_name(loader))) and _is_split_loader(
+        loader, unit, case
+    )
+
 
 def _iterated(node: ast.expr) -> Optional[ast.expr]:
     """The loader in `enumerate(tqdm(loader))`."""

@@ -280,9 +280,8 @@ def iterable_unsharded(case: Case) -> Iterator[Hit]:
     if case.is_handled_by("ddpshim", "accelerate"):
         return
     for source in case.program.files:
-        made = {last_name(c.func) for u in case.program.units for c in u.all(ast.Call)} if source.classes else set()
         for name, node in source.classes.items():
-            if name not in made or "iterable" not in case.meaning.bases(node, source.module):
+            if name not in case.meaning.sites or "iterable" not in case.meaning.bases(node, source.module):
                 continue
             if _SHARES.search(" ".join(identifiers(node))):
                 continue

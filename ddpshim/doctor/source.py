@@ -154,7 +154,7 @@ class Source:
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
                 unit.by_type.setdefault(ast.ClassDef, []).append(statement)
-                self._walk([*statement.bases, *statement.keywords, *statement.decorator_list], statement, unit)
+                self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: when it is used
                 self._index(statement.body, statement, unit, statement)
             elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
                 is_main = unit is self.module and isinstance(statement, ast.If) and _tests_main(statement.test)
