@@ -16,7 +16,7 @@ _HELD_OUT = re.compile(
 )
 _LOADERS = ("DataLoader",)
 _SHARES = re.compile(
-    r"(?i)(^|_)(rank|world_?size|num_?replicas|shards?|num_shards|process_index|process_count|split_by_node|split_dataset_by_node|nodesplitter)($|_)|get_rank|get_world_size|shard"
+    r"(?i)(?:\b|_)(rank|world_?size|num_?replicas|shards?|num_shards|process_index|process_count|split_by_node|split_dataset_by_node|nodesplitter)(?:\b|_)|get_rank|get_world_size|shard"
 )
 _PER_RANK = re.compile(
     r"(?i)per_?(gpu|rank|device|process|proc|replica|worker|card)|local_?(batch|bs)|micro_?(batch|bs)|device_?batch|(batch|bs)_?(size)?_?(gpu|rank|device)|mini_?batch_?per"

@@ -78,6 +78,17 @@ class Unit:
         )
 
     @cached_property
+    def used(self) -> frozenset[str]:
+        """The dotted names that it does something with: a second name for a class at the top of a file uses nothing."""
+        if not self.is_module:
+            return self.origins
+        source = self.source
+        nodes: list[ast.AST] = [n for n in self.all(ast.Name) if isinstance(n.ctx, ast.Load)]
+        nodes += [n for n in self.all(ast.Attribute) if type(n.value) in (ast.Name, ast.Attribute)]
+        kept = (n for n in nodes if not isinstance(source.parents.get(n), (ast.Assign, ast.AnnAssign)))
+        return frozenset(source.qualified(n) for n in kept)
+
+    @cached_property
     def bindings(self) -> dict[str, list[Binding]]:
         """By `key_of` the target, in the order of the text."""
         out: dict[str, list[Binding]] = {}

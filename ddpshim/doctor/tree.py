@@ -286,9 +286,14 @@ class Tree:
             for name, node in source.classes.items():
                 if _is_registered(node) or name in self.targets:
                     use(source, node)
-        for unit in seen:
+        for unit in list(seen):
             if unit.owner is not None:
                 live.add(unit.owner)
+            if isinstance(unit.node, FUNCTIONS) and unit.node.decorator_list:
+                for parameter in unit.node.args.args:  # a parser makes it from the command line
+                    found = self.defined(parameter.annotation, unit.source) if parameter.annotation is not None else None
+                    if isinstance(found, tuple):
+                        use(*found)
         while queue:
             unit = queue.pop()
             functions, classes = self._direct(unit)
@@ -343,7 +348,7 @@ class Tree:
     def _direct(self, unit: Unit) -> tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]:
         """Functions and classes that `unit` names."""
         if unit not in self._edges:
-            found = [self.definition(dotted, unit.source) for dotted in unit.origins - {""}]
+            found = [self.definition(dotted, unit.source) for dotted in unit.used - {""}]
             functions = [each for each in found if isinstance(each, Unit)]
             self._edges[unit] = functions, [each for each in found if isinstance(each, tuple)]
         return self._edges[unit]
@@ -356,7 +361,13 @@ def _run_at_import(files: list[Source], entry: Source) -> list[Unit]:
         for u in s.units
         if isinstance(u.node, FUNCTIONS) and u.owner is None and _is_registered(u.node)
     ]
-    return [*(s.module for s in files), entry.main, *registered]
+    own = [u for u in entry.functions.values() if u.name == "main" or _is_command(u)]
+    return [*(s.module for s in files), entry.main, *registered, *own]
+
+
+def _is_command(unit: Unit) -> bool:
+    names = {last_name(d) for d in unit.node.decorator_list} if isinstance(unit.node, FUNCTIONS) else set()
+    return not names.isdisjoint({"wrap", "main", "command", "cli", "hydra_main", "draccus"})
 
 
 def _is_registered(node: Union[Function, ast.ClassDef]) -> bool:
