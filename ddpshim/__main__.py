@@ -133,7 +133,9 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "else, on several ranks. Exit code: 0 nothing found, 1 findings, 2 wrong usage or a path that cannot be read.",
     )
     doctor.add_argument("path", type=Path, metavar="PATH", help="a file or a folder")
-    doctor.add_argument("--json", action="store_true", help="for programs")
+    shape = doctor.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="for programs")
+    shape.add_argument("--fix", action="store_true", help="print the fixes that need no judgement, for `patch -p1`")
     doctor.add_argument("--select", type=_codes, default=[], metavar="CODES", help="only these, e.g. DDP203,DDP4")
     doctor.add_argument("--ignore", type=_codes, default=[], metavar="CODES", help="all but these")
     doctor.add_argument("--exclude", action="append", default=[], metavar="NAME", help="a file or folder to leave out")
@@ -149,7 +151,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"ddpshim: {error}; nothing was checked. Name a file or folder that can be read.", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(report), indent=2) if arguments.json else as_text(report))
+    if arguments.fix:
+        sys.stdout.buffer.write(report.diff())
+        print(as_text(report), file=sys.stderr)
+    else:
+        print(json.dumps(as_json(report), indent=2) if arguments.json else as_text(report))
     return 1 if report.findings else 0
 
 

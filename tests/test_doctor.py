@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ddpshim.doctor.checking import check
-from ddpshim.doctor.findings import CODES, SEVERITIES
+from ddpshim.doctor.findings import CODES
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "doctor"

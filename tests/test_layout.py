@@ -63,6 +63,7 @@ ROOMS = [
     "doctor.control",
     "doctor.devices",
     "doctor.checkpoints",
+    "doctor.fixes",
     "doctor.checking",
     "doctor.printing",
     "__main__",

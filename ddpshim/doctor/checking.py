@@ -6,12 +6,15 @@ them runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import ast
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 from ddpshim.doctor import checkpoints, control, data, devices, files, training
 from ddpshim.doctor.findings import CODES, Finding
+from ddpshim.doctor.fixes import Edit, edits_for, unified_diff
 from ddpshim.doctor.meaning import Meaning
 from ddpshim.doctor.rules import RULES, Case
 from ddpshim.doctor.source import Source
@@ -22,14 +25,26 @@ FAMILIES = (training, data, files, control, devices, checkpoints)  # each regist
 
 @dataclass(frozen=True)
 class Report:
-    """The findings below a path, in the order of files and lines."""
+    """The findings below a path, in the order of files and lines, and the edits that remove some of them."""
 
+    root: Path
     findings: tuple[Finding, ...]
     num_files: int
     num_lines: int
     num_programs: int
     num_distributed: int
     num_ignored: int
+    edits: Mapping[Source, tuple[Edit, ...]]
+
+    def diff(self) -> bytes:
+        """All edits as one unified diff, for `patch -p1` in the folder that was checked."""
+        return b"".join(unified_diff(s.path, self.root, s.content, edits) for s, edits in self.edits.items())
+
+
+class _Found(NamedTuple):
+    finding: Finding
+    source: Optional[Source]
+    edits: tuple[Edit, ...]
 
 
 def check(
@@ -42,40 +57,61 @@ def check(
     """
     path.stat()  # a path that is not there is the caller's mistake
     tree = Tree(path, exclude)
-    found: dict[tuple[str, int, int, str], tuple[Finding, Source | None]] = {}
+    found: dict[tuple[str, int, int, str], _Found] = {}
     for file, error in tree.unreadable:
         message = f"The file cannot be parsed ({error}), so nothing in it was checked."
-        finding = _finding("DDP001", str(file), (error.line, 1, error.line), message, True)
-        found[finding.path, finding.line, 1, "DDP001"] = finding, None
+        finding = _finding("DDP001", str(file), (error.line, 1, error.line), message, True, False)
+        found[finding.path, finding.line, 1, "DDP001"] = _Found(finding, None, ())
     for program in tree.programs:
         case = Case(program, tree, Meaning(tree, program))
         for code, apply in RULES.items():
-            if not program.is_distributed and not CODES[code].in_single:
-                continue
-            for unit, node, message in apply(case):
-                place = node.lineno, node.col_offset + 1, getattr(node, "end_lineno", None) or node.lineno  # type: ignore[attr-defined]
-                finding = _finding(code, str(unit.source.path), place, message, program.is_distributed)
-                found.setdefault((finding.path, finding.line, finding.column, code), (finding, unit.source))
-    chosen = [f for f in found.values() if _is_chosen(f[0].code, select, ignore)]
-    kept = [f for f, source in chosen if source is None or not _is_ignored(f, source)]
+            if (program.is_distributed or CODES[code].in_single) and _is_chosen(code, select, ignore):
+                for hit in apply(case):
+                    edits = tuple(edits_for(code, hit, case))
+                    source = hit.unit.source
+                    finding = _finding(
+                        code, str(source.path), _place(hit.node), hit.message, program.is_distributed, bool(edits)
+                    )
+                    key = (finding.path, finding.line, finding.column, code)
+                    found.setdefault(key, _Found(finding, source, edits))
+    chosen = [f for f in found.values() if _is_chosen(f.finding.code, select, ignore)]
+    kept = [f for f in chosen if f.source is None or not _is_ignored(f.finding, f.source)]
+    kept.sort(key=lambda f: (f.finding.path, f.finding.line, f.finding.column, f.finding.code))
+    by_source: dict[Source, tuple[Edit, ...]] = {}
+    for each in kept:
+        if each.source is not None and each.edits:
+            by_source[each.source] = by_source.get(each.source, ()) + each.edits
     return Report(
-        tuple(sorted(kept, key=lambda f: (f.path, f.line, f.column, f.code))),
-        len(tree.sources) + len(tree.unreadable),
-        sum(s.content.count(b"\n") for s in tree.sources),
-        len(tree.programs),
-        sum(p.is_distributed for p in tree.programs),
-        len(chosen) - len(kept),
+        root=path,
+        findings=tuple(f.finding for f in kept),
+        num_files=len(tree.sources) + len(tree.unreadable),
+        num_lines=sum(s.content.count(b"\n") for s in tree.sources),
+        num_programs=len(tree.programs),
+        num_distributed=sum(p.is_distributed for p in tree.programs),
+        num_ignored=len(chosen) - len(kept),
+        edits=by_source,
     )
 
 
-def _finding(code: str, path: str, place: tuple[int, int, int], message: str, is_distributed: bool) -> Finding:
+def _place(node: ast.AST) -> tuple[int, int, int]:
+    """Line, column and last line, of a compound statement its first."""
+    line: int = node.lineno  # type: ignore[attr-defined]
+    column: int = node.col_offset  # type: ignore[attr-defined]
+    is_compound = isinstance(node, (ast.stmt, ast.ExceptHandler)) and hasattr(node, "body")
+    return line, column + 1, line if is_compound else getattr(node, "end_lineno", None) or line
+
+
+def _finding(
+    code: str, path: str, place: tuple[int, int, int], message: str, is_distributed: bool, is_fixable: bool
+) -> Finding:
     line, column, end_line = place
     known = CODES[code]
-    return Finding(path, line, column, code, known.severity_in(is_distributed), message, known.fix, end_line)
+    severity = known.severity_in(is_distributed)
+    return Finding(path, line, column, end_line, code, known.name, severity, message, known.fix, is_fixable)
 
 
 def _is_chosen(code: str, select: Collection[str], ignore: Collection[str]) -> bool:
-    return (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore) or ("-",))
+    return (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore))
 
 
 def _is_ignored(finding: Finding, source: Source) -> bool:

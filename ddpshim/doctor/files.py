@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Optional, Union
 
 from ddpshim.doctor.meaning import speaks_of_rank
@@ -231,16 +232,25 @@ def _hydra_folder(case: Case) -> Iterator[Hit]:
         for call in unit.all(ast.Call):
             if source.qualified(call.func) != "hydra.main":
                 continue
-            wanted = constant(argument(call, "config_name", 1))
-            stem = str(wanted).rpartition("/")[2].partition(".")[0] if isinstance(wanted, str) else None
-            for config, line in case.tree.clocks:
-                if stem is None or config.stem == stem:
-                    yield Hit(
-                        unit,
-                        call,
-                        f"Each rank makes a run folder of its own: ${{now:}} in {config.name} line {line} is read from its clock.",
-                    )
-                    break
+            wanted = _own_configs(argument(call, "config_name", 1), case)
+            found = next(((c, n) for c, n in case.tree.clocks if c in wanted), None)
+            if found is not None:
+                yield Hit(
+                    unit,
+                    call,
+                    f"Each rank makes a run folder of its own: ${{now:}} in {found[0].name} line {found[1]} is read from its "
+                    "clock.",
+                )
+
+
+def _own_configs(name: Optional[ast.expr], case: Case) -> set[Path]:
+    """The configs that a script is started with: the one that it names, else those that name a class of it, else any."""
+    entry, configs = case.program.entry, case.tree.configs
+    is_own = name is not None and "__file__" in identifiers(name)
+    stem = entry.path.stem if is_own else str(constant(name)).rpartition("/")[2].partition(".")[0]
+    named = {c for c in configs if c.stem == stem}
+    targeted = {c for each in entry.classes for _, c in case.tree.targets.get(each, [])}
+    return named or targeted or (set() if entry.classes else set(configs))
 
 
 def _is_clock(call: ast.Call, unit: Unit) -> bool:

@@ -219,23 +219,21 @@ CODES = {code.code: code for code in _TABLE}
 
 @dataclass(frozen=True)
 class Finding:
-    """One hazard at one place. Lines and columns count from 1."""
+    """One hazard at one place. Lines and columns count from 1; `fixable` where `--fix` has an edit for it."""
 
     path: str
     line: int
     column: int
+    end_line: int
     code: str
+    name: str
     severity: str
     message: str
     fix: str
-    end_line: int
-
-    @property
-    def name(self) -> str:
-        return CODES[self.code].name
+    fixable: bool
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "name": self.name}
+        return asdict(self)
 
     def as_text(self) -> str:
         return f"{self.path}:{self.line}:{self.column} {self.code} {self.severity} {self.message}\n    fix: {self.fix}"

@@ -198,6 +198,8 @@ class Meaning:
 
     def _may_be(self, receiver: ast.expr, where: Unit, method: Unit) -> bool:
         """Whether the object in `receiver.method()` may be of the method's class: `self` is of its own or a relative."""
+        if isinstance(receiver, ast.Name) and receiver.id in where.source.names:
+            return False  # json.dump is no method
         if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
             return True
         mine, theirs = method.owner, where.owner
@@ -240,9 +242,7 @@ class Meaning:
             )
         ):
             yield "prepared"
-        elif name == "getattr" and len(call.args) == 3 and constant(call.args[1]) == "module":
-            yield "unwrapped"
-        elif tail in ("unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"):
+        elif (name == "getattr" and len(call.args) == 3 and constant(call.args[1]) == "module") or tail in ("unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"):
             yield "unwrapped"
         elif name in _KEEPS_KIND:
             inner = call.func.value if isinstance(call.func, ast.Attribute) else None

@@ -183,7 +183,7 @@ class Tree:
         """The entry and all that it imports, directly or not."""
         seen, queue = {entry: None}, [entry]
         if any(name.partition(".")[0] == "hydra" for name in entry.names.values()):
-            for dotted in self.targets.values():  # what a config instantiates
+            for dotted in {dotted for places in self.targets.values() for dotted, _ in places}:
                 module = self.module(dotted.rpartition(".")[0], entry) if "." in dotted else None
                 if module is not None and module not in seen and not module.is_script:
                     seen[module] = None
@@ -291,7 +291,9 @@ class Tree:
                 live.add(unit.owner)
             if isinstance(unit.node, FUNCTIONS) and unit.node.decorator_list:
                 for parameter in unit.node.args.args:  # a parser makes it from the command line
-                    found = self.defined(parameter.annotation, unit.source) if parameter.annotation is not None else None
+                    found = (
+                        self.defined(parameter.annotation, unit.source) if parameter.annotation is not None else None
+                    )
                     if isinstance(found, tuple):
                         use(*found)
         while queue:
@@ -405,10 +407,14 @@ def _is_test(path: Path, root: Path) -> bool:
     )
 
 
-def _targets(configs: list[Path]) -> dict[str, str]:
-    """Classes that hydra's configs instantiate, by their last name."""
-    found = (m for path in configs for m in _TARGET.findall(path.read_bytes()))
-    return {dotted.rpartition(".")[2]: dotted for dotted in (m.decode() for m in found)}
+def _targets(configs: list[Path]) -> dict[str, list[tuple[str, Path]]]:
+    """Classes that hydra's configs instantiate, by their last name: the dotted one and the config."""
+    out: dict[str, list[tuple[str, Path]]] = {}
+    for path in configs:
+        for match in _TARGET.findall(path.read_bytes()):
+            dotted = match.decode()
+            out.setdefault(dotted.rpartition(".")[2], []).append((dotted, path))
+    return out
 
 
 def _clocks(configs: list[Path]) -> Iterator[tuple[Path, int]]:
