@@ -18,7 +18,7 @@ def wrapped_keys(case: Case) -> Iterator[Hit]:
             yield Hit(
                 unit,
                 call,
-                f"{text_of(call)} is of the wrapper: its keys have module. in them, and a bare network cannot load them.",
+                f"{text_of(call)} is of the wrapper: its keys have module. in them, which a bare network refuses.",
             )
 
 

@@ -34,38 +34,9 @@ _COLLECTIVES = {
     *["all_to_all_single", "monitored_barrier", "new_group", "destroy_process_group", "init_process_group"],
 }
 _FRAMEWORK_COLLECTIVES = {"wait_for_everyone", "gather_for_metrics"}
-_REDUCES = {
-    *[
-        "all_reduce",
-        "reduce",
-        "all_gather",
-        "all_gather_object",
-        "gather_object",
-        "gather",
-        "gather_for_metrics",
-        "reduce_dict",
-        "all_gather_into_tensor",
-    ],
-    *[
-        "synchronize_between_processes",
-        "reduce_mean",
-        "reduce_tensor",
-        "all_reduce_mean",
-        "reduce_loss_dict",
-        "reduce_value",
-        "distributed_concat",
-    ],
-    *[
-        "synchronize",
-        "sync_dist",
-        "all_reduce_dict",
-        "dist_reduce",
-        "average_across_processes",
-        "concat_all_gather",
-        "reduce_loss",
-        "mean",
-    ],
-}
+_REDUCES = re.compile(
+    r"(?i)all_?reduce|gather|synchroni[sz]e|^reduce$|reduce_(?!on_plateau|lr)|^sync_dist|torchmetrics|concat$"
+)
 
 
 @rule("DDP501")
@@ -95,7 +66,7 @@ def bound_on_rank_0(case: Case) -> Iterator[Hit]:
                     yield Hit(
                         unit,
                         binding.target,
-                        f"{name} is bound on the main rank only and used by all in line {use.lineno}: NameError on the others.",
+                        f"{name} is bound on the main rank only, and line {use.lineno} uses it on all: NameError.",
                     )
 
 
@@ -265,7 +236,7 @@ def swallowed_exception(case: Case) -> Iterator[Hit]:
                     yield Hit(
                         unit,
                         handler,
-                        f"An exception in {trained} ends here: this rank goes on or exits with 0, and the others wait for it.",
+                        f"An exception in {trained} ends here: the rank goes on or exits with 0, and the others wait.",
                     )
 
 
@@ -294,9 +265,9 @@ def _ends(body: list[ast.stmt]) -> bool:
         for node in ast.walk(statement):
             if isinstance(node, ast.Raise):
                 return True
-            if isinstance(node, ast.Call) and last_name(node.func) in ("exit", "_exit", "abort", "kill"):
-                if not node.args or constant(node.args[0]) not in (0, None):
-                    return True
+            is_exit = isinstance(node, ast.Call) and last_name(node) in ("exit", "_exit", "abort", "kill")
+            if is_exit and isinstance(node, ast.Call) and constant(argument(node, "", 0) or ast.Constant(0)) != 0:
+                return True
     return False
 
 
@@ -324,8 +295,8 @@ def wrapped_evaluation_on_one_rank(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     call,
-                    f"{text_of(call, 40)} runs the wrapped {text_of(wrapped, 20)} on some ranks only ({_describe(guard)}): its "
-                    "forward broadcasts buffers, and the others do not answer.",
+                    f"{text_of(call, 40)} runs the wrapped {text_of(wrapped, 20)} on some ranks only "
+                    f"({_describe(guard)}): its forward broadcasts buffers, and the others do not answer.",
                 )
 
 
@@ -343,10 +314,10 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
             loader = _iterated(loop.iter)
             if loader is None or not _is_split_loader(loader, unit, case) or not _is_validation(loop, unit):
                 continue
-            if _reduces(unit, case) or not case.on_every_rank(loop, unit):
+            if _reduces(unit) or not case.on_every_rank(loop, unit):
                 continue
             if any(
-                _reduces(where, case)
+                _reduces(where)
                 for where, _ in case.meaning.sites_of(unit)[:5]
                 if not case.trains(where) or where is not unit
             ):
@@ -356,12 +327,12 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     loop,
-                    f"{total} is summed over this rank's share of {text_of(loader, 30)} and never reduced: each rank logs and "
-                    "decides by a number of its own.",
+                    f"{total} is summed over this rank's share of {text_of(loader, 30)} and never reduced: each "
+                    "rank logs and decides by a number of its own.",
                 )
 
     for unit in case.program.units:
-        if _reduces(unit, case):
+        if _reduces(unit):
             continue
         for call in unit.all(ast.Call):
             values = [*call.args, *(k.value for k in call.keywords)]
@@ -369,7 +340,7 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
                 (v for v in values if isinstance(v, (ast.Name, ast.Attribute)) and _is_held_out(v, unit, case)), None
             )
             called = case.tree.defined(call.func, unit.source) if loader is not None else None
-            if loader is None or not isinstance(called, Unit) or _reduces(called, case):
+            if loader is None or not isinstance(called, Unit) or _reduces(called):
                 continue
             decision = next(
                 (
@@ -432,15 +403,8 @@ def _is_validation(loop: ast.For, unit: Unit) -> bool:
     return False
 
 
-def _reduces(unit: Unit, case: Case, depth: int = 0) -> bool:
-    words = unit.attributes | unit.loaded
-    if words & (_REDUCES - {"mean"}) or any(
-        re.search(r"(?i)all_?reduce|all_?gather|synchroni[sz]e_between|reduce_(?!on_plateau)|torchmetrics|gather", w)
-        for w in words
-        if "Plateau" not in w
-    ):
-        return True
-    return False
+def _reduces(unit: Unit) -> bool:
+    return any(_REDUCES.search(word) for word in unit.attributes | unit.loaded)
 
 
 def _accumulates(loop: ast.For) -> str:

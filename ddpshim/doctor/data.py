@@ -21,9 +21,12 @@ _SHARES = re.compile(
 _PER_RANK = re.compile(
     r"(?i)per_?(gpu|rank|device|process|proc|replica|worker|card)|local_?(batch|bs)|micro_?(batch|bs)|device_?batch|(batch|bs)_?(size)?_?(gpu|rank|device)|mini_?batch_?per"
 )
+_UNIT = r"(gpu|rank|process|device|card|replica|worker)"
 _SAYS_PER_RANK = re.compile(
-    r"(?i)batch[^.]{0,60}(per|each|on every|/)[ -]*(gpu|rank|process|device|card|replica|worker)|(per|each)[ -]?(gpu|rank|process|device|card)[^.]{0,30}batch|effective batch|global batch|total batch"
+    rf"(?i)batch[^.]{{0,60}}(per|each|on every|/)[ -]*{_UNIT}|(per|each)[ -]?{_UNIT}[^.]{{0,30}}batch"
+    r"|(effective|global|total) batch"
 )
+_SCALED = re.compile(r"(?i)batch|^bs$|(^|_)lr($|_)|learning_?rate|accum")
 _STEPS = re.compile(r"(?i)(steps|batches|iters|iterations|updates)")
 _NOISE = {
     *[
@@ -81,9 +84,9 @@ def _samplers(case: Case) -> Iterator[tuple[Unit, ast.Call]]:
     """Each distributed sampler that is made."""
     for unit in case.program.units:
         for call in unit.all(ast.Call):
-            if last_name(call.func).endswith("Sampler") or unit.source.qualified(call.func).endswith("Sampler"):
-                if "dsampler" in case.meaning.kinds(call, unit):
-                    yield unit, call
+            is_named = last_name(call.func).endswith("Sampler") or unit.source.qualified(call.func).endswith("Sampler")
+            if is_named and "dsampler" in case.meaning.kinds(call, unit):
+                yield unit, call
 
 
 def _target(call: ast.AST, unit: Unit) -> str:
@@ -149,8 +152,8 @@ def shuffle_from_sampler(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     call,
-                    f"shuffle={text_of(asked, 40)} is False wherever the dataset has a sampler of its own, and that sampler "
-                    "is not used: the order is fixed.",
+                    f"shuffle={text_of(asked, 40)} is False where the dataset has a sampler of its own, which is not "
+                    "used either: the order is fixed.",
                 )
     for unit, call in case.calls(*_LOADERS):
         sampler, shuffle = argument(call, "sampler"), argument(call, "shuffle", 2)
@@ -200,8 +203,8 @@ def no_set_epoch(case: Case) -> Iterator[Hit]:
             yield Hit(
                 unit,
                 call,
-                f"set_epoch is never called for {_target(call, unit) or text_of(call.func)}: every epoch replays the order "
-                "of the first.",
+                f"set_epoch is never called for {_target(call, unit) or text_of(call.func)}: every epoch replays the "
+                "order of the first.",
             )
 
 
@@ -309,8 +312,8 @@ def batch_per_rank(case: Case) -> Iterator[Hit]:
         yield Hit(
             unit,
             call,
-            f"batch_size={text_of(size, 30)} is each rank's own: the global batch grows with the number of ranks, and nothing "
-            "divides it or scales the learning rate.",
+            f"batch_size={text_of(size, 30)} is each rank's own: the global batch grows with the number of ranks, and "
+            "nothing divides it or scales the learning rate.",
         )
 
 
@@ -331,18 +334,11 @@ def _says_per_rank(case: Case) -> bool:
     for unit in case.program.units:
         for operation in unit.all(ast.BinOp):
             if isinstance(operation.op, (ast.Div, ast.FloorDiv, ast.Mult)) and is_world_size(operation):
-                if any(
-                    re.search(r"(?i)batch|^bs$|lr|learning_?rate|accum|workers", n)
-                    for n in identifiers(operation) | {_target(operation, unit)}
-                ):
-                    if not all(
-                        "worker" in n
-                        or (is_world_size(operation) and not re.search(r"(?i)batch|^bs$|lr|learning|accum", n))
-                        for n in identifiers(operation) | {_target(operation, unit)}
-                    ):
-                        return True
+                names = identifiers(operation) | {_target(operation, unit)}
+                if any(_SCALED.search(name) for name in names):
+                    return True
         for grown in unit.all(ast.AugAssign):
-            if is_world_size(grown.value) and re.search(r"(?i)batch|bs$|lr|accum", " ".join(identifiers(grown.target))):
+            if is_world_size(grown.value) and any(map(_SCALED.search, identifiers(grown.target))):
                 return True
         for text in unit.all(ast.Constant):
             if isinstance(text.value, str) and len(text.value) > 10 and _SAYS_PER_RANK.search(text.value):
@@ -378,7 +374,8 @@ def schedule_arithmetic(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     call,
-                    f"{target} divides all samples of {text_of(call.args[0], 30)} by one rank's batch: it is too large by the number of ranks.",
+                    f"{target} divides all samples of {text_of(call.args[0], 30)} by one rank's batch: too large by "
+                    "the number of ranks.",
                 )
 
 

@@ -91,8 +91,8 @@ def device_at_import(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     call,
-                    f"{text_of(call, 50)} runs when {unit.source.path.name} is imported, before any rank has chosen its GPU: all "
-                    "of them load it on GPU 0.",
+                    f"{text_of(call, 50)} runs when {unit.source.path.name} is imported, before a rank chose its GPU: "
+                    "all of them load it on GPU 0.",
                 )
 
 
@@ -124,7 +124,8 @@ def local_rank_as_global(case: Case) -> Iterator[Hit]:
             yield Hit(
                 unit,
                 call,
-                f"{text_of(rank, 40)} is the rank on its node: on a second node {text_of(call.func)} serves the same shares again.",
+                f"{text_of(rank, 40)} counts from 0 on every node: on a second one {text_of(call.func)} repeats the "
+                "first.",
             )
     for unit in case.program.units:
         for branch in unit.all(ast.If):
@@ -139,8 +140,8 @@ def local_rank_as_global(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     branch.test,
-                    f"`{text_of(branch.test, 40)}` is true once on every node: {text_of(written, 40)} runs on each of them, in one "
-                    "shared folder.",
+                    f"`{text_of(branch.test, 40)}` is true once on every node: {text_of(written, 40)} runs on each of "
+                    "them, in one shared folder.",
                 )
 
 
@@ -191,8 +192,8 @@ def launcher_variable_overwritten(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     assign,
-                    f"os.environ[{variable!r}] = {text_of(assign.value, 30)} replaces what the launcher set: ranks look for each other "
-                    "at a place that nobody serves.",
+                    f"os.environ[{variable!r}] = {text_of(assign.value, 30)} replaces what the launcher set: ranks "
+                    "look for each other at a place that nobody serves.",
                 )
 
 

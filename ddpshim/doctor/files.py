@@ -59,6 +59,16 @@ _LOGGERS = {
     "swanlab.init",
     "clearml.Task.init",
 }
+_OWN_PATHS = {
+    "getpid",
+    "tempfile",
+    "mkdtemp",
+    "mkstemp",
+    "uuid4",
+    "gettempdir",
+    "TemporaryDirectory",
+    "NamedTemporaryFile",
+}
 _LOG_NAMES = re.compile(
     r"(?i)^(print|debug|info|warning|warn|error|critical|exception|log|write|writelines|rank0_print)$"
 )
@@ -70,7 +80,7 @@ _PATH_NAMES = re.compile(r"(?i)(dir|path|folder|file|run|exp|stamp|time_?str|now
 def every_rank_writes(case: Case) -> Iterator[Hit]:
     names = {name.rpartition(".")[2] for name in _WRITERS} | _WRITING_METHODS | {"open", "File", "makedirs", "mkdir"}
     for unit, call in case.calls(*names):
-        target = _written(call, unit)
+        target = _written(call, unit, case)
         if (
             target is None
             or identifiers(target) & {"devnull", "/dev/null", "fileno", "stdout"}
@@ -82,7 +92,7 @@ def every_rank_writes(case: Case) -> Iterator[Hit]:
             yield Hit(unit, call, f"Every rank runs {text_of(call)}, on the same path at the same time.")
 
 
-def _written(call: ast.Call, unit: Unit) -> Optional[ast.expr]:
+def _written(call: ast.Call, unit: Unit, case: Case) -> Optional[ast.expr]:
     """The path (or file) that the call writes, None where it only reads."""
     name, tail = unit.source.qualified(call.func), last_name(call.func)
     if name in ("open", "io.open", "gzip.open", "h5py.File"):
@@ -105,7 +115,7 @@ def _written(call: ast.Call, unit: Unit) -> Optional[ast.expr]:
             return call.func.value if is_write else None
         if tail in ("write_text", "write_bytes", "symlink_to"):
             return call.func.value
-        if tail in _WRITING_METHODS:
+        if tail in _WRITING_METHODS and not case.program.defines(tail):  # what it writes is seen inside, else
             return call.args[0] if call.args else None
     return None
 
@@ -160,7 +170,7 @@ def _is_shared_file(target: ast.expr, call: ast.Call, unit: Unit, case: Case) ->
 
 def _names_rank(target: ast.expr, unit: Unit, case: Case, depth: int = 0) -> bool:
     """Whether each rank (or process) has a path of its own."""
-    if speaks_of_rank(target) or identifiers(target) & {"getpid", "tempfile", "mkdtemp", "uuid4", "gettempdir"}:
+    if speaks_of_rank(target) or identifiers(target) & _OWN_PATHS:
         return True
     if depth == 3:
         return False
@@ -238,13 +248,13 @@ def _hydra_folder(case: Case) -> Iterator[Hit]:
                 yield Hit(
                     unit,
                     call,
-                    f"Each rank makes a run folder of its own: ${{now:}} in {found[0].name} line {found[1]} is read from its "
-                    "clock.",
+                    f"Each rank makes a run folder of its own: ${{now:}} in {found[0].name} line {found[1]} is read "
+                    "from its clock.",
                 )
 
 
 def _own_configs(name: Optional[ast.expr], case: Case) -> set[Path]:
-    """The configs that a script is started with: the one that it names, else those that name a class of it, else any."""
+    """The configs that a script is started with: the named one, else those that name its classes, else any."""
     entry, configs = case.program.entry, case.tree.configs
     is_own = name is not None and "__file__" in identifiers(name)
     stem = entry.path.stem if is_own else str(constant(name)).rpartition("/")[2].partition(".")[0]

@@ -250,12 +250,14 @@ def _mark(source: Source) -> int:
 
 def _start(source: Source, node: ast.AST) -> int:
     line: int = node.lineno  # type: ignore[attr-defined]
-    return _line_start(source, line) + node.col_offset + (_mark(source) if line == 1 else 0)  # type: ignore[attr-defined]
+    column: int = node.col_offset  # type: ignore[attr-defined]
+    return _line_start(source, line) + column + (_mark(source) if line == 1 else 0)
 
 
 def _end(source: Source, node: ast.AST) -> int:
     line: int = node.end_lineno  # type: ignore[attr-defined]
-    return _line_start(source, line) + node.end_col_offset + (_mark(source) if line == 1 else 0)  # type: ignore[attr-defined]
+    column: int = node.end_col_offset  # type: ignore[attr-defined]
+    return _line_start(source, line) + column + (_mark(source) if line == 1 else 0)
 
 
 def _replace(source: Source, node: ast.AST, text: bytes) -> Edit:

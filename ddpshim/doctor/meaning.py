@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 from ddpshim.doctor.source import FUNCTIONS, Binding, Unit, argument, constant, identifiers, key_of, last_name
@@ -50,6 +50,7 @@ _KEEPS_KIND = {
     "compile",
     "convert_sync_batchnorm",
 }
+_UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
 _CLASS_KINDS = {
     "Module": "module",
     "LightningModule": "module",
@@ -72,10 +73,14 @@ class Meaning:
         self._kinds: dict[tuple[Unit, ast.AST], frozenset[str]] = {}
         self._guarded: dict[Unit, bool] = {}
         self._busy: set[object] = set()
+        self.given: dict[str, list[tuple[Unit, ast.expr]]] = {}
         self.sites: dict[str, list[tuple[Unit, ast.Call]]] = {}
         for unit in program.units:
             for call in unit.all(ast.Call):
                 self.sites.setdefault(last_name(call.func), []).append((unit, call))
+                for value in (*call.args, *(k.value for k in call.keywords)):
+                    if isinstance(value, (ast.Name, ast.Attribute)):
+                        self.given.setdefault(last_name(value), []).append((unit, value))
 
     # What a name holds
 
@@ -191,13 +196,19 @@ class Meaning:
             ]
         return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) is unit]
 
+    def _is_given(self, value: ast.expr, where: Unit, unit: Unit) -> bool:
+        """Whether an argument is the function itself, for something else to call."""
+        if unit.owner is not None:
+            return isinstance(value, ast.Attribute) and self._may_be(value.value, where, unit)
+        return self.tree.defined(value, where.source) is unit
+
     def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
         """Calls of the class that a method belongs to."""
         found = self.sites.get(unit.owner.name, []) if unit.owner is not None else []
         return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) == (unit.source, unit.owner)]
 
     def _may_be(self, receiver: ast.expr, where: Unit, method: Unit) -> bool:
-        """Whether the object in `receiver.method()` may be of the method's class: `self` is of its own or a relative."""
+        """Whether the object in `receiver.method()` may be of the method's class, or of a relative."""
         if isinstance(receiver, ast.Name) and receiver.id in where.source.names:
             return False  # json.dump is no method
         if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
@@ -242,7 +253,7 @@ class Meaning:
             )
         ):
             yield "prepared"
-        elif (name == "getattr" and len(call.args) == 3 and constant(call.args[1]) == "module") or tail in ("unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"):
+        elif tail in _UNWRAPS or (name == "getattr" and constant(argument(call, "", 1)) == "module"):
             yield "unwrapped"
         elif name in _KEEPS_KIND:
             inner = call.func.value if isinstance(call.func, ast.Attribute) else None
@@ -471,14 +482,15 @@ class Meaning:
             return True
         if any(_MAIN_ONLY.search(last_name(d)) for d in getattr(unit.node, "decorator_list", [])):
             return True
-        if all_guarded(self, self.sites_of(unit)):
+        given = [(u, v) for u, v in self.given.get(unit.name, []) if self._is_given(v, u, unit)]
+        if all_guarded(self, [*self.sites_of(unit), *given]):
             return True
         if unit.owner is not None and unit.name != "__init__":
             return all_guarded(self, self.constructions(unit))
         return False
 
 
-def all_guarded(meaning: Meaning, sites: list[tuple[Unit, ast.Call]]) -> bool:
+def all_guarded(meaning: Meaning, sites: Sequence[tuple[Unit, ast.AST]]) -> bool:
     return bool(sites) and all(meaning.is_guarded(call, where) for where, call in sites)
 
 

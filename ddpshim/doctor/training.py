@@ -9,7 +9,7 @@ from typing import Optional
 
 from ddpshim.doctor.meaning import is_without_gradients
 from ddpshim.doctor.rules import Case, Hit, rule, text_of
-from ddpshim.doctor.source import Unit, argument, constant, identifiers, key_of, last_name
+from ddpshim.doctor.source import Binding, Unit, argument, constant, identifiers, key_of, last_name
 
 # What DistributedDataParallel answers itself; everything else of the network it hides.
 _MODULE_METHODS = {
@@ -111,8 +111,8 @@ def dataparallel_left(case: Case) -> Iterator[Hit]:
         yield Hit(
             unit,
             call,
-            f"DataParallel around {text_of(call.args[0], 40)} splits each batch over the GPUs of one process, and every "
-            "rank would do so on the same GPUs.",
+            f"DataParallel around {text_of(call.args[0], 40)} splits each batch over the GPUs of one process, and "
+            "every rank would do so on the same GPUs.",
         )
 
 
@@ -172,8 +172,8 @@ def wrapped_non_module(case: Case) -> Iterator[Hit]:
             yield Hit(
                 unit,
                 call,
-                f"DistributedDataParallel around {text_of(inner, 40)}, which is no torch.nn.Module: it has no parameters "
-                "to synchronise.",
+                f"DistributedDataParallel around {text_of(inner, 40)}, which is no torch.nn.Module: it has no "
+                "parameters to synchronise.",
             )
 
 
@@ -202,15 +202,15 @@ def method_on_wrapped(case: Case) -> Iterator[Hit]:
                     yield Hit(
                         where,
                         site,
-                        f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}, which the wrapper "
-                        "does not have: AttributeError, and through .module no gradient would be averaged.",
+                        f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}, which the "
+                        "wrapper does not have: AttributeError, and through .module no gradient would be averaged.",
                     )
             if not handed:
                 yield Hit(
                     unit,
                     call,
-                    f"{text_of(func)} is called on a DistributedDataParallel, which has no {func.attr}: AttributeError, "
-                    "and through .module no gradient would be averaged.",
+                    f"{text_of(func)} is called on a DistributedDataParallel, which has no {func.attr}: "
+                    "AttributeError, and through .module no gradient would be averaged.",
                 )
 
 
@@ -320,8 +320,8 @@ def optimizer_order(case: Case) -> Iterator[Hit]:
                     yield Hit(
                         unit,
                         again.value,
-                        f"{key} is made again after the wrap: schedules and a loaded state still belong to the one of line "
-                        f"{made.target.lineno}.",
+                        f"{key} is made again after the wrap: schedules and a loaded state still belong to the one of "
+                        f"line {made.target.lineno}.",
                     )
                 moved = _move_between(trained, made.target.lineno, wrap, unit)
                 if moved is not None and made.value is not None:
@@ -345,18 +345,17 @@ def _parameters_of(value: Optional[ast.expr]) -> Optional[str]:
     return None
 
 
-def _move_between(name: str, line: int, wrap: object, unit: Unit) -> Optional[ast.Call]:
+def _move_between(name: str, line: int, wrap: Binding, unit: Unit) -> Optional[ast.Call]:
     """A move or replacement of the network after `line`, up to the wrap."""
-    last = wrap.target.end_lineno or wrap.target.lineno  # type: ignore[attr-defined]
+    last = wrap.target.end_lineno or wrap.target.lineno
     for call in unit.all(ast.Call):
         if not line < call.lineno <= last:
             continue
         func = call.func
-        if isinstance(func, ast.Attribute) and key_of(func.value) == name:
-            if func.attr in ("cuda", "half", "double", "bfloat16") or (
-                func.attr == "to" and call.args and constant(call.args[0]) != "cpu"
-            ):
-                return call
+        is_method = isinstance(func, ast.Attribute) and key_of(func.value) == name
+        is_to = last_name(func) == "to" and bool(call.args) and constant(call.args[0]) != "cpu"
+        if is_method and (is_to or last_name(func) in ("cuda", "half", "double", "bfloat16")):
+            return call
         if last_name(func) == "convert_sync_batchnorm" and call.args and key_of(call.args[0]) == name:
             return call
     return None

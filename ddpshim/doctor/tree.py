@@ -58,7 +58,7 @@ class Program:
 
     @property
     def may_be_launched(self) -> bool:
-        """Whether a program of one process is a trainer that is worth several: it keeps what it trained, and serves nobody."""
+        """Whether several ranks are worth it for a program of one process: it keeps its result and serves nobody."""
         own = {name for unit in self.entry.units for name in unit.origins}
         serves = any(name.startswith("grpc.") or name.endswith("multiprocessing.Process") for name in own)
         return not serves and any(_SAVES.match(name) for unit in self.units for name in unit.attributes | unit.loaded)
@@ -71,6 +71,10 @@ class Program:
                 for call in unit.all(ast.Call):
                     if last_name(call.func) in wanted:
                         yield unit, call
+
+    def defines(self, method: str) -> bool:
+        """Whether a class of the program has such a method."""
+        return any(method in source.methods for source in self.files)
 
     def uses(self, *names: str) -> bool:
         return any(True for _ in self.calls(*names))
