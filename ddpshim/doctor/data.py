@@ -124,6 +124,8 @@ def sampler_lost(case: Case) -> Iterator[Hit]:
                     continue
                 if any("sampler" in kinds(a, unit) or key_of(a) == key for a in call.args):
                     continue
+                if all(b.value is not None and _splits(b.value, unit, case) for b in custom):
+                    continue
                 yield Hit(
                     unit,
                     call,
@@ -252,7 +254,7 @@ def _bound_words(node: ast.expr, unit: Unit, case: Case) -> set[str]:
     return out
 
 
-def _splits(sampler: ast.expr, unit: Unit, case: Case) -> bool:
+def _splits(sampler: ast.expr, unit: Unit, case: Case, depth: int = 0) -> bool:
     """Whether a sampler of the project's own, or its arguments, speak of ranks."""
     for where, binding in [(unit, None), *case.meaning.reaching(sampler, unit)]:
         value = sampler if binding is None else binding.value
@@ -260,8 +262,10 @@ def _splits(sampler: ast.expr, unit: Unit, case: Case) -> bool:
             continue
         if speaks_of_rank(value) or is_world_size(value):
             return True
-        if isinstance(value, ast.Call) and any(
-            isinstance(a, (ast.Name, ast.Call)) and _splits(a, where, case) for a in value.args[:1]
+        if (
+            isinstance(value, ast.Call)
+            and depth < 3
+            and any(isinstance(a, (ast.Name, ast.Call)) and _splits(a, where, case, depth + 1) for a in value.args[:1])
         ):
             return True
         found = case.tree.defined(value.func, where.source) if isinstance(value, ast.Call) else None
@@ -286,7 +290,7 @@ def iterable_unsharded(case: Case) -> Iterator[Hit]:
         for name, node in source.classes.items():
             if name not in case.meaning.sites or "iterable" not in case.meaning.bases(node, source.module):
                 continue
-            if _SHARES.search(" ".join(identifiers(node))):
+            if _SHARES.search(" ".join(identifiers(node))) or _another_shares(node, case):
                 continue
             yield Hit(
                 source.module,
@@ -296,6 +300,15 @@ def iterable_unsharded(case: Case) -> Iterator[Hit]:
     for unit, call in case.calls("load_dataset"):
         if constant(argument(call, "streaming")) is True and not case.program.uses("split_dataset_by_node", "shard"):
             yield Hit(unit, call, f"{text_of(call, 40)} streams all of the data to every rank.")
+
+
+def _another_shares(node: ast.ClassDef, case: Case) -> bool:
+    """Whether the class only hands on what another object yields, and something that iterates here knows of ranks."""
+    return any(
+        unit.owner is not node and _SHARES.search(" ".join(unit.attributes | unit.loaded))
+        for source in case.program.files
+        for unit in source.methods.get("__iter__", [])
+    )
 
 
 @rule("DDP206")

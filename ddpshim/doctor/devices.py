@@ -58,7 +58,7 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
     for unit in case.program.units:
         for call in unit.all(ast.Call):
             device = _device_named(call, unit)
-            if device is None or _is_at_import(call, unit, case):
+            if device is None or _is_at_import(call, unit, case) or _is_unused(call, unit, case):
                 continue
             is_chosen = not case.is_distributed and last_name(call.func) == "device"  # and may be chosen with an index
             if device == "cuda" and (binds or is_chosen or is_evaluation(unit.name)):
@@ -72,6 +72,18 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
                 call,
                 what + (why if device != "cuda" else ", because no torch.cuda.set_device comes before" + why),
             )
+
+
+def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:
+    """Whether a call at the top of a file makes a device that nothing in this program uses."""
+    statement = unit.source.parents.get(call)
+    if not unit.is_module or not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+        return False
+    name = statement.targets[0].id
+    return not any(
+        name in u.loaded | u.attributes and (u.source is unit.source or name in u.source.names or name in u.attributes)
+        for u in case.program.units
+    )
 
 
 def _limits_visible(case: Case) -> bool:

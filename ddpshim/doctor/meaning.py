@@ -35,21 +35,8 @@ _MAIN_ONLY = re.compile(
 _WORLD_SIZE = re.compile(
     r"(?i)^_*(?:ddp_|global_)?(?:world_?size|num_?(?:gpus|processes|replicas|ranks|devices)|n_?gpus?|ngpus(?:_per_node)?|get_world_size|device_count|nprocs?|num_procs)$"
 )
-_KEEPS_KIND = {
-    "to",
-    "cuda",
-    "cpu",
-    "train",
-    "eval",
-    "requires_grad_",
-    "half",
-    "float",
-    "double",
-    "deepcopy",
-    "copy",
-    "compile",
-    "convert_sync_batchnorm",
-}
+_KEEPS_KIND = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "half", "float", "double", "copy"}
+_COPIES = {"deepcopy", "copy", "compile", "convert_sync_batchnorm"}
 _UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
 _CLASS_KINDS = {
     "Module": "module",
@@ -199,7 +186,8 @@ class Meaning:
     def _is_given(self, value: ast.expr, where: Unit, unit: Unit) -> bool:
         """Whether an argument is the function itself, for something else to call."""
         if unit.owner is not None:
-            return isinstance(value, ast.Attribute) and self._may_be(value.value, where, unit)
+            is_public = not unit.name.startswith("__")  # `cls.__init__` may be of any class
+            return is_public and isinstance(value, ast.Attribute) and self._may_be(value.value, where, unit)
         return self.tree.defined(value, where.source) is unit
 
     def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
@@ -255,11 +243,10 @@ class Meaning:
             yield "prepared"
         elif tail in _UNWRAPS or (name == "getattr" and constant(argument(call, "", 1)) == "module"):
             yield "unwrapped"
-        elif name in _KEEPS_KIND:
-            inner = call.func.value if isinstance(call.func, ast.Attribute) else None
-            if inner is None or not self.kinds(inner, unit):
-                inner = call.args[0] if call.args else inner
-            yield from self.kinds(inner, unit)
+        elif name in _KEEPS_KIND and isinstance(call.func, ast.Attribute) and self.kinds(call.func.value, unit):
+            yield from self.kinds(call.func.value, unit)
+        elif name in _COPIES and call.args:
+            yield from self.kinds(call.args[0], unit)
         elif tail in ("ModuleDict", "ModuleList", "Sequential") and call.args:
             yield "module"
             inner_calls = [c for a in call.args for c in ast.walk(a) if isinstance(c, (ast.Call, ast.Name))]
@@ -368,6 +355,8 @@ class Meaning:
             return next((f for f in found if f), None) if all(map(_tests_single, single)) else None
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left, op, right = node.left, node.ops[0], node.comparators[0]
+            if isinstance(right, ast.Constant) and right.value is None and isinstance(op, ast.IsNot):
+                return MAIN if self._is_main_only(left, unit) else None
             if not self.is_rank(left, unit):
                 left, right = right, left
             if not self.is_rank(left, unit):
@@ -405,8 +394,31 @@ class Meaning:
                     for u, b in self.reaching(node, unit)
                     if b.value is not None and constant(b.value) is not True
                 ]
-                return found[0] if found and all(f == found[0] for f in found) else None
+                if found and all(f == found[0] for f in found):
+                    return found[0]
+                return MAIN if depth == 0 and self._is_main_only(node, unit) else None
         return None
+
+    def _is_main_only(self, node: ast.expr, unit: Unit) -> bool:
+        """Whether a name is None but on the main rank: `log = open(path) if rank == 0 else None`."""
+        bindings = self.reaching(node, unit)
+        if not bindings or (node, "main only") in self._busy:
+            return False
+        self._busy.add((node, "main only"))
+        try:
+            made = [(u, b) for u, b in bindings if not (isinstance(b.value, ast.Constant) and b.value.value is None)]
+            return bool(made) and all(
+                self.guard(b.statement, u) is not None
+                or (
+                    isinstance(b.value, ast.IfExp)
+                    and isinstance(b.value.orelse, ast.Constant)
+                    and b.value.orelse.value is None
+                    and self.test(b.value.test, u) == MAIN
+                )
+                for u, b in made
+            )
+        finally:
+            self._busy.discard((node, "main only"))
 
     def guard(self, node: ast.AST, unit: Unit) -> Optional[ast.AST]:
         """The test, decorator or statement around `node` in its unit that lets only some ranks through."""

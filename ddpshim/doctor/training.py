@@ -265,18 +265,24 @@ def ema_of_wrapped(case: Case) -> Iterator[Hit]:
 
 
 def _unwraps(definition: object, name: str, case: Case) -> bool:
-    """Whether the code that is called looks into `.module` itself."""
+    """Whether the code that is called looks into `.module` itself, or pairs parameters by their order."""
     if isinstance(definition, Unit):
-        return "module" in definition.attributes or _strips(definition)
-    if isinstance(definition, tuple):
-        source, node = definition
-        return any("module" in u.attributes - {"self"} or _strips(u) for u in source.units if u.owner is node)
-    owners = [u for s in case.program.files for u in s.methods.get(name, []) if u.owner and _EMA.search(u.owner.name)]
-    return bool(owners) and all("module" in u.attributes or _strips(u) for u in owners)
+        return _pairs_well(definition)
+    files = case.program.files
+    classes = (
+        [definition[1]]
+        if isinstance(definition, tuple)
+        else [u.owner for s in files for u in s.methods.get(name, []) if u.owner and _EMA.search(u.owner.name)]
+    )
+    if not classes:  # of another package: diffusers' pairs by name
+        return name != "deepcopy" and not any(origin.endswith("EMAModel") for origin in case.program.origins)
+    return all(any(_pairs_well(u) for s in files for u in s.units if u.owner is node) for node in classes)
 
 
-def _strips(unit: Unit) -> bool:
-    return any(isinstance(c.value, str) and c.value.startswith("module") for c in unit.all(ast.Constant))
+def _pairs_well(unit: Unit) -> bool:
+    strips = any(isinstance(c.value, str) and c.value.startswith("module") for c in unit.all(ast.Constant))
+    by_name = unit.attributes & {"named_parameters", "named_modules", "modules"}
+    return strips or "module" in unit.attributes or ("zip" in unit.loaded and not by_name)
 
 
 @rule("DDP106")
