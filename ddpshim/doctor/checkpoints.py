@@ -31,7 +31,7 @@ def _is_handled(node: ast.AST, unit: Unit) -> bool:
 
 @rule("DDP702")
 def replace_module(case: Case) -> Iterator[Hit]:
-    for unit, call in case.calls("replace"):
+    for unit, call in _replacements(case):
         if len(call.args) < 2 or constant(call.args[1]) != "" or "module." not in _texts(call.args[0], unit, case):
             continue
         if len(call.args) == 3 and constant(call.args[2]) == 1 and _asks_prefix(call, unit):
@@ -43,6 +43,18 @@ def replace_module(case: Case) -> Iterator[Hit]:
         )
 
 
+def _replacements(case: Case) -> Iterator[tuple[Unit, ast.Call]]:
+    """Each `replace` in the tree's files about torch: scripts that only load are hurt by it as well."""
+    for source in case.tree.sources:
+        if any(origin.partition(".")[0] == "torch" for origin in source.names.values()) and not case.tree.is_test(
+            source
+        ):
+            for unit in source.units:
+                for call in unit.all(ast.Call) if "replace" in unit.attributes else ():
+                    if isinstance(call.func, ast.Attribute) and call.func.attr == "replace":
+                        yield unit, call
+
+
 def _texts(node: ast.expr, unit: Unit, case: Case) -> set[object]:
     """The literals that an expression may be, those that callers pass included."""
     if isinstance(node, ast.Constant):
@@ -50,7 +62,8 @@ def _texts(node: ast.expr, unit: Unit, case: Case) -> set[object]:
     found = {constant(b.value) for _, b in case.meaning.reaching(node, unit)}
     if isinstance(node, ast.Name) and node.id in unit.parameters:
         position = unit.parameters.index(node.id) - (unit.owner is not None)
-        found |= {constant(argument(site, node.id, position)) for _, site in case.meaning.sites_of(unit)}
+        sites = [c for u in unit.source.units for c in u.all(ast.Call) if last_name(c.func) == unit.name]
+        found |= {constant(argument(site, node.id, position)) for site in sites}
     return found
 
 

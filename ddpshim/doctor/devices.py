@@ -14,7 +14,6 @@ from ddpshim.doctor.source import Unit, argument, constant, identifiers, last_na
 _FIXED = re.compile(r"^cuda:\d+$")
 _VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
 _FACTORIES = {"zeros", "ones", "tensor", "randn", "rand", "empty", "arange", "full", "eye", "linspace", "as_tensor"}
-_SHARED_WRITES = {"save", "SummaryWriter", "init", "rmtree", "copyfile", "dump", "savefig", "save_pretrained"}
 
 
 def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:

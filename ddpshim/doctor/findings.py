@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # An error trains or evaluates something else than was meant, or hangs; a warning loses or damages files, time or
-# numbers; a note is worth a look. A migration finding is an error or warning that waits for the second rank: the
-# program is not distributed yet.
+# numbers; a note says what could not be checked. A migration finding is an error or warning that waits for the second
+# rank: the program is not distributed yet.
 SEVERITIES = ("error", "warning", "migration", "note")
 
 
@@ -26,7 +26,7 @@ class Code:
 
 
 _TABLE = (
-    Code("DDP001", "unreadable", "error", "Repair the file, or leave it out with --exclude.", True),
+    Code("DDP001", "unreadable", "note", "Repair the file, or leave it out with --exclude.", True),
     # Training
     Code(
         "DDP101",

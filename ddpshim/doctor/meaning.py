@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from ddpshim.doctor.source import FUNCTIONS, Binding, Unit, argument, constant, identifiers, key_of, last_name
@@ -567,7 +567,3 @@ def is_without_gradients(node: ast.AST, unit: Unit) -> bool:
         ):
             return True
     return False
-
-
-def names_in(nodes: Iterable[ast.AST]) -> set[str]:
-    return {name for node in nodes for name in identifiers(node)}

@@ -111,6 +111,14 @@ class Tree:
         self.programs = self._find_programs()
         self.training = self._find_training()
 
+    def is_test(self, source: Source) -> bool:
+        """Whether a file below the root is a test: nobody launches it for what it trains."""
+        if not self.root.is_dir():
+            return False
+        inside, name = source.path.relative_to(self.root), source.path.stem
+        is_named = name.startswith("test_") or name.endswith("_test") or name == "conftest"
+        return is_named or not {"tests", "test"}.isdisjoint(inside.parts[:-1])
+
     def module(self, dotted: str, importer: Source) -> Optional[Source]:
         """The file in the tree that `import dotted` in `importer` means."""
         key = (dotted, importer.folder)
@@ -206,7 +214,7 @@ class Tree:
         covered: set[Source] = set()
         for entry in self.sources:
             is_root = entry.is_script or entry not in imported
-            if not trains or not is_root or (_is_test(entry.path, self.root) and self.root.is_dir()):
+            if not trains or not is_root or self.is_test(entry):
                 continue
             files = self.closure(entry)
             if trains.isdisjoint(files):
@@ -224,7 +232,7 @@ class Tree:
                 is_named
                 and entry in trains - covered
                 and not any("init_rpc" in u.attributes for u in entry.units)
-                and not (_is_test(entry.path, self.root) and self.root.is_dir())
+                and not self.is_test(entry)
             ):
                 files = self.closure(entry)
                 programs.append(
@@ -399,16 +407,6 @@ def _is_distributed(unit: Unit) -> bool:
 
 def _keywords(call: ast.Call) -> set[Optional[str]]:
     return {keyword.arg for keyword in call.keywords}
-
-
-def _is_test(path: Path, root: Path) -> bool:
-    inside = path.relative_to(root) if root.is_dir() else path
-    return (
-        path.name.startswith("test_")
-        or path.stem.endswith("_test")
-        or path.name == "conftest.py"
-        or not {"tests", "test"}.isdisjoint(inside.parts[:-1])
-    )
 
 
 def _targets(configs: list[Path]) -> dict[str, list[tuple[str, Path]]]:
