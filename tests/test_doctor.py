@@ -212,6 +212,17 @@ def test_scripts_that_do_not_train_are_left_alone(tmp_path: Path) -> None:
     assert [(Path(f.path).name, f.code) for f in check(tmp_path).findings] == [("files.py", "DDP404")]
 
 
+def test_a_method_counts_where_its_class_is_used(tmp_path: Path) -> None:
+    used = "class Store:\n    def tidy(self, folder):\n        shutil.rmtree(folder)\n"
+    unused = "class Robot:\n    def tidy(self, folder):\n        input('is the table free?')\n"
+    (tmp_path / "stores.py").write_text(f"import shutil\n{used}{unused}")
+    (tmp_path / "train.py").write_text(
+        f"from stores import Robot, Store\n{TRAINER}    Store().tidy(folder)\n"
+        "def later(robot: Robot):\n    pass\nif __name__ == '__main__':\n    main()\n"
+    )
+    assert [f.code for f in check(tmp_path).findings] == ["DDP404"]
+
+
 GUARDS = [
     "if dist.get_rank() == 0:\n        os.remove(folder)",
     "if not dist.get_rank():\n        os.remove(folder)",
@@ -220,6 +231,9 @@ GUARDS = [
     "if dist.get_rank() != 0:\n        return\n    os.remove(folder)",
     "if dist.get_rank() == 0:\n        pass\n    else:\n        return\n    os.remove(folder)",
     "is_lead = dist.get_rank() == 0\n    if is_lead:\n        os.remove(folder)",
+    "if use_ddp and dist.get_rank() != 0:\n        pass\n    else:\n        os.remove(folder)",
+    "log = open(folder) if dist.get_rank() == 0 else None\n    if log is not None:\n        os.remove(folder)",
+    "log = None\n    if dist.get_rank() == 0:\n        log = open(folder)\n    if log:\n        os.remove(folder)",
     "dist.get_rank() == 0 and os.remove(folder)",
     "if accelerator.is_main_process:\n        clear(folder)\ndef clear(folder):\n    os.remove(folder)",
     "if lead():\n        os.remove(folder)\ndef lead():\n    return dist.get_rank() == 0",
@@ -234,10 +248,19 @@ def test_what_only_the_main_rank_does_is_no_finding(guard: str, tmp_path: Path) 
     assert _found(path) == []
 
 
-def test_the_same_without_its_guard_is_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("test", "line"),
+    [
+        ("if dist.get_rank() == 0 or folder:\n        os.remove(folder)", 10),
+        ("if dist.get_rank() != 0 and folder:\n        pass\n    else:\n        os.remove(folder)", 12),
+        ("if dist.get_rank() == 0:\n        pass\n    os.remove(folder)", 11),
+        ("is_first = folder == 0\n    if is_first:\n        os.remove(folder)", 11),
+    ],
+)
+def test_a_test_that_lets_every_rank_through_guards_nothing(test: str, line: int, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(f"import os\n{TRAINER}    if dist.get_rank() == 0 or folder:\n        os.remove(folder)\n")
-    assert _found(path) == [("DDP404", 10)]
+    path.write_text(f"import os\n{TRAINER}    {test}\n")
+    assert _found(path) == [("DDP404", line)]
 
 
 def test_other_files_of_the_program_are_seen(tmp_path: Path) -> None:

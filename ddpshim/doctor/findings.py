@@ -68,6 +68,12 @@ _TABLE = (
         "error",
         "Move and wrap the network first, then make the optimizer, once, from the parameters that will be trained.",
     ),
+    Code(
+        "DDP107",
+        "never-wrapped",
+        "error",
+        "Wrap the network: DistributedDataParallel(network), or ddpshim.wrap_parallel(network).",
+    ),
     # Data
     Code(
         "DDP201",

@@ -394,7 +394,7 @@ class Meaning:
                     for u, b in self.reaching(node, unit)
                     if b.value is not None and constant(b.value) is not True
                 ]
-                if found and all(f == found[0] for f in found):
+                if found and found[0] and all(f == found[0] for f in found):
                     return found[0]
                 return MAIN if depth == 0 and self._is_main_only(node, unit) else None
         return None
@@ -427,8 +427,8 @@ class Meaning:
         for parent in source.above(node):
             if isinstance(parent, (ast.If, ast.IfExp, ast.While)) and child is not parent.test:
                 inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
-                # The else of `rank == 0 and x` is for every rank.
-                if self.test(parent.test, unit) and (inside or not isinstance(parent.test, ast.BoolOp)):
+                # The else of `rank != 0 and x` is for every rank, that of `distributed and rank != 0` is not.
+                if self.test(parent.test, unit) and (inside or self._asks_rank_alone(parent.test, unit)):
                     return parent
             elif isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And):
                 for value in parent.values[: parent.values.index(child)] if child in parent.values else []:
@@ -450,6 +450,13 @@ class Meaning:
                 break
             child = parent
         return None
+
+    def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
+        """Whether a test asks for the rank and nothing else but for being distributed."""
+        if not isinstance(test, ast.BoolOp):
+            return True
+        rest = [value for value in test.values if self.test(value, unit) is None]
+        return all(_LAUNCH.search(" ".join(identifiers(value)).lower()) for value in rest)
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
@@ -490,10 +497,6 @@ class Meaning:
         return self._guarded[unit]
 
     def _find_unit_guarded(self, unit: Unit) -> bool:
-        if _MAIN_ONLY.search(unit.name) and unit.name.endswith("only"):
-            return True
-        if any(_MAIN_ONLY.search(last_name(d)) for d in getattr(unit.node, "decorator_list", [])):
-            return True
         given = [(u, v) for u, v in self.given.get(unit.name, []) if self._is_given(v, u, unit)]
         if all_guarded(self, [*self.sites_of(unit), *given]):
             return True

@@ -97,6 +97,10 @@ _TRAINING_UNIT = re.compile(r"(?i)(train|loss|step|forward|update|fit|learn|opti
 _TRAINING_METHOD = re.compile(
     r"(?i)^_?(forward\w*|train\w*|\w*loss\w*|training_step|log_prob|encode\w*|decode\w*|embed\w*|extract\w*|reparam\w*)$"
 )
+_AVERAGES = re.compile(
+    r"(DistributedDataParallel|DataParallel|DDP|FSDP|fully_shard|parallelize_module|replicate|DistributedOptimizer)$"
+    r"|(?i:(average|reduce|sync)\w*_grad)"
+)
 _EMA = re.compile(r"(?i)(^|_)ema($|_|[A-Z])|EMA|[Ee]maModel|ModelEma|AveragedModel|ExponentialMovingAverage")
 
 
@@ -219,8 +223,8 @@ def _asks_first(node: ast.AST, unit: Unit) -> bool:
     for above in unit.source.above(node):
         if isinstance(above, (ast.If, ast.IfExp)):
             names = identifiers(above.test)
-            if names & {"hasattr", "isinstance", "module"} or any(
-                "distrib" in n.lower() or "ddp" in n.lower() for n in names
+            if names & {"hasattr", "isinstance", "module", "callable", "has_method"} or any(
+                "distrib" in name.lower() or "ddp" in name.lower() for name in names
             ):
                 return True
     return False
@@ -283,6 +287,24 @@ def _pairs_well(unit: Unit) -> bool:
     strips = any(isinstance(c.value, str) and c.value.startswith("module") for c in unit.all(ast.Constant))
     by_name = unit.attributes & {"named_parameters", "named_modules", "modules"}
     return strips or "module" in unit.attributes or ("zip" in unit.loaded and not by_name)
+
+
+@rule("DDP107")
+def never_wrapped(case: Case) -> Iterator[Hit]:
+    program = case.program
+    starts = "torch.distributed.init_process_group" in program.origins
+    if program.frameworks or not starts or any(_AVERAGES.search(name) for name in program.origins):
+        return
+    if any("grad" in u.attributes and any("reduce" in name for name in u.attributes | u.loaded) for u in program.units):
+        return
+    calls = [(u, c) for u, c in case.calls("backward") if isinstance(c.func, ast.Attribute)]
+    if calls:
+        unit, call = min(calls, key=lambda each: (each[0].source is not program.entry, each[1].lineno))
+        yield Hit(
+            unit,
+            call,
+            "A process group is started, but nothing is wrapped and no gradient reduced: each rank trains its own model.",
+        )
 
 
 @rule("DDP106")
