@@ -303,7 +303,7 @@ def never_wrapped(case: Case) -> Iterator[Hit]:
         yield Hit(
             unit,
             call,
-            "A process group is started, but nothing is wrapped and no gradient reduced: each rank trains its own model.",
+            "A process group is started, but nothing is wrapped or reduced: each rank trains its own model.",
         )
 
 
