@@ -299,6 +299,13 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     assert ran.stdout.splitlines()[-1] == "1 False"
 
 
+def test_the_migration_of_the_examples_leaves_nothing_to_find() -> None:
+    before, after = (ROOT / "examples" / f"train_{which}.py" for which in ("before", "after"))
+    assert {f.code for f in check(before).findings} == {"DDP101", "DDP102", "DDP204", "DDP301", "DDP401"}
+    assert {f.severity for f in check(before).findings} == {"migration"}
+    assert check(after).findings == ()
+
+
 def test_the_pages_are_those_of_the_codes() -> None:
     assert {p.stem for p in PAGES.glob("DDP*.md")} == set(CODES)
     index = (PAGES / "index.md").read_text()

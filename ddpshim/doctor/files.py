@@ -111,8 +111,12 @@ def _written(call: ast.Call, unit: Unit, case: Case) -> Optional[ast.expr]:
             is_path = not _is_true(argument(call, "exist_ok", 2)) and name != "os.mkdir"
             return call.func.value if is_path else None
         if tail == "open" and not name.endswith("os.open"):
-            is_write = constant(argument(call, "mode", 0)) in ("w", "wb", "a", "ab", "x", "xb", "wt", "at")
-            return call.func.value if is_write else None
+            # av.open(path, mode="w") beside path.open("w")
+            is_module = isinstance(call.func.value, ast.Name) and call.func.value.id in unit.source.names
+            target = argument(call, "file", 0) if is_module else call.func.value
+            asked = constant(argument(call, "mode", 1 if is_module else 0))
+            is_write = asked in ("w", "wb", "a", "ab", "x", "xb", "wt", "at")
+            return target if is_write else None
         if tail in ("write_text", "write_bytes", "symlink_to"):
             return call.func.value
         if tail in _WRITING_METHODS and not case.program.defines(tail):  # what it writes is seen inside, else
