@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 LABELS = Path(__file__).with_suffix(".json")
 NEAR = 3  # lines: a call and its arguments, an assignment and its use
@@ -79,16 +79,19 @@ class Score:
     def num_findings(self) -> int:
         return len(self.true) + len(self.false) + len(self.debatable) + len(self.unjudged)
 
-    def of(self, code: str) -> Score:
-        """The same for one code."""
+    def only(self, wanted: Callable[[Union[Finding, Hazard]], bool]) -> Score:
+        """The part that is about some findings and labels."""
         return Score(
-            [f for f in self.true if f.code == code],
-            [(f, why) for f, why in self.false if f.code == code],
-            [(f, why) for f, why in self.debatable if f.code == code],
-            [f for f in self.unjudged if f.code == code],
-            [h for h in self.found if h.code == code],
-            [h for h in self.missed if h.code == code],
+            list(filter(wanted, self.true)),
+            [(f, why) for f, why in self.false if wanted(f)],
+            [(f, why) for f, why in self.debatable if wanted(f)],
+            list(filter(wanted, self.unjudged)),
+            list(filter(wanted, self.found)),
+            list(filter(wanted, self.missed)),
         )
+
+    def of(self, code: str) -> Score:
+        return self.only(lambda one: one.code == code)
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,14 @@ def report(runs: Sequence[Run]) -> str:
     rows.append(_total("held out", held_out))
     rows.append(_total("all", runs))
     lines += _table(["tree", "commit", "what it is", "lines", "seconds", *COUNTS], rows, 3)
+
+    lines += ["## In the files that were read, and elsewhere", ""]
+    rows = []
+    for name, part in (("shown to the author", [r for r in runs if not r.tree["held_out"]]), ("held out", held_out)):
+        read = sum((r.score.only(lambda one, r=r: one.file in r.tree["read"]) for r in part), Score())
+        rest = sum((r.score.only(lambda one, r=r: one.file not in r.tree["read"]) for r in part), Score())
+        rows += [[name, "read in full", *_numbers(read)], [name, "elsewhere", *_numbers(rest)]]
+    lines += _table(["trees", "files", *COUNTS], rows, 2)
 
     whole = sum((run.score for run in runs), Score())
     unseen = sum((run.score for run in held_out), Score())
