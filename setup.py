@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.9",
-    packages=["ddpshim", "ddpshim.patches"],
+    packages=["ddpshim", "ddpshim.doctor", "ddpshim.patches"],
     package_dir={"ddpshim": "ddpshim", "ddpshim.patches": "patches"},
     package_data={"ddpshim": ["py.typed"], "ddpshim.patches": ["README.md", "*/*/*.patch", "*/*/manifest.json"]},
     install_requires=["torch>=2.1", "packaging"],

@@ -1,7 +1,7 @@
 """The command line, ``python -m ddpshim``: parse and print.
 
-Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr), 2 wrong usage; of `run` those of the ranks
-too. Each sub-command imports what it needs when it runs: patching needs no torch.
+Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr) or, of `doctor`, findings, 2 wrong usage;
+of `run` those of the ranks too. Each sub-command imports what it needs when it runs: patching needs no torch.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     options.set_defaults(run=_options)
     _add_env(commands)
     _add_selftest(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -122,6 +123,50 @@ def _selftest(arguments: argparse.Namespace) -> int:
         line, is_good = f"selftest failed: {error}", False
     print(coloured(line, is_good), flush=True)
     return 0 if is_good else 1
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="find what breaks in a trainer on several ranks, without running it",
+        description="Read a trainer, or all trainers of a folder, and list what hangs, or silently trains something "
+        "else, on several ranks. Exit code: 0 nothing found, 1 findings, 2 wrong usage or a path that cannot be read.",
+    )
+    doctor.add_argument("path", type=Path, metavar="PATH", help="a file or a folder")
+    shape = doctor.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="for programs")
+    shape.add_argument("--fix", action="store_true", help="print the fixes that need no judgement, for `patch -p1`")
+    doctor.add_argument("--select", type=_codes, default=[], metavar="CODES", help="only these, e.g. DDP203,DDP4")
+    doctor.add_argument("--ignore", type=_codes, default=[], metavar="CODES", help="all but these")
+    doctor.add_argument("--exclude", action="append", default=[], metavar="NAME", help="a file or folder to leave out")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from ddpshim.doctor.checking import check
+    from ddpshim.doctor.printing import as_json, as_text
+
+    try:
+        report = check(arguments.path, select=arguments.select, ignore=arguments.ignore, exclude=arguments.exclude)
+    except OSError as error:
+        print(f"ddpshim: {error}; nothing was checked. Name a file or folder that can be read.", file=sys.stderr)
+        return 2
+    if arguments.fix:
+        sys.stdout.buffer.write(report.diff())
+        print(as_text(report), file=sys.stderr)
+    else:
+        print(json.dumps(as_json(report), indent=2) if arguments.json else as_text(report))
+    return 1 if report.findings else 0
+
+
+def _codes(text: str) -> list[str]:
+    from ddpshim.doctor.findings import CODES
+
+    out = [code.strip() for code in text.split(",") if code.strip()]
+    for code in out:
+        if not any(known.startswith(code) for known in CODES):
+            raise argparse.ArgumentTypeError(f"no code begins with {code!r}; codes are {', '.join(CODES)}")
+    return out
 
 
 def _patch_list(arguments: argparse.Namespace) -> int:

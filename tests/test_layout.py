@@ -51,6 +51,21 @@ ROOMS = [
     "environment",
     "checks",
     "selftest",
+    "doctor",
+    "doctor.findings",
+    "doctor.source",
+    "doctor.tree",
+    "doctor.meaning",
+    "doctor.rules",
+    "doctor.training",
+    "doctor.data",
+    "doctor.files",
+    "doctor.control",
+    "doctor.devices",
+    "doctor.checkpoints",
+    "doctor.fixes",
+    "doctor.checking",
+    "doctor.printing",
     "__main__",
 ]
 TRAINERS = (
@@ -70,7 +85,8 @@ def _imports(source: str) -> list[tuple[str, bool]]:
     for node in ast.walk(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            names = [f"ddpshim.{a.name}" for a in node.names] if node.module == "ddpshim" else [node.module]
+            is_package = node.module in ("ddpshim", "ddpshim.doctor")
+            names = [f"{node.module}.{a.name}" for a in node.names] if is_package else [node.module]
         out += [(name, node in tree.body) for name in names]
     return out
 
@@ -86,13 +102,19 @@ def _wrong_imports(room: str, source: str) -> list[str]:
     return out
 
 
+def _file(room: str) -> Path:
+    path = ROOT / "ddpshim" / room.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def test_rooms_are_all_there_are() -> None:
-    assert sorted(p.stem for p in (ROOT / "ddpshim").glob("*.py")) == sorted(["__init__", *ROOMS])
+    there = {*(ROOT / "ddpshim").glob("*.py"), *(ROOT / "ddpshim" / "doctor").glob("*.py")}
+    assert there == {ROOT / "ddpshim" / "__init__.py", *map(_file, ROOMS)}
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_module_imports_only_modules_above_it(room: str) -> None:
-    assert _wrong_imports(room, (ROOT / "ddpshim" / f"{room}.py").read_text()) == []
+    assert _wrong_imports(room, _file(room).read_text()) == []
 
 
 def test_the_check_of_imports_can_fail() -> None:

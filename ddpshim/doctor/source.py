@@ -1,0 +1,333 @@
+"""One file: its tree, what its names were imported as, and its functions as units with an index of their nodes."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Optional, TypeVar, Union
+
+Node = TypeVar("Node", bound=ast.AST)
+Function = Union[ast.FunctionDef, ast.AsyncFunctionDef]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Fields that are not walked: contexts carry nothing, and a class that is only an annotation is not used.
+_NOT_RUN = {"ctx", "annotation", "returns"}
+_IGNORE = re.compile(r"#\s*ddpshim:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
+
+
+class Unreadable(Exception):
+    """The file cannot be parsed; the line where it stops making sense, and why."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+class Binding:
+    """`name = value`, at `statement`; `value` is None where what is bound cannot be said (a loop, an import)."""
+
+    def __init__(self, statement: ast.AST, value: Optional[ast.expr], target: ast.expr) -> None:
+        self.statement, self.value, self.target = statement, value, target
+
+
+class Unit:
+    """A function with all that is nested in it, or the rest of a file: what runs when it is imported."""
+
+    def __init__(self, source: Source, node: Union[Function, ast.Module], owner: Optional[ast.ClassDef]) -> None:
+        self.source, self.node, self.owner = source, node, owner
+        self.name = "<module>" if isinstance(node, ast.Module) else node.name
+        self.by_type: dict[type, list[ast.AST]] = {}
+
+    def all(self, kind: type[Node]) -> list[Node]:
+        """The unit's nodes of one type, in no particular order."""
+        return self.by_type.get(kind, [])  # type: ignore[return-value]
+
+    @property
+    def is_module(self) -> bool:
+        return isinstance(self.node, ast.Module)
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        if isinstance(self.node, ast.Module):
+            return []
+        arguments = self.node.args
+        return [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+
+    @cached_property
+    def loaded(self) -> set[str]:
+        """Names that are read."""
+        return {n.id for n in self.all(ast.Name) if isinstance(n.ctx, ast.Load)}
+
+    @cached_property
+    def attributes(self) -> set[str]:
+        """Attributes that are read."""
+        return {n.attr for n in self.all(ast.Attribute) if isinstance(n.ctx, ast.Load)}
+
+    @cached_property
+    def origins(self) -> frozenset[str]:
+        """Every dotted name that is read, by the file's imports."""
+        qualified = self.source.qualified
+        names = {self.source.names.get(name, name) for name in self.loaded}
+        return frozenset(
+            names | {qualified(n) for n in self.all(ast.Attribute) if type(n.value) in (ast.Name, ast.Attribute)}
+        )
+
+    @cached_property
+    def used(self) -> frozenset[str]:
+        """The dotted names that it does something with: a second name for a class at the top of a file uses nothing."""
+        if not self.is_module:
+            return self.origins
+        source = self.source
+        nodes: list[ast.AST] = [n for n in self.all(ast.Name) if isinstance(n.ctx, ast.Load)]
+        nodes += [n for n in self.all(ast.Attribute) if type(n.value) in (ast.Name, ast.Attribute)]
+        kept = (n for n in nodes if not isinstance(source.parents.get(n), (ast.Assign, ast.AnnAssign)))
+        return frozenset(source.qualified(n) for n in kept)
+
+    @cached_property
+    def bindings(self) -> dict[str, list[Binding]]:
+        """By `key_of` the target, in the order of the text."""
+        out: dict[str, list[Binding]] = {}
+
+        def bind(target: ast.expr, value: Optional[ast.expr], statement: ast.AST) -> None:
+            if isinstance(target, (ast.Tuple, ast.List)):
+                values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else [value] * len(target.elts)
+                for inner, each in zip(target.elts, values):
+                    bind(inner, each, statement)
+            elif isinstance(target, ast.Starred):
+                bind(target.value, None, statement)
+            else:
+                key = key_of(target)
+                if key is not None:
+                    out.setdefault(key, []).append(Binding(statement, value, target))
+
+        for assign in self.all(ast.Assign):
+            for target in assign.targets:
+                bind(target, assign.value, assign)
+        for annotated in self.all(ast.AnnAssign):
+            if annotated.value is not None:
+                bind(annotated.target, annotated.value, annotated)
+        for walrus in self.all(ast.NamedExpr):
+            bind(walrus.target, walrus.value, walrus)
+        loops: list[Union[ast.For, ast.AsyncFor]] = [*self.all(ast.For), *self.all(ast.AsyncFor)]
+        for loop in loops:
+            bind(loop.target, None, loop)
+        withs: list[Union[ast.With, ast.AsyncWith]] = [*self.all(ast.With), *self.all(ast.AsyncWith)]
+        for with_ in withs:
+            for item in with_.items:
+                if item.optional_vars is not None:
+                    bind(item.optional_vars, item.context_expr, with_)
+        for bindings in out.values():
+            bindings.sort(key=lambda b: (b.target.lineno, b.target.col_offset))
+        return out
+
+
+class Source:
+    """A parsed file. Raises Unreadable where Python could not parse it either."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path, self.content = path, content
+        self.folder = str(path.parent)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # escapes that Python deprecates are not the doctor's business
+                self.tree = ast.parse(content)
+        except SyntaxError as error:
+            raise Unreadable(error.lineno or 1, f"{error.msg}") from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise Unreadable(1, str(error) or type(error).__name__) from error
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.module, self.main = Unit(self, self.tree, None), Unit(self, self.tree, None)
+        self.main.name = "<main>"
+        self.units = [self.module, self.main]
+        self._index(self.tree.body, self.tree, self.module, None)
+        self.names = _imported_names(self.units)
+        self.functions = {u.name: u for u in self.units if u.owner is None and not u.is_module}
+        self.methods: dict[str, list[Unit]] = {}
+        for unit in self.units:
+            if unit.owner is not None:
+                self.methods.setdefault(unit.name, []).append(unit)
+
+    def _index(self, body: list[ast.stmt], parent: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
+        """Put functions and methods into units of their own, and everything else into `unit`."""
+        for statement in body:
+            self.parents[statement] = parent
+            if isinstance(statement, FUNCTIONS):
+                inner = Unit(self, statement, owner)
+                self.units.append(inner)
+                self._walk(statement.body, statement, inner)
+                self._walk([*statement.decorator_list, *defaults_of(statement)], statement, unit)
+            elif isinstance(statement, ast.ClassDef):
+                self.classes[statement.name] = statement
+                unit.by_type.setdefault(ast.ClassDef, []).append(statement)
+                self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: when it is used
+                self._index(statement.body, statement, unit, statement)
+            elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
+                is_main = unit is self.module and isinstance(statement, ast.If) and _tests_main(statement.test)
+                self._compound(statement, self.main if is_main else unit, owner)
+            else:
+                self._walk([statement], parent, unit)
+
+    def _compound(self, node: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
+        unit.by_type.setdefault(type(node), []).append(node)
+        for value in node.__dict__.values():
+            if isinstance(value, ast.AST):
+                self._walk([value], node, unit)
+            elif isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                self._index(value, node, unit, owner)
+            elif isinstance(value, list):
+                for inner in value:
+                    if isinstance(inner, ast.ExceptHandler):
+                        self.parents[inner] = node
+                        self._compound(inner, unit, owner)
+                    elif isinstance(inner, ast.AST):
+                        self._walk([inner], node, unit)
+
+    def _walk(self, nodes: Sequence[ast.AST], parent: ast.AST, unit: Unit) -> None:
+        parents, by_type = self.parents, unit.by_type
+        stack: list[tuple[ast.AST, ast.AST]] = [(node, parent) for node in nodes]
+        while stack:
+            node, above = stack.pop()
+            parents[node] = above
+            kind = type(node)
+            if kind in by_type:
+                by_type[kind].append(node)
+            else:
+                by_type[kind] = [node]
+            for field, value in node.__dict__.items():
+                if isinstance(value, ast.AST):
+                    if field not in _NOT_RUN:
+                        stack.append((value, node))
+                elif isinstance(value, list):
+                    for item in value:
+                        if isinstance(item, ast.AST):
+                            stack.append((item, node))
+
+    @cached_property
+    def text(self) -> str:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(self.content).readline)
+        return self.content.decode(encoding)
+
+    @cached_property
+    def ignores(self) -> dict[int, frozenset[str]]:
+        """By line, the codes of its `# ddpshim: ignore[...]`; an empty set ignores all."""
+        if b"ddpshim:" not in self.content:
+            return {}
+        out = {}
+        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
+            match = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
+            if match is not None:
+                codes = (match.group(1) or "").split(",")
+                out[token.start[0]] = frozenset(code.strip() for code in codes if code.strip())
+        return out
+
+    @property
+    def is_script(self) -> bool:
+        return bool(self.main.by_type)
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around `node`, from the inside."""
+        at = self.parents.get(node)
+        while at is not None:
+            yield at
+            at = self.parents.get(at)
+
+    def qualified(self, node: ast.AST) -> str:
+        """`nn.DataParallel` as `torch.nn.DataParallel`, by this file's imports; "" for what is no dotted name."""
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        parts.append(self.names.get(node.id, node.id))
+        return ".".join(reversed(parts))
+
+
+def defaults_of(function: Function) -> list[ast.expr]:
+    """The default values of a function's parameters."""
+    return [*function.args.defaults, *(d for d in function.args.kw_defaults if d is not None)]
+
+
+def key_of(node: ast.AST) -> Optional[str]:
+    """`self.nets["policy"]` as text, the name that a binding goes by; None for what has no fixed name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = key_of(node.value)
+        return None if inner is None else f"{inner}.{node.attr}"
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        inner = key_of(node.value)
+        return None if inner is None else f"{inner}[{node.slice.value!r}]"
+    return None
+
+
+def last_name(node: ast.AST) -> str:
+    """The last identifier of a dotted name or of what is called: `b` of `a.b`, `a.b()` and `a["b"]`."""
+    if isinstance(node, ast.Call):
+        return last_name(node.func)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        return node.slice.value
+    return ""
+
+
+def argument(call: ast.Call, name: str, position: Optional[int] = None) -> Optional[ast.expr]:
+    """The argument by keyword, or by position where that is given."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if position is not None and 0 <= position < len(call.args):
+        found = call.args[position]
+        return None if isinstance(found, ast.Starred) else found
+    return None
+
+
+def constant(node: Optional[ast.AST]) -> object:
+    """The value of a literal, else None."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        value = node.operand.value
+        return -value if isinstance(value, (int, float)) else None
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def identifiers(node: ast.AST) -> set[str]:
+    """All names, attributes, called functions and string keys in an expression."""
+    out: set[str] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            out.add(inner.id)
+        elif isinstance(inner, ast.Attribute):
+            out.add(inner.attr)
+        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            out.add(inner.value)
+    return out
+
+
+def _tests_main(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def _imported_names(units: list[Unit]) -> dict[str, str]:
+    """Local name to dotted origin. Relative imports keep their dots, which the tree resolves."""
+    out = {}
+    for unit in units:
+        for plain in unit.all(ast.Import):
+            for alias in plain.names:
+                if alias.asname:
+                    out[alias.asname] = alias.name
+                else:
+                    out[alias.name.partition(".")[0]] = alias.name.partition(".")[0]
+        for from_ in unit.all(ast.ImportFrom):
+            base = "." * from_.level + (from_.module or "")
+            for alias in from_.names:
+                out[alias.asname or alias.name] = f"{base}.{alias.name}" if from_.module else base + alias.name
+    return out

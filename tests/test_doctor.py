@@ -1,0 +1,317 @@
+"""The doctor: every page's examples, and what the command says, ignores, fixes and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpshim.doctor.checking import check
+from ddpshim.doctor.findings import CODES, SEVERITIES
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "doctor"
+
+
+def _examples(code: str) -> tuple[str, str]:
+    """The failing and the fixed program of a page."""
+    page = (PAGES / f"{code}.md").read_text()
+    failing, fixed = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return failing, fixed
+
+
+def _found(path: Path) -> list[tuple[str, int]]:
+    return [(f.code, f.line) for f in check(path).findings]
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_each_pages_failing_example_has_exactly_its_finding_and_the_fixed_one_none(code: str, tmp_path: Path) -> None:
+    failing, fixed = _examples(code)
+    path = tmp_path / "train.py"
+    path.write_text(failing)
+    marked = [(code, number) for number, line in enumerate(failing.split("\n"), 1) if line.endswith(f"# {code}")]
+    assert len(marked) == 1
+    assert _found(path) == marked
+    path.write_text(fixed)
+    assert _found(path) == []
+
+
+# The programs of the pages that `--fix` mends on its own; DDP401 twice, by an argument and by a test.
+FIXED = ["DDP105", "DDP202", "DDP203", "DDP401", "DDP503", "DDP504", "DDP603", "DDP604", "DDP701", "DDP702"]
+TRAINER = (
+    "import torch.distributed as dist\n"
+    "from torch.nn.parallel import DistributedDataParallel\n"
+    "def main(network, batches, folder):\n"
+    "    dist.init_process_group()\n"
+    "    model = DistributedDataParallel(network)\n"
+    "    for batch in batches:\n"
+    "        model(batch).mean().backward()\n"
+)
+
+
+def _doctor(*arguments: object, code: int = 1) -> subprocess.CompletedProcess[bytes]:
+    """What the command answers; `code` is its exit code."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-m", "ddpshim", "doctor", *map(str, arguments)], env=environ, capture_output=True, timeout=60
+    )
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    return ran
+
+
+def _patch(path: Path) -> None:
+    """Apply what `--fix` prints by GNU patch, without fuzz."""
+    patch = ["patch", "-p1", "--fuzz=0", "--batch", "--forward", "--binary", "-s"]
+    folder = path if path.is_dir() else path.parent
+    subprocess.run(patch, input=check(path).diff(), cwd=folder, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("code", FIXED)
+def test_the_printed_fix_applies_and_leaves_nothing_to_find(code: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    before = _examples(code)[0].replace("main(network", "main(  network")  # formatting that is nobody's business
+    path.write_text(f"{before}\n\nif __name__ == '__main__':\n    main()\n")
+    assert code in [f.code for f in check(tmp_path).findings]
+    _patch(tmp_path)
+    assert [f.code for f in check(tmp_path).findings if f.code == code] == []
+    if "main(  network" in before:
+        assert "main(  network" in path.read_text()
+
+
+def test_a_fix_touches_its_own_line_only_whatever_the_file_looks_like(tmp_path: Path) -> None:
+    body = (
+        TRAINER.replace("    ", "\t") + "\tos.makedirs( folder , 0o755 )  # è\n\ttorch.save(\n\t\tbatches, folder\n\t)"
+    )
+    before = ("import os, torch\n" + body + "\n").replace("\n", "\r\n").encode()[:-2]  # tabs, CRLF, no last newline
+    (tmp_path / "train.py").write_bytes(before)
+    _patch(tmp_path / "train.py")
+    after = (tmp_path / "train.py").read_bytes()
+    assert after == before.replace(b"0o755 )", b"0o755, exist_ok=True )").replace(
+        b"\ttorch.save(\r\n\t\tbatches, folder\r\n\t)",
+        b"\tif dist.get_rank() == 0:\r\n\t\ttorch.save(\r\n\t\t\tbatches, folder\r\n\t\t)",
+    )
+    assert _found(tmp_path / "train.py") == []
+
+
+def test_the_command_prints_the_diff_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_examples("DDP604")[0])
+    ran = _doctor("--fix", path)
+    assert ran.stdout == check(path).diff()
+    assert b'\n-    os.environ["MASTER_PORT"] = "29500"' in ran.stdout
+    assert b"DDP604" in ran.stderr
+    assert path.read_text() == _examples("DDP604")[0]
+
+
+def test_what_takes_a_person_is_not_fixed(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_examples("DDP204")[0])
+    assert check(path).diff() == b""
+    assert [f.fixable for f in check(path).findings] == [False]
+
+
+def test_ignore_comments_select_and_ignore(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"import os\n{TRAINER}"
+        "    os.remove(folder)\n"
+        "    os.remove(folder)  # ddpshim: ignore[DDP404]\n"
+        "    os.remove(folder)  # ddpshim: ignore[DDP401]\n"
+        "    os.remove(\n"
+        "        folder  # ddpshim: ignore[DDP401, DDP404] one rank only, by hand\n"
+        "    )\n"
+        "    os.makedirs(folder)  # ddpshim: ignore\n"
+        "    os.makedirs('# ddpshim: ignore')\n"
+    )
+    assert _found(path) == [("DDP404", 9), ("DDP404", 11), ("DDP401", 16)]
+    assert check(path).num_ignored == 3
+    assert [f.code for f in check(path, select=["DDP401"]).findings] == ["DDP401"]
+    assert [f.code for f in check(path, select=["DDP4"], ignore=["DDP404"]).findings] == ["DDP401"]
+    assert check(path, ignore=["DDP4"]).findings == ()
+
+
+def test_json_has_a_stable_schema(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_examples("DDP203")[0])
+    report = json.loads(_doctor("--json", path).stdout)
+    assert list(report) == [
+        "schema",
+        "files",
+        "lines",
+        "programs",
+        "distributed_programs",
+        "ignored",
+        "findings",
+    ]
+    assert (report["schema"], report["files"], report["programs"], report["distributed_programs"]) == (1, 1, 1, 1)
+    assert report["findings"] == [
+        {
+            "path": str(path),
+            "line": 10,
+            "column": 15,
+            "end_line": 10,
+            "code": "DDP203",
+            "name": "no-set-epoch",
+            "severity": "error",
+            "message": "set_epoch is never called for sampler: every epoch replays the order of the first.",
+            "fix": CODES["DDP203"].fix,
+            "fixable": True,
+        }
+    ]
+
+
+def test_exit_codes_and_what_is_printed(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_examples("DDP604")[0])
+    lines = _doctor(path).stdout.decode().splitlines()
+    assert lines[0].startswith(f"{path}:8:5 DDP604 error os.environ['MASTER_PORT'] = '29500' replaces ")
+    assert lines[1] == f"    fix: {CODES['DDP604'].fix}"
+    assert lines[2] == "1 error; 1 trainer (1 distributed) in 1 files, 12 lines"
+    path.write_text(_examples("DDP604")[1])
+    assert _doctor(path, code=0).stdout.startswith(b"nothing found; ")
+    assert b"nothing was checked" in _doctor(tmp_path / "none.py", code=2).stderr
+    assert b"no code begins with 'DDP9'" in _doctor("--select", "DDP9", path, code=2).stderr
+
+
+def test_a_file_that_cannot_be_parsed_does_not_hide_the_others(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{TRAINER}    input('go?')\nif __name__ == '__main__':\n    main()\n")
+    (tmp_path / "broken.py").write_text("x = (\n")
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00\x00")
+    found = [(Path(f.path).name, f.code, f.line) for f in check(tmp_path).findings]
+    assert found == [("binary.py", "DDP001", 1), ("broken.py", "DDP001", 1), ("train.py", "DDP402", 8)]
+    assert check(tmp_path, exclude=["broken.py", "binary.py"]).num_files == 1
+
+
+def test_a_trainer_of_one_process_has_them_to_come(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "def main(network, batches):\n"
+        "    for batch in batches:\n"
+        "        network(batch).mean().backward()\n"
+        "    torch.save(network.state_dict(), input('where? '))\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+    )
+    found = check(tmp_path).findings
+    assert [(f.code, f.line, f.severity) for f in found] == [("DDP401", 5, "migration"), ("DDP402", 5, "migration")]
+
+
+def test_scripts_that_do_not_train_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import files\n{TRAINER}if __name__ == '__main__':\n    main()\n")
+    (tmp_path / "files.py").write_text("import shutil\ndef clear(folder):\n    shutil.rmtree(folder)\n")
+    (tmp_path / "clean.py").write_text("import files\nif __name__ == '__main__':\n    files.clear(input('what? '))\n")
+    assert check(tmp_path).findings == ()
+    (tmp_path / "train.py").write_text(
+        f"import files\n{TRAINER}    files.clear(folder)\nif __name__ == '__main__':\n    main()\n"
+    )
+    assert [(Path(f.path).name, f.code) for f in check(tmp_path).findings] == [("files.py", "DDP404")]
+
+
+def test_a_method_counts_where_its_class_is_used(tmp_path: Path) -> None:
+    used = "class Store:\n    def tidy(self, folder):\n        shutil.rmtree(folder)\n"
+    unused = "class Robot:\n    def tidy(self, folder):\n        input('is the table free?')\n"
+    (tmp_path / "stores.py").write_text(f"import shutil\n{used}{unused}")
+    (tmp_path / "train.py").write_text(
+        f"from stores import Robot, Store\n{TRAINER}    Store().tidy(folder)\n"
+        "def later(robot: Robot):\n    pass\nif __name__ == '__main__':\n    main()\n"
+    )
+    assert [f.code for f in check(tmp_path).findings] == ["DDP404"]
+
+
+GUARDS = [
+    "if dist.get_rank() == 0:\n        os.remove(folder)",
+    "if not dist.get_rank():\n        os.remove(folder)",
+    "if is_main_process() and folder:\n        os.remove(folder)",
+    "if not distributed or dist.get_rank() == 0:\n        os.remove(folder)",
+    "if dist.get_rank() != 0:\n        return\n    os.remove(folder)",
+    "if dist.get_rank() == 0:\n        pass\n    else:\n        return\n    os.remove(folder)",
+    "is_lead = dist.get_rank() == 0\n    if is_lead:\n        os.remove(folder)",
+    "if use_ddp and dist.get_rank() != 0:\n        pass\n    else:\n        os.remove(folder)",
+    "log = open(folder) if dist.get_rank() == 0 else None\n    if log is not None:\n        os.remove(folder)",
+    "log = None\n    if dist.get_rank() == 0:\n        log = open(folder)\n    if log:\n        os.remove(folder)",
+    "dist.get_rank() == 0 and os.remove(folder)",
+    "if accelerator.is_main_process:\n        clear(folder)\ndef clear(folder):\n    os.remove(folder)",
+    "if lead():\n        os.remove(folder)\ndef lead():\n    return dist.get_rank() == 0",
+    "once(folder)\n@rank_zero_only\ndef once(folder):\n    os.remove(folder)",
+]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_what_only_the_main_rank_does_is_no_finding(guard: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import os\n{TRAINER}    {guard}\n")
+    assert _found(path) == []
+
+
+@pytest.mark.parametrize(
+    ("test", "line"),
+    [
+        ("if dist.get_rank() == 0 or folder:\n        os.remove(folder)", 10),
+        ("if dist.get_rank() != 0 and folder:\n        pass\n    else:\n        os.remove(folder)", 12),
+        ("if dist.get_rank() == 0:\n        pass\n    os.remove(folder)", 11),
+        ("is_first = folder == 0\n    if is_first:\n        os.remove(folder)", 11),
+    ],
+)
+def test_a_test_that_lets_every_rank_through_guards_nothing(test: str, line: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import os\n{TRAINER}    {test}\n")
+    assert _found(path) == [("DDP404", line)]
+
+
+def test_other_files_of_the_program_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        f"from loop import advance\n{_examples('DDP203')[0]}        advance(loader, epoch)\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
+    (tmp_path / "loop.py").write_text("def advance(loader, epoch):\n    loader.sampler.set_epoch(epoch)\n")
+    assert check(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize("framework", ["Fabric", "Accelerator"])
+def test_what_a_framework_does_is_not_asked_for(framework: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    package = {"Fabric": "lightning", "Accelerator": "accelerate"}[framework]
+    path.write_text(
+        f"from {package} import {framework}\nfrom torch.utils.data import DataLoader\n"
+        f"def main(network, train_set):\n    runner = {framework}()\n"
+        "    loader = runner.prepare(DataLoader(train_set, batch_size=8, shuffle=True))\n"
+        "    for epoch in range(10):\n        for batch in loader:\n"
+        "            runner.backward(network(batch).mean())\n"
+    )
+    assert _found(path) == []
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_examples("DDP203")[0])
+    code = (
+        "import sys; from ddpshim.__main__ import main; "
+        f"code = main(['doctor', {str(tmp_path / 'train.py')!r}]); print(code, 'torch' in sys.modules)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "1 False"
+
+
+def test_the_migration_of_the_examples_leaves_nothing_to_find() -> None:
+    before, after = (ROOT / "examples" / f"train_{which}.py" for which in ("before", "after"))
+    assert {f.code for f in check(before).findings} == {"DDP101", "DDP102", "DDP204", "DDP301", "DDP401"}
+    assert {f.severity for f in check(before).findings} == {"migration"}
+    assert check(after).findings == ()
+
+
+def test_the_pages_are_those_of_the_codes() -> None:
+    assert {p.stem for p in PAGES.glob("DDP*.md")} == set(CODES)
+    index = (PAGES / "index.md").read_text()
+    for code in CODES.values():
+        assert f"| [{code.code}]({code.code}.md) | {code.name} | {code.severity} |" in index
+        assert code.severity in SEVERITIES
+        page = " ".join((PAGES / f"{code.code}.md").read_text().split())
+        assert page.startswith(f"# {code.code} {code.name} Severity: {code.severity}.")
+        assert code.fix in page
