@@ -80,7 +80,6 @@ _TABLE = (
         "sampler-lost",
         "error",
         "Keep the order that was asked for and split it over the ranks: ddpshim.make_loader(dataset, sampler=sampler).",
-        True,
     ),
     Code(
         "DDP202",
