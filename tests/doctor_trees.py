@@ -210,14 +210,14 @@ def report(runs: Sequence[Run]) -> str:
                 *_numbers(run.score),
             ]
         )
-    rows.append(_total("shown to the author", [run for run in runs if not run.tree["held_out"]]))
+    rows.append(_total("that the rules were fitted to", [run for run in runs if not run.tree["held_out"]]))
     rows.append(_total("held out", held_out))
     rows.append(_total("all", runs))
     lines += _table(["tree", "commit", "what it is", "lines", "seconds", *COUNTS], rows, 3)
 
     lines += ["## In the files that were read, and elsewhere", ""]
     rows = []
-    for name, part in (("shown to the author", [r for r in runs if not r.tree["held_out"]]), ("held out", held_out)):
+    for name, part in (("that the rules were fitted to", [r for r in runs if not r.tree["held_out"]]), ("held out", held_out)):
         read = sum((r.score.only(lambda one, r=r: one.file in r.tree["read"]) for r in part), Score())
         rest = sum((r.score.only(lambda one, r=r: one.file not in r.tree["read"]) for r in part), Score())
         rows += [[name, "read in full", *_numbers(read)], [name, "elsewhere", *_numbers(rest)]]
