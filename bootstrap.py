@@ -70,7 +70,8 @@ def main() -> None:
             ["-m", "ruff", "check", "."],
             ["-m", "ruff", "format", "--check", "."],
             ["-m", "mypy"],
-            ["-m", "pytest", *rest],
+            # Two files at a time, each on one process: the fixtures of a file are costly.
+            ["-m", "pytest", "-n", "2", "--dist", "loadfile", *rest],
         ],
     }
     for command in commands[args.what]:

@@ -217,7 +217,10 @@ def report(runs: Sequence[Run]) -> str:
 
     lines += ["## In the files that were read, and elsewhere", ""]
     rows = []
-    for name, part in (("that the rules were fitted to", [r for r in runs if not r.tree["held_out"]]), ("held out", held_out)):
+    for name, part in (
+        ("that the rules were fitted to", [r for r in runs if not r.tree["held_out"]]),
+        ("held out", held_out),
+    ):
         read = sum((r.score.only(lambda one, r=r: one.file in r.tree["read"]) for r in part), Score())
         rest = sum((r.score.only(lambda one, r=r: one.file not in r.tree["read"]) for r in part), Score())
         rows += [[name, "read in full", *_numbers(read)], [name, "elsewhere", *_numbers(rest)]]

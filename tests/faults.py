@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
+from tests.preloaded import HOOKS
+
 SKEW_S = 3 * 3600.0
 FULL_AT_BYTES = 1 << 20
 
@@ -242,6 +244,8 @@ def install() -> None:
 
 
 def main() -> None:
+    if HOOKS in os.environ:
+        importlib.import_module("ddpshim.auto")
     install()
     runpy.run_module("robomimic.scripts.train", run_name="__main__", alter_sys=True)
 

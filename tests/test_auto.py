@@ -233,6 +233,32 @@ def test_hooked_it_is_the_patched_trainer(runs: dict[tuple[str, int, bool], Run]
     assert written[0] == written[1]
 
 
+@pytest_robomimic
+@pytest.mark.upstream
+@pytest.mark.parametrize(
+    ("release", "names"),
+    [("0.4.0", ["bc"]), ("0.5.0", ["bc_transformer_gmm", "diffusion_policy"]), ("master", ["diffusion_policy"])],
+)
+def test_other_releases_hooked_are_the_patched_ones(
+    release: str, names: list[str], tmp_path: Path, releases: Path
+) -> None:
+    if equivalence.source(release) is None:
+        pytest.skip(f"DDPSHIM_UPSTREAM has no robomimic-{release} (see patches/README.md)")
+    runs = {}
+    for hooked in (False, True):
+        tree = copy_release(release, releases, hooked=hooked)
+        made = [make_run_config(tree, release, name, tmp_path, 5, 2) for name in names]
+        jobs = [(config, tmp_path / f"{name}-{hooked}", 2, "own") for name, config in zip(names, made)]
+        runs[hooked] = train_all(tree, jobs)
+    for patched, hooked_run in zip(runs[False], runs[True]):
+        assert (patched.exit_code, hooked_run.exit_code) == (0, 0), hooked_run.log[-3000:]
+        assert len(hooked_run.observed) == len(patched.observed) == 2
+        for there, here in zip(patched.observed, hooked_run.observed):
+            assert largest_difference(there["networks"], here["networks"]) == 0
+        assert largest_difference(*(observed["networks"] for observed in hooked_run.observed)) == 0
+        assert hooked_run.losses() == patched.losses()
+
+
 EDITED = """
 import torch, sys
 {above}

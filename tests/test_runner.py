@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import ddpshim.__main__ as command_line
-from ddpshim import rank, runner
+from ddpshim import rank_log, runner
 from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.runner import Job
@@ -393,16 +393,16 @@ def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
 
 
 def test_a_log_gets_a_second_name_in_the_experiments_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank.link_log(str(tmp_path / "without"))
+    rank_log.link_log(str(tmp_path / "without"))
     assert not (tmp_path / "without").exists()
     monkeypatch.setenv("RANK", "1")
     logs = tmp_path / "experiment" / "logs"
     for job in ("first", "second"):  # the second resumes the first one's experiment
         (tmp_path / job).mkdir()
         (tmp_path / job / "rank_1.log").write_text(job)
-        monkeypatch.setenv(rank.LOG_DIR, str(tmp_path / job))
-        rank.link_log(str(logs))
-        rank.link_log(str(logs))
+        monkeypatch.setenv(rank_log.LOG_DIR, str(tmp_path / job))
+        rank_log.link_log(str(logs))
+        rank_log.link_log(str(logs))
     with (tmp_path / "second" / "rank_1.log").open("a") as file:
         file.write(" goes on")
     assert {p.name: p.read_text() for p in logs.iterdir()} == {"rank_1.log": "first", "rank_1.2.log": "second goes on"}
@@ -414,7 +414,7 @@ def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(rank.LOG_DIR, str(tmp_path))
+    monkeypatch.setenv(rank_log.LOG_DIR, str(tmp_path))
     (tmp_path / "rank_0.log").write_text("said")
-    rank.link_log(str(tmp_path / "logs"))
+    rank_log.link_log(str(tmp_path / "logs"))
     assert (tmp_path / "logs" / "rank_0.log").readlink() == tmp_path / "rank_0.log"
