@@ -59,9 +59,14 @@ def test_the_checksum_sees_every_bit_but_not_which_nan() -> None:
         seen |= {_sum(zeros), _sum(other), _sum(zeros.flatten())}
         assert _sum(zeros) == _sum(zeros.clone())
     assert len(seen) == 3 * len(kinds)
-    x = torch.randn(4, 6)
+    x = 1 + torch.rand(4, 6)
     assert _sum(x.t()) == _sum(x.t().contiguous())
     assert _sum(torch.nextafter(x, x + 1)) != _sum(x)
+    # As many bits up as down leave the sum of the bits as it was, but not that of the numbers.
+    balanced = torch.tensor([1.0, -1.0])
+    up = torch.nextafter(balanced, balanced + 1)
+    assert _sum(up) == _sum(balanced)
+    assert guard._checksum(up, torch.device("cpu")) != guard._checksum(balanced, torch.device("cpu"))
     nans = torch.tensor([0x7FC00000, -0x400000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert bool(nans.isnan().all())
     assert len({_sum(nan) for nan in nans}) == 1
