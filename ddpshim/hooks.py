@@ -299,8 +299,8 @@ def _run_epoch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)
         raise HookError(
             f"run_epoch with a {type(model).__name__} that algo_factory did not make under ddpshim's hooks; every rank "
-            "would train a model of its own. Move `import ddpshim.auto` to the first line of the trainer, or call "
-            "ddpshim.robomimic.prepare(model)."
+            "would train a model of its own. Move `import ddpshim.auto` to the first line of the trainer, and make the "
+            "model with algo_factory."
         )
     if replay is None:
         return robomimic.run_epoch(**options)
