@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +212,8 @@ def test_a_validation_set_smaller_than_the_world_ends_the_job(tmp_path: Path, re
     few = {"train__hdf5_validation_filter_key": "one_sample", "experiment__validation_epoch_every_n_steps": None}
     tree = copy_release(release, releases)
     config = _make_config(release, tree, ("bc", {**VALIDATION, **few}), tmp_path / "kind", tmp_path)
-    start = time.monotonic()
     how: dict[str, Any] = {"module": "robomimic.scripts.train", "check": False, "forked": release != RELEASE}
     run = train(tree, config, tmp_path / "kind" / "2", 2, **how)
-    assert time.monotonic() - start < 60
     _check_refused(run, "one_sample", 1, "")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -194,9 +193,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "text", "rank"), FAULTS)
 def test_a_failing_rank_ends_the_job_with_its_traceback(trainer: Trainer, fault: str, text: str, rank: int) -> None:
-    start = time.monotonic()
     run = trainer("bc", 2, module="tests.faults", fault=fault, check=False, forked=False)
-    assert time.monotonic() - start < 30
     assert run.exit_code != 0
     assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
     ours = run.log.split(f"ddpshim: rank {rank} (")[1].split("Root Cause")[0]
@@ -227,9 +224,7 @@ def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: st
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
-    start = time.monotonic()
     run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False, forked=False)
-    assert time.monotonic() - start < 30
     assert run.exit_code != 0
     root = run.log.split("Root Cause (first observed failure):")[1]
     assert f"rank      : {rank} " in root

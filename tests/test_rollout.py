@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any, Callable
 
@@ -137,9 +136,7 @@ def test_one_video_of_all_episodes_in_order(evaluate: Evaluator) -> None:
 @needs_robomimic
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_environment_that_fails_on_one_rank_ends_the_job(evaluate: Evaluator, rank: int) -> None:
-    start = time.monotonic()
     run = evaluate(2, fault=f"toy_env:{rank}:2", check=False)
-    assert time.monotonic() - start < 30
     assert run.exit_code != 0
     text = f"environment 'Toy', episode {2 + rank} failed on rank {rank} (ValueError: the toy broke on purpose)"
     ours = run.log.split(f"ddpshim: rank {rank} (")[1].split("Root Cause")[0]
