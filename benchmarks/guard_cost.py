@@ -9,21 +9,17 @@ which is not: that of every step, and that of a comparison of weights, of which 
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Callable
 
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import ddpshim
+from benchmarks.results import Result, ratio
 from ddpshim import guard
 from tests.ranks import run_ranks
 
@@ -61,7 +57,7 @@ def _time_ms(function: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1000
 
 
-def measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) -> dict[str, Any]:
+def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) -> dict[str, Any]:
     """Times in ms on this rank (collective)."""
     x = torch.randn(batch_size_per_rank, D_IN)
     arms = {"without": _Arm(guarded=False), "with": _Arm(guarded=True)}
@@ -95,23 +91,23 @@ def measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) -> 
     }
 
 
+def run(quick: bool, batch_size_per_rank: int = 64) -> list[Result]:
+    """The step with guards over that without, and what is spent in the guards' own code."""
+    got = run_ranks(_measure, 2, 10 if quick else 100, 2, batch_size_per_rank, timeout_s=600)[0]
+    value, quartiles = ratio(got["with"], got["without"])
+    step_ms, size = statistics.median(got["without"]), f"{got['num_parameters'] / 1e6:.1f}M parameters, 2 ranks"
+    own_ms = got["hook"] + got["compare"] / 1000
+    return [
+        Result("guard_cost", f"step with guards, {size}", value, "x without", quartiles, note=f"{step_ms:.1f} ms"),
+        Result("guard_cost", "guards' own code in a step", got["hook"] * 1000, "us"),
+        Result("guard_cost", "one comparison of weights, of 1000 steps", got["compare"], "ms"),
+        Result("guard_cost", "guards' own code, amortised", 100 * own_ms / step_ms, "% of a step"),
+    ]
+
+
 def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=2, help="steps of one policy in a round")
-    parser.add_argument("--batch-size-per-rank", type=int, default=64)
-    options = parser.parse_args()
-    got = run_ranks(measure, 2, options.rounds, options.steps, options.batch_size_per_rank, timeout_s=600)[0]
-    step_ms = statistics.median(got["without"])
-    ratios = [a / b for a, b in zip(got["with"], got["without"])]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    own = got["hook"] + got["compare"] / 1000
-    print(f"{got['num_parameters'] / 1e6:.1f} M parameters, 2 ranks, torch {torch.__version__}, {os.cpu_count()} cores")
-    print(f"step without guards: {step_ms:.2f} ms (median of {options.rounds} rounds of {options.steps} steps)")
-    print(f"with / without: {middle:.4f} (quartiles {low:.4f} to {high:.4f})")
-    print(f"inside the guards: {got['hook'] * 1000:.0f} us in each step, {got['compare']:.1f} ms in each comparison")
-    print(f"amortised: {own * 1000:.0f} us a step = {own / step_ms:.3%} of it")
+    for result in run(quick="--quick" in sys.argv[1:]):
+        print(f"{result.what}: {result.value:.4g} {result.unit} {result.quartiles or ''} {result.note}")
 
 
 if __name__ == "__main__":

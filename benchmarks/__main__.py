@@ -1,0 +1,150 @@
+"""Every benchmark, each in a process of its own: what was measured beside its target, as a table, JSON and a picture.
+
+    python -m benchmarks [--quick] [--only step,sampler] [--out build/benchmarks]
+
+Exit code 1 where a target does not hold or a benchmark fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+import benchmarks
+from benchmarks.results import Result
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE_S = {True: 300, False: 1800}  # by `quick`: of one benchmark
+
+
+def names() -> list[str]:
+    """The benchmarks: the modules here that have a `run`."""
+    found = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name != "__main__"]
+    return sorted(name for name in found if hasattr(importlib.import_module(f"benchmarks.{name}"), "run"))
+
+
+def measure(name: str, quick: bool) -> list[Result]:
+    """The results of a benchmark that runs in a process of its own; one that says why where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "results.json")
+        code = "import sys; from benchmarks.__main__ import save_run; save_run(*sys.argv[1:])"
+        command = [sys.executable, "-c", code, name, str(int(quick)), str(file)]
+        try:
+            ended = subprocess.run(command, cwd=ROOT, check=False, timeout=DEADLINE_S[quick], stdin=subprocess.DEVNULL)
+            said = f"exit code {ended.returncode}"
+        except subprocess.TimeoutExpired:
+            said = f"not ended after {DEADLINE_S[quick]} s"
+        if file.exists():
+            return _read(file)
+    # A target that nothing can meet: the failure counts.
+    return [Result(name, "the benchmark itself", float("nan"), "", at_most=0.0, note=f"FAILED: {said}")]
+
+
+def save_run(name: str, quick: str, file: str) -> None:
+    """Run a benchmark and leave its results in `file`, which is there only if it went through."""
+    found = importlib.import_module(f"benchmarks.{name}").run(bool(int(quick)))
+    Path(file).write_text(json.dumps([asdict(result) for result in found]), encoding="utf-8")
+
+
+def _read(file: Path) -> list[Result]:
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    return [Result(**{**row, "quartiles": tuple(row["quartiles"]) if row["quartiles"] else None}) for row in rows]
+
+
+def machine() -> dict[str, Any]:
+    """Where the numbers come from."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "gpus": torch.cuda.device_count(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def table(results: Iterable[Result]) -> str:
+    """The results as a Markdown table, with a note below for each that has one."""
+    results = list(results)
+    lines = ["| benchmark | what | measured | quartiles | target | holds |", "| --- | --- | ---: | ---: | ---: | --- |"]
+    for r in results:
+        spread = f"{_short(r.quartiles[0])} to {_short(r.quartiles[1])}" if r.quartiles else ""
+        target = f"≤ {_short(r.at_most)}" if r.at_most is not None else ""
+        target = f"≥ {_short(r.at_least)}" if r.at_least is not None else target
+        holds = {True: "yes", False: "**no**", None: ""}[r.holds]
+        measured = f"{_short(r.value)} {r.unit}".strip()
+        lines.append(f"| {r.benchmark} | {r.what} | {measured} | {spread} | {target} | {holds} |")
+    noted = [f"- {r.benchmark}, {r.what}: {r.note}" for r in results if r.note]
+    return "\n".join([*lines, *([""] if noted else []), *noted]) + "\n"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
+def draw(results: Iterable[Result], file: Path) -> None:
+    """A picture of how much of its target each result takes up."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    aimed = [r for r in results if r.holds is not None and r.value == r.value]
+    shares = [_share(r, r.value) for r in aimed]
+    errors = [[abs(_share(r, q) - s) for q in (r.quartiles or (r.value,) * 2)] for r, s in zip(aimed, shares)]
+    figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(aimed)), layout="constrained")
+    colours = ["tab:blue" if r.holds else "tab:red" for r in aimed]
+    axes.barh(range(len(aimed)), shares, color=colours, xerr=list(zip(*errors)) if errors else None, ecolor="0.3")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(aimed)), [f"{r.benchmark}: {r.what}" for r in aimed], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("measured / target (left of 1: it holds); bars: quartiles")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _share(result: Result, value: float) -> float:
+    if result.at_most is not None:
+        return value / result.at_most if result.at_most else float("inf")
+    return (result.at_least or 0.0) / value if value else float("inf")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds: minutes")
+    parser.add_argument("--only", help=f"some of {', '.join(names())}")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks", help="where the files go")
+    args = parser.parse_args(argv)
+    chosen = args.only.split(",") if args.only else names()
+    unknown = set(chosen) - set(names())
+    if unknown:
+        parser.error(f"--only: {', '.join(sorted(unknown))} is no benchmark; nothing would be run. There are {names()}")
+    results: list[Result] = []
+    for name in chosen:
+        print(f"running {name}", file=sys.stderr, flush=True)
+        results += measure(name, args.quick)
+    where = machine()
+    print(f"{where}{', quick' if args.quick else ''}\n\n{table(results)}", end="")
+    args.out.mkdir(parents=True, exist_ok=True)
+    content = {"machine": where, "quick": args.quick, "results": [{**asdict(r), "holds": r.holds} for r in results]}
+    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    draw(results, args.out / "results.png")
+    return int(any(r.holds is False for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
