@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import __main__ as front
 from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from benchmarks.ring_model import Cluster, Link, Training
 
 
 def test_arms_are_measured_in_alternation() -> None:
@@ -70,3 +71,25 @@ def test_a_benchmark_that_fails_is_a_target_that_does_not_hold(tmp_path: Path) -
     assert found.note == "FAILED: exit code 1"
     front.draw([found, Result("b", "w", 1.0, "", at_most=1.0)], tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+CLUSTER = Cluster("of tests", inside=Link(1e9, 0.001), between=Link(1e8, 0.01), gpus_per_node=4)
+
+
+def test_a_ring_sends_twice_what_it_has() -> None:
+    assert CLUSTER.all_reduce_s(1e9, 1) == 0
+    assert CLUSTER.all_reduce_s(1e9, 4) == pytest.approx(2 * 3 / 4 + 6 * 0.001)
+    # Three nodes: the ring inside each, and one among three.
+    assert CLUSTER.all_reduce_s(1e9, 12) == pytest.approx(2 * 3 / 4 + 6 * 0.001 + 2 * 2 / 3 * 10 + 4 * 0.01)
+
+
+def test_a_step_hides_all_but_what_comes_after_the_backward_pass() -> None:
+    fast = Cluster("fast", Link(1e12, 0.0), Link(1e12, 0.0))
+    two = Training(num_parameters=50e6, compute_s=3.0, bucket_bytes=100e6)  # two buckets, backward from 1 s on
+    assert two.step_s(2, fast) == pytest.approx(3.0 + 1e8 / 1e12)
+    slow = Cluster("slow", Link(1e8, 0.0), Link(1e8, 0.0))  # a second for each bucket
+    assert two.step_s(2, slow) == pytest.approx(2.0 + 1 + 1)
+    assert Training(50e6, 3.0, 100e6, overlaps=False).step_s(2, slow) == pytest.approx(3.0 + 1 + 1)
+    assert Training(50e6, 3.0, 100e6, bytes_per_parameter=2.0).step_s(2, slow) == pytest.approx(3.5)
+    assert Training(50e6, 3.0, 100e6, accumulation_steps=2).step_s(2, slow) == pytest.approx(3 + 2.0 + 1 + 1)
+    assert two.efficiency(2, slow) == pytest.approx(3 / 4)
