@@ -81,6 +81,7 @@ else:
 
 
 def _enter(argv: list[str], folder: str, ignored: Optional[signal.Signals]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
     if ignored is not None:
         signal.signal(ignored, signal.SIG_IGN)
     os.chdir(folder)
