@@ -2,7 +2,8 @@
 
     python -m benchmarks [--quick] [--only step,sampler] [--out build/benchmarks]
 
-Exit code 1 where a target does not hold or a benchmark fails.
+With `--only`, what the files there hold of the other benchmarks is kept. Exit code 1 where a target does not hold or a
+benchmark fails.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def measure(name: str, quick: bool) -> list[Result]:
         except subprocess.TimeoutExpired:
             said = f"not ended after {DEADLINE_S[quick]} s"
         if file.exists():
-            return _read(file)
+            return _results({"results": json.loads(file.read_text(encoding="utf-8"))})
     # A target that nothing can meet: the failure counts.
     return [Result(name, "the benchmark itself", float("nan"), "", at_most=0.0, note=f"FAILED: {said}")]
 
@@ -60,8 +61,8 @@ def save_run(name: str, quick: str, file: str) -> None:
     Path(file).write_text(json.dumps([asdict(result) for result in found]), encoding="utf-8")
 
 
-def _read(file: Path) -> list[Result]:
-    rows = json.loads(file.read_text(encoding="utf-8"))
+def _results(run: dict[str, Any]) -> list[Result]:
+    rows = run["results"]
     return [Result(**{**row, "quartiles": tuple(row["quartiles"]) if row["quartiles"] else None}) for row in rows]
 
 
@@ -74,6 +75,15 @@ def machine() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def page(runs: dict[str, Any]) -> str:
+    """The Markdown of all runs, a table for each."""
+    lines = ["# Benchmarks", "", "Written by `python -m benchmarks --out docs`.", "", "![targets](benchmarks.png)", ""]
+    for name, run in runs.items():
+        where = ", ".join(f"{key} {value}" for key, value in run["machine"].items())
+        lines += [f"## {name}", "", f"{where}{', `--quick`' if run['quick'] else ''}", "", table(_results(run))]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def table(results: Iterable[Result]) -> str:
@@ -133,17 +143,22 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     unknown = set(chosen) - set(names())
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))} is no benchmark; nothing would be run. There are {names()}")
-    results: list[Result] = []
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "benchmarks.json"
+    runs: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if args.only and file.exists() else {}
     for name in chosen:
         print(f"running {name}", file=sys.stderr, flush=True)
-        results += measure(name, args.quick)
-    where = machine()
-    print(f"{where}{', quick' if args.quick else ''}\n\n{table(results)}", end="")
-    args.out.mkdir(parents=True, exist_ok=True)
-    content = {"machine": where, "quick": args.quick, "results": [{**asdict(r), "holds": r.holds} for r in results]}
-    (args.out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    draw(results, args.out / "results.png")
-    return int(any(r.holds is False for r in results))
+        results = measure(name, args.quick)
+        runs[name] = {"machine": machine(), "quick": args.quick, "results": [asdict(result) for result in results]}
+        print(table(results), flush=True)
+    runs = dict(sorted(runs.items()))
+    file.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    kept = [result for run in runs.values() for result in _results(run)]
+    file.with_suffix(".md").write_text(page(runs), encoding="utf-8")
+    draw(kept, file.with_suffix(".png"))
+    aimed = [result for result in kept if result.holds is not None]
+    print(f"{sum(bool(result.holds) for result in aimed)} of {len(aimed)} targets hold; {file.with_suffix('.md')}")
+    return int(not all(result.holds for result in aimed))
 
 
 if __name__ == "__main__":

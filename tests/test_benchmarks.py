@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Optional
@@ -93,3 +94,20 @@ def test_a_step_hides_all_but_what_comes_after_the_backward_pass() -> None:
     assert Training(50e6, 3.0, 100e6, bytes_per_parameter=2.0).step_s(2, slow) == pytest.approx(3.5)
     assert Training(50e6, 3.0, 100e6, accumulation_steps=2).step_s(2, slow) == pytest.approx(3 + 2.0 + 1 + 1)
     assert two.efficiency(2, slow) == pytest.approx(3 / 4)
+
+
+def test_what_was_measured_before_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"guard_cost": 1.0, "doctor_speed": 2.0}
+    monkeypatch.setattr(front, "measure", lambda name, quick: [Result(name, "w", values[name], "s", at_most=1.5)])
+    assert front.main(["--only", "guard_cost", "--out", str(tmp_path)]) == 0
+    assert front.main(["--only", "doctor_speed", "--quick", "--out", str(tmp_path)]) == 1
+    runs = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert {name: (run["quick"], run["results"][0]["value"]) for name, run in runs.items()} == {
+        "doctor_speed": (True, 2.0),
+        "guard_cost": (False, 1.0),
+    }
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "| doctor_speed | w | 2 s |  | ≤ 1.5 | **no** |" in page
+    assert "| guard_cost | w | 1 s |  | ≤ 1.5 | yes |" in page
+    assert (tmp_path / "benchmarks.png").exists()
+    assert front.main(["--only", "guard_cost", "--out", str(tmp_path / "new")]) == 0
