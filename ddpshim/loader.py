@@ -27,6 +27,8 @@ from ddpshim.sampler import (
     ShuffledOrder,
     Split,
     SplitBatchSampler,
+    WeightedOrder,
+    draws_by_weight,
     layers,
 )
 from ddpshim.sharding import ShardedIterable, ShardedStream, length, refuse_unlike
@@ -284,6 +286,7 @@ class _Parts:
         self.share = 0 if alone else self.world.rank
         self.order_seed = derive_seed(self.seed, "share", self.world.rank) if alone else self.seed
         self.run_on_main = None if alone else self.world.run_on_main
+        self.gather = None if alone else self.world.gather
 
     def facts(self, loader: ShardedLoader) -> dict[str, Any]:
         """Return what has to be equal on all ranks for them to step together."""
@@ -330,9 +333,12 @@ class _Parts:
         return Split(per_rank * self.num_shares, self.share, self.num_shares, self.drop_last)
 
     def _over_samples(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
-        order: Union[SequentialOrder, ShuffledOrder, DrawnOrder]
+        order: Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder]
         if self.sampler is not None:
-            order = DrawnOrder(self.sampler, self.order_seed, self.run_on_main)
+            if draws_by_weight(self.sampler):
+                order = WeightedOrder(self.sampler, self.order_seed, self.gather, self.run_on_main)
+            else:
+                order = DrawnOrder(self.sampler, self.order_seed, self.run_on_main)
             self._refuse_shards(self.sampler)
             self._refuse_too_small(self.sampler, "sampler")
         elif self.shuffle:

@@ -1,25 +1,34 @@
 """One order of samples for each epoch, and each rank's share of it.
 
-An order (sequential, shuffled, or drawn by the user's own sampler) is a function of (seed, epoch), so it is
-the same at any world size. What a rank takes of it is arithmetic: :meth:`Split.positions` maps (step, rank)
-to positions of the order, without state, so any step of any epoch can be named directly.
+An order (sequential, shuffled, weighted, or drawn by the user's own sampler) is a function of (seed, epoch), so
+it is the same at any world size. What a rank takes of it is arithmetic: :meth:`Split.positions` maps (step, rank)
+to positions of the order, without state, so any step of any epoch can be named directly. Shuffled and weighted
+orders are computed there and only there: nothing is held of them, and nothing waits for the steps before.
 """
 
 import contextlib
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Callable, Optional, Union
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, WeightedRandomSampler
 
 from ddpshim.errors import DataError
+from ddpshim.permutation import Computed, Permutation
 from ddpshim.streams import PrivateRandom, derive_seed
+from ddpshim.weighted import WeightedDraws, Weights, fingerprint
 
 # What an order is held in: int64 tensors are an eighth of a list of ints; a list holds what is no int.
-Indices = Union[range, torch.Tensor, list[Any]]
+Indices = Union[range, Computed, torch.Tensor, list[Any]]
+_NUM_AT_ONCE = 2**15  # indices; torch would split the computation of more over threads
+_NUM_SORTED = 2**12
+_NAMES_IN_ROBOMIMICS = {
+    *("np", "random", "choice", "range", "len", "weights", "num_samples"),
+    *("numpy", "torch", "sum", "replacement", "from_numpy", "iter", "tolist"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,21 +63,33 @@ class Split:
             return self.num_steps(num_samples) * self.global_batch_size // self.world_size
         return -(-num_samples // self.world_size)
 
-    def positions(self, step: int, num_samples: int) -> range:
-        """Return this rank's positions in step `step`; one at or past `num_samples` wraps to the start."""
+    def positions(self, step: int, num_samples: int, num_steps: int = 1) -> range:
+        """Return this rank's positions from step `step` on; one at or past `num_samples` wraps to the start."""
         start = step * self.global_batch_size
         padded = num_samples if self.drop_last else -(-num_samples // self.world_size) * self.world_size
-        return range(start + self.rank, min(start + self.global_batch_size, padded), self.world_size)
+        return range(start + self.rank, min(start + num_steps * self.global_batch_size, padded), self.world_size)
 
-    def take(self, order: Indices, step: int) -> list[Any]:
-        """Return this rank's indices of step `step` of `order`."""
-        where = self.positions(step, len(order))
+    def take(self, order: Indices, step: int, num_steps: int = 1) -> list[Any]:
+        """Return this rank's indices of `num_steps` steps of `order`, from `step` on."""
+        where = self.positions(step, len(order), num_steps)
         inside = order[where.start : where.stop : where.step]
         taken = inside.tolist() if isinstance(inside, torch.Tensor) else list(inside)
         for position in where[len(taken) :]:
             index = order[position % len(order)]
             taken.append(index.item() if isinstance(index, torch.Tensor) else index)
         return taken
+
+    def batches(self, order: Indices, start_step: int = 0) -> Iterator[list[Any]]:
+        """Give this rank's indices of each step of `order`, from `start_step` on.
+
+        The first step is taken alone, for it is waited for, and then twice as many at once each time, up to a limit.
+        """
+        batch_size = self.global_batch_size // self.world_size
+        left, at_once = range(start_step, self.num_steps(len(order))), 1
+        while left:
+            taken = self.take(order, left[0], len(left[:at_once]))
+            yield from (taken[start : start + batch_size] for start in range(0, len(taken), batch_size))
+            left, at_once = left[at_once:], max(1, min(2 * at_once, _NUM_AT_ONCE // batch_size))
 
 
 class EpochCounter:
@@ -108,7 +129,7 @@ class SequentialOrder:
 
 
 class ShuffledOrder:
-    """A permutation for each (seed, epoch), from a generator of its own."""
+    """A permutation for each (seed, epoch), the same on every machine and with every torch."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self._num_samples = num_samples
@@ -119,9 +140,59 @@ class ShuffledOrder:
 
     def draw(self, epoch: int) -> Indices:
         """Return the order of `epoch`. Local: every rank computes the same one."""
-        generator = torch.Generator()
-        generator.manual_seed(derive_seed(self._seed, "shuffle", epoch))
-        return torch.randperm(self._num_samples, generator=generator)
+        key = derive_seed(self._seed, "shuffle", epoch)
+        if self._num_samples <= _NUM_SORTED:
+            return Permutation(2**53, key)[: self._num_samples].argsort()
+        return Permutation(self._num_samples, key)
+
+
+class WeightedOrder:
+    """What torch's WeightedRandomSampler means by its weights, replacement included: draws for each (seed, epoch).
+
+    torch's own way of drawing would make all of them on one rank before the first, of at most 2**24 categories. The
+    weights are looked at as each pass begins, and count for all of it. Where ranks have different ones, the
+    main rank's count.
+
+    Args:
+        sampler: see `draws_by_weight`.
+        seed: equal on all ranks.
+        gather, run_on_main: those of `World`. None: the weights are this rank's alone.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        seed: int,
+        gather: Optional[Callable[[Any], list[Any]]] = None,
+        run_on_main: Optional[Callable[[Callable[[], Any]], Any]] = None,
+    ) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._gather = gather
+        self._run_on_main = run_on_main
+        self._made: tuple[str, Optional[Weights]] = "", None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def draw(self, epoch: int) -> Indices:
+        """Return the order of `epoch`. Collective, unless the draw is local.
+
+        Raises:
+            DataError: there is no drawing by such weights; alike on every rank.
+        """
+        weights = torch.as_tensor(self._sampler.weights, dtype=torch.float64, device="cpu").detach().contiguous()
+        found = fingerprint(weights)
+        if self._gather is not None and self._run_on_main is not None:
+            mains, *others = self._gather(found)
+            if any(other != mains for other in others):
+                found, weights = mains, self._run_on_main(lambda: weights)
+        known, made = self._made
+        if made is None or known != found:
+            self._made = "", None  # else both would be held while the new ones are made
+            made = Weights(weights)
+            self._made = found, made
+        return WeightedDraws(made, len(self), derive_seed(self._seed, "draw", epoch))
 
 
 class DrawnOrder:
@@ -186,6 +257,18 @@ class DrawnOrder:
                     layer.set_epoch(epoch)
             num_expected = len(self)
             return num_expected, _pack(list(islice(iter(self._sampler), num_expected)))
+
+
+def draws_by_weight(sampler: Any) -> bool:
+    """Whether a WeightedOrder is what `sampler` means: torch's own, and robomimic's stand-in for more categories."""
+    kind = type(sampler)
+    # robomimic is not imported for this; of a tree of its own, whose class may do something else, the names tell.
+    is_robomimics = (
+        isinstance(sampler, WeightedRandomSampler)
+        and (kind.__module__, kind.__name__) == ("robomimic.utils.dataset", "CustomWeightedRandomSampler")
+        and set(kind.__iter__.__code__.co_names) == _NAMES_IN_ROBOMIMICS
+    )
+    return (kind is WeightedRandomSampler or is_robomimics) and sampler.replacement
 
 
 def layers(sampler: Any) -> Iterator[Any]:
@@ -253,7 +336,7 @@ class ShardedSampler(Sampler[Any]):
 
     def __init__(
         self,
-        order: Union[SequentialOrder, ShuffledOrder, DrawnOrder],
+        order: Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder],
         split: Split,
         epochs: Optional[EpochCounter] = None,
     ) -> None:
@@ -272,7 +355,7 @@ class ShardedSampler(Sampler[Any]):
         self.epochs.set(epoch)
 
     def begin(self, epoch: int) -> None:
-        """Draw the order of `epoch`. Collective where the order is drawn by the user's sampler."""
+        """Draw the order of `epoch`. Collective where it is that of the user's sampler."""
         self._drawn = self._order.draw(epoch)
 
     def num_steps(self) -> int:
@@ -281,12 +364,10 @@ class ShardedSampler(Sampler[Any]):
 
     def batches(self) -> Iterator[list[Any]]:
         """Give this rank's batches of the pass that was begun, from its first step on."""
-        order = self._begun()
-        steps = range(self.epochs.start_step, self.split.num_steps(len(order)))
-        return (self.split.take(order, step) for step in steps)
+        return self.split.batches(self._begun(), self.epochs.start_step)
 
     def __iter__(self) -> Iterator[Any]:
-        return (index for batch in self.batches() for index in batch)
+        return chain.from_iterable(self.batches())
 
     def __len__(self) -> int:
         return self.split.num_samples_per_rank(len(self._order))

@@ -33,6 +33,8 @@ ROOMS = [
     "transparent",
     "guard",
     "parallel",
+    "permutation",
+    "weighted",
     "sampler",
     "sharding",
     "tfdata",
@@ -169,7 +171,18 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-EXAMPLES = ["group", "options", "streams", "transparent", "sampler", "sharding", "loader", "launch", "machine"]
+EXAMPLES = [
+    "group",
+    "options",
+    "streams",
+    "transparent",
+    "permutation",
+    "sampler",
+    "sharding",
+    "loader",
+    "launch",
+    "machine",
+]
 
 
 @pytest.mark.parametrize("room", EXAMPLES)

@@ -1,13 +1,18 @@
 """The sampler: orders, their split over ranks, and global random states that nobody notices to have moved."""
 
+import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from ddpshim import permutation
+from ddpshim import sampler as sampler_module
 from ddpshim.errors import DataError
+from ddpshim.permutation import Computed, Permutation
 from ddpshim.sampler import (
     DrawnOrder,
     EpochCounter,
@@ -17,9 +22,13 @@ from ddpshim.sampler import (
     ShuffledOrder,
     Split,
     SplitBatchSampler,
+    WeightedOrder,
+    draws_by_weight,
     layers,
 )
 from ddpshim.streams import PrivateRandom
+from ddpshim.weighted import WeightedDraws, Weights
+from tests.shuffle_quality import ours, quality, randperm, windows
 
 
 def global_draws():
@@ -27,7 +36,8 @@ def global_draws():
 
 
 def as_list(order):
-    return order.tolist() if isinstance(order, torch.Tensor) else list(order)
+    part = order[:]
+    return part.tolist() if isinstance(part, torch.Tensor) else list(part)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -64,6 +74,57 @@ def test_any_step_can_be_named_without_the_ones_before():
     assert len(list(sampler.batches())) == len(whole), "the pass after it is whole"
 
 
+ORDERS = {
+    "range": lambda size: range(size),
+    "tensor": lambda size: torch.randperm(size, generator=torch.Generator().manual_seed(3)),
+    "list": lambda size: [("demo", index) for index in range(size)],
+    "shuffled": lambda size: Permutation(size, key=3),
+    "weighted": lambda size: WeightedDraws(Weights(torch.arange(9, dtype=torch.float64)), size, key=3),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_steps_taken_together_are_those_taken_one_by_one(kind, monkeypatch):
+    monkeypatch.setattr(sampler_module, "_NUM_AT_ONCE", 100)
+    for size, split in (
+        (1000, Split(8, 1, 2, True)),
+        (1001, Split(8, 1, 2, False)),
+        (301, Split(1, 0, 1, False)),
+        (701, Split(600, 0, 1, False)),
+        (1001, Split(40, 3, 4, False)),
+    ):
+        order = ORDERS[kind](size)
+        one_by_one = [split.take(order, step) for step in range(split.num_steps(size))]
+        assert list(split.batches(order)) == one_by_one
+        assert list(split.batches(order, 5)) == one_by_one[5:]
+        assert list(split.batches(order, len(one_by_one) + 1)) == []
+
+
+class Recorded(Computed):
+    """0, 1, 2, ... and which of them were asked for."""
+
+    def __init__(self, length):
+        self.length, self.asked = length, []
+
+    def __len__(self):
+        return self.length
+
+    def at(self, positions):
+        self.asked.append(positions.tolist())
+        return positions
+
+
+def test_a_pass_computes_what_it_gives_and_the_first_step_alone():
+    split, order = Split(64, 1, 2, True), Recorded(10**12)
+    steps = split.batches(order, start_step=10**9)
+    assert next(steps) == list(range(64 * 10**9 + 1, 64 * 10**9 + 64, 2))
+    assert order.asked == [list(range(64 * 10**9 + 1, 64 * 10**9 + 64, 2))]
+    for _ in range(5000):
+        next(steps)
+    assert max(map(len, order.asked)) == 2**15, "more at once would cost memory, and be split over threads"
+    assert len(order.asked) < 20, "each call has costs of its own"
+
+
 def test_a_list_of_anything_splits_as_ints_do():
     order = [("demo", index) for index in range(7)]
     shares = [Split(4, rank, 2, False).take(order, 1) for rank in range(2)]
@@ -84,6 +145,123 @@ def test_shuffles_are_permutations_that_differ_by_seed_and_epoch():
     assert len(set(drawn.values())) == 9
     assert all(sorted(order) == list(range(50)) for order in drawn.values())
     assert drawn[1, 2] == tuple(as_list(ShuffledOrder(50, 1).draw(2)))
+
+
+def test_permutations_hold_each_number_once():
+    for size in (*range(1, 20), 4095, 4096, 4097, 123_457):
+        for key in (0, 2**62):
+            order = Permutation(size, key)
+            assert sorted(as_list(order)) == list(range(size)), (size, key)
+    whole = Permutation(123_457, 7)[:]
+    assert Permutation(123_457, 7)[5:100_000:3].equal(whole[5:100_000:3])
+    order = Permutation(123_457, 7)
+    assert [order[i] for i in (0, 77, -1)] == whole[[0, 77, -1]].tolist()
+    with pytest.raises(IndexError):
+        order[123_457]
+    far = Permutation(2**58, 7)[2**57 : 2**57 + 1000]
+    assert len(set(far.tolist())) == 1000
+    assert int(far.min()) >= 0
+    assert int(far.max()) < 2**58
+
+
+def test_shuffles_of_few_samples_are_all_equally_likely():
+    counts = Counter(tuple(as_list(ShuffledOrder(4, 1).draw(epoch))) for epoch in range(1200))
+    assert len(counts) == 24
+    assert sum((count - 50) ** 2 / 50 for count in counts.values()) < 50  # 0.1 % with 23 degrees of freedom
+
+
+def test_shuffles_are_as_good_as_randperms(monkeypatch):
+    def farthest(make):
+        return max(map(abs, quality(make(10_000), 10_000, 30, windows(10_000, 10_000)).values()))
+
+    assert farthest(randperm) < 4.5
+    assert farthest(ours) < 4.5
+    monkeypatch.setattr(permutation, "_NUM_ROUNDS", 2)
+    assert farthest(ours) > 20, "the statistics see nothing"
+
+
+def chi_square(drawn, weights):
+    """A z-score: how far the draws are from the weights."""
+    expected = weights / weights.sum() * len(drawn)
+    counts = torch.bincount(drawn, minlength=len(weights))
+    assert counts[weights == 0].sum() == 0
+    degrees = int((weights > 0).sum()) - 1
+    found = ((counts - expected).square() / expected)[weights > 0].sum()
+    return float(found - degrees) / math.sqrt(2 * degrees)
+
+
+def test_weights_say_how_often():
+    generator = torch.Generator().manual_seed(0)
+    for size, scale in ((2, 1.0), (5, 1e-290), (16, 1.0), (17, 1e300), (1000, 1.0)):
+        weights = torch.rand(size, generator=generator, dtype=torch.float64) + 0.01
+        weights[torch.rand(size, generator=generator) < 0.3] = 0
+        weights[-1] = 3
+        drawn = WeightedDraws(Weights(weights * scale), 20_000, key=size)[:]
+        assert abs(chi_square(drawn, weights)) < 4, (size, scale)
+    # Many small weights beside a large one.
+    weights = torch.full((10**5,), 4e-6, dtype=torch.float64)
+    weights[77] = 1
+    drawn = WeightedDraws(Weights(weights), 10_000, key=1)[:]
+    share = 1 / 1.4
+    assert abs(int((drawn == 77).sum()) - 10_000 * share) < 4 * math.sqrt(10_000 * share * (1 - share))
+    pairs = WeightedDraws(Weights(torch.ones(4, dtype=torch.float64)), 20_000, key=2)[:].view(-1, 2)
+    assert abs(chi_square(pairs[:, 0] * 4 + pairs[:, 1], torch.ones(16))) < 4
+
+
+def test_more_categories_than_torch_can_draw_from():
+    weights = torch.zeros(2**24 + 3, dtype=torch.float64)
+    weights[[1, 2**24, 2**24 + 2]] = torch.tensor([1.0, 2, 1], dtype=torch.float64)
+    sampler = WeightedRandomSampler(weights, 4000)
+    with pytest.raises(RuntimeError, match="2\\^24"):
+        next(iter(sampler))
+    counts = Counter(as_list(WeightedOrder(sampler, 0).draw(0)))
+    assert set(counts) == {1, 2**24, 2**24 + 2}
+    assert abs(counts[2**24] - 2000) < 4 * math.sqrt(1000)
+
+
+def test_weights_count_as_they_are_when_a_pass_begins():
+    weights = torch.tensor([1.0, 1, 0, 0], dtype=torch.float64)
+    order = WeightedOrder(WeightedRandomSampler(weights, 50), 0)
+    first = order.draw(0)
+    weights[:] = torch.tensor([0, 0, 1, 1])
+    assert set(as_list(first)) == {0, 1}
+    assert set(as_list(order.draw(0))) == {2, 3}
+    weights[:] = torch.tensor([1, 1, 0, 0])
+    assert as_list(order.draw(0)) == as_list(first) != as_list(order.draw(1))
+    assert as_list(WeightedOrder(WeightedRandomSampler(weights, 50), 1).draw(0)) != as_list(first)
+
+
+@pytest.mark.parametrize("weights", [[1.0, -1], [1, math.nan], [math.inf, 1], [0, 0], []])
+def test_weights_that_say_nothing(weights):
+    with pytest.raises(DataError, match=f"has {len(weights)} weights, from .* Make them finite"):
+        WeightedOrder(WeightedRandomSampler(weights, 4), 0).draw(0)
+
+
+def test_the_main_ranks_weights_count():
+    mains, own = WeightedRandomSampler([1.0, 1, 0], 50), WeightedRandomSampler([0.0, 1, 1], 50)
+    expected, sent, asked = as_list(WeightedOrder(mains, 0).draw(3)), [], []
+
+    def run_on_main(function):
+        asked.append(function())
+        return mains.weights
+
+    def gather(value):
+        sent.append(value)
+        return [sent[0], value]
+
+    for sampler, count in ((mains, 0), (own, 1)):
+        assert as_list(WeightedOrder(sampler, 0, gather, run_on_main).draw(3)) == expected
+        assert len(asked) == count
+    assert asked[0].equal(own.weights)
+
+
+def test_samplers_that_draw_by_weight():
+    upstreams = type("CustomWeightedRandomSampler", (NumpyWeighted,), {"__module__": "robomimic.utils.dataset"})
+    assert draws_by_weight(WeightedRandomSampler([1.0], 1))
+    assert not draws_by_weight(WeightedRandomSampler([1.0], 1, replacement=False))
+    assert not draws_by_weight(NumpyWeighted([1.0], 1))
+    assert not draws_by_weight(upstreams([1.0], 1)), "another __iter__ than robomimic's"
+    assert not draws_by_weight(RandomSampler(range(3)))
 
 
 def test_private_random_continues_and_leaves_no_trace():
