@@ -36,6 +36,7 @@ ROOMS = [
     "sampler",
     "sharding",
     "tfdata",
+    "sequences",
     "loader",
     "accumulation",
     "checkpoint",
@@ -83,6 +84,7 @@ ROOMS = [
 ]
 TRAINERS = (
     "tfdata",
+    "sequences",
     "rollout",
     "algo",
     "datasets",
