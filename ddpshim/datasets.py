@@ -9,7 +9,14 @@ import functools
 import os
 from typing import Any, Callable
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from ddpshim import advice, machine, sequences
 from ddpshim.errors import DataError

@@ -142,11 +142,13 @@ def make_loader(
     if makes_batches and collate_fn in (None, default_collate) and here.options.batched_fetch:
         options["collate_fn"] = _fetch_batches(here, dataset)
     loader = _make_alike(parts, options)
+    if isinstance(loader.collate_fn, sequences.Collate) and persistent_workers and loader.batch_size:
+        loader.collate_fn.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)
     return loader
 
 
-def _fetch_batches(world: World, dataset: Any) -> Optional[Callable[[Any], Any]]:
+def _fetch_batches(world: World, dataset: Any) -> Optional[sequences.Collate]:
     """The collate_fn for a dataset of robomimic's, which gives whole batches from here on, if it can; else None."""
     if not sequences.concerns(dataset):
         return None
@@ -155,7 +157,7 @@ def _fetch_batches(world: World, dataset: Any) -> Optional[Callable[[Any], Any]]
         advice.say(
             f"{type(dataset).__name__} is fetched sample by sample, many times slower than by the batch: {reason}"
         )
-    return sequences.collate
+    return sequences.Collate()
 
 
 def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:

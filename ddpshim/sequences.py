@@ -15,8 +15,11 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import itertools
+import math
 import random
 import sys
+import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, Optional
 
@@ -48,6 +51,7 @@ _META_METHODS = ("__len__", "__getitem__")
 _META_DIGEST = "0dc43ea475119bc0"  # wherever there is a MetaDataset, but for DROID
 _NUM_COMPARED_DEMOS = 3
 _ALIGNMENT = 64
+_MAX_MAIL_BYTES = 1 << 23  # beyond, sending a batch takes no longer than copying it
 
 
 class Unproven(Exception):
@@ -84,7 +88,7 @@ def plan(dataset: Any) -> Plan:
 
 
 def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays] = None) -> Optional[str]:
-    """Have torch's loaders fetch `dataset` by the batch, with :func:`collate`. Local. Returns why not, if it can't be.
+    """Have torch's loaders fetch `dataset` by the batch, with :class:`Collate`. Local. Returns why not, if it can't be.
 
     What the dataset itself held of its data it holds no more: its caches become views of `arrays`.
 
@@ -107,12 +111,29 @@ def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays
     return None
 
 
-def collate(samples: Any) -> Any:
+class Collate:
     """torch's default collate; of what an attached dataset gives, without making the samples first. Local."""
-    if not isinstance(samples, _Samples):
-        return default_collate(samples)
-    batch = samples.collated()
-    return batch if get_worker_info() is None else _Packed(batch)
+
+    def __init__(self) -> None:
+        self._mailbox: Optional[_Mailbox] = None
+        self._num_batches = 0
+
+    def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
+        """Make room for the batches of workers that stay for all epochs: no two passes run at once. Local."""
+        fetch = vars(dataset).get("__getitems__")
+        if isinstance(fetch, _Fetch):
+            num_bytes = _num_bytes(fetch([0] * batch_size).collated())
+            if num_bytes <= _MAX_MAIL_BYTES:
+                self._mailbox = _Mailbox(num_workers, 2 if prefetch_factor is None else prefetch_factor, num_bytes)
+
+    def __call__(self, samples: Any) -> Any:
+        if not isinstance(samples, _Samples):
+            return default_collate(samples)
+        batch, worker = samples.collated(), get_worker_info()
+        if worker is None:
+            return batch
+        self._num_batches += 1
+        return _Packed(batch, self._mailbox, worker.id, self._num_batches)
 
 
 class Plan:
@@ -465,29 +486,70 @@ class _Items(Sequence[Any]):
         return _first(batch)
 
 
+class _Mailbox:
+    """Shared memory in which workers leave their batches, each in turn in places of its own.
+
+    There are as many as torch has a worker work ahead. It gives one new work only after it has taken, in their order,
+    all batches that lie that far back; so what is overwritten was taken.
+    """
+
+    def __init__(self, num_workers: int, num_places: int, num_bytes: int) -> None:
+        self.places = torch.empty((num_workers, num_places, num_bytes), dtype=torch.uint8).share_memory_()
+        self.name = next(_names)
+        _mailboxes[self.name] = self
+
+
+_mailboxes: weakref.WeakValueDictionary[int, _Mailbox] = weakref.WeakValueDictionary()
+_names = itertools.count()
+
+
 class _Packed(dict[str, Any]):
-    """A batch that leaves a worker as one tensor: each that is sent costs a file descriptor, and a connection."""
+    """A batch that leaves a worker in one piece.
+
+    Each tensor that is sent costs a file and a connection, which take longer than to copy a batch of low-dim data.
+    """
+
+    def __init__(self, batch: dict[str, Any], mailbox: Optional[_Mailbox], worker: int, number: int) -> None:
+        super().__init__(batch)
+        self._mailbox, self._worker, self._number = mailbox, worker, number
 
     def __reduce__(self) -> Any:
-        places, size = [], 0
+        layout, size = [], 0
         leaves = list(_leaves(self, ()))
         for path, tensor in leaves:
-            places.append((path, size, tensor.dtype, tensor.shape))
-            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = torch.empty(size, dtype=torch.uint8)
-        for (_, tensor), (_, start, _, _) in zip(leaves, places):
+            layout.append((path, size, tensor.dtype, tuple(tensor.shape)))
+            size += _aligned(tensor)
+        if self._mailbox is None or size > self._mailbox.places.shape[-1]:
+            sent: Any = torch.empty(size, dtype=torch.uint8)
+            buffer = sent
+        else:
+            place = self._worker, self._number % self._mailbox.places.shape[1]
+            buffer, sent = self._mailbox.places[place], (self._mailbox.name, *place, size)
+        for (_, tensor), (_, start, _, _) in zip(leaves, layout):
             buffer[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-        return _unpacked, (buffer, places)
+        return _unpacked, (sent, layout)
 
 
-def _unpacked(buffer: torch.Tensor, places: list[tuple[tuple[str, ...], int, torch.dtype, torch.Size]]) -> Any:
+def _unpacked(sent: Any, layout: list[tuple[tuple[str, ...], int, torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
+    """The batch that was sent, or left in a mailbox."""
+    if not isinstance(sent, torch.Tensor):
+        name, worker, place, size = sent
+        sent = _mailboxes[name].places[worker, place, :size].clone()
     batch: dict[str, Any] = {}
-    for (*groups, name), start, dtype, shape in places:
+    for (*groups, name), start, dtype, shape in layout:
         into = batch
         for group in groups:
             into = into.setdefault(group, {})
-        into[name] = buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        into[name] = sent[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
     return batch
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _num_bytes(batch: Any) -> int:
+    return sum(_aligned(tensor) for _, tensor in _leaves(batch, ()))
 
 
 def _leaves(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
