@@ -9,9 +9,16 @@ import functools
 import os
 from typing import Any, Callable
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
-from ddpshim import advice, demos, machine, node_memory
+from ddpshim import advice, demos, machine, node_memory, sequences
 from ddpshim.errors import DataError
 from ddpshim.group import world
 from ddpshim.loader import ShardedLoader, make_loader
@@ -104,6 +111,10 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
     directory, budget_bytes = None if place == "auto" else place, None if most_gb is None else most_gb * 1e9
     problem = demos.share(waiting, here, directory=directory, budget_bytes=budget_bytes)
     if problem is None:
+        for dataset in filter(None, datasets):
+            if here.options.batched_fetch:  # before the loader, which would hold arrays of its own for it
+                sequences.attach(dataset, arrays=demos.Flat(dataset))
+        demos.trim(waiting)
         return datasets  # type: ignore[no-any-return]
     if here.is_main:
         advice.say(f"{problem}: each rank loads a copy of its own, as upstream does")
@@ -137,16 +148,25 @@ def _asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
 def loader(**options: Any) -> DataLoader[Any]:
     """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
 
+    There, workers stay for the next epoch where the dataset's code is known to draw no random numbers (a worker that
+    stays goes on with its stream, one that starts has a new one), and batches for a GPU are pinned.
+
     Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
     in one process ends in an empty StopIteration, or goes without that validation and says nothing.
     """
     dataset, batch_size = options["dataset"], options["batch_size"]
+    here = world()
+    if here.is_launched and here.options.batched_fetch:
+        is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
+        can_stay = bool(options.get("num_workers")) and is_plain and sequences.known(dataset)
+        options["persistent_workers"] = options.get("persistent_workers") or can_stay
+        options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
     try:
         return make_loader(**options)
     except DataError:
         if len(dataset) >= batch_size:
             raise
-        num_ranks = world().world_size
+        num_ranks = here.world_size
         largest = len(dataset) // num_ranks * num_ranks
         lower = f"lower train.batch_size to {largest}, " if largest else ""
         raise DataError(

@@ -90,7 +90,7 @@ def share(
     def fill(arrays: Mapping[str, torch.Tensor], part: int, num_parts: int) -> None:
         nonlocal problem
         for n, (dataset, load, shape) in enumerate(waiting.datasets):
-            cache = Demos(arrays, n, shape)
+            cache = Demos(arrays, n, shape, is_writeable=True)
             try:
                 for index in range(part, len(shape.names), num_parts):
                     found = _leaves(load(shape.names[index]))
@@ -108,7 +108,6 @@ def share(
         return problem
     for n, (dataset, _, shape) in enumerate(waiting.datasets):
         dataset.hdf5_cache = Demos(arrays, n, shape)
-        dataset._index_to_demo_id = _DemoOfIndex(dataset)
         if dataset.hdf5_cache_mode == "all":
             dataset.getitem_cache = _Items(dataset)
     return None
@@ -174,14 +173,17 @@ class Demos(Mapping[str, Any]):
     `cache[demo]["obs"][key]` is (T, ...), and so is `cache[demo][key]`.
     """
 
-    def __init__(self, arrays: Mapping[str, torch.Tensor], number: int, shape: _Shape) -> None:
+    def __init__(
+        self, arrays: Mapping[str, torch.Tensor], number: int, shape: _Shape, is_writeable: bool = False
+    ) -> None:
         self._arrays, self._number, self._shape = arrays, number, shape
         self._place = {name: index for index, name in enumerate(shape.names)}
-        self._flat: dict[tuple[str, ...], Any] = {}  # (T of all demonstrations, ...)
+        self.flat: dict[tuple[str, ...], Any] = {}  # (T of all demonstrations, ...) by path
         self._tree: dict[str, Any] = {}
         for path, (dtype, rest) in shape.kinds.items():
             flat = arrays[f"{number}/{'/'.join(path)}"].numpy().view(dtype).reshape((shape.starts[-1], *rest))
-            self._flat[path], branch = flat, self._tree
+            flat.flags.writeable = is_writeable  # a write would be seen by all ranks
+            self.flat[path], branch = flat, self._tree
             for key in path[:-1]:
                 branch = branch.setdefault(key, {})
             branch[path[-1]] = flat
@@ -202,7 +204,7 @@ class Demos(Mapping[str, Any]):
     def write(self, index: int, leaves: Mapping[tuple[str, ...], Any]) -> None:
         """Put the arrays of a demonstration where they belong."""
         for path, array in leaves.items():
-            self._flat[path][self._shape.starts[index] : self._shape.starts[index + 1]] = array
+            self.flat[path][self._shape.starts[index] : self._shape.starts[index + 1]] = array
 
 
 class _Demo(Mapping[str, Any]):
@@ -215,17 +217,48 @@ class _Demo(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         found = self._tree[key]
-        if isinstance(found, dict):
-            return _Demo(found, self._rows)
-        view = found[self._rows]
-        view.flags.writeable = False  # a write would be seen by all ranks
-        return view
+        return _Demo(found, self._rows) if isinstance(found, dict) else found[self._rows]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tree)
 
     def __len__(self) -> int:
         return len(self._tree)
+
+
+class Flat(Mapping[str, Any]):
+    """The arrays that a dataset's cache consists of, `obs/eef` say; of a dataset of datasets `1:obs/eef`.
+
+    Handed to another process, they stay where they are.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        is_several = hasattr(dataset, "datasets")
+        parts = enumerate(dataset.datasets) if is_several else [("", dataset)]
+        self.__setstate__({f"{name}:" if is_several else "": part.hdf5_cache for name, part in parts})
+
+    def __setstate__(self, caches: dict[str, Demos]) -> None:
+        self._caches = caches
+        named = ((prefix, path, flat) for prefix, cache in caches.items() for path, flat in cache.flat.items())
+        self._arrays = {prefix + "/".join(path): flat for prefix, path, flat in named}
+
+    def __getstate__(self) -> dict[str, Demos]:
+        return self._caches
+
+    def __getitem__(self, key: str) -> Any:
+        return self._arrays[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+def trim(waiting: Waiting) -> None:
+    """Do away with the tables in which the datasets hold an entry for each of their samples. Local."""
+    for dataset, _, _ in waiting.datasets:
+        dataset._index_to_demo_id = _DemoOfIndex(dataset)
 
 
 class _DemoOfIndex(Mapping[int, str]):

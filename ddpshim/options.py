@@ -165,6 +165,12 @@ class Options:
         "go on from the progress of an earlier start: where torchrun or a scheduler has started this job before, "
         "always, or never (then a signal ends a training at once, too)",
     )
+    batched_fetch: bool = _option(
+        True,
+        _flag(),
+        "robomimic's sequence datasets give whole batches, with the same values, where that is proven; loaders of its "
+        "trainers keep their workers over epochs and, for GPUs, pin their batches",
+    )
     rollouts: str = _option("all", _choice("all", "main"), "robomimic: which ranks play the episodes of an evaluation")
     node_memory: str = _option(
         "auto",

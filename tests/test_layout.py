@@ -37,6 +37,7 @@ ROOMS = [
     "sampler",
     "sharding",
     "tfdata",
+    "sequences",
     "loader",
     "accumulation",
     "checkpoint",
@@ -85,6 +86,7 @@ ROOMS = [
 ]
 TRAINERS = (
     "tfdata",
+    "sequences",
     "rollout",
     "algo",
     "datasets",

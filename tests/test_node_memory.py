@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import ddpshim
-from ddpshim import demos, machine, node_memory
+from ddpshim import demos, machine, node_memory, sequences
 from ddpshim.errors import DataError, WorldError
 from ddpshim.group import World
 from ddpshim.node_memory import SharedArrays, shared_arrays
@@ -227,6 +228,7 @@ def test_a_dataset_reads_the_same(tmp_path: Path, mode: str, options: dict[str, 
     with demos.without_cache(type(upstream)) as waiting:
         shared = _make(path, mode, **options)
     assert demos.share(waiting, World()) is None
+    demos.trim(waiting)
     assert (shared.hdf5_cache_mode, len(shared), str(shared)) == (mode, len(upstream), str(upstream))
     assert dict(shared._index_to_demo_id) == upstream._index_to_demo_id
     for index in range(len(upstream)):
@@ -239,8 +241,32 @@ def test_a_dataset_reads_the_same(tmp_path: Path, mode: str, options: dict[str, 
         shared.get_dataset_for_ep("demo_0", "actions")[0] = 1
 
 
+def test_batches_come_from_the_same_copy(tmp_path: Path) -> None:
+    path = _write_demos(tmp_path / "demos.hdf5")
+    for mode in ("all", "low_dim"):
+        upstream = _make(path, mode)
+        with demos.without_cache(type(upstream)) as waiting:
+            shared = _make(path, mode)
+        assert demos.share(waiting, World()) is None
+        flat = demos.Flat(shared)
+        assert sequences.attach(shared, arrays=flat) is None
+        demos.trim(waiting)
+        assert sorted(flat) == sorted(
+            [
+                "actions",
+                "rewards",
+                *(f"{group}/{key}" for group in ("obs", "next_obs") for key in OBS if key != "image" or mode == "all"),
+            ]
+        )
+        indices = [7, 0, len(upstream) - 1]
+        _assert_equal(
+            sequences.Collate()(shared.__getitems__(indices)), default_collate([upstream[index] for index in indices])
+        )
+
+
 def _read(dataset: Any, out: Any) -> None:
-    out.send({index: dataset[index] for index in (0, 8, -1 if dataset.hdf5_cache_mode == "all" else 3)})
+    maps = Path("/proc/self/maps").read_text()
+    out.send(({index: dataset[index] for index in (0, 8, -1)}, "memfd:ddpshim" in maps))
 
 
 def test_a_spawned_worker_gets_the_dataset(tmp_path: Path) -> None:
@@ -249,12 +275,16 @@ def test_a_spawned_worker_gets_the_dataset(tmp_path: Path) -> None:
     with demos.without_cache(type(upstream)) as waiting:
         shared = _make(path, "all")
     assert demos.share(waiting, World()) is None
+    assert sequences.attach(shared, arrays=demos.Flat(shared)) is None
+    demos.trim(waiting)
     receive, send = _server.Pipe(duplex=False)
     worker = _server.Process(target=_read, args=(shared, send), daemon=True)
     worker.start()
     try:
         assert receive.poll(60)
-        for index, item in receive.recv().items():
+        items, has_mapped = receive.recv()
+        assert has_mapped
+        for index, item in items.items():
             _assert_equal(item, upstream[index])
     finally:
         worker.kill()
