@@ -46,6 +46,7 @@ SINCE_0_5: dict[str, dict[str, Any]] = {
     "min_max": {"action_config": {"actions": {"normalization": "min_max"}, "gripper": {"normalization": "gaussian"}}},
     "one action key": {"action_keys": ("gripper",), "seq_length": 4},
     "instruction": {"lang": "lift the cube", "seq_length": 4},
+    "instruction of the dataset": {"dataset_lang": "lift the cube", "seq_length": 4},
     "demo limit": {"demo_limit": 2, "seq_length": 4},
 }
 
@@ -165,5 +166,7 @@ def look_at(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for name, what in look_at(Path(sys.argv[1])).items():
-        print(f"{name}: {what}")
+    with _silent():
+        seen = look_at(Path(sys.argv[1]))
+    for line in (f"{name}: {what}" for name, what in seen.items()):
+        print(line)
