@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ddpshim.guard import check_equal_steps as check_equal_steps
     from ddpshim.loader import make_loader as make_loader
     from ddpshim.loader import scale_lr as scale_lr
+    from ddpshim.node_memory import shared_arrays as shared_arrays
     from ddpshim.options import Options as Options
     from ddpshim.parallel import wrap_parallel as wrap_parallel
     from ddpshim.profiling import profile as profile
@@ -57,6 +58,7 @@ _HOMES = {
     "wrap_parallel": "parallel",
     "Resumable": "resume",
     "shard_iterable": "sharding",
+    "shared_arrays": "node_memory",
     "shared_random_streams": "streams",
     "shard_tfdata": "tfdata",
     "unwrap": "transparent",

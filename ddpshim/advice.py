@@ -50,9 +50,16 @@ def on_workers(shares: Sequence[Share]) -> Optional[str]:
 
 
 def on_cache(
-    loaded_bytes: float, has_images: bool, num_ranks: int, num_workers: int, available_bytes: Optional[int]
+    loaded_bytes: float,
+    has_images: bool,
+    num_ranks: int,
+    num_workers: int,
+    available_bytes: Optional[int],
+    sharing_is_off: bool = False,
 ) -> Optional[str]:
-    """The advice where robomimic's hdf5_cache_mode="all" would need more memory than there is, else None. Local.
+    """The advice where robomimic's hdf5_cache_mode="all", a copy for each rank, would need more memory than there is.
+
+    Else None. Local.
 
     Measured with robomimic 0.3.0: a process holds 28 times what low-dim data take on disk, 48 times after an
     epoch with workers (their reference counts unshare the pages), and 17 times what images take.
@@ -60,6 +67,7 @@ def on_cache(
     Args:
         loaded_bytes: what the loaded keys take on disk.
         num_ranks: on this node; each has a copy.
+        sharing_is_off: by the option `node_memory`, without which they would have one.
         available_bytes: see :func:`ddpshim.machine.memory`; None is never exceeded.
     """
     factor = 17 if has_images else 48 if num_workers else 28
@@ -69,7 +77,8 @@ def on_cache(
     return (
         f"hdf5_cache_mode='all' keeps {_size(loaded_bytes)} of data about {factor} times as large in each of "
         f"{_count(num_ranks, 'rank')}: {_size(needed)}, where {_size(available_bytes)} are available; the kernel "
-        "would kill a rank. Use train.hdf5_cache_mode='low_dim' (images stay on disk), or null"
+        f"would kill a rank. {'Do not set node_memory=off, or use' if sharing_is_off else 'Use'} "
+        "train.hdf5_cache_mode='low_dim' (images stay on disk), or null"
     )
 
 

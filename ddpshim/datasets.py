@@ -9,16 +9,31 @@ import functools
 import os
 from typing import Any, Callable
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
-from ddpshim import advice, machine
+from ddpshim import advice, demos, machine, node_memory, sequences
 from ddpshim.errors import DataError
 from ddpshim.group import world
 from ddpshim.loader import ShardedLoader, make_loader
 
 
 def advise_on_cache(config: Any, num_ranks: int) -> None:
-    """Say whether the copies of the dataset in `num_ranks` processes would not fit into this node's memory. Local."""
+    """Say whether the copies of the dataset in `num_ranks` processes would not fit into this node's memory. Local.
+
+    Nothing where they are one: that it fits is looked at when it is made.
+    """
+    if not _is_shared(config):
+        _advise_on_copies(config, num_ranks)
+
+
+def _advise_on_copies(config: Any, num_ranks: int) -> None:
     if config.train.hdf5_cache_mode != "all":
         return
     data = config.train.data  # a path, from 0.5.0 on a list of mappings
@@ -26,7 +41,8 @@ def advise_on_cache(config: Any, num_ranks: int) -> None:
     looks = [_loaded(path, config) for path in paths]
     num_bytes, has_images = sum(size for size, _ in looks), any(images for _, images in looks)
     num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
-    advice.say(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available))
+    is_off = world().options.node_memory == "off"
+    advice.say(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
 
 
 def _loaded(path: str, config: Any) -> tuple[float, bool]:
@@ -55,30 +71,62 @@ def _loaded(path: str, config: Any) -> tuple[float, bool]:
 
 
 def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
-    """Upstream's datasets for training and validation; launched, statistics over them are the main rank's (collective).
+    """Upstream's datasets for training and validation; launched, with one cache for each node (then collective).
 
     Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
+
+    Raises DataError where the node has no room for the cache; see the option `node_memory`.
     """
     import robomimic.utils.dataset as Datasets
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
-    if here.world_size == 1:
-        return TrainUtils.load_data_for_training(config, obs_keys=obs_keys, **options)  # type: ignore[no-any-return]
+    load = functools.partial(TrainUtils.load_data_for_training, config, **options)
+    if not here.is_launched:
+        return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
     kinds = [getattr(Datasets, kind) for kind in ("SequenceDataset", "MetaDataset") if hasattr(Datasets, kind)]
     names = ("normalize_obs", "get_action_stats")
     computed = {(kind, name): vars(kind)[name] for kind in kinds for name in names if name in vars(kind)}
     for (kind, name), compute in computed.items():
         setattr(kind, name, functools.partialmethod(_on_main, compute))
     try:
-        datasets = TrainUtils.load_data_for_training(config, obs_keys=obs_keys, **options)
+        datasets = _load_once_a_node(load, obs_keys, Datasets.SequenceDataset, config)
         for dataset in datasets:
             if hasattr(dataset, "get_action_normalization_stats"):
                 dataset.get_action_normalization_stats()  # upstream would compute them when they are first used
     finally:
         for (kind, name), compute in computed.items():
             setattr(kind, name, compute)
-    return datasets  # type: ignore[no-any-return]
+    return datasets
+
+
+def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config: Any) -> tuple[Any, Any]:
+    """What `load` makes, with one cache for each node; with upstream's own where they might differ (collective)."""
+    here, keys = world(), list(obs_keys)
+    if not _is_shared(config):
+        return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
+    with demos.without_cache(kind) as waiting:
+        datasets = load(obs_keys=obs_keys)
+    place, most_gb = here.options.node_memory, here.options.node_memory_gb
+    directory, budget_bytes = None if place == "auto" else place, None if most_gb is None else most_gb * 1e9
+    problem = demos.share(waiting, here, directory=directory, budget_bytes=budget_bytes)
+    if problem is None:
+        for dataset in filter(None, datasets):
+            if here.options.batched_fetch:  # before the loader, which would hold arrays of its own for it
+                sequences.attach(dataset, arrays=demos.Flat(dataset))
+        demos.trim(waiting)
+        return datasets  # type: ignore[no-any-return]
+    if here.is_main:
+        advice.say(f"{problem}: each rank loads a copy of its own, as upstream does")
+        _advise_on_copies(config, here.local_world_size)
+    return load(obs_keys=keys)  # type: ignore[no-any-return]
+
+
+def _is_shared(config: Any) -> bool:
+    """Whether caches are made once for each node: launched, unless the user or the system says no. Local."""
+    here = world()
+    wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory != "off"
+    return wanted and here.is_launched and node_memory.is_supported()
 
 
 def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
@@ -100,16 +148,25 @@ def _asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
 def loader(**options: Any) -> DataLoader[Any]:
     """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
 
+    There, workers stay for the next epoch where the dataset's code is known to draw no random numbers (a worker that
+    stays goes on with its stream, one that starts has a new one), and batches for a GPU are pinned.
+
     Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
     in one process ends in an empty StopIteration, or goes without that validation and says nothing.
     """
     dataset, batch_size = options["dataset"], options["batch_size"]
+    here = world()
+    if here.is_launched and here.options.batched_fetch:
+        is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
+        can_stay = bool(options.get("num_workers")) and is_plain and sequences.known(dataset)
+        options["persistent_workers"] = options.get("persistent_workers") or can_stay
+        options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
     try:
         return make_loader(**options)
     except DataError:
         if len(dataset) >= batch_size:
             raise
-        num_ranks = world().world_size
+        num_ranks = here.world_size
         largest = len(dataset) // num_ranks * num_ranks
         lower = f"lower train.batch_size to {largest}, " if largest else ""
         raise DataError(

@@ -11,10 +11,10 @@ from multiprocessing.util import Finalize
 from typing import Any, Callable, Optional, Union
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
 from torch.utils.data._utils import signal_handling as torch_signals
 
-from ddpshim import advice, preemption
+from ddpshim import advice, preemption, sequences
 from ddpshim.errors import DataError
 from ddpshim.group import World, current_or_new_world
 from ddpshim.group import world as current_world
@@ -87,6 +87,8 @@ def make_loader(
         batch_sampler: each of its lists is a global batch. `drop_last` says nothing about it.
         drop_last: False fills the last global batch up to a multiple of the ranks, with samples from the
             start of the order (iterable: of that batch). Those count twice in a mean over the pass.
+        collate_fn: without one, robomimic's sequence datasets are fetched by the batch, with the same values
+            (option `batched_fetch`).
         generator: only its `initial_seed()` is used, where `seed` is None; else the seed is the world's.
         per_rank_batch: `batch_size` is that of each rank; see :func:`scale_lr`. Default: the world's option.
         already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch is
@@ -138,9 +140,26 @@ def make_loader(
         here.options.per_rank_batch if per_rank_batch is None else per_rank_batch,
         already_sharded,
     )
+    makes_batches = batch_size is not None or batch_sampler is not None
+    if makes_batches and collate_fn in (None, default_collate) and here.options.batched_fetch:
+        options["collate_fn"] = _fetch_batches(here, dataset)
     loader = _make_alike(parts, options)
+    if isinstance(loader.collate_fn, sequences.Collate) and persistent_workers and loader.batch_size:
+        loader.collate_fn.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)
     return loader
+
+
+def _fetch_batches(world: World, dataset: Any) -> Optional[sequences.Collate]:
+    """The collate_fn for a dataset of robomimic's, which gives whole batches from here on, if it can; else None."""
+    if not sequences.concerns(dataset):
+        return None
+    reason = sequences.attach(dataset)
+    if reason is not None and world.is_main:
+        advice.say(
+            f"{type(dataset).__name__} is fetched sample by sample, many times slower than by the batch: {reason}"
+        )
+    return sequences.Collate()
 
 
 def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:

@@ -86,6 +86,14 @@ def _path() -> _Kind:
     return _Kind("a path", parse)
 
 
+def _path_or(*words: str) -> _Kind:
+    def parse(raw: Any) -> str:
+        word = raw.strip().lower() if isinstance(raw, str) else None
+        return word if word in words else str(_path().parse(raw))
+
+    return _Kind(f"{', '.join(words)} or a path", parse)
+
+
 def _or_none(kind: _Kind) -> _Kind:
     def parse(raw: Any) -> Any:
         is_none = raw is None or (isinstance(raw, str) and raw.strip().lower() in ("none", "null"))
@@ -157,7 +165,22 @@ class Options:
         "go on from the progress of an earlier start: where torchrun or a scheduler has started this job before, "
         "always, or never (then a signal ends a training at once, too)",
     )
+    batched_fetch: bool = _option(
+        True,
+        _flag(),
+        "robomimic's sequence datasets give whole batches, with the same values, where that is proven; loaders of its "
+        "trainers keep their workers over epochs and, for GPUs, pin their batches",
+    )
     rollouts: str = _option("all", _choice("all", "main"), "robomimic: which ranks play the episodes of an evaluation")
+    node_memory: str = _option(
+        "auto",
+        _path_or("auto", "off"),
+        "robomimic: what `hdf5_cache_mode` keeps in memory is one copy for each node, shared by its ranks and their "
+        "workers; a path: a folder on a local disk for a file, where memory has no room; off: each rank its own",
+    )
+    node_memory_gb: Optional[float] = _option(
+        None, _or_none(_positive()), "the most that this copy may take of a node's memory; none: what is available"
+    )
     guard: bool = _option(True, _flag(), "compare weights and random streams over the ranks, check optimizer steps")
     logs: Optional[str] = _option(
         None, _or_none(_path()), "folder in which each rank's output and errors are written down, as rank_N.log"

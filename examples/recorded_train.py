@@ -9,18 +9,19 @@ import sys
 from pathlib import Path
 from typing import Callable
 
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
 
 def record_samples(seen: Callable[[str, int], None]) -> None:
-    """Call `seen(filter_key, index)` for each sample that a robomimic dataset hands out in this process."""
-    from robomimic.utils.dataset import SequenceDataset
+    """Call `seen(filter_key, index)` for each sample that a loader fetches from a robomimic dataset in this process."""
+    original = _MapDatasetFetcher.fetch
 
-    original = SequenceDataset.__getitem__
+    def recorded(self: _MapDatasetFetcher, indices: list[int]) -> object:
+        for index in indices:
+            seen(str(getattr(self.dataset, "filter_by_attribute", None)), int(index))
+        return original(self, indices)
 
-    def recorded(self: SequenceDataset, index: int) -> object:
-        seen(str(self.filter_by_attribute), int(index))
-        return original(self, index)
-
-    SequenceDataset.__getitem__ = recorded
+    _MapDatasetFetcher.fetch = recorded
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from typing import Any, Callable
 
 import numpy as np
 import torch
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from examples.recorded_train import record_samples
 from tests import faults
@@ -155,7 +156,7 @@ def _write_down_data(out: dict[str, Any]) -> None:
     import robomimic.utils.train_utils as TrainUtils
     from robomimic.utils.dataset import SequenceDataset
 
-    run_epoch, get_item = TrainUtils.run_epoch, SequenceDataset.__getitem__
+    run_epoch, fetch = TrainUtils.run_epoch, _MapDatasetFetcher.fetch
     batches = out.setdefault("batches", {"Train": [], "Validation": []})
     out["passes for statistics"] = 0
 
@@ -166,8 +167,10 @@ def _write_down_data(out: dict[str, Any]) -> None:
         out["statistics"] = {"obs": options["obs_normalization_stats"], "action": actions}
         return run_epoch(data_loader=_Noted(data_loader, batches["Train"]), **options)
 
-    def indexed(dataset: Any, index: int) -> Any:
-        return {**get_item(dataset, index), "index": index}  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
+    def indexed(fetcher: Any, indices: list[int]) -> Any:
+        batch = fetch(fetcher, indices)
+        batch.setdefault("index", torch.tensor(indices))  # as 0.5.0 does; 0.3.0 and 0.4.0 don't
+        return batch
 
     def counted(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def computed(dataset: Any) -> Any:
@@ -181,7 +184,7 @@ def _write_down_data(out: dict[str, Any]) -> None:
         from_trainer = HOOKS in os.environ and not sys._getframe(1).f_globals["__name__"].startswith("ddpshim.")
         return (run_epoch if from_trainer else observed_run_epoch)(*args, **options)
 
-    TrainUtils.run_epoch, SequenceDataset.__getitem__ = routed, indexed
+    TrainUtils.run_epoch, _MapDatasetFetcher.fetch = routed, indexed
     for name in ("normalize_obs", "get_action_stats"):
         if hasattr(SequenceDataset, name):
             setattr(SequenceDataset, name, counted(getattr(SequenceDataset, name)))

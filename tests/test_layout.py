@@ -30,6 +30,7 @@ ROOMS = [
     "machine",
     "advice",
     "group",
+    "node_memory",
     "transparent",
     "guard",
     "parallel",
@@ -38,6 +39,7 @@ ROOMS = [
     "sampler",
     "sharding",
     "tfdata",
+    "sequences",
     "loader",
     "accumulation",
     "checkpoint",
@@ -47,6 +49,7 @@ ROOMS = [
     "profiling",
     "rollout",
     "algo",
+    "demos",
     "datasets",
     "rlds",
     "sameness",
@@ -85,6 +88,7 @@ ROOMS = [
 ]
 TRAINERS = (
     "tfdata",
+    "sequences",
     "rollout",
     "algo",
     "datasets",

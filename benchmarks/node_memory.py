@@ -1,0 +1,220 @@
+"""The memory of a node whose ranks train on one robomimic dataset, `hdf5_cache_mode=all`, and the time to load it.
+
+    python -m benchmarks.node_memory [--quick]
+
+A dataset of pictures and low-dimensional values is made in a temporary folder, which goes afterwards. Ranks, with
+two data workers each, first read a tiny one: what counts is by how much their proportional set sizes are larger with
+the other. The released code is measured on a small dataset, as four copies of 17 to 28 times a gigabyte would not fit;
+its total counts for each byte of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import ddpshim
+from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from tests import ranks
+from tests.ranks import run_ranks
+
+# Ranks are forked from a process that has imported it; that takes seconds, and memory that is not the data's.
+ranks._server.set_forkserver_preload(["torch", "robomimic.utils.train_utils", "ddpshim.datasets"])
+
+BENCHMARK = "node_memory"
+NUM_RANKS, NUM_WORKERS, SEQ_LENGTH = 4, 2, 10
+IMAGE, LOW_DIM = (84, 84, 3), {"eef": 7, "object": 14}
+STEP_BYTES = 2 * (84 * 84 * 3 + (7 + 14) * 8) + 7 * 4
+
+
+def make_data(path: Path, num_bytes: float, demo_length: int = 100) -> int:
+    """A dataset of about this size; its bytes, as robomimic keeps them."""
+    import h5py
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    num_demos = max(NUM_RANKS, round(num_bytes / STEP_BYTES / demo_length))
+    with h5py.File(path, "w") as file:
+        file.create_group("data").attrs["env_args"] = "{}"
+        for number in range(num_demos):
+            demo = file.create_group(f"data/demo_{number}")
+            demo.attrs["num_samples"] = demo_length
+            demo["actions"] = random.standard_normal((demo_length, 7), dtype=np.float32)
+            for group in ("obs", "next_obs"):
+                for key, width in LOW_DIM.items():
+                    demo[f"{group}/{key}"] = random.standard_normal((demo_length, width))
+                demo[f"{group}/image"] = random.integers(0, 256, (demo_length, *IMAGE), dtype=np.uint8)
+    return num_demos * demo_length * STEP_BYTES
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()):  # upstream's progress bars
+        yield
+
+
+def _config(path: str, cache_mode: str) -> Any:
+    import robomimic.utils.obs_utils as ObsUtils
+    from robomimic.config import config_factory
+
+    config = config_factory("bc")
+    with config.values_unlocked():
+        config.train.data, config.train.hdf5_cache_mode, config.train.hdf5_use_swmr = path, cache_mode, False
+        config.train.seq_length, config.train.dataset_keys = SEQ_LENGTH, ("actions",)
+    with _quiet():
+        ObsUtils.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": list(LOW_DIM), "rgb": ["image"]}})
+    return config
+
+
+def _load(config: Any) -> Any:
+    from ddpshim import datasets
+
+    with _quiet():
+        return datasets.load_data_for_training(config, [*LOW_DIM, "image"])[0]
+
+
+def _pss_bytes(pids: list[Any]) -> int:
+    found = (re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M) for pid in pids)
+    return sum(int(match[1]) * 1024 for match in found if match)
+
+
+def memory(tiny: str, path: str, every: int) -> tuple[int, int]:
+    """Bytes of this rank and its workers after an epoch of `tiny`, and then after one of `path` (collective)."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # to have workers
+    return _after_an_epoch(tiny, 1), _after_an_epoch(path, every)
+
+
+def _after_an_epoch(path: str, every: int) -> int:
+    here, config = ddpshim.world(), _config(path, "all")
+    dataset = _load(config)
+    batch = 2 * here.world_size
+    some = range(0, len(dataset), every)
+    loader = ddpshim.make_loader(dataset, batch, sampler=some, num_workers=NUM_WORKERS, persistent_workers=True)
+    num_batches = sum(1 for _ in loader)
+    assert num_batches == len(some) // batch
+    gc.collect()
+    here.barrier()
+    workers = [worker.pid for worker in multiprocessing.active_children()]
+    assert len(workers) == NUM_WORKERS
+    found = _pss_bytes(["self", *workers])
+    here.barrier()
+    return found
+
+
+def load_times(path: str, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds until every rank has the dataset: one for all, and a copy each, in alternation (collective)."""
+    here = ddpshim.world()
+    shared, copies = _config(path, "all"), _config(path, "low_dim")
+
+    def one() -> float:
+        here.barrier()
+        start = time.perf_counter()
+        _load(shared)
+        here.barrier()
+        return time.perf_counter() - start
+
+    def each() -> float:
+        from robomimic.utils.dataset import SequenceDataset
+
+        here.barrier()
+        start = time.perf_counter()
+        with _quiet():
+            dataset = SequenceDataset(path, [*LOW_DIM, "image"], copies.train.dataset_keys, hdf5_use_swmr=False)
+            # Without the list of all windows that hdf5_cache_mode=all makes of it.
+            loaded = dataset.load_dataset_in_memory(
+                dataset.demos, dataset.hdf5_file, dataset.obs_keys, dataset.dataset_keys, True
+            )
+        here.barrier()
+        seconds = time.perf_counter() - start
+        del loaded
+        return seconds
+
+    one(), each()
+    return alternate({"one": one, "each": each}, num_rounds)
+
+
+def released_load_time(path: str) -> float:
+    """Seconds until every rank has its cache of upstream's (collective)."""
+    here, config = ddpshim.world(), _config(path, "all")
+    here.barrier()
+    start = time.perf_counter()
+    dataset = _load(config)
+    here.barrier()
+    del dataset
+    return time.perf_counter() - start
+
+
+def _grown(tiny: Path, path: Path, num_ranks: int, place: str, every: int = 1) -> tuple[int, int]:
+    """(bytes by which ranks and workers are larger with `path` than with `tiny`, all their bytes)."""
+    environ = {"DDPSHIM_NODE_MEMORY": place}
+    found = run_ranks(memory, num_ranks, str(tiny), str(path), every, environ=environ, timeout_s=400)
+    return sum(after - before for before, after in found), sum(after for _, after in found)
+
+
+def run(quick: bool) -> list[Result]:
+    """Measure it, on a dataset of 100 MB or of 1 GB."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny, small, big = (Path(folder, f"{name}.hdf5") for name in ("tiny", "small", "big"))
+        make_data(tiny, 0, demo_length=4)
+        raw, raw_small = make_data(big, 1e8 if quick else 1e9), make_data(small, 1e7 if quick else 2.5e7)
+        one, all_of_one = _grown(tiny, big, 1, "auto", SEQ_LENGTH)
+        four, all_of_four = _grown(tiny, big, NUM_RANKS, "auto", SEQ_LENGTH)
+        released, _ = _grown(tiny, small, NUM_RANKS, "off")
+        big.unlink()
+        timed = make_data(big, 1e8 if quick else 3e8)
+        times = run_ranks(load_times, NUM_RANKS, str(big), 3 if quick else 7, timeout_s=400)[0]
+        off = {"DDPSHIM_NODE_MEMORY": "off"}
+        slow = run_ranks(released_load_time, NUM_RANKS, str(small), environ=off, timeout_s=400)[0]
+    what = f"PSS of {NUM_RANKS} ranks and {NUM_RANKS * NUM_WORKERS} workers, {raw / 1e6:.0f} MB of data"
+    above = "after all of it was read; above what these processes take with 0.7 MB"
+    per_byte = (
+        f"extrapolated from a dataset of {raw_small / 1e6:.0f} MB, of which released code keeps "
+        f"{released / raw_small:.1f} bytes for each in windows of {SEQ_LENGTH} steps; ours {four / raw:.2f} of "
+        f"{raw / 1e6:.0f} MB"
+    )
+    everything = f"with interpreters and libraries {all_of_four / 1e6:.0f} MB and {all_of_one / 1e6:.0f} MB"
+    separate = (
+        f"{median_and_quartiles(times['one'])[0]:.2f} s; the separate loads are of the plain arrays, without upstream's"
+        f" list of all windows: with it, {raw_small / 1e6:.0f} MB take {slow:.1f} s"
+    )
+    times_ratio, quartiles = ratio(times["one"], times["each"])
+    return [
+        Result(BENCHMARK, what, four / one, "x one rank", at_most=1.1, note=f"{above}; {everything}"),
+        Result(BENCHMARK, what, four / raw, "x the data", at_most=2.0, note=above),
+        Result(BENCHMARK, what, four / raw / (released / raw_small), "x released", at_most=0.05, note=per_byte),
+        Result(
+            BENCHMARK,
+            f"time until {NUM_RANKS} ranks have {timed / 1e6:.0f} MB of data",
+            times_ratio,
+            f"x {NUM_RANKS} separate loads",
+            quartiles,
+            at_most=0.3,
+            note=separate,
+        ),
+    ]
+
+
+def main() -> None:
+    """Run it and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    for found in run(parser.parse_args().quick):
+        target = f" (target: at most {found.at_most})"
+        spread = "" if found.quartiles is None else " (quartiles {:.3f} to {:.3f})".format(*found.quartiles)
+        print(f"{found.what}: {found.value:.3f} {found.unit}{spread}{target}, holds: {found.holds}\n    {found.note}")
+
+
+if __name__ == "__main__":
+    main()
