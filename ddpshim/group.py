@@ -206,10 +206,10 @@ class _State:
     num_worlds: int = 0
     timeout: Optional[timedelta] = None  # of training collectives, where setup() made the group
     rng_is_split: bool = False
-    on_cleanup: list[Callable[[], None]]
+    on_cleanup: contextlib.ExitStack
 
     def __init__(self) -> None:
-        self.on_cleanup = []
+        self.on_cleanup = contextlib.ExitStack()
 
 
 _state = _State()
@@ -323,8 +323,7 @@ def cleanup() -> None:
         return
     _state.left = made
     failing = failure.on_the_way_out()
-    while _state.on_cleanup:
-        _state.on_cleanup.pop()()
+    _state.on_cleanup.close()  # all are called, also after one that raises
     _state.rng_is_split = False
     if failing and made.backend == "nccl":
         return
@@ -358,7 +357,7 @@ def new_group() -> Any:
 
 def on_cleanup(callback: Callable[[], None]) -> None:
     """Have `cleanup()` call this, last registered first. Local."""
-    _state.on_cleanup.append(callback)
+    _state.on_cleanup.callback(callback)
 
 
 def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddpshim import robomimic, rollout
+from ddpshim import checkpoint, robomimic, rollout
 from ddpshim.algo import algos
 from ddpshim.datasets import divided
 from ddpshim.errors import HookError
@@ -393,7 +393,7 @@ def led_aside() -> list[str]:
         "traceback": "an exception that the trainer catches and prints ends the job",
     }
     said = [f"{names.get('__name__')}.{name}: {does[name]}" for names, name, _ in _trainer.changed]
-    return [*said, "torch.save: on the main rank alone, where the trainer calls it"] if said else []
+    return [*said, "torch.save: where the trainer calls it, on the main rank alone, whole or not"] if said else []
 
 
 class _Seen:
@@ -410,6 +410,8 @@ class _Seen:
 def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
     # A trainer that knows of no ranks means each file once.
     writes = not world().is_main and set(mode) & set("wax+")
+    if not set(mode) & set("wax"):
+        checkpoint.flush()  # it may be what was just saved
     return open(os.devnull if writes else file, "w" + "b" * ("b" in mode) if writes else mode, *args, **kwargs)
 
 
@@ -422,17 +424,21 @@ def _is_past() -> bool:
 
 
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` on the main rank, and not in epochs that are done."""
+    """`function` on the main rank, and not in epochs that are done; what was saved before is on the disk by then."""
 
     @functools.wraps(function)
     def on_main(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if world().is_main and not _is_past() else None
+        if not world().is_main or _is_past():
+            return None
+        checkpoint.flush()
+        return function(*args, **kwargs)
 
     return on_main
 
 
-def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    _once(original)(*args, **kwargs)
+def _save(original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    if world().is_main and not _is_past():
+        checkpoint.save_whole(original, obj, f, *args, **kwargs)
 
 
 def _copyfile(source: str, path: str, **options: Any) -> Any:

@@ -51,8 +51,7 @@ class OneWriter:
         self._num_saves += 1
         self._numbers[path] = self._num_saves
         if self._world.is_main:
-            with checkpoint.written(path) as partial:
-                self._save(obj, str(partial), *args, **kwargs)
+            checkpoint.save_whole(self._save, obj, path, *args, **kwargs)
             # In this order: who has seen the number looks for the name.
             self._world.count(f"saved to {path}", 1)
             self._world.count("saved", 1)

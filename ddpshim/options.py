@@ -159,6 +159,12 @@ class Options:
         600.0, _or_none(_positive()), "save the progress of a training whenever this many seconds have passed"
     )
     keep_checkpoints: int = _option(2, _whole(1), "how many files of progress are kept")
+    background_save: bool = _option(
+        True,
+        _flag(),
+        "robomimic's checkpoints and the progress of a training, from 32 MB on: ranks wait for a copy in the main "
+        "rank's memory alone, and a process of its own writes it",
+    )
     resume: str = _option(
         "auto",
         _choice("auto", "always", "never"),

@@ -220,8 +220,12 @@ class Resumable:
     def save(self) -> None:
         """Write down where the training is, and keep the newest files. Collective; the main rank writes.
 
-        Raises CheckpointError on the main rank where the file cannot be written; those before it are as they were.
+        With the option `background_save` it writes while training goes on (`checkpoint.save_in_background`).
+
+        Raises CheckpointError on the main rank where the file cannot be written, or that of the last call; those
+        before it are as they were.
         """
+        checkpoint.flush()
         if self._before_save is not None:
             self._before_save()
         states = self._world.gather(_random_state(self._world.device))
@@ -241,17 +245,16 @@ class Resumable:
         for left in self.folder.glob(".epoch_*.partial"):
             left.unlink()  # of a process that was killed while it wrote
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
-        checkpoint.save(content, written)
-        for path in self._newest_first():
-            if path > written:
-                path.unlink()  # of a run that was not gone on with: it must not be taken for this one's
-        for path in self._newest_first()[self._num_kept :]:
-            path.unlink()
+        in_background = self._world.is_launched and self._world.options.background_save
+        save = checkpoint.save_in_background if in_background else checkpoint.save
+        save(content, written)
+        checkpoint.afterwards(_keep_newest, written, self._num_kept)
 
     def leave(self, reason: str) -> NoReturn:
         """Save, and end this process with exit code 75, on all ranks (collective)."""
         preemption.heard()
         self.save()
+        checkpoint.flush()
         self._world.barrier()  # a launcher that sees one rank end kills those that are still writing
         if self._world.is_main:
             self._say(
@@ -270,11 +273,8 @@ class Resumable:
         """The training is complete: its progress is removed, and signals end the process again. Local."""
         preemption.unlisten()
         if self._world.is_main:
+            checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _newest_first(self) -> list[Path]:
-        # By name, not by time: the clock of another node may be behind.
-        return sorted((p for p in self.folder.glob(_PATTERN) if p.suffix == ".pth"), reverse=True)
 
     def _read(self, later_than: tuple[int, int]) -> Optional[dict[str, Any]]:
         path = find_progress(self.folder)
@@ -309,8 +309,17 @@ class Resumable:
         print(f"ddpshim: {text}", file=sys.__stderr__ or sys.stderr, flush=True)
 
 
+def _keep_newest(written: Path, num_kept: int) -> None:
+    """Remove all progress beside `written` but the newest; by name, as the clock of another node may be behind."""
+    there = sorted((p for p in written.parent.glob(_PATTERN) if p.suffix == ".pth"), reverse=True)
+    later = [path for path in there if path > written]  # of a run that was given up: not to be taken for this one's
+    for path in later + there[len(later) + num_kept :]:
+        path.unlink()
+
+
 def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
     """The newest whole file of a `Resumable` in `folder`, or None. Damaged ones are renamed, with a warning. Local."""
+    checkpoint.flush()
     for path in sorted(Path(folder).glob(_PATTERN), reverse=True):
         damage = checkpoint.find_damage(path)
         if damage is None:

@@ -153,6 +153,7 @@ def finish() -> None:
 def end_training() -> None:
     """Take note that training is over: the main rank may be saving still, so all wait (collective)."""
     preemption.heard()  # nothing is left to save: the main rank may take its time
+    checkpoint.flush()
     world().barrier()
     if _run.training is not None:
         _run.training.finish()
@@ -452,7 +453,8 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
 def save_model(*, ckpt_path: str, **options: Any) -> None:
     """Upstream's save_model, on the main rank alone. Local: nobody waits for it.
 
-    Launched, the file at `ckpt_path` is at any moment the old one or the new one, whole.
+    Launched, the file at `ckpt_path` is at any moment the old one or the new one, whole. With the option
+    `background_save` the new one may come a moment later (`checkpoint.save_in_background`).
     """
     import robomimic.utils.train_utils as TrainUtils
 
@@ -460,14 +462,14 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
     if not here.is_launched:
         TrainUtils.save_model(ckpt_path=ckpt_path, **options)
     elif here.is_main:
-        with checkpoint.written(ckpt_path) as partial:
+        with checkpoint.written(ckpt_path, in_background=here.options.background_save) as partial:
             TrainUtils.save_model(ckpt_path=partial, **options)
 
 
 def copyfile(source: str, path: str) -> None:
-    """shutil.copyfile, on the main rank alone; launched, `path` is never half a copy. Local."""
+    """shutil.copyfile, on the main rank alone; launched, `path` is never half a copy, and there after `source` is."""
     if world().is_launched:
-        checkpoint.copy(source, path)
+        checkpoint.copy_in_background(source, path)
     else:
         shutil.copyfile(source, path)
 

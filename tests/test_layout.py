@@ -27,6 +27,8 @@ ROOMS = [
     "meter",
     "failure",
     "preemption",
+    "snapshot",
+    "background",
     "machine",
     "advice",
     "group",

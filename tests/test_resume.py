@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
 
 import ddpshim
-from ddpshim import preemption, resume
+from ddpshim import checkpoint, preemption, resume
 from ddpshim.errors import CheckpointError
 from ddpshim.group import World
 from ddpshim.launch import EXIT_REQUEUE
@@ -37,17 +37,26 @@ class _Stream(IterableDataset):  # type: ignore[type-arg]
 
 
 def _train(
-    folder: str, left: Optional[tuple[int, int, int]] = None, batch_size: int = B, num_steps: Optional[int] = None
+    folder: str,
+    left: Optional[tuple[int, int, int]] = None,
+    batch_size: int = B,
+    num_steps: Optional[int] = None,
+    in_background: bool = False,
 ) -> tuple[list[list[int]], dict[str, torch.Tensor], list[float], Any]:
     """(samples of each step, weights, noise drawn in each step, exit code); `left`: rank, epoch, step of a signal."""
     here = ddpshim.world()
+    if in_background:
+        checkpoint._LEAST_BYTES = 0
     resume._LOOK_EVERY_S = 0.0  # ranks meet at every step: a toy's training is over within half a second
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     net = ddpshim.wrap_parallel(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    training = Resumable(folder, {"net": net, "optimizer": optimizer, "schedule": schedule})
+    every = 1 if in_background else None
+    training = Resumable(
+        folder, {"net": net, "optimizer": optimizer, "schedule": schedule}, every_n_steps=every, num_kept=3
+    )
     went_on = training.restore()
     assert went_on == (find_progress(folder) is not None)
     loader = ddpshim.make_loader(DATA, batch_size=batch_size, shuffle=True)
@@ -81,7 +90,8 @@ def _together(results: list[Any]) -> list[list[int]]:
 @pytest.mark.parametrize(("sizes", "num_steps"), [((2, 2), None), ((2, 4), None), ((4, 1), 12)])
 def test_a_signal_on_one_rank_costs_no_sample(tmp_path: Path, sizes: tuple[int, int], num_steps: Optional[int]) -> None:
     whole = run_ranks(_train, sizes[0], str(tmp_path / "whole"), None, B, num_steps)
-    first = run_ranks(_train, sizes[0], str(tmp_path / "left"), (sizes[0] - 1, 1, 2), B, num_steps)
+    in_background = sizes[0] != sizes[1]  # both ways, for one of the cases each
+    first = run_ranks(_train, sizes[0], str(tmp_path / "left"), (sizes[0] - 1, 1, 2), B, num_steps, in_background)
     assert [code for *_, code in first] == [EXIT_REQUEUE] * sizes[0]
     rest = run_ranks(_train, sizes[1], str(tmp_path / "left"), None, B, num_steps)
     assert _together(first) + _together(rest) == _together(whole)

@@ -1,0 +1,119 @@
+"""How long training stands still for a checkpoint: written in the background, and written at once, in alternation.
+
+python -m benchmarks.checkpoint [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from ddpshim import checkpoint
+
+_WIDTH = 1000  # a layer of 1M parameters, as a policy's larger ones
+
+
+def run(quick: bool) -> list[Result]:
+    """Stall, time until the file is there, and memory, for a network with the state of its AdamW."""
+    num_million, num_rounds = (10, 5) if quick else (100, 7)
+    state = _state(num_million)
+    size = f"{num_million}M parameters with AdamW"
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_DISK")) as folder:
+        path = os.path.join(folder, "last.pth")
+        durable_s: list[float] = []
+
+        def at_once() -> float:
+            start = time.perf_counter()
+            checkpoint.save(state, path)
+            return time.perf_counter() - start
+
+        def in_background() -> float:
+            start = time.perf_counter()
+            checkpoint.save_in_background(state, path)
+            stall_s = time.perf_counter() - start
+            checkpoint.flush()
+            durable_s.append(time.perf_counter() - start)
+            return stall_s
+
+        at_once()  # the disk's first is another one
+        first_s = in_background()
+        first_durable_s = durable_s.pop()
+        found = alternate({"at once": at_once, "in background": in_background}, num_rounds)
+        start_s = time.process_time()
+        checkpoint.save_in_background(state, path)
+        copy_cpu_s = time.process_time() - start_s
+        checkpoint.flush()
+        pid, buffer = checkpoint._writer.start().pid, checkpoint._writer.buffer.num_bytes
+        writer_mb = _pss_mb(pid) - _shared_mb(pid)
+    stall, quartiles = ratio(found["in background"], found["at once"])
+    sync_s, sync_quartiles = median_and_quartiles(found["at once"])
+    late, late_quartiles = ratio(durable_s, found["at once"])
+
+    def result(what: str, value: float, unit: str, **more: Any) -> Result:
+        return Result("checkpoint", f"{what}, {size}", value, unit, **more)
+
+    return [
+        result("training stands still", stall, "x saving at once", quartiles=quartiles, at_most=0.15),
+        result("saving at once", sync_s, "s", quartiles=sync_quartiles),
+        result("CPU time of the copy", copy_cpu_s, "s"),
+        result("until the file is there", late, "x saving at once", quartiles=late_quartiles),
+        result(
+            "training stands still for the first one",
+            first_s / sync_s,
+            "x saving at once",
+            note=f"its memory is new; the file is there after {first_durable_s:.1f} s, as the process starts",
+        ),
+        result("shared memory, kept for the next one", buffer / 2**20, "MB"),
+        result("memory of the process that writes, without it", writer_mb, "MB"),
+    ]
+
+
+def _state(num_million: int) -> dict[str, Any]:
+    net = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(num_million)])
+    optimizer = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _pss_mb(pid: int) -> float:
+    return _kb(pid, "Pss") / 1024
+
+
+def _shared_mb(pid: int) -> float:
+    """What of it is the snapshot's."""
+    return _kb(pid, "Pss_Shmem") / 1024
+
+
+def _kb(pid: int, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def main() -> None:
+    """Run it and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    for result in run(parser.parse_args().quick):
+        spread = "" if result.quartiles is None else " ({:.3f} to {:.3f})".format(*result.quartiles)
+        target = "" if result.at_most is None else f", at most {result.at_most:g}: {result.holds}"
+        note = f"  [{result.note}]" if result.note else ""
+        print(f"{result.what}: {result.value:.3f} {result.unit}{spread}{target}{note}")
+
+
+if __name__ == "__main__":
+    main()

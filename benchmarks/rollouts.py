@@ -1,0 +1,202 @@
+"""Wall time of an evaluation whose episodes are dealt to W ranks, and of one that the main rank plays, in alternation.
+
+    python -m benchmarks.rollouts [--quick]
+
+The environment sleeps where a simulator would compute on a core of its own. With robosuite installed (and robomimic
+installed or under DDPSHIM_UPSTREAM) its Lift is played as well: that one computes, on the cores that there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.results import Result, alternate, ratio
+from ddpshim import group, rollout
+from ddpshim.machine import num_cores
+from tests.equivalence import DATA, source
+from tests.ranks import run_ranks
+
+_AT_MOST = 1.15
+_STEP_S = 0.01
+_FRAME = (256, 256, 3)
+_RELEASE = "0.4.0"  # has a rollout policy and robosuite's environment for every robosuite
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """An evaluation: what each rank is told."""
+
+    num_episodes: int
+    horizon: int
+    num_rounds: int
+    simulator: str = "sleeping"
+    video: bool = False
+
+
+def run(quick: bool) -> list[Result]:
+    """The ratio of the two wall times, times W, for episodes that divide by W and others."""
+    _find_robomimic()
+    horizon, num_rounds = (20, 3) if quick else (50, 7)
+    divides, not_quite = _Plan(8, horizon, num_rounds), _Plan(9, horizon, num_rounds)
+    on_two = [divides, not_quite, replace(divides, video=True)]
+    if importlib.util.find_spec("robosuite") is not None:
+        on_two.append(_Plan(4, 20 if quick else 60, num_rounds, simulator="robosuite"))
+    results = [*_compare(2, on_two), *_compare(4, [divides, not_quite])]
+    if importlib.util.find_spec("robosuite") is None:
+        note = "not run: robosuite not installed"
+        results.append(Result("rollouts", "robosuite's Lift on 2 ranks", math.nan, "x main rank / W", note=note))
+    return results
+
+
+def _compare(num_ranks: int, plans: list[_Plan]) -> Iterator[Result]:
+    for plan, seconds in zip(plans, run_ranks(_measure, num_ranks, plans, timeout_s=280)[0]):
+        value, quartiles = ratio(seconds["all"], seconds["main"])
+        best = math.ceil(plan.num_episodes / num_ranks) * num_ranks / plan.num_episodes
+        sleeps = plan.simulator == "sleeping"
+        notes = [] if best == 1 else [f"{best:.3f} at best: ranks wait for the one that plays an episode more"]
+        if not sleeps:
+            notes.append(f"it computes: {num_ranks} ranks on {num_cores()} cores")
+        name = "a simulator that sleeps" if sleeps else "robosuite's Lift"
+        yield Result(
+            "rollouts",
+            f"{plan.num_episodes} episodes of {name} on {num_ranks} ranks{', with video' if plan.video else ''}",
+            value * num_ranks,
+            "x main rank / W",
+            quartiles=(quartiles[0] * num_ranks, quartiles[1] * num_ranks),
+            at_most=_AT_MOST if best == 1 and sleeps else None,
+            note="; ".join(notes),
+        )
+
+
+def _measure(plans: list[_Plan]) -> list[dict[str, list[float]]]:
+    """For each plan the seconds of its evaluations, from when all ranks are there until all have the statistics."""
+    warnings.simplefilter("ignore")  # what torchvision and robosuite say when imported
+    import imageio
+
+    imageio.get_writer = _NoVideo  # ffmpeg takes as long either way
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        return [_measure_one(plan, folder) for plan in plans]
+
+
+def _measure_one(plan: _Plan, folder: str) -> dict[str, list[float]]:
+    here = group.world()
+    env = _sleeping() if plan.simulator == "sleeping" else _lift()
+    options = {
+        "policy": _policy(),
+        "envs": {env.name: env},
+        "horizon": plan.horizon,
+        "num_episodes": plan.num_episodes,
+        "video_dir": folder if plan.video else None,
+    }
+
+    def evaluate(which: str) -> float:
+        group._state.world = replace(here, options=replace(here.options, rollouts=which))
+        here.barrier()
+        start = time.perf_counter()
+        rollout.rollout_with_stats(epoch=1, **options)
+        here.barrier()
+        return time.perf_counter() - start
+
+    arms = {which: functools.partial(evaluate, which) for which in ("all", "main")}
+    for once in arms.values():
+        once()
+    found = alternate(arms, plan.num_rounds)
+    group._state.world = here
+    return found
+
+
+class _NoVideo:
+    def __init__(self, path: str, **options: Any) -> None: ...
+
+    def append_data(self, frame: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def _policy() -> Any:
+    from robomimic.algo import RolloutPolicy
+
+    class Still(RolloutPolicy):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+        def start_episode(self) -> None: ...
+
+        def __call__(self, ob: Any, goal: Any = None) -> np.ndarray:
+            return np.zeros(7)
+
+    return Still()
+
+
+def _sleeping() -> Any:
+    from tests.toy_env import ToyEnv
+
+    class Sleeping(ToyEnv):
+        def _write_down(self, text: str) -> None: ...
+
+        def step(self, action: np.ndarray) -> Any:
+            time.sleep(_STEP_S)
+            return super().step(action)
+
+        def render(self, *args: Any, **kwargs: Any) -> np.ndarray:
+            return np.random.default_rng(self._steps).integers(0, 256, _FRAME, dtype=np.uint8)
+
+    return Sleeping()
+
+
+def _lift() -> Any:
+    import h5py
+    import robomimic.utils.env_utils as EnvUtils
+    import robomimic.utils.obs_utils as ObsUtils
+
+    ObsUtils.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": ["object"]}})
+    with h5py.File(DATA) as file:
+        described = json.loads(file["data"].attrs["env_args"])
+    return EnvUtils.create_env_from_metadata(described)
+
+
+def _find_robomimic() -> None:
+    """Have ranks import robomimic; what is not installed is under DDPSHIM_UPSTREAM."""
+    if importlib.util.find_spec("robomimic") is None:
+        found = source(_RELEASE)
+        if found is None:
+            raise SystemExit(f"robomimic {_RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+        sys.path.insert(0, str(found))
+
+
+def main() -> None:
+    """Run it and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    for result in run(parser.parse_args().quick):
+        spread = "" if result.quartiles is None else " ({:.3f} to {:.3f})".format(*result.quartiles)
+        target = "" if result.at_most is None else f", at most {result.at_most:g}: {result.holds}"
+        note = f"  [{result.note}]" if result.note else ""
+        print(f"{result.what}: {result.value:.3f} {result.unit}{spread}{target}{note}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What `torch.save` would write, kept in shared memory: taken in the time of a copy, written by another process.
+
+torch's own serializer decides what a file holds, both here and there: the file is the one that it would have made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import torch
+
+_ALIGNMENT = 64  # of a record in the buffer: whole cache lines
+
+
+class Buffer:
+    """Shared memory that grows as needed and has no name: nothing is left of it when its last process has ended.
+
+    Not a file in /dev/shm, which containers limit to 64 MB.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("ddpshim")
+        self._memory = (ctypes.c_char * 0)()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much it holds without growing."""
+        return len(self._memory)
+
+    def grow(self, num_bytes: int) -> None:
+        """Have room for `num_bytes`, kept from then on. Raises OSError where there is no memory."""
+        if self.num_bytes < num_bytes:
+            # Else the first access to memory that is not there would kill the process.
+            os.posix_fallocate(self.descriptor, 0, num_bytes)
+            self._memory = (ctypes.c_char * num_bytes).from_buffer(mmap.mmap(self.descriptor, num_bytes))
+
+    def put(self, address: int, num_bytes: int, offset: int) -> None:
+        """Copy what is at `address` to `offset`. By one thread: more of them wait for each other on a busy machine."""
+        self.grow(offset + num_bytes)
+        ctypes.memmove(ctypes.addressof(self._memory) + offset, address, num_bytes)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory = (ctypes.c_char * 0)()
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An object as it was, in a buffer; it can be sent to a process that has the buffer's descriptor."""
+
+    descriptor: int
+    index: slice  # where in the buffer the list of records is
+
+    def write(self, path: str) -> None:
+        """The file that `torch.save` would have written to `path`."""
+        with _open(path) as file:
+            memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+            for name, kind, held in pickle.loads(memory[self.index]):
+                if kind is None:
+                    file.write_record(name, held, len(held))
+                    continue
+                offset, num_bytes = held
+                content = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+                file.write_record(name, content.data_ptr() if kind is int else content.untyped_storage(), num_bytes)
+
+
+def take(obj: Any, buffer: Buffer, num_bytes: int) -> Snapshot:
+    """`obj` as it is now; what was in the buffer is gone. `num_bytes`: about how much it holds.
+
+    Raises what `torch.save` would raise, OSError where there is no memory, and others where torch has changed.
+    """
+    buffer.grow(num_bytes + num_bytes // 64)
+    records = _Records(buffer)
+    torch.serialization._save(obj, records, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    packed = bytearray(pickle.dumps(records.index))
+    held = (ctypes.c_char * len(packed)).from_buffer(packed)
+    return Snapshot(buffer.descriptor, records.put(ctypes.addressof(held), len(packed)))
+
+
+class _Records:
+    """In place of torch's file: takes its records as they come."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.index: list[tuple[str, Optional[type], Any]] = []
+        self._buffer, self._end = buffer, 0
+
+    def write_record(self, name: str, content: Any, num_bytes: int) -> None:
+        """As that of torch's: the bytes or text of a record, else a storage, before torch 2.2 its address."""
+        if isinstance(content, (bytes, str)) or num_bytes == 0:
+            self.index.append((name, None, content if isinstance(content, (bytes, str)) else b""))
+            return
+        address = content if isinstance(content, int) else content.data_ptr()
+        place = self.put(address, num_bytes)
+        self.index.append((name, type(content), (place.start, num_bytes)))
+
+    def put(self, address: int, num_bytes: int) -> slice:
+        start = self._end
+        self._buffer.put(address, num_bytes, start)
+        self._end = -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT
+        return slice(start, start + num_bytes)
+
+
+def _open(path: Union[str, os.PathLike[str]]) -> Any:
+    return torch.serialization._open_zipfile_writer(os.fspath(path))
