@@ -99,7 +99,7 @@ def available(arms: list[str]) -> list[str]:
     return [arm for arm in arms if arm not in PEERS or importlib.util.find_spec(PEERS[arm]) is not None]
 
 
-def _switch_guards(are_on: bool) -> None:
+def switch_guards(are_on: bool) -> None:
     """Have optimizer steps checked, or not: the gradients of the other arms are reduced by no wrapper of ours."""
     while guard._handles:
         guard._handles.pop().remove()
@@ -107,7 +107,12 @@ def _switch_guards(are_on: bool) -> None:
         guard.watch_optimizers()
 
 
-class Arm:
+def checksum(net: nn.Module) -> str:
+    """Of all weights' bits."""
+    return str([guard._checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
+
+
+class _Arm:
     """A policy, wrapped in the way of `name`, and its optimizer."""
 
     def __init__(self, name: str, kind: str) -> None:
@@ -121,17 +126,13 @@ class Arm:
     def run(self, num_steps: int) -> float:
         """Seconds of CPU for each of `num_steps`, all threads of this process together."""
         x = torch.randn(BATCH_SIZE_PER_RANK, D_OBS, generator=self._batches)
-        _switch_guards(self.is_ours)
+        switch_guards(self.is_ours)
         start = time.process_time()
         for _ in range(num_steps):
             self.optimizer.zero_grad()
             self.net(x).pow(2).mean().backward()
             self.optimizer.step()
         return (time.process_time() - start) / num_steps
-
-    def checksum(self) -> str:
-        """Of all weights' bits."""
-        return str([guard._checksum(p, torch.device("cpu"))[0].item() for p in self.net.parameters()])
 
 
 def measure(kind: str, names: list[str], num_rounds: int, steps_per_round: int) -> dict[str, Any]:
@@ -141,14 +142,14 @@ def measure(kind: str, names: list[str], num_rounds: int, steps_per_round: int) 
     os.environ.update(RANK=str(here.rank), LOCAL_RANK=str(here.rank), WORLD_SIZE=str(here.world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(here.world_size), NODE_RANK="0", GROUP_RANK="0", MASTER_ADDR="127.0.0.1")
     os.environ.update(TORCHELASTIC_RUN_ID="benchmark", MASTER_PORT=os.environ.get("MASTER_PORT", "29500"))
-    arms = {name: Arm(name, kind) for name in names}
+    arms = {name: _Arm(name, kind) for name in names}
     for arm in arms.values():
         arm.run(3)
     found = alternate({name: lambda arm=arm: arm.run(steps_per_round) for name, arm in arms.items()}, num_rounds)
     means = {name: here.gather(seconds) for name, seconds in found.items()}
     return {
         "seconds": {name: [sum(ranks) / len(ranks) for ranks in zip(*every)] for name, every in means.items()},
-        "checksums": {name: here.gather(arm.checksum()) for name, arm in arms.items()},
+        "checksums": {name: here.gather(checksum(arm.net)) for name, arm in arms.items()},
         "num_parameters": sum(p.numel() for p in arms["ddpshim"].net.parameters()),
         "num_tensors": len(list(arms["ddpshim"].net.parameters())),
     }

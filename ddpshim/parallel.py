@@ -67,7 +67,7 @@ def wrap_parallel(
         static_graph: a promise that every backward pass uses the same parameters; breaking it is an
             error. (torch's own static_graph leaves methods that return torch.distributions unsynchronised.)
         gradient_as_bucket_view: gradients live in the communication buckets (default); saves one copy of them.
-        bucket_cap_mb: size of a bucket; default torch's.
+        bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
         broadcast_buffers: after each synchronised backward pass buffers become the main rank's (default).
         sync_batchnorm: BatchNorm layers become torch's SyncBatchNorm, in `module` itself: they normalise by the
             whole batch, as one process does. On GPUs only. Their forward in training mode is then collective.
@@ -101,6 +101,8 @@ def wrap_parallel(
         _check_same_structure(module, here)
     given = here.options
     bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
+    if bucket_cap_mb is None:
+        bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
     if _either(sync_batchnorm, given.sync_batchnorm):
         module = _with_sync_batchnorm(module, process_group)
     if given.guard:
@@ -146,6 +148,18 @@ def _with_sync_batchnorm(module: nn.Module, process_group: Any) -> nn.Module:
     # A group of their own: their messages, sent inside forward and backward, must not cross those of the buckets.
     group = process_group if process_group is not None else new_group()
     return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)  # type: ignore[no-any-return]
+
+
+def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
+    """The size of a bucket that hides most of the communication behind backward; None for torch's 25 MB. Local.
+
+    gloo: about 80 messages, each of 1 MB to 25 MB. Its messages cost little beside its bandwidth, and what is not sent
+    before backward ends is waited for: with 20M parameters 25 MB hides almost nothing (`python -m benchmarks.overlap`).
+    """
+    if backend != "gloo":
+        return None
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return min(max(num_bytes / 80 / 2**20, 1.0), 25.0)
 
 
 def _either(argument: Optional[bool], option: bool) -> bool:
@@ -223,10 +237,9 @@ class _Buffers:
         if list(map(id, now)) != list(map(id, self._laid_out)):
             self._lay_out(now)
         for message, views, numbers in self._messages:
-            # .data: a second backward pass over the same forward must not take this for a change of its inputs.
-            buffers = [now[i].data for i in numbers]  # type: ignore[union-attr]
+            buffers: list[Any] = [now[i] for i in numbers]
             if self._is_main:
-                _copy(views, buffers)
+                torch._foreach_copy_(views, buffers)
             work = dist.broadcast(message, self._main, self._group, async_op=True)
             self._sent.append((work, views, buffers))
 
@@ -235,7 +248,8 @@ class _Buffers:
         for work, views, buffers in self._sent:
             work.wait()
             if not self._is_main:
-                _copy(buffers, views)
+                # .data: a second backward pass over the same forward must not take this for a change of its inputs.
+                torch._foreach_copy_([b.data for b in buffers], views)
         self._sent.clear()
 
     def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
@@ -255,10 +269,6 @@ class _Buffers:
             ]
             self._messages.append((message, views, those))
         self._laid_out = now
-
-
-def _copy(into: list[torch.Tensor], those: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(into, those)
 
 
 class DistributedModule(Transparent, DistributedDataParallel):
