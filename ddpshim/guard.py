@@ -5,11 +5,13 @@ They find and repair nothing. The option `guard` (DDPSHIM_GUARD=0) turns them of
 
 from __future__ import annotations
 
-import itertools
 import struct
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain, compress, count, repeat
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, Optional, Protocol
 
 import torch
@@ -42,21 +44,46 @@ class Reduced(Protocol):
 # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
 # wrapper keeps its parameters alive until it disowns them.
 _owners: dict[int, Reduced] = {}
-_meetings = itertools.count()  # every rank counts alike
+_num_changes = 1  # of _owners, so far
+_meetings = count()  # every rank counts alike
 _handles: list[Any] = []  # of the optimizer hooks, while they are registered
 _companions: list[nn.Module] = []  # not reduced, and to be equal all the same
-# For each optimizer the wrappers that it stepped, by id, with their num_reductions at that step.
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
-_stepped = weakref.WeakKeyDictionary()
+
+
+class _Steps:
+    """What is remembered of an optimizer from its last step to the next."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, tuple[Reduced, int]] = {}  # the wrappers that it stepped, by id, and their num_reductions
+        self.owner: Optional[Reduced] = None  # the one that reduces all of its parameters, if there is one
+        self._params: list[Any] = []
+        self._num_changes = 0
+
+    def is_known(self, params: list[Any]) -> bool:
+        """Whether its parameters, and who reduces them, are those of the step before; takes note where not."""
+        same = self._num_changes == _num_changes and len(params) == len(self._params)
+        if same and all(map(is_, params, self._params)):
+            return True
+        self._params, self._num_changes = params, _num_changes
+        owners = list(map(_owners.get, map(id, params)))
+        self.owner = owners[0] if owners and all(map(is_, owners, repeat(owners[0]))) else None
+        return False
+
+
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
 
 
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
     """Take note that `wrapper` reduces these gradients. Local."""
+    global _num_changes
+    _num_changes += 1
     _owners.update((id(p), wrapper) for p in parameters)
 
 
 def disown(parameters: Iterable[torch.Tensor]) -> None:
     """Forget who reduces these gradients. Local."""
+    global _num_changes
+    _num_changes += 1
     for p in parameters:
         _owners.pop(id(p), None)
 
@@ -263,40 +290,42 @@ def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise before a step whose gradients were not reduced over the ranks."""
-    owners: dict[int, Reduced] = {}
-    gradients: dict[int, list[torch.Tensor]] = {}
-    owner_of = _owners.get
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            gradient = p.grad
-            if gradient is None:
-                continue
-            owner = owner_of(id(p))
-            if owner is None:
-                raise _alone(optimizer, p)
-            key = id(owner)
-            if key in owners:
-                gradients[key].append(gradient)
-            else:
-                owners[key], gradients[key] = owner, [gradient]
+    # Every line that goes through all parameters does so in C: policies have hundreds, and this is in every step.
+    params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
+    gradients: list[Any] = list(map(attrgetter("grad"), params))
     before = _stepped.get(optimizer)
     if before is None:
-        before = _stepped[optimizer] = {}
-    for key, wrapped in owners.items():
+        before = _stepped[optimizer] = _Steps()
+    for wrapped, mine in _by_owner(optimizer, before, params, gradients):
         _check_reduced(optimizer, wrapped)
-        last, now = before.get(key), wrapped.num_reductions
+        key, now = id(wrapped), wrapped.num_reductions
+        last = before.at.get(key)
         if last is None or last[0] is not wrapped or last[1] != now:
-            before[key] = (wrapped, now)
-            for gradient in gradients[key]:
-                setattr(gradient, _MARK, True)
+            before.at[key] = (wrapped, now)
+            deque(map(setattr, mine, repeat(_MARK), repeat(True)), maxlen=0)
         # Nothing was reduced since this optimizer's last step. The same gradients again are no news; others are.
-        elif not all(hasattr(gradient, _MARK) for gradient in gradients[key]):
+        elif not all(map(hasattr, mine, repeat(_MARK))):
             raise SyncError(
                 f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced since "
                 f"the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad set by "
                 "hand); they are this rank's alone, and ranks would train different models. Call loss.backward(). If "
                 f"they were made from reduced gradients, write them in place: p.grad.copy_(...) ({_OPT_OUT})."
             )
+
+
+def _by_owner(
+    optimizer: torch.optim.Optimizer, before: _Steps, params: list[Any], gradients: list[Any]
+) -> list[tuple[Reduced, Iterable[torch.Tensor]]]:
+    """Each wrapper that reduces some of the `gradients` (those that are there), and which."""
+    if before.is_known(params) and before.owner is not None and all(map(is_not, gradients, repeat(None))):
+        return [(before.owner, gradients)]
+    present = list(map(is_not, gradients, repeat(None)))
+    params, gradients = list(compress(params, present)), list(compress(gradients, present))
+    owners = list(map(_owners.get, map(id, params)))
+    for p in compress(params, map(is_, owners, repeat(None))):
+        raise _alone(optimizer, p)
+    distinct: Any = dict(zip(map(id, owners), owners)).values()
+    return [(wrapped, list(compress(gradients, map(is_, owners, repeat(wrapped))))) for wrapped in distinct]
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:

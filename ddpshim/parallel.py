@@ -6,14 +6,20 @@ reducer is armed when a backward pass reaches the first parameter of the network
 the graph, and what it returned, do not matter any more; neither does whether it went through the
 wrapper. (The idea of hooking the parameters rather than the forward is that of torch's composable
 `replicate` and FSDP2; the reducer, its buckets and its overlap with backward are DDP's own.)
+
+Nothing in Python runs for each parameter of a step: its hooks are builtins, called from C. And the reducer does not
+look for unused parameters, for which it needs a message of its own and two lookups in a tensor for each parameter:
+which ones a rank used is one more gradient in the last bucket.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import warnings
 import weakref
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -61,7 +67,7 @@ def wrap_parallel(
         static_graph: a promise that every backward pass uses the same parameters; breaking it is an
             error. (torch's own static_graph leaves methods that return torch.distributions unsynchronised.)
         gradient_as_bucket_view: gradients live in the communication buckets (default); saves one copy of them.
-        bucket_cap_mb: size of a bucket; default torch's.
+        bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
         broadcast_buffers: after each synchronised backward pass buffers become the main rank's (default).
         sync_batchnorm: BatchNorm layers become torch's SyncBatchNorm, in `module` itself: they normalise by the
             whole batch, as one process does. On GPUs only. Their forward in training mode is then collective.
@@ -95,6 +101,8 @@ def wrap_parallel(
         _check_same_structure(module, here)
     given = here.options
     bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
+    if bucket_cap_mb is None:
+        bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
     if _either(sync_batchnorm, given.sync_batchnorm):
         module = _with_sync_batchnorm(module, process_group)
     if given.guard:
@@ -142,6 +150,18 @@ def _with_sync_batchnorm(module: nn.Module, process_group: Any) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)  # type: ignore[no-any-return]
 
 
+def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
+    """The size of a bucket that hides most of the communication behind backward; None for torch's 25 MB. Local.
+
+    gloo: about 80 messages, each of 1 MB to 25 MB. Its messages cost little beside its bandwidth, and what is not sent
+    before backward ends is waited for: with 20M parameters 25 MB hides almost nothing (`python -m benchmarks.overlap`).
+    """
+    if backend != "gloo":
+        return None
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    return min(max(num_bytes / 80 / 2**20, 1.0), 25.0)
+
+
 def _either(argument: Optional[bool], option: bool) -> bool:
     return option if argument is None else argument
 
@@ -171,19 +191,84 @@ class DataParallelModule(Transparent, DataParallel):  # type: ignore[type-arg]
         return DataParallel.forward(self, *args, **kwargs)
 
 
-class _Reach(torch.autograd.Function):
-    """One node with an edge to every parameter, never run: with it torch's search finds nothing unused.
+class _Pass:
+    """Has `is_begun` while a backward pass goes on; asking for it before that begins one.
 
-    Not a view of each: autograd rebuilds the graph of a view after an in-place update of its base.
+    So a hook that asks needs no Python but for the first gradient of a pass.
     """
 
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        return parameters[0].new_zeros(())
+    def __init__(self, begin: Callable[[], bool]) -> None:
+        self._begin = begin
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise AssertionError("this node is for searching only")
+    def __getattr__(self, name: str) -> None:
+        if name != "is_begun":
+            raise AttributeError(name)
+        try:
+            if self._begin():
+                self.__dict__[name] = None  # and not for passes under no_sync(), of which each gradient asks
+        except AttributeError as error:  # `getattr` with a default, which the hooks call, would drop it
+            raise RuntimeError(f"while a backward pass began: {error}") from error
+
+    @property
+    def goes_on(self) -> bool:
+        return "is_begun" in self.__dict__
+
+    def end(self) -> None:
+        self.__dict__.pop("is_begun", None)
+
+
+class _Buffers:
+    """A module's buffers, and one message that makes them the main rank's."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        # Where they live, not which tensors they are: a module may put a new one in its place.
+        self.homes = [(child, name) for child in module.modules() for name in child._buffers]
+        self._places = [home._buffers for home, _ in self.homes]
+        self._names = [name for _, name in self.homes]
+        self._group, self._main = group, dist.get_process_group_ranks(group)[0]
+        self._is_main = dist.get_rank() == self._main
+        self._laid_out: list[Optional[torch.Tensor]] = []
+        self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[int]]] = []
+        self._sent: list[Any] = []
+
+    def start(self) -> None:
+        """Send them, or get ready to receive them (collective, does not wait)."""
+        now = list(map(dict.get, self._places, self._names))
+        if list(map(id, now)) != list(map(id, self._laid_out)):
+            self._lay_out(now)
+        for message, views, numbers in self._messages:
+            buffers: list[Any] = [now[i] for i in numbers]
+            if self._is_main:
+                torch._foreach_copy_(views, buffers)
+            work = dist.broadcast(message, self._main, self._group, async_op=True)
+            self._sent.append((work, views, buffers))
+
+    def finish(self) -> None:
+        """Wait for what `start` sent."""
+        for work, views, buffers in self._sent:
+            work.wait()
+            if not self._is_main:
+                # .data: a second backward pass over the same forward must not take this for a change of its inputs.
+                torch._foreach_copy_([b.data for b in buffers], views)
+        self._sent.clear()
+
+    def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
+        """Bytes for all buffers of a device, each with a view of its own dtype and shape."""
+        numbers: dict[torch.device, list[int]] = {}
+        for i, buffer in enumerate(now):
+            if buffer is not None:
+                numbers.setdefault(buffer.device, []).append(i)
+        self._messages.clear()
+        for device, those in numbers.items():
+            buffers: list[Any] = [now[i] for i in those]
+            ends = list(itertools.accumulate(-(-b.numel() * b.element_size() // 16) * 16 for b in buffers))
+            message = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+            views = [
+                message[start : start + b.numel() * b.element_size()].view(b.dtype).view(b.shape)
+                for start, b in zip([0, *ends], buffers)
+            ]
+            self._messages.append((message, views, those))
+        self._laid_out = now
 
 
 class DistributedModule(Transparent, DistributedDataParallel):
@@ -209,12 +294,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         owned = _names_of_owned(module)
         if owned:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, owned)
-        # Finding unused parameters keeps the first buckets for good, so nothing collective is left in forward
-        # and one rank alone may run it.
         try:
-            DistributedDataParallel.__init__(
-                self, module, process_group=process_group, find_unused_parameters=True, **options
-            )
+            DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
         finally:
             if owned:
                 del module._ddp_params_and_buffers_to_ignore
@@ -225,35 +306,51 @@ class DistributedModule(Transparent, DistributedDataParallel):
             )
         if comm_hook is not None:
             self.register_comm_hook(comm_hook_state, comm_hook)
-        torchs: Any = self  # private parts of torch's wrapper, untyped
-        reduced: list[nn.Parameter] = torchs._build_params_for_reducer()[0]
         mine = self.__dict__
-        mine["_reducer"], mine["_group"], mine["_on_cuda"] = self.reducer, process_group, self.device.type == "cuda"
+        mine["_reducer"], mine["_on_cuda"] = self.reducer, self.device.type == "cuda"
+        # torch builds its buckets anew before the second forward, which is collective: one rank alone could not
+        # run it. Here it has the order in which gradients come (nearly) from the start.
+        self._reducer._push_all_rebuilt_params()
+        self._reducer._rebuild_buckets()
         self._modules.pop("module")
         self._show(module)
-        mine["_reduced"] = reduced
+        reduced: list[nn.Parameter] = self._reduced
         mine["_names"] = {id(p): name for name, p in module.named_parameters()}
         mine["_strict"], mine["_same_every_time"] = strict, same_every_time
-        # Where buffers live, not which tensors they are: a module may put a new one in its place.
-        homes = [(child, name) for child in module.modules() for name in child._buffers]
-        mine["_buffer_homes"] = homes if sync_buffers else []
+        mine["_buffers_to_send"] = _Buffers(module, process_group) if sync_buffers else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
-        mine["is_armed"] = False  # between the first gradient of a backward pass and its end
-        mine["_used"] = set()
+        mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
+        mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
+        mine["_pass"] = _Pass(self._arm)
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
-        mine["_equality"] = guard.Equality(
-            module, mine["_buffer_homes"], process_group, reduced[0].device, not _wrapped, is_guarded
-        )
-        with torch.enable_grad():
-            mine["_everything"] = _Reach.apply(*reduced)  # type: ignore[no-untyped-call]
-        mine["_handles"] = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(reduced)]
+        homes = self._buffers_to_send.homes if sync_buffers else []
+        mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, not _wrapped, is_guarded)
+        if not homes:
+            mine["_buffers_to_send"] = None
+        mine["_accumulators"] = [_accumulator(p) for p in reduced]
+        # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
+        hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
+        mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
         broadcast_state(module, process_group)
         guard.own(self, reduced)
         if not _wrapped:
             on_cleanup(_unwrap_all)
         _wrapped.add(self)
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
+
+    def _build_params_for_reducer(self) -> Any:
+        """What torch's constructor gives its reducer: parameters in the order of their gradients, then one more."""
+        parameters, are_sparse = DistributedDataParallel._build_params_for_reducer(self)
+        mine = self.__dict__
+        mine["_reduced"] = parameters
+        # Its gradient tells which parameters this rank used.
+        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters)))
+        return [*reversed(parameters), self._presence], [*reversed(are_sparse), False]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
+        """What torch's reducer prints: it does not know the additional parameter."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        return {i: names.get(id(p), "presence") for i, p in enumerate(parameters)}
 
     def no_sync(self) -> Any:
         """A context in which backward passes add up on each rank; the next one outside reduces the sum."""
@@ -282,66 +379,85 @@ class DistributedModule(Transparent, DistributedDataParallel):
         guard.disown(self._reduced)
         self._reducer._remove_autograd_hooks()
 
-    def _hook(self, index: int) -> Any:
-        """What runs when the gradient of parameter `index` is complete in a pass, before torch's own hook."""
-        # Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
-        mine, used = self.__dict__, self._used
-        accumulator, runs = self._everything.grad_fn.next_functions[index][0], torch._C._will_engine_execute_node
+    @property
+    def is_armed(self) -> bool:
+        """Between the first gradient of a backward pass that is to be reduced and its end."""
+        return bool(self._pass.goes_on)
 
-        def hook(_: torch.Tensor) -> None:
-            if not mine["is_armed"]:
-                self._arm()
-            if index in used or not runs(accumulator):
-                self._refuse(index)
-            used.add(index)
-
-        return hook
-
-    def _arm(self) -> None:
-        """Make torch's reducer expect every parameter in the backward pass that is running."""
-        mine = self.__dict__
-        self._used.clear()
+    def _arm(self) -> bool:
+        """Make torch's reducer expect every parameter in the backward pass that is running; False under no_sync()."""
+        self._seen.clear()
         if not self.require_backward_grad_sync:
-            mine["has_unreduced_gradients"] = True
-            return
+            self.__dict__["has_unreduced_gradients"] = True
+            return False
         self.check_equality()
-        mine["is_armed"] = True
-        self._reducer.prepare_for_backward([self._everything])
+        self._reducer.prepare_for_backward([])
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        return True
 
     def _finish(self) -> None:
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, meter.running
-        mine["is_armed"] = False
+        self._pass.end()
         if profiled is not None:
             profiled.begin("communication")
-        missed = [i for i in range(len(self._reduced)) if i not in self._used]
-        if missed and (self._strict or self._same_every_time):
+        reduced, missed = self._reduced, []
+        if len(self._seen) != len(reduced):
+            seen = set(map(id, self._seen))
+            missed = [i for i, p in enumerate(reduced) if id(p) not in seen]
+        if self._strict or self._same_every_time:
             self._refuse_missed(missed)
+        self._tell_unused([i for i in missed if reduced[i].grad is None])
         for index in missed:
-            self._reducer._autograd_hook(index)
+            self._reducer._autograd_hook(len(reduced) - 1 - index)
+        self._reducer._autograd_hook(len(reduced))
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1
         if self._same_every_time and self._usual is None:
             mine["_usual"] = set(missed)
-        if self._buffer_homes or self._equality.is_due(mine["num_reductions"]):
-            # After the reducer's own last callback, which is queued by now: every rank is here.
-            torch.autograd.Variable._execution_engine.queue_callback(self._compare)
+        if self._buffers_to_send is not None:
+            self._buffers_to_send.start()  # on every rank after its last bucket
+        # After the reducer's own last callback, which is queued by now.
+        torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         if profiled is not None:
             torch.autograd.Variable._execution_engine.queue_callback(profiled.end)
 
-    def _refuse(self, index: int) -> None:
-        name, kind = self._names[id(self._reduced[index])], type(self.module).__name__
-        if index not in self._used:
-            raise SyncError(
-                f"parameter '{name}' of {kind} changed its dtype or device after wrap_parallel; torch's reducer "
-                "no longer sees its gradient, and ranks would train different models. Convert first, then wrap."
-            )
+    def _tell_unused(self, unused: list[int]) -> None:
+        """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
+        self.__dict__["_unused"] = unused
+        if self._presence.grad is None:
+            self._presence.grad = torch.ones_like(self._presence)
+        else:
+            self._presence.grad.fill_(1)
+        if unused:
+            self._presence.grad[unused] = 0
+
+    def _complete(self) -> None:
+        """After the reduction: what no rank used has no gradient, and buffers become the main rank's."""
+        try:
+            self._reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            self._refuse_stale(error)
+        if self._unused:
+            used = self._presence.grad.tolist()
+            for i in self._unused:
+                if not used[i]:
+                    self._reduced[i].grad = None
+        if self._buffers_to_send is not None:
+            self._buffers_to_send.finish()
+        if self._equality.is_due(self.num_reductions):
+            self._equality.start(self.num_reductions)
+
+    def _refuse_stale(self, error: RuntimeError) -> None:
+        pairs = zip(self._reduced, self._accumulators)
+        stale = [p for p, accumulator in pairs if p.requires_grad and _accumulator(p) is not accumulator]
+        if not stale:
+            raise error
         raise SyncError(
-            f"parameter '{name}' got a second gradient in a backward pass of {kind}; it was reduced already, and ranks "
-            "would differ from here on. An exception inside an earlier backward pass was caught (let it end the job), "
-            "or weights are shared between reentrant checkpoints (use use_reentrant=False)."
-        )
+            f"parameter '{self._names[id(stale[0])]}' of {type(self.module).__name__} changed its dtype or device "
+            "after wrap_parallel; torch's reducer no longer sees its gradient, and ranks would train different models. "
+            "Convert first, then wrap."
+        ) from error
 
     def _refuse_missed(self, missed: list[int]) -> None:
         names = [self._names[id(self._reduced[i])] for i in missed if self._reduced[i].requires_grad]
@@ -358,20 +474,15 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 "unsynchronised from here on. Drop static_graph."
             )
 
-    def _compare(self) -> None:
-        """After a reduction: buffers become the main rank's, and now and then weights are compared."""
-        self._broadcast_buffers()
-        if self._equality.is_due(self.num_reductions):
-            self._equality.start(self.num_reductions)
-
     def check_equality(self) -> None:
         """Raise SyncError where the last comparison found that ranks differ."""
         self._equality.finish()
 
-    def _broadcast_buffers(self) -> None:
-        # .data: a second backward pass over the same forward must not take this for a change of its inputs.
-        now = [home._buffers.get(name) for home, name in self._buffer_homes]
-        _broadcast([b.data for b in now if b is not None], self._group)
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """The node of autograd that adds up the gradient of `parameter`."""
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _unwrap_all() -> None:

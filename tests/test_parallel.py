@@ -1015,9 +1015,17 @@ def test_the_seams_of_torch_that_we_stand_on() -> None:
     """Private parts of torch's DDP; a torch that lacks one must fail here, not in a training."""
     from torch._C._distributed_c10d import Reducer
 
-    for name in ("prepare_for_backward", "_autograd_hook", "_remove_autograd_hooks"):
+    for name in (
+        "prepare_for_backward",
+        "_autograd_hook",
+        "_remove_autograd_hooks",
+        "_push_all_rebuilt_params",
+        "_rebuild_buckets",
+        "_check_reducer_finalized",
+    ):
         assert hasattr(Reducer, name)
-    assert hasattr(DistributedDataParallel, "_build_params_for_reducer")
+    for name in ("_build_params_for_reducer", "_build_debug_param_to_name_mapping"):
+        assert hasattr(DistributedDataParallel, name)
     assert callable(torch.distributed._broadcast_coalesced)
-    assert callable(torch._C._will_engine_execute_node)
+    assert callable(torch._foreach_copy_)
     assert callable(torch.autograd.Variable._execution_engine.queue_callback)

@@ -1,0 +1,198 @@
+"""CPU time of a step on two gloo ranks: `wrap_parallel` beside hand-written DDP and the wrappers of peers.
+
+    python -m benchmarks.step [--quick]
+
+All arms start from the same weights, see the same batches and make the same steps; their weights are compared bit by
+bit at the end. A peer that is not installed is left out (requirements/benchmarks.txt). The guards of ours are on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+import warnings
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpshim
+from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from ddpshim import guard
+from tests.ranks import free_port, run_ranks
+
+D_OBS, D_ACTION, BATCH_SIZE_PER_RANK = 64, 14, 64
+POLICIES = {"0.2M": (3, 180), "5M": (3, 960), "20M": (4, 1630)}  # layers of each net, and their width
+NUM_LAYERS = (8, 40, 100)  # of the policies with many small layers, BatchNorm after each
+PEERS = {"ignite": "ignite", "accelerate": "accelerate", "fabric": "lightning_fabric"}
+
+
+def policy(kind: str) -> nn.ModuleDict:
+    """An observation encoder and the noise net behind it, as the DROID guide trains them; parameters `kind`."""
+    layers: list[nn.Module] = []
+    if kind in POLICIES:
+        num_layers, width = POLICIES[kind]
+        for number in range(2 * num_layers):
+            layers += [nn.Linear(width if number else D_OBS, width), nn.ReLU()]
+    else:
+        width = 64
+        for number in range(int(kind)):
+            layers += [nn.Linear(width if number else D_OBS, width), nn.BatchNorm1d(width), nn.ReLU()]
+    half = len(layers) // 2
+    nets = {"encoder": layers[:half], "noise_net": [*layers[half:], nn.Linear(width, D_ACTION)]}
+    return nn.ModuleDict({name: nn.Sequential(*net) for name, net in nets.items()})
+
+
+class Both(nn.Module):
+    """The two nets in one module with a forward, which the wrappers of others need."""
+
+    def __init__(self, nets: nn.ModuleDict) -> None:
+        super().__init__()
+        self.nets = nets
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nets["noise_net"](self.nets["encoder"](x))  # type: ignore[no-any-return]
+
+
+def _two(nets: nn.ModuleDict, **options: Any) -> nn.Module:
+    return Both(nn.ModuleDict({name: DistributedDataParallel(net, **options) for name, net in nets.items()}))
+
+
+def _ignite(nets: nn.ModuleDict) -> nn.Module:
+    import ignite.distributed as idist
+
+    return idist.auto_model(Both(nets))  # type: ignore[no-any-return]
+
+
+def _accelerate(nets: nn.ModuleDict) -> nn.Module:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(Both(nets))  # type: ignore[no-any-return]
+
+
+def _fabric(nets: nn.ModuleDict) -> nn.Module:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=dist.get_world_size())
+    fabric.launch()
+    return fabric.setup_module(Both(nets))
+
+
+ARMS: dict[str, Callable[[nn.ModuleDict], nn.Module]] = {
+    "no sync": Both,
+    "raw DDP": lambda nets: DistributedDataParallel(Both(nets)),
+    "two wraps": _two,
+    "two wraps, unused": lambda nets: _two(nets, find_unused_parameters=True),
+    "ignite": _ignite,
+    "accelerate": _accelerate,
+    "fabric": _fabric,
+    "ddpshim": lambda nets: Both(ddpshim.wrap_parallel(nets)),
+}
+
+
+def available(arms: list[str]) -> list[str]:
+    """Those of `arms` whose package is installed."""
+    return [arm for arm in arms if arm not in PEERS or importlib.util.find_spec(PEERS[arm]) is not None]
+
+
+def switch_guards(are_on: bool) -> None:
+    """Have optimizer steps checked, or not: the gradients of the other arms are reduced by no wrapper of ours."""
+    while guard._handles:
+        guard._handles.pop().remove()
+    if are_on:
+        guard.watch_optimizers()
+
+
+def checksum(net: nn.Module) -> str:
+    """Of all weights' bits."""
+    return str([guard._checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
+
+
+class _Arm:
+    """A policy, wrapped in the way of `name`, and its optimizer."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.is_ours = name == "ddpshim"
+        with ddpshim.shared_random_streams(0):
+            nets = policy(kind)
+        self.net = ARMS[name](nets)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3, momentum=0.9)
+        self._batches = torch.Generator().manual_seed(dist.get_rank())
+
+    def run(self, num_steps: int) -> float:
+        """Seconds of CPU for each of `num_steps`, all threads of this process together."""
+        x = torch.randn(BATCH_SIZE_PER_RANK, D_OBS, generator=self._batches)
+        switch_guards(self.is_ours)
+        start = time.process_time()
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            self.net(x).pow(2).mean().backward()
+            self.optimizer.step()
+        return (time.process_time() - start) / num_steps
+
+
+def measure(kind: str, names: list[str], num_rounds: int, steps_per_round: int) -> dict[str, Any]:
+    """Seconds of CPU of a step by arm and round, mean of the ranks, and the checksums (collective)."""
+    warnings.simplefilter("ignore")  # of other libraries
+    here = ddpshim.world()
+    os.environ.update(RANK=str(here.rank), LOCAL_RANK=str(here.rank), WORLD_SIZE=str(here.world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(here.world_size), NODE_RANK="0", GROUP_RANK="0", MASTER_ADDR="127.0.0.1")
+    os.environ.update(TORCHELASTIC_RUN_ID="benchmark", MASTER_PORT=os.environ.get("MASTER_PORT", "29500"))
+    arms = {name: _Arm(name, kind) for name in names}
+    for arm in arms.values():
+        arm.run(3)
+    found = alternate({name: lambda arm=arm: arm.run(steps_per_round) for name, arm in arms.items()}, num_rounds)
+    means = {name: here.gather(seconds) for name, seconds in found.items()}
+    return {
+        "seconds": {name: [sum(ranks) / len(ranks) for ranks in zip(*every)] for name, every in means.items()},
+        "checksums": {name: here.gather(checksum(arm.net)) for name, arm in arms.items()},
+        "num_parameters": sum(p.numel() for p in arms["ddpshim"].net.parameters()),
+        "num_tensors": len(list(arms["ddpshim"].net.parameters())),
+    }
+
+
+def _results(kind: str, got: dict[str, Any]) -> list[Result]:
+    seconds, checksums = got["seconds"], got["checksums"]
+    synced = {name: sums for name, sums in checksums.items() if name != "no sync"}
+    one = len({text for sums in synced.values() for text in sums}) == 1
+    equal = "weights of all synchronised arms and ranks bit-equal" if one else f"WEIGHTS DIFFER: {sorted(synced)}"
+    what = f"{kind} parameters" if kind in POLICIES else f"{kind} layers with BatchNorm"
+    out = []
+    targets = {"raw DDP": 1.0, "two wraps": 0.95, **dict.fromkeys(PEERS, 1.0)}
+    for name in [name for name in seconds if name != "ddpshim"]:
+        middle, quartiles = ratio(seconds["ddpshim"], seconds[name])
+        target = targets.get(name)
+        note = f"{got['num_tensors']} parameter tensors; {equal}" if name == "raw DDP" else ""
+        out.append(Result("step", f"CPU time of a step, {what}", middle, f"x {name}", quartiles, target, note=note))
+    middle, quartiles = median_and_quartiles([s * 1000 for s in seconds["ddpshim"]])
+    out.append(Result("step", f"CPU time of a step, {what}", middle, "ms", quartiles))
+    return out
+
+
+def run(quick: bool) -> list[Result]:
+    """The steps of every policy; `quick`: fewer rounds, and the small policies only."""
+    kinds = ["0.2M", "40"] if quick else [*POLICIES, *map(str, NUM_LAYERS)]
+    names = available(list(ARMS))
+    out = []
+    for kind in kinds:
+        few = kind in ("20M", "100")
+        rounds, steps = (8, 6) if quick else (16, 4 if few else 12)
+        port = {"MASTER_PORT": str(free_port())}
+        out += _results(kind, run_ranks(measure, 2, kind, names, rounds, steps, timeout_s=280, environ=port)[0])
+    return out
+
+
+def main() -> None:
+    """Run it and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    for result in run(parser.parse_args().quick):
+        print(result)
+
+
+if __name__ == "__main__":
+    main()
