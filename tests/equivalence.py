@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 
 from ddpshim import patching
-from tests.preloaded import as_torchrun_says, preloaded
+from tests.preloaded import as_torchrun_says, preloaded, start_afresh
 from tests.preloaded import environment as _environ
 from tests.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped
 
@@ -181,12 +180,14 @@ def train(
     noise: str = "own",
     deadline_s: float = RUN_DEADLINE_S,
     forked: bool = False,
+    has_agent: bool = False,
     options: Sequence[str] = (),
 ) -> Run:
     """Train once: under torchrun on `num_ranks` processes, or plainly where that is None.
 
-    `forked`: by processes that are forked from one which has imported the trainer, without a launcher. They start in
-    no time, where an interpreter of its own takes every rank seconds. `options`: further arguments of the trainer.
+    `forked`: by processes that are forked from one which has imported the trainer, without a launcher, or with
+    `has_agent` under torchrun all the same. They start in no time, where an interpreter of its own takes every rank
+    seconds. `options`: further arguments of the trainer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.loads(config.read_text())
@@ -195,7 +196,13 @@ def train(
     own.write_text(json.dumps(settings))
     observe = [str(folder), precision, noise] if module == "tests.observed" else []
     argv = [module, *observe, "--config", str(own), *options]
-    code, log = (fork if forked else _launch)(tree, argv, folder, num_ranks, environ or {}, deadline_s)
+    if num_ranks is not None and (has_agent or not forked):
+        argv = ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m", *argv]
+    if forked:
+        started = None if has_agent else num_ranks
+        code, log = fork(tree, argv, folder, started, environ or {}, deadline_s)
+    else:
+        code, log = start_afresh(["-m", *argv], {**_environ(tree), **(environ or {})}, folder, deadline_s)
     ranks = ["plain"] if num_ranks is None else range(num_ranks)
     files = [folder / f"observed_{rank}.pt" for rank in ranks]
     if check and (code or (observe and not all(f.exists() for f in files))):
@@ -204,32 +211,14 @@ def train(
     return Run(observed, folder, log, code)
 
 
-def _launch(
-    tree: Path, argv: list[str], folder: Path, num_ranks: Optional[int], environ: dict[str, str], deadline_s: float
-) -> tuple[int, str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    with (folder / "output.txt").open("w") as output:
-        ran = subprocess.run(
-            [sys.executable, *(torchrun if num_ranks is not None else []), "-m", *argv],
-            env={**_environ(tree), **environ},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=deadline_s,
-            check=False,
-        )
-    return ran.returncode, (folder / "output.txt").read_text()
-
-
 def fork(
     tree: Path, argv: list[str], folder: Path, num_ranks: Optional[int], environ: dict[str, str], deadline_s: float
 ) -> tuple[int, str]:
     """The exit code and the output of `python -m argv[0] …`, on so many forked ranks, or plainly where that is None."""
     ranks = [{}] if num_ranks is None else as_torchrun_says(num_ranks)
-    environs = [{**_environ(tree), **environ, **rank} for rank in ranks]
+    commands = [(argv, {**_environ(tree), **environ, **rank}) for rank in ranks]
     (folder / "output.txt").unlink(missing_ok=True)
-    code = preloaded(tree).start(argv, environs, folder).wait(deadline_s)
+    code = preloaded(tree).start(commands, folder).wait(deadline_s)
     return code, (folder / "output.txt").read_text()
 
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -29,12 +28,12 @@ from typing import Any, Optional
 
 from ddpshim.checkpoint import find_damage
 from ddpshim.launch import EXIT_REQUEUE
-from tests.equivalence import _environ, copy_release, make_config, make_data
+from tests.equivalence import copy_release, make_config, make_data
+from tests.preloaded import Forked, environment, kill_all_in, preloaded, working_in
 from tests.ranks import free_port
 
 RELEASE, VARIANT = "0.3.0", "bc"
 JOB_DEADLINE_S = 150.0
-MARK = "FAULT_JOB"  # in the environment of every process of a job, whoever its parent is by then
 NAMED = re.compile(r"ddpshim: rank (\d+) (?:(?:\([^)]*\) )?failed:|failed first)|because rank (\d+) failed first")
 UNWRITABLE = "/sys/ddpshim"  # where even root can make no directory
 
@@ -347,74 +346,83 @@ FAULTS = [
 
 
 class _Job:
-    """Processes that bear one mark in their environment."""
+    """Processes that work in one folder: interpreters of their own, or forked from one with all of it imported."""
 
-    def __init__(self, fault: Fault, tree: Path, folder: Path) -> None:
-        self.fault, self.folder, self.mark = fault, folder, uuid.uuid4().hex
-        self.started: list[subprocess.Popen[bytes]] = []
+    def __init__(self, fault: Fault, tree: Path, folder: Path, forked: bool) -> None:
+        self.folder, self._preloaded = folder, preloaded(tree) if forked else None
+        self._forked: Optional[Forked] = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         (folder / "tmp").mkdir(exist_ok=True)
         self.environ = {
-            **_environ(tree),
+            **environment(tree),
             **fault.environ,
             "DDPSHIM_FAULT": fault.fault,
             "FAULT_OTHER_TREE": str(tree.parent / "other"),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder / "tmp"),
-            MARK: self.mark,
         }
 
-    def start(self, arguments: Sequence[str], **environ: Any) -> subprocess.Popen[bytes]:
-        """Python with these arguments, its output on the job's screen."""
-        with (self.folder / "screen.txt").open("ab") as screen:
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                env={**self.environ, **{name: str(value) for name, value in environ.items()}},
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=screen,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.started.append(process)
-        return process
+    def start(self, *commands: Sequence[str], environs: Sequence[Mapping[str, Any]] = ({},)) -> None:
+        """A process for each: a module or a file with its arguments, its output on the job's screen."""
+        said = [{**self.environ, **{name: str(value) for name, value in more.items()}} for more in environs]
+        if self._preloaded is not None:
+            self._forked = self._preloaded.start(list(zip(commands, said)), self.folder)
+            return
+        for command, environ in zip(commands, said):
+            with (self.folder / "output.txt").open("ab") as screen:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", *command],
+                    env=environ,
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=screen,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._processes.append(process)
 
     def start_ranks(self, places: Sequence[tuple[int, int]], port: int) -> None:
         """A process for each (rank, world size), without a launcher."""
-        for rank, size in places:
-            here = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-            self.start(_trainer(self.folder), **here, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environs = [
+            {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, **address}
+            for rank, size in places
+        ]
+        self.start(*[_trainer(self.folder)] * len(places), environs=environs)
 
     def wait(self, deadline_s: float) -> Optional[int]:
         """The first exit code that is not 0, when the last process has ended; None where it had to be killed."""
         end = time.monotonic() + deadline_s
-        while any(process.poll() is None for process in self.started) or self.alive():
+        while self._runs():
             if time.monotonic() > end:
-                for pid in self.alive():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, 9)
-                for process in self.started:
-                    process.wait()
+                self.kill()
                 return None
             time.sleep(0.05)
-        codes = [process.returncode for process in self.started]
+        codes = [process.returncode for process in self._processes]
+        codes += [code for _, code in sorted(self._forked.codes.items())] if self._forked is not None else []
         return next((code for code in codes if code), 0)
 
-    def alive(self) -> list[int]:
-        """Processes of this job, zombies among its descendants included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found
+    def _runs(self) -> bool:
+        if self._forked is not None:
+            self._forked.see(0, ends_others=False)
+        own = any(process.poll() is None for process in self._processes)
+        return own or (self._forked is not None and bool(self._forked.pids)) or bool(working_in(self.folder))
+
+    def kill(self) -> None:
+        """Leave nothing of it."""
+        kill_all_in(self.folder)
+        for process in self._processes:
+            process.wait()
+        if self._forked is not None:
+            self._forked.kill()
 
 
 def _trainer(folder: Path) -> list[str]:
-    return ["-m", "tests.faults", "--config", str(folder / "config.json")]
+    return ["tests.faults", "--config", str(folder / "config.json")]
 
 
 def _run(folder: Path, *options: str) -> list[str]:
-    return ["-m", "ddpshim", "run", "--nproc", "2", *options, *_trainer(folder)]
+    return ["ddpshim", "run", "--nproc", "2", *options, "-m", *_trainer(folder)]
 
 
 @contextlib.contextmanager
@@ -436,40 +444,43 @@ def prepare(work: Path) -> tuple[Path, Path]:
     return tree, data
 
 
-def inject(fault: Fault, folder: Path, work: Path) -> Outcome:
-    """What came of the fault; `folder` is for the job, what jobs share is made in `work`."""
+def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outcome:
+    """What came of the fault; `folder` is for the job, what jobs share is made in `work`.
+
+    `forked`: as in tests/preloaded.py, which takes a third of the time. Not for faults in what is imported.
+    """
     tree, data = prepare(work)
     folder.mkdir(parents=True)
     settings = {"experiment__save__every_n_epochs": 1, **fault.settings}
     make_config(tree, VARIANT, data, folder, fault.steps, 2, **settings).rename(folder / "config.json")
     shared = set(os.listdir("/dev/shm"))
     with contextlib.ExitStack() as stack:
-        jobs = [_Job(fault, tree, folder)]
+        job = _Job(fault, tree, folder, forked)
         if fault.way == "twice":
-            jobs[0].start(_run(folder))
-            jobs[0].wait(JOB_DEADLINE_S)
-            jobs = [_Job(fault, tree, folder)]
+            job.start(_run(folder))
+            job.wait(JOB_DEADLINE_S)
+            job = _Job(fault, tree, folder, forked)
+        stack.callback(job.kill)
         began = time.time()
         if fault.way in ("run", "twice"):
-            jobs[0].start(_run(folder))
+            job.start(_run(folder))
         elif fault.way.startswith("missing"):
-            jobs[0].start_ranks([(1 - int(fault.way[-1]), 2)], free_port())
+            job.start_ranks([(1 - int(fault.way[-1]), 2)], free_port())
         elif fault.way == "world sizes":
-            jobs[0].start_ranks([(0, 2), (1, 3)], free_port())
+            job.start_ranks([(0, 2), (1, 3)], free_port())
         elif fault.way == "busy port of run":
             port = stack.enter_context(_taken_port())
             where = f"--nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --master-port={port}".split()
-            jobs[0].start(_run(folder, *where))
+            job.start(_run(folder, *where))
         else:
             config = json.loads((folder / "config.json").read_text())
             config["train"]["output_dir"] = str(folder / "out2")
             (folder / "config2.json").write_text(json.dumps(config))
-            jobs[0].start(_run(folder))
-            jobs[0].start([*_run(folder)[:-1], str(folder / "config2.json")])
-        code = jobs[0].wait(JOB_DEADLINE_S)
+            job.start(_run(folder), [*_run(folder)[:-1], str(folder / "config2.json")], environs=[{}, {}])
+        code = job.wait(JOB_DEADLINE_S)
         ended = time.time()
     moment = folder / "fault_moment"
-    screen = (folder / "screen.txt").read_text(errors="replace")
+    screen = (folder / "output.txt").read_text(errors="replace")
     logs = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("ddpshim-logs/*/rank_*.log")))
     named = NAMED.search(screen)
     checkpoints = sorted(folder.glob("out*/**/*.pth"))

@@ -76,7 +76,7 @@ def _run_once(
     """The exit codes of the ranks of one start, which is ended as `end` says: how, and after how many steps."""
     environs = [{**equivalence._environ(tree), **here} for here in as_torchrun_says(size)]
     argv = ["tests.interruptions", "--rank", str(start), str(folder / "config.json")]
-    ranks = preloaded(tree).start(argv, environs, folder)
+    ranks = preloaded(tree).start([(argv, environ) for environ in environs], folder)
     progress = folder / f"steps_{start}_0.txt"
     deadline = time.monotonic() + START_DEADLINE_S
     while end is not None and ranks.pids and time.monotonic() < deadline:

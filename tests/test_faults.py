@@ -34,7 +34,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.robomimic
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in NAMES], ids=lambda fault: fault.name)
 def test_a_fault_ends_the_job_as_the_table_says(fault: Fault, work: Path) -> None:
-    outcome = inject(fault, work / fault.name, work)
+    outcome = inject(fault, work / fault.name, work, forked=True)
     assert complaints(fault, outcome) == [], outcome.screen[-5000:]
 
 

@@ -11,7 +11,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, group, setup
 from ddpshim.group import choose_backend
+from tests.preloaded import preloaded
 from tests.ranks import RankFailure, _server, free_port, run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -613,66 +613,58 @@ def test_the_peer_says_in_one_line_who_failed_first(bad: int, waits_in: str, sai
     assert log.count(f"ddpshim: rank {1 - bad} stops because rank {bad} failed first ({said}") == 1
 
 
-# --- the real torchrun
+# --- the real torchrun, and ranks that are forked by it
 
 
 class Job:
-    """A command with a deadline; its whole process group is gone when the block is left."""
+    """A job with a deadline; nothing of it is left when the block is."""
 
-    def __init__(self, *options: str, script: Path, errors: Path) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--monitor_interval=0.1", *options, str(script)]
+    def __init__(self, folder: Path, *nodes: tuple[str, ...]) -> None:
         environ = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
-        environ |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self.started = time.monotonic()
-        self._errors = errors
-        with errors.open("w") as stderr:
-            self.process = subprocess.Popen(
-                command, env=environ, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-            )
-        # torchrun gives each rank a session of its own, so the ranks have to be killed by their ids.
-        self._ranks = script.parent / "pids"
-        self._watchdog = threading.Timer(DEADLINE_S, self.kill)
+        environ |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        script = str(folder / "script.py")
+        commands = [(["torch.distributed.run", "--monitor_interval=0.1", *node, script], environ) for node in nodes]
+        self._folder = folder
+        self._agents = preloaded().start(commands, folder)
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._started = time.monotonic()
 
     def __enter__(self) -> Job:
-        self._watchdog.start()
         return self
 
-    def kill(self) -> None:
-        ranks = [int(path.name) for path in self._ranks.glob("*")] if self._ranks.exists() else []
-        for kill, number in [(os.killpg, self.process.pid), *((os.kill, pid) for pid in ranks)]:
-            try:
-                kill(number, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+    def wait_for(self, name: str) -> None:
+        """Until a rank has made this file."""
+        while not (self._folder / name).exists():
+            assert self._agents.pids, self.log
+            assert time.monotonic() < self._started + DEADLINE_S, self.log
+            self._agents.see(0.02)
+        self._restart_clock()
 
-    def wait_for(self, text: str) -> None:
-        assert self.process.stdout is not None
-        assert any(text in line for line in self.process.stdout), self.log
-        self.started = time.monotonic()
+    def interrupt(self) -> None:
+        self._agents.send(signal.SIGINT)
 
     def end(self) -> int:
         """The exit code, when the job and all its ranks have ended."""
-        self.process.communicate()
-        self.seconds = time.monotonic() - self.started
-        assert self._watchdog.is_alive(), f"killed at the deadline:\n{self.log}"
-        for path in self._ranks.glob("*"):
+        while self._agents.pids:
+            self._agents.see(1.0, ends_others=False)
+            assert time.monotonic() < self._started + DEADLINE_S, f"still busy at the deadline:\n{self.log}"
+        self.seconds = time.monotonic() - self._started
+        for path in (self._folder / "pids").glob("*"):
             with pytest.raises(ProcessLookupError):
                 os.kill(int(path.name), 0)
-        return self.process.returncode
+        return next((code for code in self._agents.codes.values() if code), 0)
 
     @property
     def log(self) -> str:
-        return self._errors.read_text()
+        return (self._folder / "output.txt").read_text()
 
     def __exit__(self, *_: object) -> None:
-        self._watchdog.cancel()
-        self.kill()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self._agents.kill()
 
 
-def write_script(tmp_path: Path, body: str) -> Path:
+def write_script(folder: Path, body: str) -> None:
     head = """
         import os, sys, threading, time
         from pathlib import Path
@@ -682,9 +674,7 @@ def write_script(tmp_path: Path, body: str) -> Path:
         (here / "pids").mkdir(exist_ok=True)
         (here / "pids" / str(os.getpid())).touch()
     """
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(head) + textwrap.dedent(body))
-    return path
+    (folder / "script.py").write_text(textwrap.dedent(head) + textwrap.dedent(body))
 
 
 STANDALONE = ("--standalone", "--nproc_per_node=2")
@@ -702,8 +692,8 @@ def read_facts(tmp_path: Path, num_ranks: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_torchrun(size: int, tmp_path: Path) -> None:
-    script = write_script(tmp_path, FACTS)
-    with Job("--standalone", f"--nproc_per_node={size}", script=script, errors=tmp_path / "log") as job:
+    write_script(tmp_path, FACTS)
+    with Job(tmp_path, ("--standalone", f"--nproc_per_node={size}")) as job:
         assert job.end() == 0, job.log
     sizes = {"world_size": size, "local_world_size": size}
     assert read_facts(tmp_path, size) == [_expected(rank, "torchrun", **sizes) for rank in range(size)]
@@ -713,16 +703,14 @@ def test_torchrun(size: int, tmp_path: Path) -> None:
 
 
 def test_two_nodes(tmp_path: Path) -> None:
-    script = write_script(tmp_path, FACTS)
-    options = ["--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    with Job(*options, "--node_rank=0", script=script, errors=tmp_path / "log0") as first:
-        with Job(*options, "--node_rank=1", script=script, errors=tmp_path / "log1") as second:
-            assert first.end() == second.end() == 0, first.log + second.log
-        logs = first.log + second.log
+    write_script(tmp_path, FACTS)
+    options = ("--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
+    with Job(tmp_path, (*options, "--node_rank=0"), (*options, "--node_rank=1")) as job:
+        assert job.end() == 0, job.log
     for rank, facts in enumerate(read_facts(tmp_path, 4)):
         node = {"world_size": 4, "local_rank": rank % 2, "node_rank": rank // 2}
         assert facts == _expected(rank, "torchrun", **node)
-    assert logs.count("ddpshim:") == logs.count("world of 4 (torchrun, 2 nodes x 2), gloo on cpu") == 2
+    assert job.log.count("ddpshim:") == job.log.count("world of 4 (torchrun, 2 nodes x 2), gloo on cpu") == 2
 
 
 FAILING = """
@@ -762,8 +750,8 @@ def test_a_failing_rank_ends_the_job(
     bad: int, wait: str, in_finally: bool, lingering: bool, user_group: bool, tmp_path: Path
 ) -> None:
     values = {"bad": bad, "wait": wait, "in_finally": in_finally, "lingering": lingering, "user_group": user_group}
-    script = write_script(tmp_path, FAILING.format(**values))
-    with Job(*STANDALONE, script=script, errors=tmp_path / "log") as job:
+    write_script(tmp_path, FAILING.format(**values))
+    with Job(tmp_path, STANDALONE) as job:
         assert job.end() != 0
     assert job.seconds < 20
     _check_blame(job.log, bad, f"ValueError: boom of rank {bad}")
@@ -790,7 +778,8 @@ def test_the_main_rank_is_to_blame_for_what_it_alone_runs(tmp_path: Path) -> Non
             raise ValueError("boom of rank 0")
         world.run_on_main(save)
     """
-    with Job(*STANDALONE, script=write_script(tmp_path, body), errors=tmp_path / "log") as job:
+    write_script(tmp_path, body)
+    with Job(tmp_path, STANDALONE) as job:
         assert job.end() != 0
     assert job.seconds < 20
     _check_blame(job.log, 0, "ValueError: boom of rank 0")
@@ -803,16 +792,17 @@ def test_a_rank_that_leaves_ends_the_job(end: str, tmp_path: Path) -> None:
             world = ddpshim.setup(device="cpu", timeout_s=50, side_timeout_s=50)
             world.barrier()
             if world.rank == 1:
-                print("ready", flush=True)
+                (here / "ready").touch()
                 {end.replace("wait", "pass")}
                 threading.Event().wait(50)
             world.barrier()
         finally:
             ddpshim.cleanup()
     """
-    with Job(*STANDALONE, script=write_script(tmp_path, body), errors=tmp_path / "log") as job:
+    write_script(tmp_path, body)
+    with Job(tmp_path, STANDALONE) as job:
         job.wait_for("ready")
         if end == "wait":
-            job.process.send_signal(signal.SIGINT)
+            job.interrupt()
         assert job.end() != 0
         assert job.seconds < 20

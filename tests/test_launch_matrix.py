@@ -1,6 +1,7 @@
 """Every way to launch trains the same: a few exact steps (tests/matrix_train.py), by real launchers where there are.
 
-Emulated by their variables: SLURM and a launched world of one. Those ranks are forked from the test launcher's server.
+Emulated by their variables: SLURM and a launched world of one. Those ranks are forked from the test launcher's server;
+those of `run` and of two nodes by torchrun's agents (tests/preloaded.py).
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import pytest
 
 from ddpshim.launch import read_launch_env
 from tests import ranks
-from tests.equivalence import copy_release, make_config, make_data, source
+from tests.equivalence import copy_release, fork, make_config, make_data, source
+from tests.preloaded import kill_all_in, preloaded
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "tests" / "matrix_train.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-RUN = (sys.executable, "-m", "ddpshim", "run")
 DEADLINE_S = 120
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 Reports = list[dict[str, Any]]
 
 
@@ -35,21 +37,26 @@ def _reports(folder: Path) -> Reports:
     return sorted(found, key=lambda report: report["rank"])
 
 
-def launched(folder: Path, *commands: tuple[str, ...], **environ: str) -> Reports:
-    """What the ranks wrote that `commands`, one on each emulated node, started together."""
-    base = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environ}
+def launched(folder: Path, *command: str) -> Reports:
+    """What the ranks wrote that `command` started, in interpreters of their own."""
     with (folder / "screen").open("w+") as screen:
-        started = [
-            subprocess.Popen(command, cwd=folder, env={**os.environ, **base}, stdout=screen, stderr=subprocess.STDOUT)
-            for command in commands
-        ]
+        started = subprocess.Popen(command, cwd=folder, env=ENVIRON, stdout=screen, stderr=subprocess.STDOUT)
         try:
-            codes = [process.wait(DEADLINE_S) for process in started]
+            code = started.wait(DEADLINE_S)
         finally:
-            for process in started:
-                if process.poll() is None:
-                    process.terminate()
-        assert codes == [0] * len(commands), (folder / "screen").read_text()
+            kill_all_in(folder)
+            started.wait()
+        assert code == 0, (folder / "screen").read_text()
+    return _reports(folder)
+
+
+def agents(folder: Path, launcher: str, *options: str, num_nodes: int = 1) -> Reports:
+    """What the ranks wrote that the agents of `launcher`, one on each emulated node, forked: see tests/preloaded.py."""
+    meet = [f"--nnodes={num_nodes}", "--master-addr=127.0.0.1", f"--master-port={ranks.free_port()}"]
+    places = [[*meet, f"--node-rank={number}"] for number in range(num_nodes)] if num_nodes > 1 else [[]]
+    commands = [([*launcher.split(), *place, *options, SCRIPT, str(folder)], ENVIRON) for place in places]
+    job = preloaded().start(commands, folder)
+    assert job.wait(DEADLINE_S) == 0, (folder / "output.txt").read_text()
     return _reports(folder)
 
 
@@ -102,43 +109,36 @@ def check(reports: Reports, one: dict[str, Any], num_nodes: int, ranks_per_node:
 
 
 def test_plain(tmp_path: Path, one: dict[str, Any]) -> None:
-    check(launched(tmp_path, (sys.executable, SCRIPT, str(tmp_path))), one, 1, 1, "none")
+    check(launched(tmp_path, sys.executable, SCRIPT, str(tmp_path)), one, 1, 1, "none")
     assert (tmp_path / "screen").read_text() == "", "no scheduler, so nothing to say"
 
 
 def test_torchrun(tmp_path: Path, one: dict[str, Any]) -> None:
     command = (*TORCHRUN, "--standalone", "--nproc_per_node=2", SCRIPT, str(tmp_path))
-    check(launched(tmp_path, command), one, 1, 2, "torchrun")
-
-
-def _nodes(port: int) -> list[tuple[str, ...]]:
-    return [("--nnodes=2", f"--node-rank={n}", "--master-addr=127.0.0.1", f"--master-port={port}") for n in (0, 1)]
+    check(launched(tmp_path, *command), one, 1, 2, "torchrun")
 
 
 def test_torchrun_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
-    nodes = _nodes(ranks.free_port())
-    commands = [(*TORCHRUN, *node, "--nproc_per_node=2", SCRIPT, str(tmp_path)) for node in nodes]
-    check(launched(tmp_path, *commands), one, 2, 2, "torchrun")
+    reports = agents(tmp_path, "torch.distributed.run", "--nproc_per_node=2", num_nodes=2)
+    check(reports, one, 2, 2, "torchrun")
 
 
 def test_run(tmp_path: Path, one: dict[str, Any]) -> None:
-    reports = launched(tmp_path, (*RUN, "--nproc=2", "--log-dir=logs", SCRIPT, str(tmp_path)))
+    reports = agents(tmp_path, "ddpshim run", "--nproc=2", "--log-dir=logs")
     check(reports, one, 1, 2, "torchrun")
     assert "world of 2 (torchrun, 1 node x 2), gloo on cpu" in (tmp_path / "logs" / "rank_0.log").read_text()
     assert (tmp_path / "logs" / "rank_1.log").exists()
 
 
 def test_run_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
-    nodes = _nodes(ranks.free_port())
-    commands = [(*RUN, *node, "--nproc=1", "--log-dir=logs", SCRIPT, str(tmp_path)) for node in nodes]
-    check(launched(tmp_path, *commands), one, 2, 1, "torchrun")
+    check(agents(tmp_path, "ddpshim run", "--nproc=1", "--log-dir=logs", num_nodes=2), one, 2, 1, "torchrun")
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian: apt-get install openmpi-bin)")
 def test_mpirun(tmp_path: Path, one: dict[str, Any]) -> None:
     options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
-    reports = launched(tmp_path, ("mpirun", *options, sys.executable, SCRIPT, str(tmp_path)))
+    reports = launched(tmp_path, "mpirun", *options, sys.executable, SCRIPT, str(tmp_path))
     check(reports, one, 1, 2, "openmpi")
 
 
@@ -201,17 +201,18 @@ def test_a_forced_launcher(tmp_path: Path, one: dict[str, Any], forced: str, lau
 
 
 @pytest.mark.robomimic
-def test_run_puts_the_logs_into_robomimics_experiment(tmp_path: Path) -> None:
+def test_run_puts_the_logs_into_robomimics_experiment(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None:
         pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
-    tree, data = copy_release("0.3.0", tmp_path), make_data(tmp_path, num_demos=20)
+    tree, data = copy_release("0.3.0", releases), make_data(tmp_path, num_demos=20)
     where = {"train__data": str(data), "train__output_dir": str(tmp_path / "out")}
     config = make_config(tree, "bc", data, tmp_path, 3, 1, **where)
-    command = (*RUN, "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config))
-    launched(tmp_path, command, PYTHONPATH=f"{tree}:{ROOT}")
+    command = ["ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)]
+    code, screen = fork(tree, command, tmp_path, None, {}, DEADLINE_S)
+    assert code == 0, screen
     (logs,) = tmp_path.glob("out/*/*/logs")
     zero, one = ((logs / f"rank_{number}.log").read_text() for number in (0, 1))
     assert "Train Epoch 1\n" in zero
-    assert zero in (tmp_path / "screen").read_text()
+    assert zero in screen
     assert "New Training Run with Config" in one, "what quiet() hides elsewhere"
     assert "rank_1.log" not in zero

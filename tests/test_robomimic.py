@@ -51,9 +51,12 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
         fault: str = "",
         check: bool = True,
         forked: bool = True,
+        has_agent: bool = False,
         **settings: Any,
     ) -> Run:
-        name = "-".join(map(str, (release, variant, num_ranks, patched, precision, steps, epochs, fault, forked)))
+        name = "-".join(
+            map(str, (release, variant, num_ranks, patched, precision, steps, epochs, fault, forked, has_agent))
+        )
         name += "".join(f"-{key[-12:]}={value}" for key, value in settings.items())
         if name not in done:
             tree = copy_release(release, releases, patched)
@@ -62,7 +65,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
             config = make_config(tree, variant, data, folder, steps, epochs, **settings)
             environ = {"DDPSHIM_FAULT": fault} if fault else {}
             how: dict[str, Any] = {"environ": environ, "check": check, "module": module, "forked": forked}
-            done[name] = train(tree, config, folder / name, num_ranks, precision, **how)
+            done[name] = train(tree, config, folder / name, num_ranks, precision, **how, has_agent=has_agent)
         return done[name]
 
     _require(RELEASE)
@@ -193,7 +196,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "text", "rank"), FAULTS)
 def test_a_failing_rank_ends_the_job_with_its_traceback(trainer: Trainer, fault: str, text: str, rank: int) -> None:
-    run = trainer("bc", 2, module="tests.faults", fault=fault, check=False, forked=False)
+    run = trainer("bc", 2, module="tests.faults", fault=fault, check=False, has_agent=True)
     assert run.exit_code != 0
     assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
     ours = run.log.split(f"ddpshim: rank {rank} (")[1].split("Root Cause")[0]
@@ -224,7 +227,7 @@ def test_guards_speak_up_in_the_trainer(trainer: Trainer, kind: str, variant: st
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
-    run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False, forked=False)
+    run = trainer("bc", 2, module="tests.faults", fault=f"kill:{rank}:30", check=False, has_agent=True)
     assert run.exit_code != 0
     root = run.log.split("Root Cause (first observed failure):")[1]
     assert f"rank      : {rank} " in root
@@ -234,7 +237,8 @@ def test_a_killed_rank_ends_the_job(trainer: Trainer, rank: int) -> None:
 def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer, releases: Path) -> None:
     first = trainer("bc", 2, module="robomimic.scripts.train", steps=2, epochs=1)
     tree, config = copy_release(RELEASE, releases), first.folder / "config.json"
-    again = train(tree, config, first.folder, 2, check=False, module="robomimic.scripts.train")
+    how: dict[str, Any] = {"module": "robomimic.scripts.train", "forked": True, "has_agent": True}
+    again = train(tree, config, first.folder, 2, check=False, **how)
     assert again.exit_code != 0
     assert again.log.count("already exists! \noverwrite? (y/n)") == 1
     assert "EOFError" in again.log
