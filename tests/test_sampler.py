@@ -85,7 +85,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("kind", ORDERS)
 def test_steps_taken_together_are_those_taken_one_by_one(kind, monkeypatch):
-    monkeypatch.setattr(sampler_module, "_NUM_AT_ONCE", 100)
+    monkeypatch.setattr(sampler_module, "NUM_AT_ONCE", 100)
     for size, split in (
         (1000, Split(8, 1, 2, True)),
         (1001, Split(8, 1, 2, False)),
