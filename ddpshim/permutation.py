@@ -8,6 +8,8 @@ import torch
 
 from ddpshim.streams import derive_seed
 
+NUM_AT_ONCE = 2**15  # torch would split the computation of more over threads
+_SIGN = torch.tensor(63)
 _NUM_ROUNDS = 6  # tests/shuffle_quality.py finds nothing wrong with 6, and much with 4
 _LOW_31 = 2**31 - 1
 
@@ -40,7 +42,7 @@ class Permutation(Computed):
     domains"). There are a power of two rights, about root(size), so less than one number in root(size) has to.
 
     >>> Permutation(10**12, key=1)[10**11 : 10**11 + 3].tolist()
-    [372619589722, 455096478502, 807555941971]
+    [753424390203, 737081002418, 66540738387]
 
     Args:
         size: at most 2**58: all is done in whole numbers below 2**63. A few thousand are sorted better by random keys.
@@ -50,11 +52,16 @@ class Permutation(Computed):
     def __init__(self, size: int, key: int) -> None:
         self._size = size
         num_bits = max((size - 1).bit_length(), 2)
-        self._right_bits = num_bits // 2
-        self._num_lefts = -(-size >> self._right_bits)
+        right_bits, left_bits = num_bits // 2, num_bits - num_bits // 2
         # A round reads one half, v. It squares v * factor + offset, which is below 2**31, and takes as many bits as the
         # other half needs from the middle: to those all bits of v have come, and they are not linear in v.
-        widths = self._right_bits, num_bits - self._right_bits
+        below_right, up_to_left = 31 - right_bits // 2, min(31 + left_bits // 2, 62 - left_bits)
+        # As tensors, for torch would make one of an int each time.
+        self._right_bits, self._rights = torch.tensor(right_bits), torch.tensor(2**right_bits - 1)
+        self._below_right = torch.tensor(below_right)
+        self._num_lefts = torch.tensor(-(-size >> right_bits))
+        self._up_to_left, self._fractions = torch.tensor(up_to_left), torch.tensor(2**up_to_left - 1)
+        widths = right_bits, left_bits
         self._rounds = []
         for number in range(_NUM_ROUNDS):
             top = 29 - widths[number % 2]
@@ -73,16 +80,15 @@ class Permutation(Computed):
         return found
 
     def _once(self, numbers: torch.Tensor) -> torch.Tensor:
-        rights = 2**self._right_bits - 1
-        left, right = numbers >> self._right_bits, numbers & rights
+        left, right = numbers >> self._right_bits, numbers & self._rights
         for number, (factor, offset) in enumerate(self._rounds):
             mixed = torch.add(offset, left if number % 2 else right, alpha=factor)
             mixed.mul_(mixed)
             if number % 2:
-                right ^= mixed.bitwise_right_shift_(31 - self._right_bits // 2).bitwise_and_(rights)
+                right ^= mixed.bitwise_right_shift_(self._below_right).bitwise_and_(self._rights)
             else:
-                # 31 bits, as a fraction of the number of lefts; minus left, modulo that number.
-                mixed.bitwise_right_shift_(16).bitwise_and_(2**31 - 1).mul_(self._num_lefts).bitwise_right_shift_(31)
+                # The lower bits are a fraction; so much of the number of lefts, minus left, modulo that number.
+                mixed.bitwise_and_(self._fractions).mul_(self._num_lefts).bitwise_right_shift_(self._up_to_left)
                 left = mixed.sub_(left)
-                left += (left >> 63).bitwise_and_(self._num_lefts)
+                left += (left >> _SIGN).bitwise_and_(self._num_lefts)
         return left.bitwise_left_shift_(self._right_bits).bitwise_or_(right)

@@ -17,13 +17,12 @@ import torch
 from torch.utils.data import Sampler, WeightedRandomSampler
 
 from ddpshim.errors import DataError
-from ddpshim.permutation import Computed, Permutation
+from ddpshim.permutation import NUM_AT_ONCE, Computed, Permutation
 from ddpshim.streams import PrivateRandom, derive_seed
 from ddpshim.weighted import WeightedDraws, Weights, fingerprint
 
 # What an order is held in: int64 tensors are an eighth of a list of ints; a list holds what is no int.
 Indices = Union[range, Computed, torch.Tensor, list[Any]]
-_NUM_AT_ONCE = 2**15  # indices; torch would split the computation of more over threads
 _NUM_SORTED = 2**12
 _NAMES_IN_ROBOMIMICS = {
     *("np", "random", "choice", "range", "len", "weights", "num_samples"),
@@ -82,14 +81,14 @@ class Split:
     def batches(self, order: Indices, start_step: int = 0) -> Iterator[list[Any]]:
         """Give this rank's indices of each step of `order`, from `start_step` on.
 
-        The first step is taken alone, for it is waited for, and then twice as many at once each time, up to a limit.
+        The first step is taken alone, for it is waited for; then many at once, which costs less for each.
         """
         batch_size = self.global_batch_size // self.world_size
         left, at_once = range(start_step, self.num_steps(len(order))), 1
         while left:
             taken = self.take(order, left[0], len(left[:at_once]))
             yield from (taken[start : start + batch_size] for start in range(0, len(taken), batch_size))
-            left, at_once = left[at_once:], max(1, min(2 * at_once, _NUM_AT_ONCE // batch_size))
+            left, at_once = left[at_once:], max(1, NUM_AT_ONCE // batch_size)
 
 
 class EpochCounter:

@@ -9,10 +9,10 @@ import math
 import torch
 
 from ddpshim.errors import DataError
-from ddpshim.permutation import Computed, Permutation
+from ddpshim.permutation import NUM_AT_ONCE, Computed, Permutation
 
 _ROW = 16  # weights that are searched together; of a row only its sum is kept in double precision
-_NUM_AT_ONCE = 2**18
+_NUM_SEARCHED = 2**13  # at once: their rows as float64 take 1 MB
 _BITS = 53
 
 
@@ -47,15 +47,18 @@ class Weights:
         """Keep `weights` times 2**exponent, and where in their sum each row begins; return the sum."""
         scale = 2.0 ** min(exponent, 1023)
         flat, sums = self._rows.view(-1), [torch.zeros(1, dtype=torch.float64)]
-        for start in range(0, len(weights), _NUM_AT_ONCE):
-            some = weights[start : start + _NUM_AT_ONCE]
+        for start in range(0, len(weights), NUM_AT_ONCE):
+            some = weights[start : start + NUM_AT_ONCE]
             flat[start : start + len(some)] = (some * scale).ceil_()
-            sums.append(flat[start : start + _NUM_AT_ONCE].view(-1, _ROW).sum(1, dtype=torch.float64))
+            sums.append(flat[start : start + NUM_AT_ONCE].view(-1, _ROW).sum(1, dtype=torch.float64))
         self._starts = torch.cat(sums).cumsum_(0)
         return float(self._starts[-1])
 
     def find(self, fractions: torch.Tensor) -> torch.Tensor:
         """Return where the running sum of the weights passes each of `fractions` of it, in [0, 1), float64."""
+        return torch.cat([self._find(some) for some in fractions.split(_NUM_SEARCHED)])
+
+    def _find(self, fractions: torch.Tensor) -> torch.Tensor:
         sought = fractions * self._total
         row = torch.searchsorted(self._starts, sought, right=True) - 1
         inside = self._rows.index_select(0, row).double().cumsum_(1)
