@@ -93,9 +93,11 @@ def _subclass(**methods: Any) -> type:
     return type("OwnDataset", (SequenceDataset,), methods)
 
 
-def _without(demo: str, key: str, path: Path) -> str:
+def _without(demo: str, key: str, path: Path, **others: Any) -> str:
     with demos.h5py.File(demos.make_file(path), "r+") as file:
         del file[f"data/{demo}/{key}"]
+        for name, other in others.items():
+            file[f"data/{demo}/{name.replace('__', '/')}"] = other
     return path.name
 
 
@@ -111,6 +113,15 @@ def test_what_is_not_proven_is_fetched_sample_by_sample(folder: Path) -> None:
         ),
         "there are demonstrations without obs/object": lambda: demos.make(
             folder, None, file=_without("demo_1", "obs/object", folder / "without.hdf5")
+        ),
+        "AttributeError: 'Group' object has no attribute 'shape'": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "group.hdf5", rewards__deep=1.0)
+        ),
+        "rewards differs in shape or type from": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "ragged.hdf5", rewards=np.zeros((12, 2)))
+        ),
+        "rewards is shorter than its demonstration": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "short.hdf5", rewards=np.zeros(3, int))
         ),
         "SequenceDataset itself fails (AssertionError": lambda: demos.make(
             folder, "low_dim", hdf5_normalize_obs=True, seq_length=3
