@@ -100,6 +100,7 @@ class Resumable:
         self.values: dict[str, Any] = {}
         self._objects = objects
         self._before_save, self._before_exit = before_save, before_exit
+        self._is_ready = False  # for a save in the background
         self._restored: Optional[dict[str, Any]] = None  # what of a file is not in place yet
         self._facts: dict[str, Any] = {}
         self._last_save, self._num_unsaved = time.monotonic(), 0
@@ -109,6 +110,7 @@ class Resumable:
         self._last_look = (0, time.monotonic())
         self._told: Optional[Callable[[float], list[list[int]]]] = None  # what ranks tell each other, on its way
         self._delay = 0 if self._world.world_size == 1 else _STEPS_UNTIL_HEARD
+        self._in_background = self._world.is_main and self._world.is_launched and chosen.background_save
         if self._world.is_launched:
             preemption.listen()
 
@@ -167,6 +169,9 @@ class Resumable:
                 batch = next(batches)
             self._num_unsaved += 1
             yield batch
+            if self._in_background and not self._is_ready:
+                self._is_ready = True  # a step was made: optimizers have their state
+                checkpoint.get_ready({name: stateful.state_dict() for name, stateful in self._objects.items()})
         self.end_epoch(total)
 
     def end_epoch(self, num_steps: int) -> None:
@@ -245,8 +250,7 @@ class Resumable:
         for left in self.folder.glob(".epoch_*.partial"):
             left.unlink()  # of a process that was killed while it wrote
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
-        in_background = self._world.is_launched and self._world.options.background_save
-        save = checkpoint.save_in_background if in_background else checkpoint.save
+        save = checkpoint.save_in_background if self._in_background else checkpoint.save
         save(content, written)
         checkpoint.afterwards(_keep_newest, written, self._num_kept)
 

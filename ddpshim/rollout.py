@@ -18,6 +18,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
@@ -202,7 +203,8 @@ class _Evaluation:
             f"num_episodes={num_episodes}, ranks={here.world_size}"
         )
         results: dict[int, list[dict[str, float]]] = {}
-        frames: dict[int, bytes] = {}
+        packing: dict[int, Future[bytes]] = {}
+        packer = ThreadPoolExecutor(1)  # while the next turn is played
         found: Optional[Exception] = None
         failed_at, text = num_turns, ""
         bar = LogUtils.custom_tqdm(total=num_turns, disable=self.verbose or not here.is_main)
@@ -215,7 +217,9 @@ class _Evaluation:
             try:
                 own = derive_seed(seed, "rollout", str(self.epoch), name, turn)
                 of_env = _seed_of_environment(seed, name, turn) if in_turn else own
-                results[turn], frames[turn] = self._play_turn(env, horizon, own, of_env)
+                results[turn], shown = self._play_turn(env, horizon, own, of_env)
+                if shown:
+                    packing[turn] = packer.submit(_pack, shown)
             except Exception as error:
                 here.count(f"{counter}/failed", 1)
                 found, failed_at = error, turn
@@ -226,6 +230,8 @@ class _Evaluation:
                 )
                 break
             bar.update(here.count(f"{counter}/played", 1) - bar.n)
+        packer.shutdown()
+        frames = {turn: packed.result() for turn, packed in packing.items()}
         outcomes = here.gather((results, failed_at, text))
         failed = [rank for rank, (_, _, said) in enumerate(outcomes) if said]
         bar.update(0 if failed else num_turns - bar.n)
@@ -252,8 +258,10 @@ class _Evaluation:
                 print(f"Episode {number + 1}", json.dumps(result, sort_keys=True, indent=4, default=float))
         return ordered, frames
 
-    def _play_turn(self, env: Any, horizon: int, seed: int, seed_of_env: int) -> tuple[list[dict[str, float]], bytes]:
-        """Upstream's results of a turn's episodes, and their packed frames."""
+    def _play_turn(
+        self, env: Any, horizon: int, seed: int, seed_of_env: int
+    ) -> tuple[list[dict[str, float]], list[Any]]:
+        """Upstream's results of a turn's episodes, and their frames."""
         import robomimic.utils.train_utils as TrainUtils
 
         shown = _Frames() if self.video_dir or self.video_path else None
@@ -270,12 +278,11 @@ class _Evaluation:
                 video_skip=self.video_skip,
                 terminate_on_success=self.terminate_on_success,
             )
-        # Packed, because a rank keeps them until all episodes of the environment are played.
-        packed = zlib.compress(pickle.dumps(shown.frames), 1) if shown is not None else b""
+        frames = shown.frames if shown is not None else []
         if not _is_vector(env):
-            return [{**result, "time": time.time() - start}], packed
+            return [{**result, "time": time.time() - start}], frames
         share = (time.time() - start) / len(env)
-        return [{**{key: of[i] for key, of in result.items()}, "time": share} for i in range(len(env))], packed
+        return [{**{key: of[i] for key, of in result.items()}, "time": share} for i in range(len(env))], frames
 
     def _path(self, name: str) -> str:
         """The video of an environment, named as upstream names it."""
@@ -284,9 +291,17 @@ class _Evaluation:
 
     def _write(self, videos: Optional[_Videos], name: str, frames: dict[int, bytes], num_turns: int) -> None:
         """Have the main rank append all turns to the video of `name`, one in memory at a time (collective)."""
+        failed: list[Exception] = []
         for turn in range(num_turns):
-            packed = self.here.broadcast(frames.pop(turn, b""), src=turn % self.here.world_size)
-            self.here.run_on_main(_append, videos, name, self._path(name), packed)
+            src, packed = turn % self.here.world_size, frames.pop(turn, b"")
+            if src != 0:  # the main rank has its own
+                packed = self.here.broadcast(packed, src=src)
+            if videos is not None and not failed:
+                try:
+                    videos.append(name, self._path(name), _unpack(packed))
+                except Exception as error:  # others go on sending what they have
+                    failed.append(error)
+        self.here.run_on_main(_write_video, failed)
 
     def _record(self, name: str, statistics: Mapping[str, float]) -> None:
         """Log what robocasa's rollout_with_stats logs itself; others leave it to the trainer. Local."""
@@ -330,9 +345,19 @@ class _Videos:
             self._writers.popitem()[1].close()
 
 
-def _append(videos: _Videos, name: str, path: str, packed: bytes) -> None:
-    """Write a video, as the main rank does for an evaluation."""
-    videos.append(name, path, pickle.loads(zlib.decompress(packed)))
+def _pack(frames: list[Any]) -> bytes:
+    """Small, because a rank keeps them until all episodes of the environment are played."""
+    return zlib.compress(pickle.dumps(frames), 1)
+
+
+def _unpack(packed: bytes) -> list[Any]:
+    return pickle.loads(zlib.decompress(packed)) if packed else []
+
+
+def _write_video(failed: list[Exception]) -> None:
+    """Raise on all ranks what the main rank met when it wrote a video."""
+    if failed:
+        raise failed[0]
 
 
 def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:

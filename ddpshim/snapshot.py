@@ -5,10 +5,12 @@ torch's own serializer decides what a file holds, both here and there: the file 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import pickle
+import threading
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -26,6 +28,7 @@ class Buffer:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("ddpshim")
         self._memory = (ctypes.c_char * 0)()
+        self._growing = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -34,10 +37,23 @@ class Buffer:
 
     def grow(self, num_bytes: int) -> None:
         """Have room for `num_bytes`, kept from then on. Raises OSError where there is no memory."""
-        if self.num_bytes < num_bytes:
-            # Else the first access to memory that is not there would kill the process.
-            os.posix_fallocate(self.descriptor, 0, num_bytes)
-            self._memory = (ctypes.c_char * num_bytes).from_buffer(mmap.mmap(self.descriptor, num_bytes))
+        with self._growing:
+            there = self.num_bytes
+            if there < num_bytes:
+                # Else the first access to memory that is not there would kill the process.
+                os.posix_fallocate(self.descriptor, 0, num_bytes)
+                memory = (ctypes.c_char * num_bytes).from_buffer(mmap.mmap(self.descriptor, num_bytes))
+                ctypes.memset(ctypes.addressof(memory) + there, 0, num_bytes - there)  # mapped now, not in a copy
+                self._memory = memory
+
+    def grow_soon(self, num_bytes: int) -> None:
+        """`grow`, in a thread: nearly all of it is the system's work. What goes wrong there `grow` will meet again."""
+
+        def grow() -> None:
+            with contextlib.suppress(OSError):
+                self.grow(num_bytes)
+
+        threading.Thread(target=grow, name="ddpshim-buffer", daemon=True).start()
 
     def put(self, address: int, num_bytes: int, offset: int) -> None:
         """Copy what is at `address` to `offset`. By one thread: more of them wait for each other on a busy machine."""
@@ -46,8 +62,9 @@ class Buffer:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._memory = (ctypes.c_char * 0)()
-        os.close(self.descriptor)
+        with self._growing:
+            self._memory = (ctypes.c_char * 0)()
+            os.close(self.descriptor)
 
 
 @dataclass(frozen=True)
@@ -70,12 +87,17 @@ class Snapshot:
                 file.write_record(name, content.data_ptr() if kind is int else content.untyped_storage(), num_bytes)
 
 
+def size(num_bytes: int) -> int:
+    """About what a buffer must hold for an object with so many bytes of tensors."""
+    return num_bytes + num_bytes // 64
+
+
 def take(obj: Any, buffer: Buffer, num_bytes: int) -> Snapshot:
     """`obj` as it is now; what was in the buffer is gone. `num_bytes`: about how much it holds.
 
     Raises what `torch.save` would raise, OSError where there is no memory, and others where torch has changed.
     """
-    buffer.grow(num_bytes + num_bytes // 64)
+    buffer.grow(size(num_bytes))
     records = _Records(buffer)
     torch.serialization._save(obj, records, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
     packed = bytearray(pickle.dumps(records.index))

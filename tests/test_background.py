@@ -274,6 +274,12 @@ def test_small_files_and_impossible_places_are_seen_to_at_once(
     os.kill(pid, signal.SIGCONT)
 
 
+def test_memory_is_taken_before_the_first_copy(small: None) -> None:
+    checkpoint.get_ready(torch.zeros(3_000_000))
+    checkpoint._writer.buffer.grow(1)  # waits for the thread
+    assert checkpoint._writer.buffer.num_bytes >= 12_000_000
+
+
 def test_without_room_for_the_copy_it_is_saved_at_once(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
