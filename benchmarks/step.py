@@ -218,12 +218,22 @@ def run(quick: bool) -> list[Result]:
     return out + _memory("5M" if quick else "20M")
 
 
+def line(result: Result) -> str:
+    """A result, its target beside it."""
+    text = f"{result.what}: {result.value:.3f} {result.unit}"
+    if result.quartiles is not None:
+        text += " (quartiles {:.3f} to {:.3f})".format(*result.quartiles)
+    if result.holds is not None:
+        text += f", target {result.at_most:g}: {'holds' if result.holds else 'DOES NOT HOLD'}"
+    return text + (f" [{result.note}]" if result.note else "")
+
+
 def main() -> None:
     """Run it and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     for result in run(parser.parse_args().quick):
-        print(result)
+        print(line(result))
 
 
 if __name__ == "__main__":
