@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
 from benchmarks.results import Result, alternate, median_and_quartiles, ratio
-from benchmarks.step import Both, checksum, switch_guards
+from benchmarks.step import Both, checksum, line, switch_guards
 from tests.ranks import run_ranks
 
 WIDTH, NUM_LAYERS = 1000, 20  # of both nets together
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     for result in run(parser.parse_args().quick):
-        print(result)
+        print(line(result))
 
 
 if __name__ == "__main__":

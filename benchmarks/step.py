@@ -13,6 +13,7 @@ import importlib.util
 import os
 import time
 import warnings
+from pathlib import Path
 from typing import Any, Callable
 
 import torch
@@ -155,6 +156,37 @@ def measure(kind: str, names: list[str], num_rounds: int, steps_per_round: int) 
     }
 
 
+def _kib(field: str) -> int:
+    """A field of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field)))
+
+
+def peak_memory(kind: str, name: str) -> float:
+    """This process's memory at most, in a step of an arm, over that before there was a policy; in sizes of the policy.
+
+    Collective.
+    """
+    warnings.simplefilter("ignore")
+    size_kib = sum(p.numel() * p.element_size() for p in policy(kind).parameters()) / 1024
+    before = _kib("VmRSS")
+    arm = _Arm(name, kind)
+    arm.run(3)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    arm.run(3)
+    return (_kib("VmHWM") - before) / size_kib
+
+
+def _memory(kind: str) -> list[Result]:
+    """Peak memory of fresh processes; weights, gradients and momentum alone are 3."""
+    found = {name: max(run_ranks(peak_memory, 2, kind, name)) for name in ("no sync", "raw DDP", "ddpshim")}
+    what = f"peak memory of a rank, {kind} parameters"
+    return [
+        Result("step", what, found["ddpshim"] / found["raw DDP"], "x raw DDP", at_most=1.0),
+        *(Result("step", f"{what}, {name}", value, "x size of the policy") for name, value in found.items()),
+    ]
+
+
 def _results(kind: str, got: dict[str, Any]) -> list[Result]:
     seconds, checksums = got["seconds"], got["checksums"]
     synced = {name: sums for name, sums in checksums.items() if name != "no sync"}
@@ -174,7 +206,7 @@ def _results(kind: str, got: dict[str, Any]) -> list[Result]:
 
 
 def run(quick: bool) -> list[Result]:
-    """The steps of every policy; `quick`: fewer rounds, and the small policies only."""
+    """The steps of every policy, and their memory; `quick`: fewer rounds, and small policies only."""
     kinds = ["0.2M", "40"] if quick else [*POLICIES, *map(str, NUM_LAYERS)]
     names = available(list(ARMS))
     out = []
@@ -183,7 +215,17 @@ def run(quick: bool) -> list[Result]:
         rounds, steps = (8, 6) if quick else (16, 4 if few else 12)
         port = {"MASTER_PORT": str(free_port())}
         out += _results(kind, run_ranks(measure, 2, kind, names, rounds, steps, timeout_s=280, environ=port)[0])
-    return out
+    return out + _memory("5M" if quick else "20M")
+
+
+def line(result: Result) -> str:
+    """A result, its target beside it."""
+    text = f"{result.what}: {result.value:.3f} {result.unit}"
+    if result.quartiles is not None:
+        text += " (quartiles {:.3f} to {:.3f})".format(*result.quartiles)
+    if result.holds is not None:
+        text += f", target {result.at_most:g}: {'holds' if result.holds else 'DOES NOT HOLD'}"
+    return text + (f" [{result.note}]" if result.note else "")
 
 
 def main() -> None:
@@ -191,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     for result in run(parser.parse_args().quick):
-        print(result)
+        print(line(result))
 
 
 if __name__ == "__main__":

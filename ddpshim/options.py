@@ -126,7 +126,9 @@ class Options:
         86400.0, _positive(), "how long ranks wait while one works alone (saves, rolls out)"
     )
     bucket_cap_mb: Optional[float] = _option(
-        None, _or_none(_positive()), "size of the messages that carry gradients; none: torch's default"
+        None,
+        _or_none(_positive()),
+        "size of the messages that carry gradients; none: 1 to 25 by model size under gloo, else torch's default",
     )
     find_unused_parameters: bool = _option(True, _flag(), "false: a parameter without a gradient is an error")
     static_graph: bool = _option(False, _flag(), "true: a backward pass that uses other parameters is an error")

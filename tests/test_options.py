@@ -311,7 +311,7 @@ def _seen_by_a_rank() -> dict[str, Any]:
         "view": net.gradient_as_bucket_view,
         "strict": (net._strict, asked._strict),
         "static": (net._same_every_time, asked._same_every_time),
-        "buffers": len(net._buffer_homes),
+        "buffers": 0 if net._buffers_to_send is None else len(net._buffers_to_send.homes),
         "guard": net._equality.is_on,
         "batch": (loader.global_batch_size, plain.global_batch_size),
         "parts": [part.tolist() for part in parts],
@@ -331,7 +331,7 @@ def test_what_is_not_given_is_as_the_options_say_and_arguments_win() -> None:
         "parts": [[0, 1], [2, 3]],
     }
     assert default[0] == {
-        "bucket": 25 * 1024 * 1024,
+        "bucket": 1024 * 1024,
         "view": True,
         "strict": (False, False),
         "static": (False, False),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ddpshim
+from ddpshim import guard
 from ddpshim.errors import SyncError
-from ddpshim.parallel import BareModule, DataParallelModule, _with_sync_batchnorm
+from ddpshim.parallel import BareModule, DataParallelModule, _Pass, _with_sync_batchnorm, best_bucket_cap_mb
 from ddpshim.transparent import portable_keys
 from tests.ranks import RankFailure, run_ranks
 
@@ -599,6 +601,124 @@ def _rank_with_powersgd() -> None:
 def test_powersgd_is_refused() -> None:
     with pytest.raises(RankFailure, match="PowerSGD sends several messages"):
         run_ranks(_rank_with_powersgd, 2)
+
+
+# The step
+
+
+def _normed(num_layers: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        layers = [[nn.Linear(D_IN, D_IN), nn.BatchNorm1d(D_IN), nn.ReLU()] for _ in range(num_layers)]
+        return nn.Sequential(*(layer for three in layers for layer in three))
+
+
+def _num_python_calls(act) -> int:
+    calls = 0
+
+    def count(frame, event, argument) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def _rank_steps() -> dict[str, object]:
+    here = ddpshim.world()
+    calls = []
+    ddpshim.wrap_parallel(nn.Linear(1, 1))  # the further ones have groups of their own
+    for num_layers in (2, 20):
+        net = ddpshim.wrap_parallel(_normed(num_layers), bucket_cap_mb=0.0005)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x, _ in _batches(3):
+            loss = net(x[here.rank :: 2].float()).pow(2).mean()
+            act = [loss.backward, lambda optimizer=optimizer: guard._check_step(optimizer, (), {})]
+            calls.append([_num_python_calls(a) for a in act])
+    weights = []
+    ddpshim.cleanup()
+    for wrap in (DistributedDataParallel, ddpshim.wrap_parallel):
+        net = wrap(_normed(4))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for x, _ in _batches(4):
+            optimizer.zero_grad()
+            net(x[here.rank :: 2].float()).pow(2).mean().backward()
+            optimizer.step()
+        weights.append([p.detach().clone() for p in net.parameters()])
+    return {"calls": (calls[2], calls[-1]), "weights": weights}
+
+
+def test_a_step_has_the_bits_of_ddp_and_no_python_for_each_parameter() -> None:
+    for rank in run_ranks(_rank_steps, 2):
+        few_layers, many_layers = rank["calls"]
+        assert few_layers == many_layers
+        assert all(torch.equal(a, b) for a, b in zip(*rank["weights"]))
+
+
+class _Odd(nn.Module):
+    """Parameters that some ranks use, and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.dead, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
+        for name, value in {"scalar": 1, "flag": True, "mask": [[1.5, 2.5]], "none": []}.items():
+            self.register_buffer(name, torch.tensor(value))
+        self.register_buffer("later", None)
+
+
+def _rank_uses_a_part() -> dict[str, object]:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(_Odd())
+    out = []
+    for step in range(3):
+        net.zero_grad(set_to_none=step != 2)
+        if step == 1:  # a buffer that came later, and one in the place of another
+            net.later = torch.full((3,), here.rank, dtype=torch.float64)
+            net.mask = torch.full((1, 1), here.rank + 5)
+        net.scalar += here.rank
+        net.flag &= here.is_main
+        loss = net.used.sum() * (here.rank + 1)
+        if here.rank == 1:
+            loss = loss + net.dead.sum() * 0.0  # used, and its gradient is zero
+        loss.backward()
+        gradients = [None if p.grad is None else p.grad.tolist() for p in (net.used, net.dead, net.never)]
+        buffers = [None if b is None else b.tolist() for b in net._buffers.values()]
+        out.append((gradients, buffers))
+    return out
+
+
+def test_what_no_rank_used_has_no_gradient_and_any_buffer_is_the_main_ranks() -> None:
+    first, *others = run_ranks(_rank_uses_a_part, 3)
+    assert first == [
+        ([[2, 2], [0, 0], None], [1, True, [[1.5, 2.5]], [], None]),
+        ([[2, 2], [0, 0], None], [1, True, [[5]], [], [0, 0, 0]]),
+        ([[2, 2], [0, 0], None], [1, True, [[5]], [], [0, 0, 0]]),
+    ]
+    assert others == [first, first]
+
+
+def test_the_hook_of_a_parameter_begins_a_pass_once_and_drops_no_error() -> None:
+    begun = []
+    going = _Pass(lambda: not begun.append(1))
+    ask = partial(getattr, going, "is_begun")
+    assert [ask("a"), ask("b"), going.goes_on, len(begun)] == [None, None, True, 1]
+    going.end()
+    assert [going.goes_on, ask("a"), len(begun)] == [False, None, 2]
+    assert not hasattr(going, "anything")
+    with pytest.raises(RuntimeError, match="while a backward pass began: nothing like that"):
+        getattr(_Pass(lambda: (_ for _ in ()).throw(AttributeError("nothing like that"))), "is_begun", "a")
+
+
+def test_the_size_of_a_bucket() -> None:
+    sizes = [1, 5 * 2**20, 160 * 2**20, 10**10]  # of parameters
+    nets = [nn.ParameterList([nn.Parameter(torch.empty(size, device="meta"))]) for size in sizes]
+    assert [best_bucket_cap_mb(net, "gloo") for net in nets] == [1, 1, 8, 25]
+    assert best_bucket_cap_mb(nets[2], "nccl") is None
+    assert best_bucket_cap_mb(nets[2].requires_grad_(False), "gloo") == 1
 
 
 # What users do to a wrapped module: each way trains on a rank's part of the batch, and equals one process.
