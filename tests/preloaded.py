@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import runpy
 import signal
@@ -278,6 +279,8 @@ def _fork_ranks() -> Optional[list[str]]:
                 return argv
         os._exit(0)
     theirs.close()
+    # torch calls it to name its events, and what it finds in thousands of modules costs an agent seconds.
+    inspect.stack = functools.partial(inspect.stack, 0)  # type: ignore[assignment]
     handler: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api").SubprocessHandler
     ranks = _Ranks(ours)
     handler._popen = lambda self, args, environ: ranks.start(self, args, environ)
