@@ -212,7 +212,12 @@ def train(
 
 
 def fork(
-    tree: Path, argv: list[str], folder: Path, num_ranks: Optional[int], environ: dict[str, str], deadline_s: float
+    tree: Optional[Path],
+    argv: list[str],
+    folder: Path,
+    num_ranks: Optional[int],
+    environ: dict[str, str],
+    deadline_s: float,
 ) -> tuple[int, str]:
     """The exit code and the output of `python -m argv[0] …`, on so many forked ranks, or plainly where that is None."""
     ranks = [{}] if num_ranks is None else as_torchrun_says(num_ranks)

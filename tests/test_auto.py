@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import subprocess
-import sys
 import traceback
 import types
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from ddpshim.group import World
 from ddpshim.replay import Replay
 from tests import equivalence
 from tests.equivalence import Run, batches, copy_release, fork, largest_difference, make_run_config, train_all
+from tests.preloaded import environment, start_afresh
 
 ROOT = Path(__file__).parent.parent
 RELEASE = "0.3.0"
@@ -286,18 +285,11 @@ def _job(folder: Path, releases: Path, **settings: Any) -> tuple[Path, Path]:
     return tree, config
 
 
-def _start(tree: Path, folder: Path, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**equivalence._environ(tree), **environ},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def _run(tree: Path, folder: Path, *command: str, forked: bool = True) -> tuple[int, str]:
+    """The exit code and the output of `run`, with ranks that are `forked`, or interpreters of their own."""
+    if forked:
+        return fork(tree, ["ddpshim", "run", *command], folder, None, {}, 120)
+    return start_afresh(["-m", "ddpshim", "run", *command], environment(tree), folder, 120)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -308,15 +300,14 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest_robomimic
 def test_run_distributes_a_trainer_without_a_line_in_it(tmp_path: Path, releases: Path) -> None:
     tree, config = _job(tmp_path, releases)
-    log = _start(
-        tree, tmp_path, "-m", "ddpshim", "run", "--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config)
-    )
-    assert log.returncode == 0, log.stdout[-3000:]
-    assert "world of 2" in log.stdout
-    assert "global batch 100 = 2 ranks x 50" in log.stdout
+    command = ("--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config))
+    code, said = _run(tree, tmp_path, *command, forked=False)
+    assert code == 0, said[-3000:]
+    assert "world of 2" in said
+    assert "global batch 100 = 2 ranks x 50" in said
     names = sorted(p.name for p in (tmp_path / "out").rglob("*") if p.is_file() and "tf" not in p.name)
     assert names == ["config.json", "log.txt", "model_epoch_2.pth", "rank_0.log", "rank_1.log"]
-    assert log.stdout.count("finished run successfully") == 1
+    assert said.count("finished run successfully") == 1
 
 
 @pytest_robomimic
@@ -380,14 +371,14 @@ def test_what_a_trainer_holds_already_is_hooked_reported_and_given_back(tmp_path
 
 @pytest_robomimic
 def test_spawned_workers_are_left_alone_and_ranks_train(tmp_path: Path, releases: Path) -> None:
-    tree, config = _job(tmp_path, releases, num_data_workers=1)
-    said = "print('IN', __name__, ddpshim.auto.is_active(), *ddpshim.auto.report()[:1], flush=True)"
-    trainer = _trainer(tree, tmp_path, "", f"torch.multiprocessing.set_start_method('spawn', force=True); {said}")
-    log = _start(tree, tmp_path, "-m", "ddpshim", "run", "--nproc=1", str(trainer), "--config", str(config))
-    assert log.returncode == 0, log.stdout[-3000:]
-    assert "IN __main__ True" in log.stdout
-    assert "IN __mp_main__ False not active: this is a child of multiprocessing, which does not train" in log.stdout
-    assert "global batch 100 = 1 rank x 100" in log.stdout
+    tree, config = _job(tmp_path, releases, num_data_workers=1, num_epochs=1)
+    line = "print('IN', __name__, ddpshim.auto.is_active(), *ddpshim.auto.report()[:1], flush=True)"
+    trainer = _trainer(tree, tmp_path, "", f"torch.multiprocessing.set_start_method('spawn', force=True); {line}")
+    code, said = _run(tree, tmp_path, "--nproc=1", str(trainer), "--config", str(config))
+    assert code == 0, said[-3000:]
+    assert "IN __main__ True" in said
+    assert "IN __mp_main__ False not active: this is a child of multiprocessing, which does not train" in said
+    assert "global batch 100 = 1 rank x 100" in said
 
 
 # Upstream's main() catches what train() raises and prints it; another trainer might not even do that.
@@ -410,10 +401,10 @@ def test_a_swallowed_exception_ends_the_job(
     text = trainer.read_text()
     assert text.count(PRINTS) == text.count("print(model)") == 1
     trainer.write_text(text.replace("print(model)", "1 / 0").replace(PRINTS, printed))
-    log = _start(tree, tmp_path, "-m", "ddpshim", "run", f"--nproc={ranks}", str(trainer), "--config", str(config))
-    assert log.returncode == 1, log.stdout[-3000:]
-    assert says in log.stdout
-    assert "finished run successfully" not in log.stdout.split("failed:")[0] or printed == "pass"
+    code, said = _run(tree, tmp_path, f"--nproc={ranks}", str(trainer), "--config", str(config))
+    assert code == 1, said[-3000:]
+    assert says in said
+    assert "finished run successfully" not in said.split("failed:")[0] or printed == "pass"
 
 
 @pytest_robomimic
@@ -422,13 +413,10 @@ def test_an_algorithm_that_is_not_a_releases_is_refused_by_name(tmp_path: Path) 
     config = make_run_config(tree, RELEASE, "td3_bc", tmp_path, 3, 2)
     with open(tree / "robomimic" / "algo" / "td3_bc.py", "a") as file:
         file.write("# edited\n")
-    log = _start(
-        tree, tmp_path, "-m", "ddpshim", "run", "--nproc=1", "-m", "robomimic.scripts.train", "--config", str(config)
-    )
-    assert log.returncode == 1
-    assert re.search(
-        r"HookError: \S+/algo/td3_bc\.py has the content \w+, not that of a release that is known", log.stdout
-    )
+    command = ("--nproc=1", "-m", "robomimic.scripts.train", "--config", str(config))
+    code, said = _run(tree, tmp_path, *command, forked=False)
+    assert code == 1
+    assert re.search(r"HookError: \S+/algo/td3_bc\.py has the content \w+, not that of a release that is known", said)
 
 
 MIGRATED = """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -230,7 +228,9 @@ def test_listening_gives_the_signals_back() -> None:
         ("3", 1, "rank 5 stops because rank 3 failed first"),
     ],
 )
-def test_a_rank_that_cannot_end_by_itself_is_ended(claimed: Optional[str], code: int, text: str) -> None:
+def test_a_rank_that_cannot_end_by_itself_is_ended(
+    tmp_path: Path, claimed: Optional[str], code: int, text: str
+) -> None:
     program = f"""
 import os, signal, time, torch.distributed as dist
 from ddpshim import failure, preemption
@@ -243,19 +243,19 @@ os.kill(os.getpid(), signal.SIGTERM)
 end = time.monotonic() + 30
 while time.monotonic() < end: pass
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == code
-    assert text in ran.stderr
+    (tmp_path / "program.py").write_text(program)
+    ended, said = equivalence.fork(None, [str(tmp_path / "program.py")], tmp_path, None, {}, 60)
+    assert ended == code
+    assert text in said
 
 
 GROUP = """
-import multiprocessing, os, signal, sys, torch
+import multiprocessing, os, signal
 import ddpshim
 from ddpshim import preemption
 from ddpshim.group import World
 from tests.test_resume import NUMBERS
 
-os.setsid()
 preemption.listen()
 child = multiprocessing.get_context("fork").Process(target=signal.pause)
 child.start()
@@ -272,16 +272,8 @@ print(len(seen), preemption.asked(), child.exitcode)
 def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tmp_path: Path) -> None:
     program = tmp_path / "group.py"
     program.write_text(GROUP)
-    root = str(Path(__file__).parent.parent)
-    ran = subprocess.run(
-        [sys.executable, str(program)],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.stdout.split() == ["5", "SIGTERM", "-15"], ran.stdout + ran.stderr
+    code, said = equivalence.fork(None, [str(program)], tmp_path, None, {}, 100)
+    assert (code, said.splitlines()[-1]) == (0, "5 SIGTERM -15"), said
 
 
 # The real trainer
@@ -325,20 +317,10 @@ def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases
     config = equivalence.make_config(tree, "bc", data, tmp_path, 3, 2, train__data=str(data))
     # Rank 1 fails in the third step of every start: the last of them has two steps left.
     faults = {"DDPSHIM_FAULT": "raise:1:149", "DDPSHIM_CHECKPOINT_EVERY_N_STEPS": "1"}
-    run = [sys.executable, "-m", "ddpshim", "run", "--nproc", "2", "--max-restarts", "3"]
-    ran = subprocess.run(
-        [*run, "-m", "tests.faults", "--config", str(config)],
-        env={**equivalence._environ(tree), **faults},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert ran.stdout.count("ddpshim: world of 2") == 3
-    assert "goes on at epoch 0, step 2, of a run on 2 ranks" in ran.stdout
-    assert "goes on at epoch 1, step 1, of a run on 2 ranks" in ran.stdout
+    run = ["ddpshim", "run", "--nproc", "2", "--max-restarts", "3", "-m", "tests.faults", "--config", str(config)]
+    code, said = equivalence.fork(tree, run, tmp_path, None, faults, 250)
+    assert code == 0, said[-3000:]
+    assert said.count("ddpshim: world of 2") == 3
+    assert "goes on at epoch 0, step 2, of a run on 2 ranks" in said
+    assert "goes on at epoch 1, step 1, of a run on 2 ranks" in said
     assert [p.name for p in tmp_path.glob("out/*/*/models/*")] == ["model_epoch_2.pth"]
