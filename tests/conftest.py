@@ -6,6 +6,20 @@ from pathlib import Path
 
 import pytest
 
+# The files that take longest are started first: two of them at the end would leave one of two processes idle.
+LONGEST = [
+    f"test_{name}.py"
+    for name in ("resume", "auto", "robomimic", "launch_matrix", "convert", "group", "faults", "selftest", "checkpoint")
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would start those with the most tests first
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(scope="session")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -27,6 +27,7 @@ from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.runner import Job
 from tests import ranks
+from tests.preloaded import kill_all_in
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -136,9 +137,9 @@ def running(
     try:
         yield job
     finally:
-        if job.process.is_alive():
-            job.process.kill()
-            job.process.join()
+        job.process.kill()
+        kill_all_in(folder)  # its ranks
+        job.process.join()
 
 
 def test_every_rank_has_a_log_and_rank_0_the_screen(tmp_path: Path) -> None:
