@@ -26,11 +26,14 @@ from ddpshim.preemption import SIGNALS
 
 Job = Callable[[], Any]
 _READY = "ready"
+_NICE = 5
 _LOOK_EVERY_S = 1.0
 _END_DEADLINE_S = 5.0
 # Whoever signals all processes of a job means the rank. Before torch is imported, which takes seconds.
+# Training is not to wait for a core that this process has.
 _PROGRAM = """
-import signal, sys
+import os, signal, sys
+os.nice({nice})
 for name in {names}:
     hasattr(signal, name) and signal.signal(getattr(signal, name), signal.SIG_IGN)
 sys.path[:] = {path}
@@ -62,7 +65,12 @@ class Background:
         self.did_not_start = False
         self._ours, theirs = multiprocessing.Pipe()
         program = _PROGRAM.format(
-            names=("SIGINT", *SIGNALS), path=sys.path, module=module, descriptor=theirs.fileno(), parent=self._owner
+            nice=_NICE,
+            names=("SIGINT", *SIGNALS),
+            path=sys.path,
+            module=module,
+            descriptor=theirs.fileno(),
+            parent=self._owner,
         )
         with theirs:
             self._process = subprocess.Popen(
