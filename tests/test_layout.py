@@ -177,6 +177,7 @@ EXAMPLES = [
     "streams",
     "transparent",
     "permutation",
+    "weighted",
     "sampler",
     "sharding",
     "loader",
