@@ -67,7 +67,11 @@ class Weights:
 
 
 class WeightedDraws(Computed):
-    """The draws of one pass. What stands at a position depends on `key`, the position and the weights alone."""
+    """The draws of one pass. What stands at a position depends on `key`, the position and the weights alone.
+
+    >>> WeightedDraws(Weights(torch.tensor([1, 2, 3.0])), 10**12, key=1)[10**11 : 10**11 + 8].tolist()
+    [2, 1, 1, 1, 2, 0, 2, 0]
+    """
 
     def __init__(self, weights: Weights, num_draws: int, key: int) -> None:
         self._weights = weights
@@ -79,7 +83,7 @@ class WeightedDraws(Computed):
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return what stands at `positions`, which are int64 on the CPU and all inside."""
-        return self._weights.find(self._numbers.at(positions) * 2.0**-_BITS)
+        return self._weights.find(self._numbers.at(positions).double().mul_(2.0**-_BITS))
 
 
 def fingerprint(weights: torch.Tensor) -> str:

@@ -183,6 +183,7 @@ EXAMPLES = [
     "streams",
     "transparent",
     "permutation",
+    "weighted",
     "sampler",
     "sharding",
     "loader",

@@ -216,6 +216,14 @@ def test_more_categories_than_torch_can_draw_from():
     assert weights.find(sought.double() / size).equal(sought), "the first of its share"
 
 
+def test_draws_have_all_the_bits_of_float64():
+    class Exactly:
+        def find(self, fractions):
+            return (fractions * 2**53).long()
+
+    assert WeightedDraws(Exactly(), 1000, key=3)[:].equal(Permutation(2**53, 3)[:1000])
+
+
 def test_weights_count_as_they_are_when_a_pass_begins():
     weights = torch.tensor([1.0, 1, 0, 0], dtype=torch.float64)
     order = WeightedOrder(WeightedRandomSampler(weights, 50), 0)
