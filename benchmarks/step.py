@@ -206,7 +206,7 @@ def _results(kind: str, got: dict[str, Any]) -> list[Result]:
 
 
 def run(quick: bool) -> list[Result]:
-    """The steps of every policy, and their memory; `quick`: fewer rounds, and small policies only (not of the memory)."""
+    """The steps of every policy, and the memory of one; `quick`: fewer rounds, and small policies only."""
     kinds = ["0.2M", "40"] if quick else [*POLICIES, *map(str, NUM_LAYERS)]
     names = available(list(ARMS))
     out = []
