@@ -16,7 +16,7 @@ import torch
 
 from ddpshim.errors import DataError
 from ddpshim.group import World
-from ddpshim.node_memory import shared_arrays
+from ddpshim.node_memory import SharedArrays, shared_arrays
 
 
 class _Unlike(DataError):
@@ -87,15 +87,17 @@ def share(
         return problem
     specs = {f"{n}/{name}": it for n, (_, _, shape) in enumerate(waiting.datasets) for name, it in shape.specs.items()}
 
-    def fill(arrays: Mapping[str, torch.Tensor], part: int, num_parts: int) -> None:
+    def fill(arrays: SharedArrays, part: int, num_parts: int) -> None:
         nonlocal problem
         for n, (dataset, load, shape) in enumerate(waiting.datasets):
-            cache = Demos(arrays, n, shape, is_writeable=True)
             try:
                 for index in range(part, len(shape.names), num_parts):
                     found = _leaves(load(shape.names[index]))
                     shape.check(index, found)
-                    cache.write(index, found)
+                    for path, array in found.items():
+                        start = shape.starts[index] * _row_bytes(array)
+                        if array.size:
+                            arrays.write(f"{n}/{'/'.join(path)}", start, array.reshape(-1))
             except _Unlike as unlike:
                 problem = str(unlike)
                 return
@@ -173,16 +175,14 @@ class Demos(Mapping[str, Any]):
     `cache[demo]["obs"][key]` is (T, ...), and so is `cache[demo][key]`.
     """
 
-    def __init__(
-        self, arrays: Mapping[str, torch.Tensor], number: int, shape: _Shape, is_writeable: bool = False
-    ) -> None:
+    def __init__(self, arrays: SharedArrays, number: int, shape: _Shape) -> None:
         self._arrays, self._number, self._shape = arrays, number, shape
         self._place = {name: index for index, name in enumerate(shape.names)}
         self.flat: dict[tuple[str, ...], Any] = {}  # (T of all demonstrations, ...) by path
         self._tree: dict[str, Any] = {}
         for path, (dtype, rest) in shape.kinds.items():
             flat = arrays[f"{number}/{'/'.join(path)}"].numpy().view(dtype).reshape((shape.starts[-1], *rest))
-            flat.flags.writeable = is_writeable  # a write would be seen by all ranks
+            flat.flags.writeable = False  # a write would be seen by all ranks
             self.flat[path], branch = flat, self._tree
             for key in path[:-1]:
                 branch = branch.setdefault(key, {})
@@ -200,11 +200,6 @@ class Demos(Mapping[str, Any]):
 
     def __reduce__(self) -> Any:
         return Demos, (self._arrays, self._number, self._shape)
-
-    def write(self, index: int, leaves: Mapping[tuple[str, ...], Any]) -> None:
-        """Put the arrays of a demonstration where they belong."""
-        for path, array in leaves.items():
-            self.flat[path][self._shape.starts[index] : self._shape.starts[index + 1]] = array
 
 
 class _Demo(Mapping[str, Any]):

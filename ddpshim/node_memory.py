@@ -36,7 +36,7 @@ def is_supported() -> bool:
 
 def shared_arrays(
     specs: Mapping[str, Spec],
-    fill: Callable[[Mapping[str, torch.Tensor], int, int], None],
+    fill: Callable[[SharedArrays, int, int], None],
     *,
     directory: Optional[str] = None,
     budget_bytes: Optional[float] = None,
@@ -95,10 +95,10 @@ class SharedArrays(Mapping[str, torch.Tensor]):
     def __init__(self, descriptor: int, specs: Mapping[str, Spec]) -> None:
         self.descriptor, self._specs = descriptor, dict(specs)
         weakref.finalize(self, os.close, descriptor)
-        offsets, num_bytes = _layout(specs)
+        self._offsets, num_bytes = _layout(specs)
         memory = mmap.mmap(descriptor, num_bytes)
         self._arrays = {
-            name: torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offsets[name]).view(*shape)
+            name: torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=self._offsets[name]).view(*shape)
             if math.prod(shape)
             else torch.empty(*shape, dtype=dtype)  # torch refuses a buffer of nothing
             for name, (shape, dtype) in specs.items()
@@ -112,6 +112,16 @@ class SharedArrays(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._arrays)
+
+    def write(self, name: str, start: int, data: Any) -> None:
+        """Put the bytes of `data`, anything contiguous with a buffer, into an array from its byte `start` on. Local.
+
+        Half the time of copying into the tensor, whose pages would first be mapped, and cleared.
+        """
+        left, at = memoryview(data).cast("B"), self._offsets[name] + start
+        while left:
+            written = os.pwrite(self.descriptor, left, at)
+            left, at = left[written:], at + written
 
     def __reduce__(self) -> Any:
         # multiprocessing's own way to hand over a file, which spawn, forkserver and its queues know.
