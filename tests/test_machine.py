@@ -117,6 +117,8 @@ def test_advice_on_the_cache() -> None:
     assert "about 28 times" in str(advice.on_cache(GB, False, 4, 0, 100 * GB))
     assert "about 17 times" in str(advice.on_cache(GB, True, 4, 8, 60 * GB))
     assert advice.on_cache(GB, True, 4, 8, None) is None
+    assert "Use train.hdf5" in line
+    assert "Do not set node_memory=off, or use train.hdf5" in str(advice.on_cache(GB, False, 4, 2, GB, True))
 
 
 def test_advice_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import default_collate
 
 import ddpshim
-from ddpshim import demos, machine, node_memory, sequences
+from ddpshim import advice, datasets, demos, machine, node_memory, sequences
 from ddpshim.errors import DataError, WorldError
 from ddpshim.group import World
 from ddpshim.node_memory import SharedArrays, shared_arrays
@@ -305,3 +305,43 @@ def test_demonstrations_that_are_not_alike_stay_upstreams(tmp_path: Path) -> Non
     problem = demos.share(waiting, World())
     assert problem is not None
     assert problem.startswith(f"{path}: obs/eef of demo_2 is <f4[2, 3], not <f8[2, 3] as after demo_0")
+
+
+@pytest.mark.parametrize("place", ["auto", "off"])
+def test_a_launched_training_shares_where_it_can(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import h5py
+
+    monkeypatch.setattr(advice, "_said", set())
+    here = World(launcher="torchrun", options=ddpshim.Options(node_memory=place))
+    monkeypatch.setattr(datasets, "world", lambda: here)
+    path = _write_demos(tmp_path / "demos.hdf5")
+    kind = type(_make(path, "low_dim"))
+    train = _Mapping(hdf5_cache_mode="all", data=str(path), dataset_keys=["actions"], num_data_workers=0)
+    config = SimpleNamespace(train=train, all_obs_keys=list(OBS))
+
+    def load(obs_keys: list[str]) -> tuple[Any, Any]:
+        obs_keys.remove("lang")  # as upstream does, since 0.5.0
+        return _make(path, "all"), _make(path, "all", seq_length=1)
+
+    keys = [*OBS, "lang"]
+    found = datasets._load_once_a_node(load, keys, kind, config)
+    assert keys == list(OBS)
+    assert [isinstance(dataset.hdf5_cache, demos.Demos) for dataset in found] == [place == "auto"] * 2
+    assert [type(dataset.getitem_cache) is list for dataset in found] == [place == "off"] * 2
+    with h5py.File(path, "r+") as file:
+        file["data/demo_1/obs/extra"] = 1  # not loaded
+        del file["data/demo_3/actions"]
+        file["data/demo_3/actions"] = [[0.0] * 3] * 7
+    found = datasets._load_once_a_node(load, [*OBS, "lang"], kind, config)
+    assert type(found[0].getitem_cache) is list
+    said = capsys.readouterr().err
+    assert ("actions of demo_3 is <f4[7, 3], not <f4[7, 2]" in said) == (place == "auto")
+    assert ("each rank loads a copy of its own, as upstream does" in said) == (place == "auto")
+
+
+class _Mapping(dict):  # type: ignore[type-arg]
+    """robomimic's Config is a mapping with attributes."""
+
+    __getattr__ = dict.__getitem__
