@@ -123,6 +123,15 @@ class SharedArrays(Mapping[str, torch.Tensor]):
             written = os.pwrite(self.descriptor, left, at)
             left, at = left[written:], at + written
 
+    def copy(self, name: str, start: int, source: int, offset: int, num_bytes: int) -> None:
+        """Like `write`, of bytes that lie in the open file `source` from `offset` on; they never leave the kernel."""
+        os.lseek(self.descriptor, self._offsets[name] + start, os.SEEK_SET)
+        while num_bytes:
+            copied = os.sendfile(self.descriptor, source, offset, num_bytes)
+            if not copied:
+                raise OSError(f"a file ends at byte {offset}, {num_bytes} bytes before its contents do")
+            offset, num_bytes = offset + copied, num_bytes - copied
+
     def __reduce__(self) -> Any:
         # multiprocessing's own way to hand over a file, which spawn, forkserver and its queues know.
         return _handed_over, (reduction.DupFd(self.descriptor), self._specs)
