@@ -113,8 +113,9 @@ def _results(path: str, quick: bool) -> list[Result]:
     results = []
     for cache_mode in ("low_dim", "all", None):
         # Without a cache the released loader takes half a second for a batch.
-        num_rounds, num_batches = (3, 2) if cache_mode is None else (5, 16) if quick else (11, 64)
-        for num_workers in (0, NUM_WORKERS):
+        num_rounds, num_batches = (3, 2) if cache_mode is None else (4, 8) if quick else (11, 64)
+        # There, workers take seconds to begin a pass.
+        for num_workers in (0,) if quick and cache_mode is None else (0, NUM_WORKERS):
             batches, restarts = _measure(path, cache_mode, num_workers, num_rounds, num_batches)
             what = f"hdf5_cache_mode={cache_mode}, {num_workers} workers"
             value, quartiles = ratio(batches["released"], batches["ours"])

@@ -106,6 +106,8 @@ def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays
         planned.compare(arrays)
     except Unproven as reason:
         return str(reason)
+    except Exception as error:  # of a file like none that is known; the dataset itself may well read it
+        return f"{type(error).__name__}: {error}"
     planned.take_over(arrays)
     dataset.__getitems__ = _Fetch(dataset, planned, arrays)
     return None
@@ -213,6 +215,8 @@ class _Windows(Plan):
 
     def _place(self, key: str, found: list[Any]) -> None:
         """Take note of where the data of all demonstrations under `key` are to be held, or are in the file."""
+        import numpy as np
+
         of, group = self._dataset, key.rpartition("/")[0]
         in_memory = of.hdf5_cache_mode is not None and (not group or key[len(group) + 1 :] in of.obs_keys_in_memory)
         if any(data is None for data in found) and (group or not in_memory):
@@ -225,10 +229,11 @@ class _Windows(Plan):
         ((shape, dtype),) = kinds
         if any(data is not None and len(data) < length for data, length in zip(found, self._lengths)):
             raise Unproven(f"{key} is shorter than its demonstration")
+        kind = np.dtype(dtype)
+        if kind.kind not in "biuf" or not kind.isnative or 0 in shape:
+            raise Unproven(f"{key} holds {kind} of shape {shape}")
         if in_memory:
-            import numpy as np
-
-            self.specs[key] = (int(self._lengths.sum()), *shape), np.dtype(dtype)
+            self.specs[key] = (int(self._lengths.sum()), *shape), kind
         else:
             self._mapped[key] = _Region(of.hdf5_path, key, found)
 
@@ -392,8 +397,6 @@ class _Region:
             raise Unproven(f"{key} is read from the file, where it is chunked or compressed")
         self._path, self._shape, self._dtype = path, found[0].shape[1:], found[0].dtype
         self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
-        if self._dtype.kind not in "biuf" or not self._dtype.isnative or not self._row_bytes:
-            raise Unproven(f"{key} is read from the file, as {self._dtype.str} of shape {self._shape}")
         self._offsets = np.array(offsets)
 
     def take(self, demo: Any, time: Any) -> Any:

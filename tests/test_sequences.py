@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from ddpshim import advice, datasets, sequences
 from ddpshim.loader import make_loader
@@ -93,9 +93,11 @@ def _subclass(**methods: Any) -> type:
     return type("OwnDataset", (SequenceDataset,), methods)
 
 
-def _without(demo: str, key: str, path: Path) -> str:
+def _without(demo: str, key: str, path: Path, **others: Any) -> str:
     with demos.h5py.File(demos.make_file(path), "r+") as file:
         del file[f"data/{demo}/{key}"]
+        for name, other in others.items():
+            file[f"data/{demo}/{name.replace('__', '/')}"] = other
     return path.name
 
 
@@ -111,6 +113,15 @@ def test_what_is_not_proven_is_fetched_sample_by_sample(folder: Path) -> None:
         ),
         "there are demonstrations without obs/object": lambda: demos.make(
             folder, None, file=_without("demo_1", "obs/object", folder / "without.hdf5")
+        ),
+        "AttributeError: 'Group' object has no attribute 'shape'": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "group.hdf5", rewards__deep=1.0)
+        ),
+        "rewards differs in shape or type from": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "ragged.hdf5", rewards=np.zeros((12, 2)))
+        ),
+        "rewards is shorter than its demonstration": lambda: demos.make(
+            folder, None, file=_without("demo_0", "rewards", folder / "short.hdf5", rewards=np.zeros(3, int))
         ),
         "SequenceDataset itself fails (AssertionError": lambda: demos.make(
             folder, "low_dim", hdf5_normalize_obs=True, seq_length=3
@@ -262,6 +273,8 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
     ):
         datasets.loader(dataset=dataset, batch_size=4, **options)
     assert [options["persistent_workers"] for options in made] == [True, False, False, True, False, False]
+    datasets.divided(DataLoader(known, 4, shuffle=True, num_workers=2, drop_last=True))  # of a hooked trainer
+    assert made[-1]["persistent_workers"] is True
     assert not any(options["pin_memory"] for options in made)
     gpu = SimpleNamespace(**{**vars(HERE), "device": torch.device("cuda", 0)})
     monkeypatch.setattr(datasets, "world", lambda: gpu)
