@@ -172,7 +172,7 @@ def run(quick: bool) -> list[Result]:
         released, _ = _grown(tiny, small, NUM_RANKS, RELEASED)
         # What batched fetch looks at is not loading, and it would do so in the loader of each copy, too.
         plain = {"DDPSHIM_BATCHED_FETCH": "false"}
-        times = run_ranks(load_times, NUM_RANKS, str(big), 3 if quick else 5, environ=plain, timeout_s=400)[0]
+        times = run_ranks(load_times, NUM_RANKS, str(big), 3, environ=plain, timeout_s=400)[0]
         slow = run_ranks(released_load_time, NUM_RANKS, str(small), environ=RELEASED, timeout_s=400)[0]
     what = f"PSS of {NUM_RANKS} ranks and {NUM_RANKS * NUM_WORKERS} workers, {raw / 1e6:.0f} MB of data"
     above = "after all of it was read; above what these processes take with 0.7 MB"

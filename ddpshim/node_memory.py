@@ -6,6 +6,7 @@ its descriptor, and the kernel frees it with the last of them, however that one 
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -127,7 +128,13 @@ class SharedArrays(Mapping[str, torch.Tensor]):
         """Like `write`, of bytes that lie in the open file `source` from `offset` on; they never leave the kernel."""
         os.lseek(self.descriptor, self._offsets[name] + start, os.SEEK_SET)
         while num_bytes:
-            copied = os.sendfile(self.descriptor, source, offset, num_bytes)
+            try:
+                copied = os.sendfile(self.descriptor, source, offset, num_bytes)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                    raise
+                # A file system of the network may not know how.
+                copied = os.write(self.descriptor, os.pread(source, min(num_bytes, 1 << 24), offset))
             if not copied:
                 raise OSError(f"a file ends at byte {offset}, {num_bytes} bytes before its contents do")
             offset, num_bytes = offset + copied, num_bytes - copied

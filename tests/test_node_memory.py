@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import multiprocessing
 import os
 import re
@@ -165,6 +166,26 @@ def test_a_python_without_memfd_uses_shared_memory(tmp_path: Path, monkeypatch: 
     assert torch.equal(arrays["a"], _expected("a"))
     assert os.readlink(f"/proc/self/fd/{arrays.descriptor}").startswith(str(tmp_path))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_bytes_come_from_a_file(tmp_path: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> int:
+        raise OSError(errno.EINVAL, "no splice")
+
+    if not is_known:
+        monkeypatch.setattr(os, "sendfile", refuse)
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+
+    def fill(arrays: SharedArrays, part: int, num_parts: int) -> None:
+        with open(tmp_path / "file", "rb") as file:
+            arrays.copy("b", 2, file.fileno(), 90, 5)
+            with pytest.raises(OSError, match="a file ends at byte 100, 1 bytes before its contents do"):
+                arrays.copy("b", 5, file.fileno(), 98, 3)
+
+    arrays = shared_arrays({"a": ((1,), torch.int64), "b": ((8,), torch.uint8)}, fill, world=World())
+    assert arrays["b"].tolist() == [0, 0, 90, 91, 92, 98, 99, 0]
+    assert arrays["a"].tolist() == [0]
 
 
 # robomimic's datasets.
