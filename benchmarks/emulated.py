@@ -34,11 +34,11 @@ class SleepingPolicy(nn.Module):
         super().__init__()
         size = num_parameters // num_layers
         self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(num_layers)])
-        self._forward_s = compute_s / 3 / num_layers
-        self._backward_s = 2 * compute_s / 3 / num_layers
+        self.compute_s = compute_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A scalar, for x: (1,)."""
+        """(1,), for x: (1,)."""
+        third = self.compute_s / 3 / len(self.layers)
         for layer in self.layers:
-            x = _Sleep.apply(x + layer.mean(), self._forward_s, self._backward_s)  # type: ignore[no-untyped-call]
-        return x.sum()
+            x = _Sleep.apply(x + layer.mean(), third, 2 * third)  # type: ignore[no-untyped-call]
+        return x

@@ -153,13 +153,13 @@ def _with_sync_batchnorm(module: nn.Module, process_group: Any) -> nn.Module:
 def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
     """The size of a bucket that hides most of the communication behind backward; None for torch's 25 MB. Local.
 
-    gloo: about 80 messages, each of 1 MB to 25 MB. Its messages cost little beside its bandwidth, and what is not sent
-    before backward ends is waited for: with 20M parameters 25 MB hides almost nothing (`python -m benchmarks.overlap`).
+    gloo: a sixteenth of the model, 1 MB to 25 MB. Its messages cost little beside its bandwidth, and what is not sent
+    before backward ends is waited for: of 20M parameters 25 MB is a third (`python -m benchmarks.overlap`).
     """
     if backend != "gloo":
         return None
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    return min(max(num_bytes / 80 / 2**20, 1.0), 25.0)
+    return min(max(num_bytes / 16 / 2**20, 1.0), 25.0)
 
 
 def _either(argument: Optional[bool], option: bool) -> bool:

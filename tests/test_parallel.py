@@ -714,7 +714,7 @@ def test_the_hook_of_a_parameter_begins_a_pass_once_and_drops_no_error() -> None
 
 
 def test_the_size_of_a_bucket() -> None:
-    sizes = [1, 5 * 2**20, 160 * 2**20, 10**10]  # of parameters
+    sizes = [1, 4 * 2**20, 32 * 2**20, 10**10]  # of parameters
     nets = [nn.ParameterList([nn.Parameter(torch.empty(size, device="meta"))]) for size in sizes]
     assert [best_bucket_cap_mb(net, "gloo") for net in nets] == [1, 1, 8, 25]
     assert best_bucket_cap_mb(nets[2], "nccl") is None
