@@ -15,16 +15,15 @@ import contextlib
 import copy
 import hashlib
 import inspect
-import itertools
-import math
 import random
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
 from torch.utils.data import default_collate, get_worker_info
+
+from ddpshim import mailbox
 
 Specs = dict[str, tuple[tuple[int, ...], Any]]  # what is held of all demonstrations: (shape, numpy dtype)
 Arrays = Mapping[str, Any]  # numpy arrays of these shapes and dtypes
@@ -50,8 +49,6 @@ _NORMALIZES_OBS = {
 _META_METHODS = ("__len__", "__getitem__")
 _META_DIGEST = "0dc43ea475119bc0"  # wherever there is a MetaDataset, but for DROID
 _NUM_COMPARED_DEMOS = 3
-_ALIGNMENT = 64
-_MAX_MAIL_BYTES = 1 << 23  # beyond, sending a batch takes no longer than copying it
 
 
 class Unproven(Exception):
@@ -117,16 +114,17 @@ class Collate:
     """torch's default collate; of what an attached dataset gives, without making the samples first. Local."""
 
     def __init__(self) -> None:
-        self._mailbox: Optional[_Mailbox] = None
+        self._mailbox: Optional[mailbox.Mailbox] = None
         self._num_batches = 0
 
     def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
         """Make room for the batches of workers that stay for all epochs: no two passes run at once. Local."""
         fetch = vars(dataset).get("__getitems__")
         if isinstance(fetch, _Fetch):
-            num_bytes = _num_bytes(fetch([0] * batch_size).collated())
-            if num_bytes <= _MAX_MAIL_BYTES:
-                self._mailbox = _Mailbox(num_workers, 2 if prefetch_factor is None else prefetch_factor, num_bytes)
+            num_bytes = mailbox.num_bytes(fetch([0] * batch_size).collated())
+            if num_bytes <= mailbox.MAX_BYTES:
+                ahead = 2 if prefetch_factor is None else prefetch_factor
+                self._mailbox = mailbox.Mailbox(num_workers, ahead, num_bytes)
 
     def __call__(self, samples: Any) -> Any:
         if not isinstance(samples, _Samples):
@@ -135,7 +133,7 @@ class Collate:
         if worker is None:
             return batch
         self._num_batches += 1
-        return _Packed(batch, self._mailbox, worker.id, self._num_batches)
+        return mailbox.Packed(batch, self._mailbox, worker.id, self._num_batches)
 
 
 class Plan:
@@ -487,80 +485,6 @@ class _Items(Sequence[Any]):
         batch = self._plan.batch(self._arrays, [range(self._num_samples)[at]])
         assert batch is not None
         return _first(batch)
-
-
-class _Mailbox:
-    """Shared memory in which workers leave their batches, each in turn in places of its own.
-
-    There are as many as torch has a worker work ahead. It gives one new work only after it has taken, in their order,
-    all batches that lie that far back; so what is overwritten was taken.
-    """
-
-    def __init__(self, num_workers: int, num_places: int, num_bytes: int) -> None:
-        self.places = torch.empty((num_workers, num_places, num_bytes), dtype=torch.uint8).share_memory_()
-        self.name = next(_names)
-        _mailboxes[self.name] = self
-
-
-_mailboxes: weakref.WeakValueDictionary[int, _Mailbox] = weakref.WeakValueDictionary()
-_names = itertools.count()
-
-
-class _Packed(dict[str, Any]):
-    """A batch that leaves a worker in one piece.
-
-    Each tensor that is sent costs a file and a connection, which take longer than to copy a batch of low-dim data.
-    """
-
-    def __init__(self, batch: dict[str, Any], mailbox: Optional[_Mailbox], worker: int, number: int) -> None:
-        super().__init__(batch)
-        self._mailbox, self._worker, self._number = mailbox, worker, number
-
-    def __reduce__(self) -> Any:
-        layout, size = [], 0
-        leaves = list(_leaves(self, ()))
-        for path, tensor in leaves:
-            layout.append((path, size, tensor.dtype, tuple(tensor.shape)))
-            size += _aligned(tensor)
-        if self._mailbox is None or size > self._mailbox.places.shape[-1]:
-            sent: Any = torch.empty(size, dtype=torch.uint8)
-            buffer = sent
-        else:
-            place = self._worker, self._number % self._mailbox.places.shape[1]
-            buffer, sent = self._mailbox.places[place], (self._mailbox.name, *place, size)
-        for (_, tensor), (_, start, _, _) in zip(leaves, layout):
-            buffer[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-        return _unpacked, (sent, layout)
-
-
-def _unpacked(sent: Any, layout: list[tuple[tuple[str, ...], int, torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
-    """The batch that was sent, or left in a mailbox."""
-    if not isinstance(sent, torch.Tensor):
-        name, worker, place, size = sent
-        sent = _mailboxes[name].places[worker, place, :size].clone()
-    batch: dict[str, Any] = {}
-    for (*groups, name), start, dtype, shape in layout:
-        into = batch
-        for group in groups:
-            into = into.setdefault(group, {})
-        into[name] = sent[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-    return batch
-
-
-def _aligned(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _num_bytes(batch: Any) -> int:
-    return sum(_aligned(tensor) for _, tensor in _leaves(batch, ()))
-
-
-def _leaves(tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
 
 
 def _tensors(tree: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ ROOMS = [
     "sampler",
     "sharding",
     "tfdata",
+    "mailbox",
     "sequences",
     "loader",
     "accumulation",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from ddpshim import advice, datasets, sequences
+from ddpshim import advice, datasets, mailbox, sequences
 from ddpshim.loader import make_loader
 from ddpshim.options import Options
 from tests import sequences as demos
@@ -247,15 +247,15 @@ def test_two_passes_at_once(folder: Path) -> None:
 def test_a_batch_that_is_too_large_for_its_place_is_sent() -> None:
     batch = {"a": torch.arange(100), "b": {"c": torch.tensor([True, False]), "d": torch.zeros(2, 0)}}
     for num_bytes in (64, 4096):
-        mailbox = sequences._Mailbox(2, 2, num_bytes)
-        mailbox.places.zero_()
-        packed = sequences._Packed(batch, mailbox, worker=1, number=3)
+        places = mailbox.Mailbox(2, 2, num_bytes)
+        places.places.zero_()
+        packed = mailbox.Packed(batch, places, worker=1, number=3)
         made, (sent, layout) = packed.__reduce__()
         assert isinstance(sent, torch.Tensor) == (num_bytes == 64)
         assert sequences._is_same(made(sent, layout), batch)
         assert type(made(sent, layout)) is dict
-        assert mailbox.places[0].sum() == 0
-        assert not mailbox.places[1, 0].any()
+        assert places.places[0].sum() == 0
+        assert not places.places[1, 0].any()
 
 
 def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
