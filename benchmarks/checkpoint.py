@@ -5,7 +5,6 @@ python -m benchmarks.checkpoint [--quick]
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
 from ddpshim import checkpoint
 from ddpshim.machine import num_cores
 
@@ -111,16 +110,5 @@ def _kb(pid: int, name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for result in run(parser.parse_args().quick):
-        spread = "" if result.quartiles is None else " ({:.3f} to {:.3f})".format(*result.quartiles)
-        target = "" if result.at_most is None else f", at most {result.at_most:g}: {result.holds}"
-        note = f"  [{result.note}]" if result.note else ""
-        print(f"{result.what}: {result.value:.3f} {result.unit}{spread}{target}{note}")
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

@@ -8,7 +8,6 @@ released loader is torch's, as robomimic's trainer makes it; ours is what a laun
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any, Optional
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.results import Result, alternate, ratio
+from benchmarks.results import Result, alternate, main, ratio
 from tests.preloaded import as_torchrun_says
 
 ROOT = Path(__file__).parent.parent
@@ -131,34 +130,22 @@ def _results(path: str, quick: bool) -> list[Result]:
     return results
 
 
+def save_results(path: str, found: str, quick: str) -> None:
+    """Measure in this process, and leave in `found` what came out."""
+    results = _results(path, bool(int(quick)))
+    Path(found).write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+
+
 def run(quick: bool) -> list[Result]:
     """Ratios of samples a second, with no workers and with two, and of what it costs to begin a pass anew."""
     with tempfile.TemporaryDirectory() as folder:
         path, found = make_data(Path(folder), 1 if quick else NUM_COPIES), Path(folder) / "found.json"
-        command = [sys.executable, "-m", "benchmarks.data_path", "--measure", str(path), str(found)]
+        code = "import sys; from benchmarks import data_path; data_path.save_results(*sys.argv[1:])"
+        command = [sys.executable, "-c", code, str(path), str(found), str(int(quick))]
         environ = {**os.environ, **as_torchrun_says(1)[0], "PYTHONPATH": str(ROOT)}
-        subprocess.run(command + ["--quick"] * quick, cwd=ROOT, env=environ, timeout=600, check=True)
+        subprocess.run(command, cwd=ROOT, env=environ, timeout=600, check=True)
         return [Result(**result) for result in json.loads(found.read_text())]
 
 
-def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--measure", nargs=2, metavar=("DATA", "RESULTS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        data, found = options.measure
-        Path(found).write_text(json.dumps([asdict(result) for result in _results(data, options.quick)]))
-        return
-    for result in run(options.quick):
-        low, high = result.quartiles or (result.value, result.value)
-        target = f"at least {result.at_least:g}" if result.at_least is not None else f"at most {result.at_most:g}"
-        print(
-            f"{result.what}: {result.value:.3g} {result.unit} (quartiles {low:.3g} to {high:.3g}); target {target}: "
-            f"{'holds' if result.holds else 'does not hold'}; {result.note}"
-        )
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

@@ -10,7 +10,6 @@ which is not: that of every step, and that of a comparison of weights, of which 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from dataclasses import replace
 from typing import Any, Callable
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 import ddpshim
-from benchmarks.results import Result, ratio
+from benchmarks.results import Result, main, ratio
 from ddpshim import guard
 from tests.ranks import run_ranks
 
@@ -105,10 +104,5 @@ def run(quick: bool, batch_size_per_rank: int = 64) -> list[Result]:
     ]
 
 
-def main() -> None:
-    for result in run(quick="--quick" in sys.argv[1:]):
-        print(f"{result.what}: {result.value:.4g} {result.unit} {result.quartiles or ''} {result.note}")
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

@@ -10,7 +10,6 @@ its total counts for each byte of that.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import io
@@ -26,7 +25,7 @@ from typing import Any, Callable
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import ddpshim
-from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
 from tests import ranks
 from tests.ranks import run_ranks
 
@@ -204,15 +203,5 @@ def run(quick: bool) -> list[Result]:
     ]
 
 
-def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for found in run(parser.parse_args().quick):
-        target = f" (target: at most {found.at_most})"
-        spread = "" if found.quartiles is None else " (quartiles {:.3f} to {:.3f})".format(*found.quartiles)
-        print(f"{found.what}: {found.value:.3f} {found.unit}{spread}{target}, holds: {found.holds}\n    {found.note}")
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

@@ -10,7 +10,6 @@ steps, and their weights are compared bit by bit at the end.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from typing import Any, Callable
@@ -22,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
 from benchmarks.emulated import SleepingPolicy
-from benchmarks.results import Result, alternate, median_and_quartiles, ratio
-from benchmarks.step import Both, checksum, line, switch_guards
+from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
+from benchmarks.step import Both, checksum, switch_guards
 from tests.ranks import run_ranks
 
 NUM_PARAMETERS, NUM_LAYERS = 20_000_000, 40  # of both networks together
@@ -113,13 +112,5 @@ def run(quick: bool) -> list[Result]:
     return out
 
 
-def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for result in run(parser.parse_args().quick):
-        print(line(result))
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

@@ -5,8 +5,9 @@ A benchmark is a module here with `run(quick) -> list[Result]`; `python -m bench
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable, Optional
 
@@ -23,6 +24,15 @@ class Result:
     at_most: Optional[float] = None  # the target, if there is one
     at_least: Optional[float] = None
     note: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.what}: {self.value:.4g} {self.unit}"
+        if self.quartiles is not None:
+            text += " ({:.4g} to {:.4g})".format(*self.quartiles)
+        if self.holds is not None:
+            target = f"at most {self.at_most:g}" if self.at_most is not None else f"at least {self.at_least:g}"
+            text += f", target {target}: {'holds' if self.holds else 'DOES NOT HOLD'}"
+        return f"{text} [{self.note}]" if self.note else text
 
     @property
     def holds(self) -> Optional[bool]:
@@ -53,3 +63,11 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, tuple[float, f
 def ratio(measured: Sequence[float], base: Sequence[float]) -> tuple[float, tuple[float, float]]:
     """Median and quartiles of `measured` over `base`, round by round: what slows the machine slows both."""
     return median_and_quartiles([a / b for a, b in zip(measured, base)])
+
+
+def main(run: Callable[[bool], Iterable[Result]], description: str) -> None:
+    """The command line of one benchmark: run it and print its results as they come."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds")
+    for result in run(parser.parse_args().quick):
+        print(result, flush=True)

@@ -8,7 +8,6 @@ installed or under DDPSHIM_UPSTREAM) its Lift is played as well: that one comput
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -28,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.results import Result, alternate, ratio
+from benchmarks.results import Result, alternate, main, ratio
 from ddpshim import group, rollout
 from ddpshim.machine import num_cores
 from tests.equivalence import DATA, source
@@ -188,16 +187,5 @@ def _find_robomimic() -> None:
         sys.path.insert(0, str(found))
 
 
-def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for result in run(parser.parse_args().quick):
-        spread = "" if result.quartiles is None else " ({:.3f} to {:.3f})".format(*result.quartiles)
-        target = "" if result.at_most is None else f", at most {result.at_most:g}: {result.holds}"
-        note = f"  [{result.note}]" if result.note else ""
-        print(f"{result.what}: {result.value:.3f} {result.unit}{spread}{target}{note}")
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

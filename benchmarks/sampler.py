@@ -7,7 +7,6 @@ Times are CPU times of one rank of eight, of a whole pass over its share; memory
 
 from __future__ import annotations
 
-import argparse
 import collections
 import multiprocessing
 import time
@@ -18,7 +17,7 @@ from typing import Any, Callable
 import torch
 from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
 
-from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
 from ddpshim.sampler import ShardedSampler, ShuffledOrder, Split, WeightedOrder
 
 NAME = "sampler"
@@ -132,12 +131,8 @@ def _firsts_ms(size: int, num_times: int, start_step: int = 0) -> list[float]:
     return found
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> Iterator[Result]:
     """Every target, and what was found."""
-    return list(_results(quick))
-
-
-def _results(quick: bool) -> Iterator[Result]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -206,22 +201,5 @@ def _ratio(cpu: dict[str, list[float]], base: str) -> tuple[float, str, tuple[fl
     return value, f"x {base}", quartiles
 
 
-def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for result in _results(parser.parse_args().quick):
-        low, high = result.quartiles or (result.value, result.value)
-        target = (
-            ""
-            if result.at_most is None
-            else f"target at most {result.at_most:g}: {'holds' if result.holds else 'MISSED'}"
-        )
-        print(
-            f"{result.what:75} {result.value:9.3f} {result.unit:12} ({low:.3f} to {high:.3f}) {target} {result.note}",
-            flush=True,
-        )
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

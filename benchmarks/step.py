@@ -8,7 +8,6 @@ bit at the end. A peer that is not installed is left out (requirements/benchmark
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import time
@@ -22,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
-from benchmarks.results import Result, alternate, median_and_quartiles, ratio
+from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
 from ddpshim import guard
 from tests.ranks import free_port, run_ranks
 
@@ -218,23 +217,5 @@ def run(quick: bool) -> list[Result]:
     return out + _memory("20M")  # of a small one the allocator keeps more than the gradients are
 
 
-def line(result: Result) -> str:
-    """A result, its target beside it."""
-    text = f"{result.what}: {result.value:.3f} {result.unit}"
-    if result.quartiles is not None:
-        text += " (quartiles {:.3f} to {:.3f})".format(*result.quartiles)
-    if result.holds is not None:
-        text += f", target {result.at_most:g}: {'holds' if result.holds else 'DOES NOT HOLD'}"
-    return text + (f" [{result.note}]" if result.note else "")
-
-
-def main() -> None:
-    """Run it and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    for result in run(parser.parse_args().quick):
-        print(line(result))
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)
