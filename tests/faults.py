@@ -205,8 +205,8 @@ def _break_split() -> None:
 
     positions = Split.positions
 
-    def broken(self: Split, step: int, num_samples: int) -> range:
-        return positions(dataclasses.replace(self, rank=0), step, num_samples)
+    def broken(self: Split, *args: int) -> range:
+        return positions(dataclasses.replace(self, rank=0), *args)
 
     Split.positions = broken  # type: ignore[method-assign]
 
