@@ -45,13 +45,17 @@ class Weights:
 
     def _fill(self, weights: torch.Tensor, exponent: int) -> float:
         """Keep `weights` times 2**exponent, and where in their sum each row begins; return the sum."""
-        scale = 2.0 ** min(exponent, 1023)
-        flat, sums = self._rows.view(-1), [torch.zeros(1, dtype=torch.float64)]
+        scale, flat = 2.0 ** min(exponent, 1023), self._rows.view(-1)
+        # Both made once: what is allocated and freed in turns leaves holes that take more memory than the weights.
+        scaled = torch.empty(min(NUM_AT_ONCE, len(weights)), dtype=torch.float64)
+        self._starts = torch.zeros(len(self._rows) + 1, dtype=torch.float64)
         for start in range(0, len(weights), NUM_AT_ONCE):
             some = weights[start : start + NUM_AT_ONCE]
-            flat[start : start + len(some)] = (some * scale).ceil_()
-            sums.append(flat[start : start + NUM_AT_ONCE].view(-1, _ROW).sum(1, dtype=torch.float64))
-        self._starts = torch.cat(sums).cumsum_(0)
+            torch.mul(some, scale, out=scaled[: len(some)])
+            flat[start : start + len(some)] = scaled[: len(some)].ceil_()
+            rows = self._rows[start // _ROW : (start + NUM_AT_ONCE) // _ROW]
+            torch.sum(rows, 1, dtype=torch.float64, out=self._starts[1 + start // _ROW :][: len(rows)])
+        self._starts.cumsum_(0)
         return float(self._starts[-1])
 
     def find(self, fractions: torch.Tensor) -> torch.Tensor:
