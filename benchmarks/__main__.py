@@ -119,8 +119,8 @@ def draw(results: Iterable[Result], file: Path) -> None:
     colours = ["tab:blue" if r.holds else "tab:red" for r in aimed]
     axes.barh(range(len(aimed)), shares, color=colours, xerr=list(zip(*errors)) if errors else None, ecolor="0.3")
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(aimed)), [f"{r.benchmark}: {r.what}" for r in aimed], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(aimed)), [f"{r.benchmark}: {r.what}, {r.unit}" for r in aimed], fontsize=8)
+    axes.set_ylim(len(aimed) - 0.5, -0.5)
     axes.set_xscale("log")
     axes.set_xlabel("measured / target (left of 1: it holds); bars: quartiles")
     figure.savefig(file, dpi=110)
