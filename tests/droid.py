@@ -19,7 +19,6 @@ import os
 import random
 import runpy
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -31,6 +30,7 @@ import torch
 
 from ddpshim import patching
 from tests.equivalence import DATA, ROOT, Run
+from tests.preloaded import start_afresh
 
 DROID, FORK = "droid_policy_learning/9a29c83", "yufengjin_droid_policy_learning/fdbdf4a"  # patch sets
 TREES = {DROID: "droid-9a29c83", FORK: "yufengjin-fdbdf4a"}  # sub-folders of DDPSHIM_UPSTREAM, beside octo and dlimp
@@ -173,23 +173,13 @@ def train(
     (folder / "config.json").write_text(json.dumps(config))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     given = ["--config", str(folder / "config.json")] if script == "train" else [f"load_from={folder}/config.json"]
-    ran = subprocess.run(
-        [sys.executable, *(torchrun if num_ranks else []), "-m", "tests.droid", str(folder), script, *given],
-        env={**environ_of(tree), **(environ or {})},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_DEADLINE_S,
-        check=False,
-    )
-    (folder / "output.txt").write_text(ran.stdout)
+    arguments = [*(torchrun if num_ranks else []), "-m", "tests.droid", str(folder), script, *given]
+    code, output = start_afresh(arguments, {**environ_of(tree), **(environ or {})}, folder, RUN_DEADLINE_S)
     files = [folder / f"observed_{rank}.pt" for rank in (range(num_ranks) if num_ranks else ["plain"])]
-    if check and (ran.returncode or "finished run successfully" not in ran.stdout):
-        raise RuntimeError(f"training in {folder} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
+    if check and (code or "finished run successfully" not in output):
+        raise RuntimeError(f"training in {folder} ended with {code}:\n{output[-6000:]}")
     observed = [torch.load(f, weights_only=False) for f in files if f.exists()]
-    return Run(observed, folder, ran.stdout, ran.returncode)
+    return Run(observed, folder, output, code)
 
 
 def environ_of(tree: Path) -> dict[str, str]:

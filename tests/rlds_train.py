@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import runpy
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from tests import droid, rlds
+from tests.preloaded import start_afresh
 
 RUN_DEADLINE_S = 1200
 NUM_EPOCHS = 2
@@ -70,26 +70,14 @@ def train(tree: Path, config: dict[str, Any], folder: Path, num_ranks: Optional[
     config = {**config, "train": {**config["train"], "output_dir": str(folder / "out")}}
     (folder / "config.json").write_text(json.dumps(config))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    ran = subprocess.run(
-        [sys.executable, *(torchrun if num_ranks else []), "-m", "tests.rlds_train", "--rank-of", str(folder)],
-        env={**droid.environ_of(tree), **environ},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_DEADLINE_S,
-        check=False,
-    )
-    (folder / "output.txt").write_text(ran.stdout)
-    if ran.returncode or "finished run successfully" not in ran.stdout:
-        raise RuntimeError(f"training in {folder} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
+    arguments = [*(torchrun if num_ranks else []), "-m", "tests.rlds_train", "--rank-of", str(folder)]
+    code, output = start_afresh(arguments, {**droid.environ_of(tree), **environ}, folder, RUN_DEADLINE_S)
+    if code or "finished run successfully" not in output:
+        raise RuntimeError(f"training in {folder} ended with {code}:\n{output[-6000:]}")
     ranks = range(num_ranks) if num_ranks else ["plain"]
     seen = [torch.load(folder / f"seen_{rank}.pt", weights_only=False) for rank in ranks]
-    epochs = [
-        json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in ran.stdout.split("\nTrain Epoch ")[1:]
-    ]
-    return Training(*map(list, zip(*seen)), [epoch["Loss"] for epoch in epochs], ran.stdout)  # type: ignore[arg-type]
+    epochs = [json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in output.split("\nTrain Epoch ")[1:]]
+    return Training(*map(list, zip(*seen)), [epoch["Loss"] for epoch in epochs], output)  # type: ignore[arg-type]
 
 
 def _be_a_rank(folder: str) -> None:
