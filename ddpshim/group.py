@@ -7,6 +7,7 @@ after `setup()` looks at the environment again.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import pickle
@@ -79,6 +80,14 @@ class World:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
+    def _peers(self) -> Any:
+        if self._control is None:
+            raise WorldError(
+                f"rank {self.rank} of {self.world_size} left its job with cleanup(); nobody answers a collective any "
+                "more. Call cleanup() last."
+            )
+        return self._control
+
     def barrier(self) -> None:
         """Wait until every rank is here; patient enough for side work on one rank (collective)."""
         if self.world_size > 1:
@@ -90,7 +99,7 @@ class World:
             return [value]
         out: list[Any] = [None] * self.world_size
         with meter.counted("communication"):
-            dist.all_gather_object(out, value, group=self._control)
+            dist.all_gather_object(out, value, group=self._peers())
         return out
 
     def broadcast(self, value: T, src: int = 0) -> T:
@@ -107,7 +116,7 @@ class World:
             return value
         box: list[Any] = [value]
         with meter.counted("communication"):
-            dist.broadcast_object_list(box, src=src, group=self._control)
+            dist.broadcast_object_list(box, src=src, group=self._peers())
         return box[0]  # type: ignore[no-any-return]
 
     def sum(self, value: Any) -> Any:
@@ -140,7 +149,7 @@ class World:
             return lambda deadline_s: [numbers]
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
-        work = dist.all_gather(everyones, mine, group=self._control, async_op=True)
+        work = dist.all_gather(everyones, mine, group=self._peers(), async_op=True)
 
         def result(deadline_s: float) -> list[list[int]]:
             work.wait(timedelta(seconds=deadline_s))
@@ -332,6 +341,9 @@ def cleanup() -> None:
     # In an adopted group the control group goes with the group that the user destroys.
     if _state.group is not None and _has_group() and dist.group.WORLD is _state.group:
         dist.destroy_process_group()
+        # gloo's threads end with the last reference to their group. One that lets go of its last message while Python
+        # ends wants the interpreter's lock, and aborts the process ("terminate called without an active exception").
+        object.__setattr__(made, "_control", None)
     _state.group = None
 
 
@@ -447,6 +459,8 @@ def _join(
     _call_the_roll(store, env, timeout_s)
     if backend is None:
         backend = _agree_on_backend(store, env, bound)
+    # Its default arguments are the group that is there when it is imported (by torch's DDP, for one), for good.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),

@@ -33,6 +33,7 @@ from ddpshim.group import World, current_or_new_world, new_group, on_cleanup, sp
 from ddpshim.transparent import BareModule, Transparent
 
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
+_HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
 
 _wrapped: weakref.WeakSet[DistributedModule] = weakref.WeakSet()
 
@@ -378,6 +379,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._handles.clear()
         guard.disown(self._reduced)
         self._reducer._remove_autograd_hooks()
+        for name in _HOLD_THE_GROUP & self.__dict__.keys():  # whose threads cleanup() ends
+            del self.__dict__[name]
 
     @property
     def is_armed(self) -> bool:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ddpshim import guard
 from ddpshim.errors import SyncError
 from ddpshim.parallel import BareModule, DataParallelModule, _Pass, _with_sync_batchnorm, best_bucket_cap_mb
 from ddpshim.transparent import portable_keys
+from tests.preloaded import environment, start_afresh
 from tests.ranks import RankFailure, run_ranks
 
 B, D_IN, D_OUT = 24, 6, 3  # global batch, observation and action dimensions
@@ -444,6 +446,37 @@ def _rank_cleans_up() -> list[float]:
 def test_after_cleanup_the_module_is_bare_again() -> None:
     first, second = run_ranks(_rank_cleans_up, 2)
     assert first != second
+
+
+_LEAVES = """
+import pathlib
+import torch
+import ddpshim
+
+def threads():
+    return [name.read_text().strip() for name in pathlib.Path("/proc/self/task").glob("*/comm")]
+
+world = ddpshim.setup()
+nets = [ddpshim.wrap_parallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))) for _ in range(2)]
+sum(net(torch.rand(3, 4)).sum() for net in nets).backward()
+assert [name for name in threads() if "gloo" in name], threads()
+ddpshim.cleanup()
+assert not [name for name in threads() if "gloo" in name], threads()
+try:
+    world.gather(0)
+except ddpshim.WorldError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads in /proc")
+def test_cleanup_ends_the_threads_of_gloo(tmp_path: Path) -> None:
+    """One that is alive when Python ends may abort a finished job; in an interpreter of its own, as imports matter."""
+    (tmp_path / "leaves.py").write_text(_LEAVES)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, 60)
+    assert code == 0, output
+    assert "rank 1 of 2 left its job with cleanup()" in output
 
 
 def _rank_leaves_a_network_out() -> list[torch.Tensor]:
