@@ -285,7 +285,7 @@ def _path_use(node: ast.AST, unit: Unit, depth: int = 0) -> str:
     for parent in unit.source.above(node):
         if isinstance(parent, ast.Call) and child is not parent.func:
             name = last_name(parent.func)
-            if _LOG_NAMES.match(name):
+            if _LOG_NAMES.match(name) or name.startswith("broadcast"):
                 return ""
             if name in _PATH_CALLS:
                 return text_of(parent, 40)

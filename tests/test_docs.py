@@ -1,0 +1,185 @@
+"""The guide, followed as a reader would: its commands are run and its diffs applied in their order, on two ranks."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import pytest
+import torch
+
+from ddpshim.group import World
+from tests.equivalence import copy_release, make_run_config
+from tests.preloaded import environment, kill_all_in
+
+ROOT = Path(__file__).parent.parent
+RELEASE = "0.3.0"
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_EXPECTED = re.compile(r"^(.*\S)\s+# exit code (\d+)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+
+
+def _section(title: str) -> list[Block]:
+    """The blocks of a section of MIGRATION.md."""
+    sections = re.split(r"^## ", (ROOT / "MIGRATION.md").read_text(), flags=re.MULTILINE)
+    (found,) = (section for section in sections if section.startswith(title))
+    return [Block(*match) for match in _BLOCK.findall(found)]
+
+
+def _run(commands: str, folder: Path, tree: Optional[Path] = None) -> str:
+    """What a shell prints that stops at the first command with another exit code than is written behind it."""
+    checked = _EXPECTED.sub(r"code=0; \1 || code=$?; [ $code = \2 ] || { echo exit code $code; exit 1; }", commands)
+    environ = environment(tree)
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
+    process = subprocess.Popen(
+        ["bash", "-e", "-u", "-o", "pipefail", "-c", checked],
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=240)
+    finally:
+        kill_all_in(folder)
+    assert process.returncode == 0, f"{commands}\nended with {process.returncode}:\n{said[-6000:]}"
+    return said
+
+
+def _apply(diff: str, source: str) -> str:
+    """`source` after the hunks of a diff, which `...` separates; each must fit in exactly one place."""
+    for hunk in diff.split("...\n"):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+        assert source.count(old) == 1, f"fits in {source.count(old)} places:\n{hunk}"
+        source = source.replace(old, new)
+    return source
+
+
+def _losses(said: str) -> list[float]:
+    """Of training and of validation in each epoch, as a trainer prints them."""
+    return [float(loss) for loss in re.findall(r"(?:loss|validation) ([\d.]+)", said)]
+
+
+def test_a_diff_that_does_not_fit_is_seen() -> None:
+    with pytest.raises(AssertionError, match="fits in 2 places"):
+        _apply("-a\n+b\n", "a\na\n")
+
+
+@pytest.mark.robomimic
+def test_robomimic_as_released(tmp_path: Path) -> None:
+    tree = copy_release(RELEASE, tmp_path, patched=False)
+    before = {path: path.read_bytes() for path in tree.rglob("*.py")}
+    make_run_config(tree, RELEASE, "bc", tmp_path, 3, 1).rename(tmp_path / "bc.json")
+    unedited, patched = (block.text for block in _section("1.") if block.language == "sh")
+    _run(unedited, tmp_path, tree)
+    _run(patched, tmp_path, tree)
+    assert len(list(tmp_path.glob("out/*/*/models/*.pth"))) == 3
+    assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
+
+
+@pytest.mark.robomimic
+def test_a_fork_of_robomimic(tmp_path: Path) -> None:
+    plain = copy_release(RELEASE, tmp_path, patched=False)
+    for name in ("fork", "pristine"):
+        shutil.copytree(plain, tmp_path / name)
+    edited = tmp_path / "fork" / "robomimic" / "scripts" / "train.py"
+    source = edited.read_text()
+    edited.write_text(source.replace("def train(config, device):", "print('my fork')\n\n\ndef train(config, device):"))
+    assert edited.read_text() != source
+    make_run_config(plain, RELEASE, "bc", tmp_path, 3, 1).rename(tmp_path / "bc.json")
+    status, merge, train = (block.text for block in _section("2.") if block.language == "sh")
+    assert "unknown   " in _run(status, tmp_path)
+    _run(merge, tmp_path)
+    merged = edited.read_text()
+    assert "print('my fork')" in merged
+    assert "ddpshim" in merged
+    assert "<<<<" not in merged
+    said = _run(train, tmp_path, tmp_path / "fork")
+    assert "ddpshim: world of 2" in said
+    assert "my fork" in said
+
+
+def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
+    source = (ROOT / "examples" / "migration" / "trainer.py").read_text()
+    (tmp_path / "trainer.py").write_text(source)
+    blocks = _section("3.")
+    to_do, then = (block.text for block in blocks if block.language == "sh")
+    assert "migration" in _run(to_do, tmp_path)
+    before = _losses(_run("python trainer.py", tmp_path))
+    for diff in (block.text for block in blocks if block.language == "diff"):
+        source = _apply(diff, source)
+    (tmp_path / "trainer.py").write_text(source)
+    alone, two_ranks, found = then.splitlines()
+    assert _losses(_run(alone, tmp_path)) == before
+    assert len(before) == len(_losses(_run(two_ranks, tmp_path))) == 6
+    _run(found, tmp_path)
+    (tmp_path / "by_hand.py").write_text((ROOT / "examples" / "migration" / "by_hand.py").read_text())
+    _a_migration_by_hand(tmp_path, [block.text for block in blocks if block.language == "diff"])
+
+
+def _a_migration_by_hand(folder: Path, steps: list[str]) -> None:
+    """Section 4, which goes on with what section 3 made."""
+    blocks = _section("4.")
+    *looks, compare = (block.text for block in blocks if block.language == "sh")
+    torchrun = "torchrun --standalone --nproc_per_node=2 by_hand.py --noise 0"
+    wrong = _losses(_run(torchrun, folder))
+    found = _run("\n".join(looks), folder)
+    for code in ("DDP102", "DDP203", "DDP206", "DDP301", "DDP401", "DDP405", "DDP503"):
+        assert code in found
+    one, two = (_losses(_run(command, folder)) for command in compare.splitlines())
+    assert len(one) == 6
+    assert two == pytest.approx(one, abs=2e-6)  # six digits are printed
+    assert set(wrong) & set(two) == set()
+    source = (folder / "by_hand.py").read_text()
+    (mend,) = (block.text for block in blocks if block.language == "diff")
+    for diff in (mend, *steps[3:]):
+        source = _apply(diff, source)
+    (folder / "by_hand.py").write_text(source)
+    assert _losses(_run(torchrun, folder)) == two
+
+
+def test_the_lines_on_checkpoints_run(tmp_path: Path) -> None:
+    (lines,) = (block.text for block in _section("The seeds of trouble") if "checkpoint.save(" in block.text)
+    policy = torch.nn.Linear(2, 2)
+    names: dict[str, Any] = {"policy": policy, "epoch": 3, "folder": tmp_path, "world": World()}
+    exec(lines, names)
+    assert names["newest"] == tmp_path / "epoch_3.pth"
+    assert torch.load(names["newest"])["epoch"] == 3
+
+
+def _texts() -> Iterator[str]:
+    """Each text in the library's sources, with a mark where a value is put in."""
+    for path in (ROOT / "ddpshim").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_the_guide_are_those_of_the_library() -> None:
+    page = (ROOT / "MIGRATION.md").read_text()
+    rows = page[page.index("Of ddpshim:") : page.index("Of torch, NCCL")].splitlines()
+    firsts = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
+    messages = [message for first in firsts for message in re.findall("`(.+?)`", first) if " " in message]
+    assert len(messages) == 20
+    texts = list(_texts())
+    for message in messages:
+        between_values = re.split(r"'[^']*'|\d+(?::\d+)?|\bX\b|\bPolicy\b|\b[A-Z_]{4,}=?|\.\.\.|\[|\]", message)
+        parts = [re.escape(part.strip()) for part in between_values]
+        pattern = re.compile(".*".join(part for part in parts if part), re.DOTALL)
+        assert any(map(pattern.search, texts)), message
