@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import ddpshim.robomimic as adapter
-from ddpshim.group import bind_device, world
+from ddpshim.devices import bind_device
+from ddpshim.group import world
 from ddpshim.launch import read_launch_env
 from ddpshim.loader import Enterable, ShardedLoader
 

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 import pickle
-import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from numbers import Integral, Real
 from typing import Any, Callable, Optional, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 
-from ddpshim import failure, meter, output
+from ddpshim import failure, meter, output, rendezvous
+from ddpshim.devices import agree_on_backend, bind_device, single_device
 from ddpshim.errors import LaunchError, OptionsError, WorldError
-from ddpshim.launch import LaunchEnv, check_port, read_launch_env, read_num_restarts
+from ddpshim.launch import LaunchEnv, read_launch_env, read_num_restarts
 from ddpshim.options import Options, names
+from ddpshim.reduction import reduce, to_cpu
 from ddpshim.streams import derive_seed, seed_everything
 
 T = TypeVar("T")
@@ -125,11 +123,11 @@ class World:
         Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64.
         Raises WorldError where ranks hold different keys or shapes, or something that does not add.
         """
-        return _reduce(self.gather(_to_cpu(value)), mean=False, like=value)
+        return reduce(self.gather(to_cpu(value)), mean=False, like=value)
 
     def mean(self, value: Any) -> Any:
         """The mean over ranks (collective); see `sum`. A mean of integers is a float."""
-        return _reduce(self.gather(_to_cpu(value)), mean=True, like=value)
+        return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
     def count(self, name: str, by: int = 0) -> int:
         """What all ranks have added to the counter `name` so far, `by` included. Local: waits for nobody.
@@ -211,7 +209,6 @@ class _State:
     left: Optional[World] = None  # the world that cleanup() left: its rank is still true
     group: Any = None  # the default group, where setup() made it
     store: Any = None  # of this world alone
-    root_store: Any = None  # (address, store), kept after cleanup(): a server must outlive its clients
     num_worlds: int = 0
     timeout: Optional[timedelta] = None  # of training collectives, where setup() made the group
     rng_is_split: bool = False
@@ -237,7 +234,7 @@ def world() -> World:
             "ddpshim.world() before ddpshim.setup(), in a process that a launcher started; every rank would take "
             "itself for rank 0 of 1. Call ddpshim.setup() first."
         )
-    return World(device=_single_device())
+    return World(device=single_device())
 
 
 def has_world() -> bool:
@@ -300,7 +297,7 @@ def setup(
         if env.is_launched:
             made = replace(_join(env, backend or options.backend, device, timeout_s, side_timeout_s), options=options)
         else:
-            made = World(device=_single_device(device), options=options)
+            made = World(device=single_device(device), options=options)
             if env.in_allocation:
                 print(f"ddpshim: {env.reason}", file=sys.stderr, flush=True)
     _check_same_options(made)
@@ -372,24 +369,6 @@ def on_cleanup(callback: Callable[[], None]) -> None:
     _state.on_cleanup.callback(callback)
 
 
-def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
-    """The backend for ranks that compute on these GPUs (identity, or None for the CPU), and why not nccl.
-
-    >>> choose_backend(["a:0", "a:1"])
-    ('nccl', None)
-    >>> choose_backend(["a:0", "a:0"])
-    ('gloo', '2 ranks share 1 GPU')
-    """
-    on_gpu = [gpu for gpu in gpus if gpu is not None]
-    if not on_gpu:
-        return "gloo", None
-    if len(on_gpu) < len(gpus):
-        return "gloo", f"{len(gpus) - len(on_gpu)} of {len(gpus)} ranks have no GPU"
-    if len(set(on_gpu)) < len(on_gpu):
-        return "gloo", f"{len(on_gpu)} ranks share {len(set(on_gpu))} GPU{'s' * (len(set(on_gpu)) > 1)}"
-    return "nccl", None
-
-
 def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -455,10 +434,9 @@ def _join(
         )
     _state.num_worlds += 1
     # A second world finds the first one's keys in the store, and must not take them for its own.
-    store = dist.PrefixStore(f"ddpshim/{_state.num_worlds}", _rendezvous(env, timedelta(seconds=timeout_s)))
-    _call_the_roll(store, env, timeout_s)
+    store = rendezvous.meet(env, f"ddpshim/{_state.num_worlds}", timeout_s)
     if backend is None:
-        backend = _agree_on_backend(store, env, bound)
+        backend = agree_on_backend(store, env.rank, env.world_size, bound)
     # Its default arguments are the group that is there when it is imported (by torch's DDP, for one), for good.
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
@@ -481,143 +459,6 @@ def _join(
         launcher=env.launcher,
         _control=control,
     )
-
-
-def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
-    """The store through which the ranks of this job find each other; the same one again after `cleanup`."""
-    if env.world_size == 1 and not env.agent_store:
-        return dist.HashStore()  # nobody to meet, and no port to take
-    address = (env.master_addr, env.master_port, env.rank, env.world_size)
-    if _state.root_store is None or _state.root_store[0] != address:
-        check_port(env)
-        where = str(env.master_addr), int(env.master_port or 0)
-        serves = env.rank == 0 and not env.agent_store
-        try:
-            if env.launcher == "torchrun" and env.agent_store:
-                # Follows torchrun's restarts.
-                store = next(dist.rendezvous("env://", timeout=timeout))[0]
-            else:
-                # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
-                # It does not wait for the others: `_call_the_roll` does, and can say who is missing.
-                store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
-        except RuntimeError as error:
-            raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
-        _state.root_store = address, _of_this_start(store, env, timeout)
-    _state.root_store[1].set_timeout(timeout)
-    return _state.root_store[1]
-
-
-def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
-    """`store` under a prefix that only the ranks of this start know; rank 0 tells it to each of them.
-
-    torchrun's agent keeps one store over all its restarts, and new ranks would take the addresses of dead ones from
-    it. Its count of restarts is no help: each node has its own.
-    """
-    if not env.agent_store:
-        return store
-    mine, end = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
-    if env.rank > 0:
-        store.set(f"ddpshim/hello/{env.rank}", mine)
-        store.wait([f"ddpshim/answer/{mine}"], timeout)
-        prefix = store.get(f"ddpshim/answer/{mine}").decode()
-        store.set(f"ddpshim/heard/{prefix}/{mine}", "")
-        return dist.PrefixStore(prefix, store)
-    for rank in range(1, env.world_size):
-        is_heard = False
-        while not is_heard:
-            store.wait([f"ddpshim/hello/{rank}"], timedelta(seconds=max(0.1, end - time.monotonic())))
-            theirs = store.get(f"ddpshim/hello/{rank}").decode()  # perhaps of a rank that is dead, and will not hear
-            store.set(f"ddpshim/answer/{theirs}", mine)
-            patience = 0.5 if time.monotonic() < end else 0.0
-            with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
-                store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
-                is_heard = True
-    return dist.PrefixStore(mine, store)
-
-
-def _nobody_answers(env: LaunchEnv, timeout_s: float, error: RuntimeError) -> str:
-    where = f"MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port}"
-    said = str(error).splitlines()[0][:160]
-    return (
-        f"nobody answers at {where}, where rank {env.rank} of {env.world_size} has to meet the others (waited for up "
-        f"to {timeout_s:g} s; {said}); it cannot train alone. Look whether rank 0 started, and whether all ranks have "
-        "its address."
-    )
-
-
-def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
-    """Wait until every rank of the job is here (collective).
-
-    Raises LaunchError, on all that are here, where one was told another number of ranks, or where some do not come.
-    """
-    store.set(f"here/{env.rank}", socket.gethostname())
-    num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
-    first = store.compare_set("first", "", me).decode()
-    if first.partition(" ")[0] != me.partition(" ")[0]:
-        # The key for which all wait: those that came before hear of it as well.
-        store.set("complete", f"{first}, but {me}: each would wait for ranks that the other does not know of")
-    elif num_here == env.world_size:
-        store.set("complete", "")
-    try:
-        store.wait(["complete"], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [rank for rank in range(env.world_size) if not failure.is_there(store, f"here/{rank}")]
-        ranks = (
-            f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} {'are' if missing[1:] else 'is'} missing"
-        )
-        raise LaunchError(
-            f"{env.world_size - len(missing)} of {env.world_size} ranks came within {timeout_s:g} s; {ranks}, and the "
-            "others cannot train without. Look why they did not start, or give them longer (DDPSHIM_TIMEOUT_S)."
-        ) from error
-    wrong = store.get("complete").decode()
-    if wrong:
-        raise LaunchError(f"{wrong}. Start every rank with the same number of ranks.")
-
-
-def _agree_on_backend(store: Any, env: LaunchEnv, device: torch.device) -> str:
-    """Every rank tells its GPU through the store, so that all come to the same decision."""
-    store.set(f"gpu/{env.rank}", pickle.dumps(_gpu_identity(device)))
-    gpus = [pickle.loads(store.get(f"gpu/{rank}")) for rank in range(env.world_size)]
-    backend, reason = choose_backend(gpus)
-    if reason is not None and env.rank == 0:
-        print(f"ddpshim: {reason}: gloo instead of nccl", file=sys.stderr, flush=True)
-    return backend
-
-
-def _gpu_identity(device: torch.device) -> Optional[str]:
-    """A name for the physical GPU that is the same in every process that sees it."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{visible}[{device.index}]')}"
-
-
-def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None] = None) -> torch.device:
-    """The rank's device, made current before anything else touches CUDA. Local.
-
-    Raises LaunchError where `device` is a GPU and torch sees none.
-    """
-    wanted = torch.device(device) if device is not None else None
-    if wanted is not None and wanted.type != "cuda":
-        return wanted
-    if not torch.cuda.is_available():
-        if wanted is not None:
-            raise LaunchError(
-                f"device={str(wanted)!r} but torch sees no GPU on rank {rank}; the first tensor would fail. "
-                "Drop device= to compute on the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
-            )
-        return torch.device("cpu")
-    asked = wanted.index if wanted is not None else None
-    index = asked if asked is not None else local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _single_device(device: Union[str, torch.device, None] = None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _adopt(device: Union[str, torch.device, None], side_timeout_s: float) -> World:
@@ -644,55 +485,3 @@ def _adopt(device: Union[str, torch.device, None], side_timeout_s: float) -> Wor
         launcher="adopted",
         _control=control,
     )
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    return value
-
-
-def _reduce(values: list[Any], mean: bool, like: Any) -> Any:
-    """Add or average one value of each rank, keeping the type of `like`."""
-    first = values[0]
-    if any(isinstance(value, Mapping) for value in values):
-        keys = [set(value) if isinstance(value, Mapping) else {type(value)} for value in values]
-        for rank, other in enumerate(keys):
-            if other != keys[0] or not isinstance(values[rank], Mapping):
-                raise WorldError(
-                    f"ranks reduce mappings with different keys (rank 0 and rank {rank} differ in "
-                    f"{sorted(map(str, other ^ keys[0]))}); their numbers would not belong together. "
-                    "Log the same keys on every rank."
-                )
-        return {key: _reduce([value[key] for value in values], mean, like[key]) for key in like}
-    if isinstance(first, torch.Tensor):
-        if any(not isinstance(v, torch.Tensor) or v.shape != first.shape for v in values):
-            raise WorldError(
-                f"ranks reduce tensors of different shapes ({[tuple(getattr(v, 'shape', ())) for v in values]}); "
-                "broadcasting would invent numbers. Reduce equal shapes."
-            )
-        if not any(v.is_complex() for v in values):
-            is_float = any(v.is_floating_point() for v in values)
-            total = torch.stack([v.to(torch.float64 if is_float else torch.int64) for v in values]).sum(0)
-            if mean:
-                total = total.double() / len(values)
-            return total.to(like.device, like.dtype if like.is_floating_point() else total.dtype)
-    if all(isinstance(v, Integral) for v in values):
-        added = sum(int(v) for v in values)
-        return added / len(values) if mean else added
-    if all(isinstance(v, Real) for v in values):
-        added_float = _sum_of_floats([float(v) for v in values])
-        return added_float / len(values) if mean else added_float
-    raise WorldError(
-        f"cannot add values of type {sorted({type(v).__name__ for v in values})} over ranks; the result would be "
-        "meaningless. Pass numbers, tensors or mappings of these, or use gather()."
-    )
-
-
-def _sum_of_floats(values: list[float]) -> float:
-    try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):  # infinities: a loss that exploded is to be seen, not to end the job
-        return float(sum(values))

@@ -549,7 +549,12 @@ def _check_same_structure(module: nn.Module, here: World) -> None:
 
 def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
     """Make all parameters and buffers the main rank's, frozen ones included (collective)."""
-    _broadcast([t.detach() for t in (*module.parameters(), *module.buffers())], process_group)
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for same in by_kind.values():
+        dist._broadcast_coalesced(group, same, _BUFFER_BUCKET_BYTES, 0)
 
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
@@ -557,13 +562,3 @@ def average(tensor: torch.Tensor) -> torch.Tensor:
     total = tensor.detach().clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
-
-
-def _broadcast(tensors: list[torch.Tensor], process_group: Any) -> None:
-    """Overwrite `tensors` with those of the group's first rank, many in one message (collective)."""
-    group: Any = process_group if process_group is not None else dist.group.WORLD
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in by_kind.values():
-        dist._broadcast_coalesced(group, same, _BUFFER_BUCKET_BYTES, 0)

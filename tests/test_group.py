@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim import LaunchError, World, WorldError, cleanup, group, setup
-from ddpshim.group import choose_backend
+from ddpshim import LaunchError, World, WorldError, cleanup, group, rendezvous, setup
+from ddpshim.devices import choose_backend
 from tests.preloaded import preloaded
 from tests.ranks import RankFailure, _server, free_port, run_ranks
 
@@ -44,6 +44,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setattr(group, "_state", group._State())
+    monkeypatch.setattr(rendezvous, "_state", rendezvous._State())
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     yield
     cleanup()
@@ -205,7 +206,7 @@ def test_device_is_bound_before_all_else(
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
     for name in ("init", "_lazy_init", "current_device", "get_device_properties", "manual_seed_all"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: seen.append(name))
-    monkeypatch.setattr(group, "_rendezvous", stop)
+    monkeypatch.setattr(rendezvous, "meet", stop)
     with pytest.raises(_Stop):
         setup(rank=2, world_size=4, local_rank=2, local_world_size=4, master_addr="h", master_port=9, device=device)
     assert seen == [bound, "rendezvous"]

@@ -31,6 +31,9 @@ ROOMS = [
     "background",
     "machine",
     "advice",
+    "reduction",
+    "devices",
+    "rendezvous",
     "group",
     "node_memory",
     "transparent",
@@ -179,6 +182,7 @@ def test_public_names() -> None:
 
 
 EXAMPLES = [
+    "devices",
     "group",
     "options",
     "streams",

@@ -1,0 +1,78 @@
+"""The device that a rank computes on, and the backend that all ranks' devices allow."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+from typing import Any, Optional, Union
+
+import torch
+
+from ddpshim.errors import LaunchError
+
+
+def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
+    """The backend for ranks that compute on these GPUs (identity, or None for the CPU), and why not nccl.
+
+    >>> choose_backend(["a:0", "a:1"])
+    ('nccl', None)
+    >>> choose_backend(["a:0", "a:0"])
+    ('gloo', '2 ranks share 1 GPU')
+    """
+    on_gpu = [gpu for gpu in gpus if gpu is not None]
+    if not on_gpu:
+        return "gloo", None
+    if len(on_gpu) < len(gpus):
+        return "gloo", f"{len(gpus) - len(on_gpu)} of {len(gpus)} ranks have no GPU"
+    if len(set(on_gpu)) < len(on_gpu):
+        return "gloo", f"{len(on_gpu)} ranks share {len(set(on_gpu))} GPU{'s' * (len(set(on_gpu)) > 1)}"
+    return "nccl", None
+
+
+def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.device) -> str:
+    """Every rank tells its GPU through the store, so that all come to the same decision (collective)."""
+    store.set(f"gpu/{rank}", pickle.dumps(_gpu_identity(device)))
+    gpus = [pickle.loads(store.get(f"gpu/{other}")) for other in range(world_size)]
+    backend, reason = choose_backend(gpus)
+    if reason is not None and rank == 0:
+        print(f"ddpshim: {reason}: gloo instead of nccl", file=sys.stderr, flush=True)
+    return backend
+
+
+def _gpu_identity(device: torch.device) -> Optional[str]:
+    """A name for the physical GPU that is the same in every process that sees it."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{visible}[{device.index}]')}"
+
+
+def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None] = None) -> torch.device:
+    """The rank's device, made current before anything else touches CUDA. Local.
+
+    Raises LaunchError where `device` is a GPU and torch sees none.
+    """
+    wanted = torch.device(device) if device is not None else None
+    if wanted is not None and wanted.type != "cuda":
+        return wanted
+    if not torch.cuda.is_available():
+        if wanted is not None:
+            raise LaunchError(
+                f"device={str(wanted)!r} but torch sees no GPU on rank {rank}; the first tensor would fail. "
+                "Drop device= to compute on the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
+            )
+        return torch.device("cpu")
+    asked = wanted.index if wanted is not None else None
+    index = asked if asked is not None else local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def single_device(device: Union[str, torch.device, None] = None) -> torch.device:
+    """The device of a program that nobody launched: the first GPU where there is one. Local."""
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
