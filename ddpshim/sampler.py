@@ -321,7 +321,22 @@ def _unpack(message: Any) -> Indices:
     return order
 
 
-class ShardedSampler(Sampler[Any]):
+class _Epochs:
+    """What the samplers of one rank know of epochs."""
+
+    epochs: EpochCounter
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass that runs, or of the first one to come."""
+        return self.epochs.current
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass use `epoch`, and those after it the epochs that follow. Local."""
+        self.epochs.set(epoch)
+
+
+class ShardedSampler(_Epochs, Sampler[Any]):
     """One rank's indices, in the order of the current epoch.
 
     `len()` is the number of samples of this rank in a pass. Iterating gives the pass that :meth:`begin`
@@ -343,15 +358,6 @@ class ShardedSampler(Sampler[Any]):
         self.epochs = epochs if epochs is not None else EpochCounter()
         self._order = order
         self._drawn: Optional[Indices] = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
-        return self.epochs.current
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass use `epoch`, and those after it the epochs that follow. Local."""
-        self.epochs.set(epoch)
 
     def begin(self, epoch: int) -> None:
         """Draw the order of `epoch`. Collective where it is that of the user's sampler."""
@@ -395,7 +401,7 @@ class ShardedBatchSampler(Sampler[list[Any]]):
         return self.sampler.num_steps()
 
 
-class SplitBatchSampler(Sampler[list[Any]]):
+class SplitBatchSampler(_Epochs, Sampler[list[Any]]):
     """One rank's share of each batch of the user's batch sampler: every W-th index, from the r-th on.
 
     Each batch that `order` draws is a global batch. [[0, 1, 2, 3]], 2 ranks: rank 1 sees [[1, 3]].
@@ -407,15 +413,6 @@ class SplitBatchSampler(Sampler[list[Any]]):
         self._rank = rank
         self._world_size = world_size
         self._batches: Optional[list[list[Any]]] = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
-        return self.epochs.current
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass use `epoch`, and those after it the epochs that follow. Local."""
-        self.epochs.set(epoch)
 
     def begin(self, epoch: int) -> None:
         """Draw the batches of `epoch`. Collective.

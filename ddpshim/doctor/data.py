@@ -201,7 +201,7 @@ def no_set_epoch(case: Case) -> Iterator[Hit]:
             continue
         if case.is_handled_by("accelerate") and "torch" not in unit.source.qualified(call.func):
             continue
-        if not _is_library_class(call, unit, case):
+        if not _is_own_class(call, unit, case):
             yield Hit(
                 unit,
                 call,
@@ -210,7 +210,7 @@ def no_set_epoch(case: Case) -> Iterator[Hit]:
             )
 
 
-def _is_library_class(call: ast.Call, unit: Unit, case: Case) -> bool:
+def _is_own_class(call: ast.Call, unit: Unit, case: Case) -> bool:
     """Whether the sampler's class is the project's own, which may advance by itself."""
     return isinstance(case.tree.defined(call.func, unit.source), tuple)
 
@@ -234,15 +234,15 @@ def loader_without_share(case: Case) -> Iterator[Hit]:
                 continue
             if case.is_distributed and not found & {"sampler", "none"}:
                 continue  # what it is cannot be said
-            what = f"{text_of(sampler, 40)} draws for one process"
+            what = f"The sampler {text_of(sampler, 40)} draws for one process"
         else:
-            what = f"no sampler shares {text_of(dataset, 40)} out"
+            what = f"No sampler shares {text_of(dataset, 40)} out"
         if not case.on_every_rank(call, unit) or case.meaning.depends_on_launch(call, unit):
             continue
         yield Hit(
             unit,
             call,
-            f"{what[0].upper()}{what[1:]}: every rank reads all of the data, and an epoch costs as long as on one.",
+            f"{what}: every rank reads all of the data, and an epoch costs as long as on one.",
         )
 
 
