@@ -127,6 +127,30 @@ def draw(results: Iterable[Result], file: Path) -> None:
     plt.close(figure)
 
 
+def overview(results: Iterable[Result], file: Path) -> None:
+    """The same in small: a row for each benchmark, a dot for each of its targets."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    aimed = [r for r in results if r.holds is not None and r.value == r.value]
+    rows = list(dict.fromkeys(r.benchmark for r in aimed))
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
+    for holds, colour, meaning in ((True, "tab:blue", "holds"), (False, "tab:red", "does not hold")):
+        dots = [(_share(r, r.value), rows.index(r.benchmark)) for r in aimed if r.holds is holds]
+        label = f"{len(dots)} of {len(aimed)} targets: {meaning}"
+        axes.scatter(*zip(*dots) if dots else ((), ()), color=colour, alpha=0.6, label=label)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.set_xlabel("measured / target (left of the line: it holds)")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
 def _share(result: Result, value: float) -> float:
     if result.at_most is not None:
         return value / result.at_most if result.at_most else float("inf")
@@ -156,6 +180,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     kept = [result for run in runs.values() for result in _results(run)]
     file.with_suffix(".md").write_text(page(runs), encoding="utf-8")
     draw(kept, file.with_suffix(".png"))
+    overview(kept, args.out / "benchmarks_overview.png")
     aimed = [result for result in kept if result.holds is not None]
     print(f"{sum(bool(result.holds) for result in aimed)} of {len(aimed)} targets hold; {file.with_suffix('.md')}")
     return int(not all(result.holds for result in aimed))

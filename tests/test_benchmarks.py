@@ -71,6 +71,7 @@ def test_a_benchmark_that_fails_is_a_target_that_does_not_hold(tmp_path: Path) -
     assert found.holds is False
     assert found.note == "FAILED: exit code 1"
     front.draw([found, Result("b", "w", 1.0, "", at_most=1.0)], tmp_path / "a.png")
+    front.overview([found, Result("b", "w", 2.0, "", at_most=1.0)], tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

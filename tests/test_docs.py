@@ -185,3 +185,24 @@ def test_the_messages_of_the_guide_are_those_of_the_library() -> None:
         parts = [re.escape(part.strip()) for part in between_values]
         pattern = re.compile(".*".join(part for part in parts if part), re.DOTALL)
         assert any(map(pattern.search, texts)), message
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.md") if not p.relative_to(ROOT).parts[0].startswith(".")),
+)
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / page
+    for target in re.findall(r"\]\(([^)\s]+)\)", here.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (here.parent / path).resolve() if path else here
+        assert there.exists(), target
+        assert not anchor or anchor in _anchors(there), target
