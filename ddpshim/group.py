@@ -26,7 +26,7 @@ from ddpshim.errors import LaunchError, OptionsError, WorldError
 from ddpshim.launch import LaunchEnv, read_launch_env, read_num_restarts
 from ddpshim.options import Options, names
 from ddpshim.reduction import reduce, to_cpu
-from ddpshim.streams import derive_seed, seed_everything
+from ddpshim.streams import derive_seed, seed_everything, seed_own_streams
 
 T = TypeVar("T")
 
@@ -354,7 +354,7 @@ def split_random_streams() -> None:
     if _state.rng_is_split or not here.is_launched:
         return
     base = here.seed if here.seed is not None else torch.initial_seed()
-    seed_everything(derive_seed(base, "rank", here.rank))
+    seed_own_streams(derive_seed(base, "rank", here.rank))
     _state.rng_is_split = True
 
 

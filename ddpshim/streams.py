@@ -33,13 +33,39 @@ def derive_seed(seed: int, *scope: Union[int, str]) -> int:
 def shared_random_streams(seed: int) -> Iterator[None]:
     """Inside, all ranks draw alike from `seed`; afterwards each goes on where it was. Local.
 
-    For a network that has to be built after `wrap_parallel` gave every rank streams of its own.
+    For a network that has to be built after `wrap_parallel` gave every rank streams of its own. Where the first
+    `wrap_parallel` of the process is inside, each rank draws from its own stream afterwards.
     """
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=gpus), PrivateRandom(seed).swapped_in():
-        if gpus:
-            torch.cuda.manual_seed_all(seed)
-        yield
+    _shared.depth += 1
+    try:
+        with torch.random.fork_rng(devices=gpus), PrivateRandom(seed).swapped_in():
+            if gpus:
+                torch.cuda.manual_seed_all(seed)
+            yield
+    finally:
+        _shared.depth -= 1
+        if not _shared.depth and _shared.own_seed is not None:
+            own_seed, _shared.own_seed = _shared.own_seed, None
+            seed_everything(own_seed)
+
+
+def seed_own_streams(seed: int) -> None:
+    """Seed what this rank draws outside of `shared_random_streams`; where one is open, when it ends. Local."""
+    if _shared.depth:
+        _shared.own_seed = seed
+    else:
+        seed_everything(seed)
+
+
+class _Shared:
+    """The scopes of `shared_random_streams` that are open, and what their end would undo."""
+
+    depth = 0
+    own_seed: Optional[int] = None
+
+
+_shared = _Shared()
 
 
 class PrivateRandom:

@@ -238,7 +238,8 @@ def test_the_comparison_makes_nobody_wait() -> None:
 
 def _rank_seeds(how: str) -> None:
     here = ddpshim.world()
-    net = ddpshim.wrap_parallel(_net())
+    with ddpshim.shared_random_streams(7) if how == "shared at first" else contextlib.nullcontext():
+        net = ddpshim.wrap_parallel(_net())
     if how == "alike":
         torch.manual_seed(7)
     elif how == "restored":
@@ -258,7 +259,7 @@ def test_equal_noise_is_an_error(how: str) -> None:
         run_ranks(_rank_seeds, 2, how)
 
 
-@pytest.mark.parametrize("how", ["by rank", "shared for a while"])
+@pytest.mark.parametrize("how", ["by rank", "shared for a while", "shared at first"])
 def test_noise_that_differs_passes(how: str) -> None:
     run_ranks(_rank_seeds, 2, how)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpshim.streams import PrivateRandom, derive_seed, seed_everything, shared_random_streams
+from ddpshim.streams import PrivateRandom, derive_seed, seed_everything, seed_own_streams, shared_random_streams
 
 
 def _states() -> tuple[Any, ...]:
@@ -55,6 +55,22 @@ def test_shared_streams_leave_no_trace(seed: int) -> None:
     with pytest.raises(KeyError), shared_random_streams(seed):
         raise KeyError(_draw())
     assert _states() == before
+
+
+def test_a_rank_that_gets_its_own_stream_inside_a_shared_one_has_it_afterwards() -> None:
+    seed_own_streams(3)
+    own = _draw()
+    with shared_random_streams(7):
+        alike = _draw()
+    with shared_random_streams(7):
+        with shared_random_streams(8):
+            seed_own_streams(3)
+        assert _draw() == alike
+    assert _draw() == own
+    left = _states()
+    with shared_random_streams(7):
+        _draw()
+    assert _states() == left
 
 
 def test_a_private_stream_goes_on_where_it_was() -> None:
