@@ -1,14 +1,15 @@
 """Which Pythons and torches the library works with: `python -m tests.matrix`, which writes docs/supported.md.
 
-For each Python that is on this machine, one environment with the oldest torch that ddpshim asks for and that has a wheel
-for it, and one with the newest. The built wheel is installed there, and the tests of the source distribution that need
-nothing else run against it, in a folder without the sources of the library. It needs uv, a package index, and room for ten
-torches; environments are removed, what was downloaded stays in uv's cache.
+For each Python that is on this machine, an environment with the oldest torch that ddpshim admits and that has a wheel
+for it, and one with the newest. The built wheel is installed there, and tests of the source distribution run against
+it, in a folder without the sources of the library. It needs uv, a package index and 40 GB: environments are removed,
+what was downloaded stays in uv's cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -17,7 +18,6 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -47,8 +47,8 @@ DEADLINE_S = 3600
 HEAD = [
     "# Pythons and torches that were tried",
     "",
-    "Written by `python -m tests.matrix`: the wheel in a fresh environment, and of the source distribution's tests those of",
-    f"{', '.join(TESTS)}. On CPUs, through gloo. What is not here was not tried.",
+    "Written by `python -m tests.matrix`: the wheel in a fresh environment, tried by these tests of the source",
+    f"distribution: {', '.join(TESTS)}. On CPUs, through gloo; skipped is what needs robomimic or other packages.",
     "",
     "| Python | torch | version | numpy | passed | skipped | failed | minutes | tried on |",
     "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
@@ -97,7 +97,7 @@ def main() -> int:
     return int(num_failed > 0)
 
 
-@contextmanager
+@contextlib.contextmanager
 def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
     """The interpreter of a new environment with the wheel, torch and what the tests need. Raises CannotInstall."""
     base = find(python)
@@ -106,10 +106,10 @@ def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f"matrix-{python}-{end}-") as folder:
         interpreter = Path(folder, "bin", "python")
         _run("uv", "venv", "-q", "--allow-existing", "--python", str(base), folder)
-        install = ("uv", "pip", "install", "-q", "--python", str(interpreter), "--only-binary", ":all:")
-        # The oldest numpy as well: torch before 2.3 does not work with numpy 2.
-        asked = ("-r", str(ROOT / "pyproject.toml"), "numpy>=1.24")
-        _run(*install, "--resolution", ENDS[end], *asked)
+        install = ("uv", "pip", "install", "-q", "--python", str(interpreter))
+        # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both as wheels or not at all.
+        wheels = ("--only-binary", "torch", "--only-binary", "numpy", "--resolution", ENDS[end])
+        _run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), "numpy>=1.24")
         _run(*install, str(wheel), "pytest", "pytest-xdist")
         yield interpreter
 
@@ -136,13 +136,12 @@ def try_in(interpreter: Path, source_distribution: Path) -> Tried:
         shutil.rmtree(sources / "ddpshim")
         installed = "import importlib.util; print(importlib.util.find_spec('ddpshim').origin)"
         (sources / "ddpshim").symlink_to(Path(_run(str(interpreter), "-c", installed).strip()).parent)
-        files = [f"tests/test_{name}.py" for name in TESTS]
         report = Path(folder, "report.xml")
-        command = [str(interpreter), "-m", "pytest", "-q", "--durations=10", "-n", "2", f"--junitxml={report}"]
+        files = [f"tests/test_{name}.py" for name in TESTS]
+        command = [str(interpreter), "-m", "pytest", "-q", "--durations=10", f"--junitxml={report}", *files]
         start = time.monotonic()
-        subprocess.run(
-            [*command, "--dist", "loadfile", *files], cwd=sources, env=_environ(), timeout=DEADLINE_S, check=False
-        )
+        parallel = ("-n", "2", "--dist", "loadfile")
+        subprocess.run([*command, *parallel], cwd=sources, env=_environ(), timeout=DEADLINE_S, check=False)
         minutes = (time.monotonic() - start) / 60
         cases = list(ElementTree.parse(report).iter("testcase"))
     skipped = [case for case in cases if case.find("skipped") is not None]

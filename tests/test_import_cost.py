@@ -1,4 +1,4 @@
-"""What importing ddpshim loads."""
+"""What importing ddpshim loads; how long it takes is measured by `python -m benchmarks.import_cost`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ CODE = """
 import sys, torch
 before = set(sys.modules)
 import ddpshim
-alone = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(set(sys.modules) - before))
 for name in ddpshim.__all__:
     getattr(ddpshim, name)
-print(sorted(alone))
 print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_all_public_names_load_neither_dynamo_nor_fsdp_nor_anything_foreign() -> None:
+def test_no_public_name_loads_dynamo_fsdp_or_anything_foreign() -> None:
     ran = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=True)
-    alone, loaded = ran.stdout.splitlines()
-    assert alone == "['ddpshim']"
-    names = loaded.split()
-    assert "ddpshim.parallel" in names
-    assert [name for name in names if name.startswith(("torch._dynamo", "torch.distributed.fsdp"))] == []
-    assert {name.partition(".")[0] for name in names} <= {"ddpshim", "torch", *sys.stdlib_module_names}
+    alone, all_names = (line.split() for line in ran.stdout.splitlines())
+    assert alone == ["ddpshim", "ddpshim.errors"]
+    assert "ddpshim.parallel" in all_names
+    foreign = {name.partition(".")[0] for name in all_names} - {"ddpshim", *_standard_library()}
+    assert foreign <= {"torch"}
+    assert [name for name in all_names if name.startswith(("torch._dynamo", "torch.distributed.fsdp"))] == []
+
+
+def _standard_library() -> frozenset[str]:
+    # Python 3.9 does not say: there, what is loaded of it today.
+    return getattr(sys, "stdlib_module_names", frozenset({"hmac", "secrets"}))
