@@ -12,12 +12,13 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -26,32 +27,18 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
 ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
-TESTS = (
-    "group",
-    "parallel",
-    "guard",
-    "sampler",
-    "sharding",
-    "loader",
-    "streams",
-    "checkpoint",
-    "resume",
-    "options",
-    "launch",
-    "slurm",
-    "patching",
-    "doctor",
-    "import_cost",
-)
+QUICK = ("group", "parallel", "guard", "sampler", "loader", "streams", "import_cost")
+MORE = ("sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "doctor")
 DEADLINE_S = 3600
 HEAD = [
     "# Pythons and torches that were tried",
     "",
-    "Written by `python -m tests.matrix`: the wheel in a fresh environment, tried by these tests of the source",
-    f"distribution: {', '.join(TESTS)}. On CPUs, through gloo; skipped is what needs robomimic or other packages.",
+    "Written by `python -m tests.matrix`: the wheel in a fresh environment, tried by these files of the source",
+    f"distribution's tests: {', '.join(QUICK)}; where it says *all*, also {', '.join(MORE)}.",
+    "On CPUs, through gloo; skipped is what needs robomimic or other packages. No row: not tried.",
     "",
-    "| Python | torch | version | numpy | passed | skipped | failed | minutes | tried on |",
-    "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+    "| Python | torch | version | numpy | tests | passed | skipped | failed | minutes | tried on |",
+    "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
 ]
 
 
@@ -77,7 +64,10 @@ def main() -> int:
     parser.add_argument("--python", choices=PYTHONS, action="append", help="only this one; lines of others are kept")
     parser.add_argument("--torch", choices=ENDS, action="append", help="only this one; lines of others are kept")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "supported.md")
+    parser.add_argument("--quick", action="store_true", help="without the tests that take longest")
     arguments = parser.parse_args()
+    names = QUICK if arguments.quick else QUICK + MORE
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would tests
     lines = _lines(arguments.out)
     num_failed = 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
@@ -86,11 +76,13 @@ def main() -> int:
             for end in arguments.torch or ENDS:
                 try:
                     with environment(python, end, next(Path(folder).glob("*.whl"))) as interpreter:
-                        tried = try_in(interpreter, next(Path(folder).glob("*.tar.gz")))
+                        tried = try_in(interpreter, next(Path(folder).glob("*.tar.gz")), names)
                     num_failed += len(tried.failed)
-                    lines[python, end] = row(python, end, tried)
+                    lines[python, end] = row(python, end, "quick" if arguments.quick else "all", tried)
                 except CannotInstall as error:
-                    lines[python, end] = f"| {python} | {end} | not installable here: {error} | | | | | | {_today()} |"
+                    lines[python, end] = (
+                        f"| {python} | {end} | not installable here: {error} | | | | | | | {_today()} |"
+                    )
                 print(lines[python, end], flush=True)
                 ordered = [lines[p, e] for p in PYTHONS for e in ENDS if (p, e) in lines]
                 arguments.out.write_text("\n".join([*HEAD, *ordered]) + "\n", encoding="utf-8")
@@ -126,7 +118,7 @@ def find(python: str) -> Optional[Path]:
     return None
 
 
-def try_in(interpreter: Path, source_distribution: Path) -> Tried:
+def try_in(interpreter: Path, source_distribution: Path, names: Sequence[str]) -> Tried:
     """Run the tests of the source distribution against the library that is installed in an environment."""
     with tempfile.TemporaryDirectory(prefix="matrix-tests-") as folder:
         with tarfile.open(source_distribution) as archive:
@@ -137,7 +129,7 @@ def try_in(interpreter: Path, source_distribution: Path) -> Tried:
         installed = "import importlib.util; print(importlib.util.find_spec('ddpshim').origin)"
         (sources / "ddpshim").symlink_to(Path(_run(str(interpreter), "-c", installed).strip()).parent)
         report = Path(folder, "report.xml")
-        files = [f"tests/test_{name}.py" for name in TESTS]
+        files = [f"tests/test_{name}.py" for name in names]
         command = [str(interpreter), "-m", "pytest", "-q", "--durations=10", f"--junitxml={report}", *files]
         start = time.monotonic()
         parallel = ("-n", "2", "--dist", "loadfile")
@@ -159,11 +151,11 @@ def try_in(interpreter: Path, source_distribution: Path) -> Tried:
     )
 
 
-def row(python: str, end: str, tried: Tried) -> str:
+def row(python: str, end: str, tests: str, tried: Tried) -> str:
     """The line of the table for one environment."""
     failed = f"{len(tried.failed)}: {', '.join(tried.failed)}" if tried.failed else "0"
     counts = f"{tried.num_passed} | {tried.num_skipped} | {failed} | {tried.minutes:.0f}"
-    return f"| {python} | {end} | {tried.torch} on {tried.python} | {tried.numpy} | {counts} | {_today()} |"
+    return f"| {python} | {end} | {tried.torch} on {tried.python} | {tried.numpy} | {tests} | {counts} | {_today()} |"
 
 
 def _lines(file: Path) -> dict[tuple[str, str], str]:
