@@ -1,24 +1,21 @@
-"""Packaging: the library, and the patch sets as its data."""
+"""Packaging: what pyproject.toml cannot say. Each extra is a file of requirements/, and stands nowhere else."""
 
-import re
 from pathlib import Path
 
 from setuptools import setup
 
-HERE = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "ddpshim" / "__init__.py").read_text(), re.MULTILINE).group(1)
+FILES = (Path(__file__).parent / "requirements").glob("*.txt")
+# Not in the file of the same name: from there they are installed without dependencies, beside a torch that must stay.
+ITSELF = {"robomimic": ["robomimic>=0.3.0"], "simulator": ["robosuite==1.5.2"]}
+
+
+def lines_of(file: Path) -> list[str]:
+    lines = (line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
 
 setup(
-    name="ddpshim",
-    version=VERSION,
-    description="Robomimic-style trainers from DataParallel to DistributedDataParallel: the same experiment, faster",
-    long_description=(HERE / "README.md").read_text(),
-    long_description_content_type="text/markdown",
-    license="MIT",
-    python_requires=">=3.9",
-    packages=["ddpshim", "ddpshim.doctor", "ddpshim.patches"],
-    package_dir={"ddpshim": "ddpshim", "ddpshim.patches": "patches"},
-    package_data={"ddpshim": ["py.typed"], "ddpshim.patches": ["README.md", "*/*/*.patch", "*/*/manifest.json"]},
-    install_requires=["torch>=2.1", "packaging"],
-    extras_require={"robomimic": ["robomimic>=0.3.0"], "test": ["pytest", "ruff", "mypy", "numpy"]},
+    extras_require={
+        file.stem: [*ITSELF.get(file.stem, []), *lines_of(file)] for file in sorted(FILES) if file.stem != "no-deps"
+    }
 )

@@ -1,4 +1,4 @@
-"""The command line, ``python -m ddpshim``: parse and print.
+"""The command line, ``ddpshim`` or ``python -m ddpshim``: parse and print.
 
 Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr) or, of `doctor`, findings, 2 wrong usage;
 of `run` those of the ranks too. Each sub-command imports what it needs when it runs: patching needs no torch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -31,8 +32,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return code
 
 
+def script() -> int:
+    """The installed command `ddpshim`, the same as `python -m ddpshim`."""
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on: nothing was put there
+        sys.path[0] = os.getcwd()  # in place of the command's folder: trainers and trees to patch are found there
+    return main()
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ddpshim", description=__doc__)
+    prog = "ddpshim" if Path(sys.argv[0]).stem == "ddpshim" else "python -m ddpshim"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_patch(commands)
     _add_run(commands)

@@ -106,7 +106,11 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
 
     The first rank to fail claims the job's store and prints its traceback (also into torchrun's error
     file); a rank that fails because of it, or after it, prints one line. Exit handlers get five
-    seconds, so that a logger's thread cannot keep peers waiting.
+    seconds, so that a logger's thread cannot keep peers waiting. In one process it ends that.
+
+    Args:
+        error: what is reported, with its own traceback.
+        exit_code: of this process, not 0.
     """
     # A launcher that has seen another rank end sends this; from here on nothing is to be saved.
     with contextlib.suppress(ValueError):  # not the main thread

@@ -19,6 +19,7 @@ from typing import Any, Callable, Optional, TypeVar, Union
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from ddpshim import failure, meter, output, rendezvous
 from ddpshim.devices import agree_on_backend, bind_device, single_device
@@ -29,6 +30,11 @@ from ddpshim.reduction import reduce, to_cpu
 from ddpshim.streams import derive_seed, seed_everything, seed_own_streams
 
 T = TypeVar("T")
+# torch before 2.8 joins gloo's threads with Python's lock in its hand, and one of them that lets go of its last message
+# waits for that lock: `cleanup` would hang. There groups are kept, and their threads live as long as the process.
+ENDS_THREADS = Version(torch.__version__).release >= (2, 8)
+_kept: list[Any] = []
+_LAST_MESSAGE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,17 @@ class World:
     every rank and carry Python values over a CPU group of their own, so numbers stay exact and
     a rank may work alone for `side_timeout_s` (a rollout, a save) while its peers wait. In one process
     they return at once.
+
+    Attributes:
+        rank: this process's number among all, 0 to `world_size` - 1.
+        local_rank: its number among those of its node, 0 to `local_world_size` - 1.
+        node_rank: the number of its node.
+        device: where it computes.
+        backend: torch's name of what carries gradients; None where there is no group.
+        launcher: what started the job, "none" in a plain `python train.py`.
+        seed: that of `setup`.
+        num_restarts: how often a launcher or scheduler has started this job before.
+        options: the `Options` of the run.
     """
 
     rank: int = 0
@@ -269,6 +286,8 @@ def setup(
     returns the same World.
 
     Args:
+        rank, world_size, local_rank, local_world_size, master_addr, master_port: this process's place in the job,
+            instead of what a launcher's variables say; `rank` and `world_size` only together.
         backend: torch's name; default nccl where each rank has a GPU of its own, else gloo.
         device: where this rank computes; default its own GPU, else the CPU. "cuda" picks the rank's GPU.
         timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.
@@ -321,7 +340,7 @@ def setup(
 def cleanup() -> None:
     """Leave the job: take back what `setup()` made, and nothing that the user made.
 
-    Idempotent; safe in `finally`. While an exception is on its way out, the report of it (`ddpshim.abort`)
+    Local. Idempotent; safe in `finally`. While an exception is on its way out, the report of it (`ddpshim.abort`)
     stays armed, and an nccl group is left to the end of the process: its teardown would wait for peers.
     """
     made, _state.world = _state.world, None
@@ -337,6 +356,9 @@ def cleanup() -> None:
         failure.disarm()
     # In an adopted group the control group goes with the group that the user destroys.
     if _state.group is not None and _has_group() and dist.group.WORLD is _state.group:
+        if not ENDS_THREADS:
+            _kept.extend((_state.group, made._control))
+            time.sleep(_LAST_MESSAGE_S)  # they have the lock meanwhile
         dist.destroy_process_group()
         # gloo's threads end with the last reference to their group. One that lets go of its last message while Python
         # ends wants the interpreter's lock, and aborts the process ("terminate called without an active exception").

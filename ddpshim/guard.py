@@ -114,7 +114,11 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     """Raise SyncError where ranks have made different numbers of backward passes; for the end of an epoch (collective).
 
     A rank that is still in a step waits there for gradients that nobody will send, until the group's timeout: if
-    it does not come here within `deadline_s` the others end the job.
+    it does not come here within `deadline_s` the others end the job. Nothing with one process or without guards.
+
+    Args:
+        what: the error's name for what ends here.
+        deadline_s: how long ranks wait for each other, in seconds; default 120.
     """
     here = world()
     if here.world_size == 1 or not here.options.guard:

@@ -62,6 +62,7 @@ def wrap_parallel(
     reduced all the same. What is not given here is as the world's `options` say.
 
     Args:
+        module: on this rank's device (`World.device`), with the same parameters on every rank.
         find_unused_parameters: True (default), parameters that a backward pass leaves out keep their gradient
             (None stays None unless another rank used them). False, leaving one out is an error that
             names it.
@@ -74,6 +75,7 @@ def wrap_parallel(
             whole batch, as one process does. On GPUs only. Their forward in training mode is then collective.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
         process_group: the ranks that share gradients; default all.
+        world: default the current one, as `setup()` made it.
 
     Raises:
         SyncError: parameters on another device than this rank's, or not the same ones on every rank;

@@ -23,6 +23,9 @@ def profile(path: Optional[checkpoint.PathLike] = None) -> Iterator[Profile]:
     Collective at the end, where the block did not raise. For the block around a training loop, with any of torch's
     data loaders and optimizers, and networks of `wrap_parallel`; `Meter` says what counts to which part. Before and
     after it nothing is counted, and nothing costs anything.
+
+    Args:
+        path: a file for what `Profile.summary` gives, written by the main rank; None writes none.
     """
     counted = Profile(path)
     with counted.measured():
@@ -95,7 +98,7 @@ class Profile:
             print(self.table(), file=sys.stderr, flush=True)
 
     def table(self) -> str:
-        """The last collected numbers as text: milliseconds a step, and what share of the time that is."""
+        """The last collected numbers as text: milliseconds a step, and what share of the time that is. Local."""
         titles = ["rank", "steps", "steps/s", *(part.replace("_", " ") for part in PARTS), "peak memory"]
         lines = [titles]
         for row in self.ranks:

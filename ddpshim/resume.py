@@ -70,7 +70,8 @@ class Resumable:
         before_exit: called on every rank before it leaves because of a signal: flush a logger here.
 
     Attributes:
-        epoch, step: where to go on; 0 and 0 in a new training.
+        epoch: where to go on; 0 in a new training.
+        step: of that epoch, how many were made.
         values: anything else that belongs to it and can be pickled, as the best loss so far. The main rank's counts.
     """
 

@@ -104,7 +104,7 @@ TRAINERS = (
     "hooks",
     "droid",
 )  # these import the trainer's packages, inside functions
-ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
+ALLOWED = {"torch", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
 def _imports(source: str) -> list[tuple[str, bool]]:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import ddpshim
 from ddpshim import guard
 from ddpshim.errors import SyncError
+from ddpshim.group import ENDS_THREADS
 from ddpshim.parallel import BareModule, DataParallelModule, _Pass, _with_sync_batchnorm, best_bucket_cap_mb
 from ddpshim.transparent import portable_keys
 from tests.preloaded import environment, start_afresh
@@ -470,6 +471,7 @@ except ddpshim.WorldError as error:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads in /proc")
+@pytest.mark.skipif(not ENDS_THREADS, reason="before torch 2.8 they live as long as the process")
 def test_cleanup_ends_the_threads_of_gloo(tmp_path: Path) -> None:
     """One that is alive when Python ends may abort a finished job; in an interpreter of its own, as imports matter."""
     (tmp_path / "leaves.py").write_text(_LEAVES)

@@ -869,7 +869,7 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
     # Only these modules, with package data beside them: nothing else is needed, torch least of all.
     package = tmp_path / "lib" / "ddpshim"
     package.mkdir(parents=True)
-    for name in ("__main__", "errors", "patching", "patchset", "replacing", "unidiff"):
+    for name in ("__main__", "errors", "launch", "patching", "patchset", "replacing", "slurm", "unidiff"):
         shutil.copy(Path(patching.__file__).with_name(f"{name}.py"), package)
     (package / "__init__.py").write_text("")
     (tmp_path / "lib" / "torch.py").write_text("raise SystemError('torch was imported')\n")

@@ -273,7 +273,8 @@ def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tm
     program = tmp_path / "group.py"
     program.write_text(GROUP)
     code, said = equivalence.fork(None, [str(program)], tmp_path, None, {}, 100)
-    assert (code, said.splitlines()[-1]) == (0, "5 SIGTERM -15"), said
+    assert code == 0, said
+    assert "5 SIGTERM -15" in said.splitlines()  # what newer torches say at the end comes after it
 
 
 # The real trainer

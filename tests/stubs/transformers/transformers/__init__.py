@@ -5,12 +5,15 @@ An embedding is drawn from the text alone.
 
 from __future__ import annotations
 
+import types
 import zlib
 from typing import Any
 
 import torch
 
 EMBEDDING_SIZE = 768
+# torch before 2.2 writes to it while `torch._dynamo` is imported.
+configuration_utils = types.SimpleNamespace(PretrainedConfig=type("PretrainedConfig", (), {}))
 
 
 class _Tokens(dict):  # type: ignore[type-arg]

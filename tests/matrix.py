@@ -1,0 +1,186 @@
+"""Which Pythons and torches the library works with: `python -m tests.matrix`, which writes docs/supported.md.
+
+For each Python that is on this machine, an environment with the oldest torch that ddpshim admits and that has a wheel
+for it, and one with the newest. The built wheel is installed there, and tests of the source distribution run against
+it, in a folder without the sources of the library. It needs uv, a package index and 40 GB: environments are removed,
+what was downloaded stays in uv's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
+ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
+QUICK = ("group", "parallel", "guard", "sampler", "loader", "streams", "import_cost")
+MORE = ("sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "doctor")
+DEADLINE_S = 3600
+HEAD = [
+    "# Pythons and torches that were tried",
+    "",
+    "Written by `python -m tests.matrix`: the wheel in a fresh environment, tried by these files of the source",
+    f"distribution's tests: {', '.join(QUICK)}; where it says *all*, also {', '.join(MORE)}.",
+    "On CPUs, through gloo; skipped is what needs robomimic or other packages. No row: not tried.",
+    "",
+    "| Python | torch | version | numpy | tests | passed | skipped | failed | minutes | tried on |",
+    "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+]
+
+
+class CannotInstall(Exception):
+    """Why an environment is not to be had on this machine."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What the tests said of one environment."""
+
+    python: str
+    torch: str
+    numpy: str
+    num_passed: int
+    num_skipped: int
+    failed: tuple[str, ...]
+    minutes: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", choices=PYTHONS, action="append", help="only this one; lines of others are kept")
+    parser.add_argument("--torch", choices=ENDS, action="append", help="only this one; lines of others are kept")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "supported.md")
+    parser.add_argument("--quick", action="store_true", help="without the tests that take longest")
+    arguments = parser.parse_args()
+    names = QUICK if arguments.quick else QUICK + MORE
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would tests
+    lines = _lines(arguments.out)
+    num_failed = 0
+    with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
+        _run("uv", "build", "-q", "--out-dir", folder, str(ROOT))
+        for python in arguments.python or PYTHONS:
+            for end in arguments.torch or ENDS:
+                try:
+                    with environment(python, end, next(Path(folder).glob("*.whl"))) as interpreter:
+                        tried = try_in(interpreter, next(Path(folder).glob("*.tar.gz")), names)
+                    num_failed += len(tried.failed)
+                    lines[python, end] = row(python, end, "quick" if arguments.quick else "all", tried)
+                except CannotInstall as error:
+                    lines[python, end] = (
+                        f"| {python} | {end} | not installable here: {error} | | | | | | | {_today()} |"
+                    )
+                print(lines[python, end], flush=True)
+                ordered = [lines[p, e] for p in PYTHONS for e in ENDS if (p, e) in lines]
+                arguments.out.write_text("\n".join([*HEAD, *ordered]) + "\n", encoding="utf-8")
+    return int(num_failed > 0)
+
+
+@contextlib.contextmanager
+def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
+    """The interpreter of a new environment with the wheel, torch and what the tests need. Raises CannotInstall."""
+    base = find(python)
+    if base is None:
+        raise CannotInstall(f"no python{python} on this machine")
+    with tempfile.TemporaryDirectory(prefix=f"matrix-{python}-{end}-") as folder:
+        interpreter = Path(folder, "bin", "python")
+        _run("uv", "venv", "-q", "--allow-existing", "--python", str(base), folder)
+        install = ("uv", "pip", "install", "-q", "--python", str(interpreter))
+        # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both as wheels or not at all.
+        wheels = ("--only-binary", "torch", "--only-binary", "numpy", "--resolution", ENDS[end])
+        _run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), "numpy>=1.24")
+        _run(*install, str(wheel), "pytest", "pytest-xdist")
+        yield interpreter
+
+
+def find(python: str) -> Optional[Path]:
+    """A Python of this minor version that starts: on the PATH, else one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for candidate in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python"))):
+        if (
+            candidate is not None
+            and subprocess.run([candidate, "-V"], capture_output=True, check=False).returncode == 0
+        ):
+            return Path(candidate)
+    return None
+
+
+def try_in(interpreter: Path, source_distribution: Path, names: Sequence[str]) -> Tried:
+    """Run the tests of the source distribution against the library that is installed in an environment."""
+    with tempfile.TemporaryDirectory(prefix="matrix-tests-") as folder:
+        with tarfile.open(source_distribution) as archive:
+            archive.extractall(folder)
+        (sources,) = Path(folder).iterdir()
+        # The tests that read or start the library's files find those that were installed.
+        shutil.rmtree(sources / "ddpshim")
+        installed = "import importlib.util; print(importlib.util.find_spec('ddpshim').origin)"
+        (sources / "ddpshim").symlink_to(Path(_run(str(interpreter), "-c", installed).strip()).parent)
+        report = Path(folder, "report.xml")
+        files = [f"tests/test_{name}.py" for name in names]
+        command = [str(interpreter), "-m", "pytest", "-q", "--durations=10", f"--junitxml={report}", *files]
+        start = time.monotonic()
+        parallel = ("-n", "2", "--dist", "loadfile")
+        subprocess.run([*command, *parallel], cwd=sources, env=_environ(), timeout=DEADLINE_S, check=False)
+        minutes = (time.monotonic() - start) / 60
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    code = "import platform, numpy, torch; print(platform.python_version(), torch.__version__, numpy.__version__)"
+    versions = _run(str(interpreter), "-c", code).split()
+    return Tried(
+        python=versions[0],
+        torch=versions[1],
+        numpy=versions[2],
+        num_passed=len(cases) - len(skipped) - len(failed),
+        num_skipped=len(skipped),
+        failed=tuple(str(case.get("name")) for case in failed),
+        minutes=minutes,
+    )
+
+
+def row(python: str, end: str, tests: str, tried: Tried) -> str:
+    """The line of the table for one environment."""
+    failed = f"{len(tried.failed)}: {', '.join(tried.failed)}" if tried.failed else "0"
+    counts = f"{tried.num_passed} | {tried.num_skipped} | {failed} | {tried.minutes:.0f}"
+    return f"| {python} | {end} | {tried.torch} on {tried.python} | {tried.numpy} | {tests} | {counts} | {_today()} |"
+
+
+def _lines(file: Path) -> dict[tuple[str, str], str]:
+    """The lines that the table has already, by Python and by which torch."""
+    if not file.exists():
+        return {}
+    rows = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("| 3.")]
+    return {(line.split("|")[1].strip(), line.split("|")[2].strip()): line for line in rows}
+
+
+def _run(*command: str) -> str:
+    ran = subprocess.run(command, env=_environ(), capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise CannotInstall(" ".join(ran.stderr.split())[-300:])
+    return ran.stdout
+
+
+def _environ() -> dict[str, str]:
+    """Without what would let the sources be found, or have every process compile them anew."""
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

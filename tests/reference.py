@@ -1,0 +1,174 @@
+"""The API reference, docs/api.md, from the docstrings: `python -m tests.reference`. griffe reads the sources."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "api.md"
+WIDTH = 100  # of a signature that stays on one line
+CHAPTERS = {
+    "Job": ("setup", "cleanup", "world", "World", "Options", "abort"),
+    "Model": ("wrap_parallel", "unwrap", "accumulate", "split_random_streams", "shared_random_streams"),
+    "Data": (
+        "make_loader",
+        "loader.ShardedLoader",
+        "scale_lr",
+        "check_equal_steps",
+        "shard_iterable",
+        "sharding.ShardedIterable",
+        "shard_tfdata",
+        "shared_arrays",
+        "node_memory.SharedArrays",
+    ),
+    "Checkpoints": (
+        "Resumable",
+        "checkpoint.save",
+        "checkpoint.save_in_background",
+        "checkpoint.flush",
+        "checkpoint.copy",
+        "checkpoint.written",
+        "checkpoint.keep_newest",
+        "checkpoint.find_latest",
+        "checkpoint.find_damage",
+    ),
+    "Profile": ("profile", "profiling.Profile"),
+    "robomimic without an edit": ("auto.activate", "auto.deactivate", "auto.is_active", "auto.report"),
+    "Errors": (
+        "DdpShimError",
+        "LaunchError",
+        "OptionsError",
+        "WorldError",
+        "SyncError",
+        "DataError",
+        "RolloutError",
+        "CheckpointError",
+        "PatchError",
+        "HookError",
+    ),
+}
+HEAD = """# API reference
+
+Written by `python -m tests.reference` from the docstrings. *Collective* means that all ranks must make the call,
+*local* that it waits for nobody. Times and sizes have their unit in their name: `_s` is seconds, `_mb` megabytes.
+"""
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    logging.getLogger("griffe").setLevel(logging.ERROR)  # two parameters on one line are no parameter that it knows
+    package: Any = griffe.load("ddpshim", search_paths=[str(ROOT)], docstring_parser="google", resolve_aliases=True)
+    parts = [HEAD, *_contents(), ""]
+    for title, names in CHAPTERS.items():
+        parts.append(f"## {title}\n")
+        for name in names:
+            parts += _entry(name, package[name])
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def _contents() -> Iterator[str]:
+    anchors: Counter[str] = Counter()
+    for title, names in CHAPTERS.items():
+        links = []
+        for name in names:
+            anchor = _heading(name).replace(".", "").lower()
+            links.append(f"[`{name}`](#{anchor}{f'-{anchors[anchor]}' if anchors[anchor] else ''})")
+            anchors[anchor] += 1  # `world` and `World` would have the same
+        yield f"- {title}: {', '.join(links)}"
+
+
+def _heading(name: str) -> str:
+    return f"ddpshim.{name}"
+
+
+def _entry(name: str, thing: Any, level: int = 3) -> Iterator[str]:
+    """A name's heading, signature and docstring; of a class its public methods below it."""
+    thing = thing.final_target if thing.is_alias else thing
+    yield f"{'#' * level} {_heading(name) if level == 3 else name}\n"
+    if thing.is_function or (thing.is_class and not name.endswith("Error")):
+        yield f"```python\n{_signature(name.rpartition('.')[2], thing)}\n```\n"
+    yield from _text(thing)
+    if thing.is_class:
+        yield from _attributes(thing)
+        for member in thing.members.values():
+            if member.is_function and member.docstring is not None and not member.name.startswith("_"):
+                yield from _entry(member.name, member, level + 1)
+
+
+def _signature(name: str, thing: Any) -> str:
+    parts: list[str] = []
+    for parameter in thing.parameters:
+        if parameter.name in ("self", "cls") or parameter.name.startswith("_"):
+            continue
+        if parameter.kind is griffe.ParameterKind.keyword_only and not any(part.startswith("*") for part in parts):
+            parts.append("*")
+        stars = {"variadic positional": "*", "variadic keyword": "**"}.get(parameter.kind.value, "")
+        default = "" if stars or parameter.default is None else f" = {_default(parameter)}"
+        parts.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
+    returns = "" if thing.is_class else f" -> {thing.returns}"
+    line = f"{name}({', '.join(parts)}){returns}"
+    return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"
+
+
+def _default(parameter: Any) -> str:
+    if _is_option(parameter):
+        return str(parameter.default.arguments[0])
+    # What a dataclass calls to make a default, as griffe writes it.
+    return re.sub(r"^\(lambda: (.*)\)\(\)$", r"\1", str(parameter.default))
+
+
+def _is_option(parameter: Any) -> bool:
+    return isinstance(parameter.default, griffe.ExprCall) and str(parameter.default.function) == "_option"
+
+
+def _text(thing: Any) -> Iterator[str]:
+    for section in thing.docstring.parsed:
+        if section.kind is griffe.DocstringSectionKind.text:
+            yield _markdown(section.value) + "\n"
+        elif section.kind is griffe.DocstringSectionKind.examples:
+            for _, text in section.value:
+                yield f"```python\n{text}\n```\n"
+        elif section.kind is griffe.DocstringSectionKind.raises:
+            yield from _listed("Raises", ((item.annotation, item.description) for item in section.value))
+        else:
+            title = {"parameters": "Parameters", "attributes": "Attributes"}[section.kind.value]
+            yield from _listed(title, ((item.name, item.description) for item in section.value))
+
+
+def _attributes(thing: Any) -> Iterator[str]:
+    """Fields whose text is part of their default, and properties."""
+    options = [(p.name, ast.literal_eval(str(p.default.arguments[2]))) for p in thing.parameters if _is_option(p)]
+    yield from _listed("Parameters", options)
+    properties = [m for m in thing.members.values() if m.is_attribute and m.is_public and m.docstring is not None]
+    yield from _listed("Properties", ((m.name, m.docstring.value) for m in properties))
+
+
+def _listed(title: str, items: Iterable[tuple[Any, str]]) -> Iterator[str]:
+    lines = [f"- `{name}`: {' '.join(_markdown(text).split())}" for name, text in items]
+    if lines:
+        yield f"{title}:\n\n" + "\n".join(lines) + "\n"
+
+
+def _markdown(text: str) -> str:
+    """A docstring's text, which knows code blocks after `::`, ">>>" and :func:`roles`."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+    text = re.sub(r"^::\n\n((?: {4}.*\n?|\n)+)", lambda m: _fenced(m[1]), text, flags=re.MULTILINE)
+    return re.sub(r"((?:^>>> .*\n?(?:^(?!>>> |\n).*\n?)*)+)", lambda m: _fenced(m[1]), text, flags=re.MULTILINE)
+
+
+def _fenced(code: str) -> str:
+    return "```python\n" + re.sub(r"^ {4}", "", code.rstrip(), flags=re.MULTILINE) + "\n```\n\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)}: {len(page().splitlines())} lines", file=sys.stderr)

@@ -1,0 +1,116 @@
+"""What is built and installed: the wheel and the source distribution, the command, the extras."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import ddpshim
+
+ROOT = Path(__file__).parent.parent
+INFO = f"ddpshim-{ddpshim.__version__}.dist-info"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution, and the wheel that was built from it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    build = pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("built")
+    sources = folder / "sources"
+    tracked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(tracked, cwd=ROOT, capture_output=True, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).exists():
+            (sources / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, sources / name)
+    # Without isolation nothing is installed: the setuptools that is here builds.
+    command = [sys.executable, "-m", build.__name__, "--no-isolation", "--outdir", str(folder), str(sources)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "Warning" not in ran.stdout + ran.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path) -> Path:
+    """A folder as `pip install` fills it: the wheel's library, and the command."""
+    folder = built / "installed"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(folder)]
+    subprocess.run([*command, str(_wheel(built))], timeout=300, check=True)
+    return folder
+
+
+def _wheel(built: Path) -> Path:
+    (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+def _metadata(built: Path) -> Message:
+    with zipfile.ZipFile(_wheel(built)) as wheel:
+        return Parser().parsestr(wheel.read(f"{INFO}/METADATA").decode())
+
+
+def test_the_wheel_has_the_library_the_patch_sets_and_nothing_else(built: Path) -> None:
+    sources = built / "sources"
+    with zipfile.ZipFile(_wheel(built)) as wheel:
+        names = {name for name in wheel.namelist() if not name.startswith(INFO)}
+        assert f"{INFO}/licenses/LICENSE" in wheel.namelist()
+    files = [file.relative_to(sources).as_posix() for file in sources.rglob("*") if file.is_file()]
+    library = {file for file in files if file.startswith("ddpshim/")}
+    expected = library | {f"ddpshim/{file}" for file in files if file.startswith("patches/")}
+    assert names == expected
+    assert "ddpshim/py.typed" in names
+    assert "ddpshim/patches/robomimic/0.3.0/manifest.json" in names
+
+
+def test_the_source_distribution_has_what_building_and_testing_take(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.py", "bootstrap.py", "LICENSE", "CHANGELOG.md", "requirements/robomimic.txt"} <= names
+    assert {"docs/api.md", "tests/conftest.py", "examples/train_after.py", "patches/README.md"} <= names
+    assert [name for name in names if name.endswith(".pyc") or ".venv" in name] == []
+
+
+def test_metadata(built: Path) -> None:
+    metadata = _metadata(built)
+    assert metadata["Version"] == ddpshim.__version__
+    assert metadata["License-Expression"] == "MIT"
+    required = metadata.get_all("Requires-Dist") or []
+    assert [line for line in required if "extra ==" not in line] == [
+        "torch>=2.1",
+        'torch>=2.6; python_version >= "3.13"',
+    ]
+    extras = {file.stem for file in (ROOT / "requirements").glob("*.txt")} - {"no-deps"}
+    assert set(metadata.get_all("Provides-Extra") or []) == extras
+    assert 'robomimic>=0.3.0; extra == "robomimic"' in required
+
+
+def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("import ddpshim, os\nprint('rank', os.environ['RANK'], ddpshim.__file__)\n")
+    path = os.pathsep.join([str(installed / "bin"), os.environ["PATH"]])
+    environ = {**os.environ, "PYTHONPATH": str(installed), "PATH": path}
+
+    def run(*argv: str) -> str:
+        ran = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    listed = run("ddpshim", "patch", "list")
+    assert listed == run(sys.executable, "-m", "ddpshim", "patch", "list")
+    assert "robomimic/0.3.0" in listed
+    assert run("ddpshim", "--help").startswith("usage: ddpshim ")
+    # A module of the folder that one is in, which a command does not find by itself.
+    said = run("ddpshim", "run", "--nproc", "2", "--no-logs", "-m", "trainer").splitlines()
+    home = installed / "ddpshim" / "__init__.py"
+    assert {f"rank {rank} {home}" for rank in range(2)} <= set(said)
