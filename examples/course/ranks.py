@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -29,11 +30,19 @@ REQUEUE = 75  # "start me again, I have saved"
 
 
 class RanksFailed(Exception):
-    """Some ranks did not end with exit code 0. `exit_codes` in rank order, negative for a signal; `output` of all."""
+    """Some ranks did not end with exit code 0.
+
+    Attributes:
+        exit_codes: in rank order; negative for a signal.
+        output: what the ranks printed.
+        error: the last line of the first traceback in it.
+    """
 
     def __init__(self, exit_codes: list[int], output: str, why: str) -> None:
         super().__init__(f"{why}: exit codes {exit_codes} of ranks 0 to {len(exit_codes) - 1}\n{output}")
         self.exit_codes, self.output = exit_codes, output
+        found = re.search(r"^rank \d+ \| ([\w.]+Error: .*)$", output, re.MULTILINE)
+        self.error = found[1] if found else ""
 
 
 def run(
@@ -92,6 +101,7 @@ def _as_torchrun_says(rank: int, num_ranks: int, per_node: int, port: int) -> di
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
     }
     return {name: str(value) for name, value in said.items()}
 
