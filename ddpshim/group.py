@@ -23,6 +23,7 @@ from typing import Any, Callable, Optional, TypeVar, Union
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from ddpshim import failure, meter, output
 from ddpshim.errors import LaunchError, OptionsError, WorldError
@@ -31,6 +32,12 @@ from ddpshim.options import Options, names
 from ddpshim.streams import derive_seed, seed_everything
 
 T = TypeVar("T")
+
+# Of 2.1.2, a group's end waits for gloo's threads and holds the interpreter's lock, for which a thread that lets go of
+# its last message may wait: a rank in two hung in cleanup(). torch 2.13 was seen to be free of it. While this rank
+# sleeps they have the lock.
+_GROUPS_END_WITHOUT_THE_LOCK = Version(torch.__version__) >= Version("2.13")
+_LAST_MESSAGE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -340,6 +347,8 @@ def cleanup() -> None:
         failure.disarm()
     # In an adopted group the control group goes with the group that the user destroys.
     if _state.group is not None and _has_group() and dist.group.WORLD is _state.group:
+        if not _GROUPS_END_WITHOUT_THE_LOCK:
+            time.sleep(_LAST_MESSAGE_S)
         dist.destroy_process_group()
         # gloo's threads end with the last reference to their group. One that lets go of its last message while Python
         # ends wants the interpreter's lock, and aborts the process ("terminate called without an active exception").
