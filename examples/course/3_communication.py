@@ -87,7 +87,7 @@ assert slow["data_wait_s"] > 10 * 32 * 1e-3, "each rank waited for its 32 sample
 # %%
 def where_time_goes(figure):
     axes = figure.subplots()
-    for y, (name, row) in enumerate(times.items()):
+    for y, row in enumerate(times.values()):
         left = 0.0
         for part, colour in zip(PARTS, ["#c53030", *RANK_COLOURS[:3], GREY]):
             milliseconds = 1000 * row[f"{part}_s"] / row["steps"]
@@ -101,7 +101,8 @@ def where_time_goes(figure):
 draw("3_parts", where_time_goes, width=8.5, height=2.6)
 
 # %% [markdown]
-# - *Data wait*: no tuning of communication helps, but `num_workers` does (as far as there are cores), or samples that are cheaper to make.
+# - *Data wait*: no tuning of communication helps, but `num_workers` does, as far as there are cores, and samples that
+#   are cheaper to make.
 # - *Communication* is what backward did not hide, and the waiting for a rank that is slower. The larger the batch,
 #   the smaller its share: as many gradients are sent for 512 samples as for 64.
 #
@@ -161,8 +162,8 @@ assert gradients_s(250e6, 4, 1e9) == 1.5
 LINKS = {"NVLink": 450e9, "PCIe": 32e9, "10 Gbit Ethernet": 1.25e9, "here": bytes_per_s}
 print("milliseconds to average the gradients of eight ranks:")
 for num_parameters in (1e6, 20e6, 100e6):
-    milliseconds = {link: 1000 * gradients_s(num_parameters, 8, speed) for link, speed in LINKS.items()}
-    print(f"{num_parameters / 1e6:5.0f}M parameters: {', '.join(f'{ms:.1f} {link}' for link, ms in milliseconds.items())}")
+    told = [f"{link} {1000 * gradients_s(num_parameters, 8, speed):.1f}" for link, speed in LINKS.items()]
+    print(f"{num_parameters / 1e6:5.0f}M parameters: {', '.join(told)}")
 
 # %% [markdown]
 # [docs/scaling.md](../../docs/scaling.md) has this for diffusion policies on up to 512 GPUs, with overlap.
@@ -235,7 +236,10 @@ watched = {"a large bucket": run(watch_a_step, 2, 100)[0], "ddpshim's buckets": 
 for name, (computed, sent, total_s, sizes) in watched.items():
     assert sum(sizes) // 4 == 8 * 1_000_000 + 8, "all gradients, and for each parameter whether this rank used it"
     hidden = sum(max(0.0, min(b, computed[-1][1]) - a) for a, b in sent)
-    print(f"{name}: {len(sizes)} message{'s' * (len(sizes) > 1)}, backward took {1000 * total_s:.0f} ms, {1000 * hidden:.0f} ms of it hidden")
+    print(
+        f"{name}: {len(sizes)} message{'s' * (len(sizes) > 1)}, backward took {1000 * total_s:.0f} ms, "
+        f"{1000 * hidden:.0f} ms of sending were hidden behind it"
+    )
 one, many = watched.values()
 assert one[1][-1][0] > one[0][-1][0], "a large bucket waits for the last gradient"
 assert many[1][0][0] < many[0][-1][0], "the first of many leaves before it"
@@ -327,8 +331,12 @@ assert 0 < off < 2**-6
 # %% [markdown]
 # ## In which order to tune
 #
-# 1. Data wait, by workers and cheaper samples. 2. A batch that fills the GPU. 3. Accumulation, where the batch may grow.
-# 4. Buckets, if the profile shows communication. 5. Compression. And look at `python -m benchmarks` for what each
-# brought where it was measured.
+# 1. Data wait, by workers and cheaper samples.
+# 2. A batch that fills the GPU.
+# 3. Accumulation, where the batch may grow.
+# 4. Buckets, if the profile shows communication.
+# 5. Compression.
+#
+# What ddpshim does about each was measured: [docs/benchmarks.md](../../docs/benchmarks.md).
 #
 # Next: [4_checkpoints.py](4_checkpoints.py), how a training survives.

@@ -91,6 +91,15 @@ def run(
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
+def run_failing(function: Callable[..., Any], num_ranks: int, *args: Any) -> RanksFailed:
+    """How `run` of the same failed, for what is to fail. Raises AssertionError where nothing did."""
+    try:
+        run(function, num_ranks, *args)
+    except RanksFailed as failed:
+        return failed
+    raise AssertionError(f"{function.__name__} was to fail, and all {num_ranks} ranks ended with exit code 0")
+
+
 def _as_torchrun_says(rank: int, num_ranks: int, per_node: int, port: int) -> dict[str, str]:
     said = {
         "RANK": rank,
