@@ -177,14 +177,14 @@ def losses(log):
 
 
 NUM_STEPS = len(TRAINING) // 128 * NUM_EPOCHS
-KILLED_AT = NUM_STEPS - 17  # of the whole training
+KILLED_AT = NUM_STEPS // 2 + 15
 per_epoch = NUM_STEPS // NUM_EPOCHS
 
 run(train, 2, FOLDER / "unbroken", FOLDER / "unbroken.log")
 unbroken = losses(FOLDER / "unbroken.log")
 
 resumed = FOLDER / "resumed"
-disturb = 1, 0, 10, signal.SIGTERM
+disturb = 1, 1, 5, signal.SIGTERM
 failed = run_failing(train, 2, resumed, FOLDER / "first.log", 0.0, NUM_EPOCHS, disturb)
 print(next(line for line in failed.output.splitlines() if "exit code 75" in line))
 assert failed.exit_codes == [REQUEUE, REQUEUE]
@@ -219,7 +219,9 @@ def curve(figure):
     for step, name in ((max(first) + 0.5, "SIGTERM"), (KILLED_AT - 0.5, "SIGKILL")):
         for axes in (top, bottom):
             axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
-        top.annotate(name, (step, 1), (3, -8), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8)
+        top.annotate(
+            name, (step, 1), (3, -8), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8
+        )
     top.set(ylabel="training loss")
     top.legend(frameon=False, fontsize=8, loc="upper center", ncols=2)
     bottom.set(yscale="log", ylim=(3e-18, 1e-6), yticks=[1e-16, 1e-12, 1e-8], ylabel="difference", xlabel="step")

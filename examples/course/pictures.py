@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any, Callable
@@ -27,6 +28,11 @@ def draw(name: str, paint: Callable[[Any], None], width: float = 8.0, height: fl
 
         display(figure)
     else:
+        from PIL import Image
+
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
         FOLDER.mkdir(exist_ok=True)
-        figure.savefig(FOLDER / f"{name}.png")
+        # A palette: a third of the bytes, for a file that lives in a repository.
+        Image.open(drawn).convert("RGB").quantize(128).save(FOLDER / f"{name}.png", optimize=True)
         print(f"picture: {FOLDER / name}.png")
