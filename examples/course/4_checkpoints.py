@@ -50,7 +50,7 @@ def load_into_wrapped(state):
 
 
 ours, by_hand = run(wrapped_both_ways, 2)[0]
-print(f"ddpshim: {list(ours)[0]}; by hand: {list(by_hand)[0]}")
+print(f"ddpshim: {next(iter(ours))}; by hand: {next(iter(by_hand))}")
 assert list(ours) == list(Policy().state_dict())
 Policy().load_state_dict(ours)  # strictly: every key, and no other
 try:
@@ -94,8 +94,8 @@ for name, save in (("by_hand", save_by_hand), ("ddpshim", checkpoint.save)):
     assert (damage is None) == (name == "ddpshim")
 
 # %% [markdown]
-# By hand the last checkpoint is gone *and* the new one is half. `checkpoint.save` writes beside the file, and moves what
-# is complete into its place. Files that were damaged by others are passed over:
+# By hand the last checkpoint is gone *and* the new one is half. `checkpoint.save` writes beside the file, and moves
+# what is complete into its place. Files that were damaged by others are passed over:
 
 # %%
 (FOLDER / "ddpshim.pth").rename(FOLDER / "epoch_1.pth")
@@ -139,9 +139,9 @@ assert first.any()
 # ## Going on where it was
 #
 # `Resumable` keeps the progress of a training: networks, optimizers, epoch, step and each rank's random streams. On
-# SIGTERM, which schedulers send before they kill, all ranks save at the same step and leave with exit code 75 ("start me
-# again"). After a SIGKILL the last regular save counts. A new start goes on in the middle of the epoch, with exactly the
-# samples that were left, on any number of ranks.
+# SIGTERM, which schedulers send before they kill, all ranks save at the same step and leave with exit code 75 ("start
+# me again"). After a SIGKILL the last regular save counts. A new start goes on in the middle of the epoch, with exactly
+# the samples that were left, on any number of ranks.
 #
 # In float64, where rounding is too small to be seen:
 
@@ -233,8 +233,8 @@ draw("4_resumed", curve, width=9, height=4)
 # ## Random streams go on as well
 #
 # A policy that trains on noise depends on what was drawn before. On as many ranks as before each rank goes on with its
-# own stream, and the run is the unbroken one to the last bit. (On another number each rank gets a new stream: samples and
-# schedule are the same, the noise is another draw.)
+# own stream, and the run is the unbroken one to the last bit. (On another number each rank gets a new stream: samples
+# and schedule are the same, the noise is another draw.)
 
 # %%
 run(train, 2, FOLDER / "noise", FOLDER / "noise.log", 0.05, 2)

@@ -23,15 +23,15 @@ def draw(name: str, paint: Callable[[Any], None], width: float = 8.0, height: fl
     paint(figure)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
     if in_notebook:
-        from IPython.display import display
+        from IPython.display import Image, display
 
-        display(figure)
+        display(Image(drawn.getvalue()))
     else:
         from PIL import Image
 
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
         FOLDER.mkdir(exist_ok=True)
         # A palette: a third of the bytes, for a file that lives in a repository.
         Image.open(drawn).convert("RGB").quantize(128).save(FOLDER / f"{name}.png", optimize=True)
