@@ -1,0 +1,212 @@
+# %% [markdown]
+# # 1. Setup and process groups
+#
+# Training on several GPUs means: the same program runs several times, each copy (a *rank*) on a GPU and a share of the
+# data of its own, and the copies talk to each other. This chapter is about who a rank is, how ranks talk, and what they
+# draw at random. No GPU is needed: here the ranks are processes on your CPU.
+#
+# Run it with `python examples/course/1_setup.py`, or cell by cell. `run(function, 4)` starts four ranks and returns
+# what the function returned on each; in your own work a launcher (torchrun, `python -m ddpshim run`, srun) does that
+# with your script.
+
+# %%
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from pictures import GREY, RANK_COLOURS, draw
+from ranks import run, run_failing
+
+import ddpshim
+
+# %% [markdown]
+# ## Who am I?
+#
+# A launcher starts the copies, and tells each by environment variables who it is. `ddpshim.setup()` reads them, once,
+# and hands back a `World`. Here are four ranks on two machines of two GPUs each.
+
+
+# %%
+def who_am_i():
+    told = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")}
+    world = ddpshim.setup(seed=1)
+    print(f"told {told}; computes on {world.device}, talks over {world.backend}")
+    return world.rank, world.local_rank, world.node_rank, world.is_main
+
+
+places = run(who_am_i, 4, nodes=2)
+assert places == [(0, 0, 0, True), (1, 1, 0, False), (2, 0, 1, False), (3, 1, 1, False)]
+
+# %% [markdown]
+# - `rank` (0 to 3) counts over all machines. Rank 0 is the *main* rank: it prints, saves and decides.
+# - `local_rank` (0 to 1) counts on one machine: it picks the GPU. By hand one writes `cuda:0`, and all ranks of the
+#   machine share its first GPU; `world.device` is the right one.
+# - `backend` is what carries the messages: nccl where each rank has a GPU of its own, else gloo.
+#
+# Without a launcher there is one process, nothing is started, and the same script runs as it always did:
+
+
+# %%
+def typed_by_hand():
+    world = ddpshim.setup(seed=1)
+    assert not dist.is_initialized()
+    return world.rank, world.world_size, world.is_launched
+
+
+assert run(typed_by_hand, 1, launched=False) == [(0, 1, False)]
+print("python train.py: rank 0 of 1, no launcher, no process group")
+
+# %% [markdown]
+# ## Ranks talk
+#
+# In a *collective* all ranks take part, and each waits until the others have come. Every rank must reach it: one under
+# `if rank == 0:` waits for ever. `World` has those that a trainer needs, for any Python value.
+
+
+# %%
+def talk():
+    world = ddpshim.setup(seed=1)
+    loss = 0.1 * (world.rank + 1)  # each rank sees other samples, and so another loss
+    everyones = world.gather(loss)
+    mean = world.mean(loss)
+    chosen = world.broadcast(f"the checkpoint that rank {world.rank} likes")
+    world.barrier()  # all wait for the last
+    return everyones, mean, chosen
+
+
+answers = run(talk, 4)
+assert answers == [([0.1, 0.2, 0.30000000000000004, 0.4], 0.25, "the checkpoint that rank 0 likes")] * 4
+print(f"on every rank: gather {answers[0][0]}, mean {answers[0][1]}, broadcast {answers[0][2]!r}")
+
+
+# %%
+def who_sends_what(figure):
+    kinds = {
+        "gather: everyone gets every value": (["1", "2", "3", "4"], ["1 2 3 4"] * 4, None),
+        "mean: everyone gets the mean": (["1", "2", "3", "4"], ["2.5"] * 4, None),
+        "broadcast: everyone gets rank 0's": (["1", "2", "3", "4"], ["1"] * 4, 0),
+        "barrier: everyone waits for all": ([""] * 4, [""] * 4, None),
+    }
+    for axes, (title, (before, after, source)) in zip(figure.subplots(1, 4), kinds.items()):
+        for rank, colour in enumerate(RANK_COLOURS):
+            for y, text in ((1, before[rank]), (0, after[rank])):
+                box = {"boxstyle": "round,pad=0.35", "color": colour, "alpha": 0.95 if y else 0.75}
+                axes.text(rank, y, text or " ", ha="center", va="center", color="white", fontsize=8, bbox=box)
+            for to in range(4) if source in (None, rank) else ():
+                arrow = {"arrowstyle": "->", "color": colour, "alpha": 0.55}
+                axes.annotate("", (to, 0.17), (rank, 0.83), arrowprops=arrow)
+            axes.text(rank, 1.3, f"rank {rank}", ha="center", fontsize=7, color=GREY)
+        axes.set(title=title, xlim=(-0.6, 3.6), ylim=(-0.35, 1.45))
+        axes.title.set_fontsize(9)
+        axes.axis("off")
+
+
+draw("1_collectives", who_sends_what, width=11, height=2.4)
+
+# %% [markdown]
+# ## One does it, all know it
+#
+# A trainer makes a folder named by the time, asks whether to overwrite it, downloads a file. By hand every rank does,
+# at its own time: W folders, or a race. `run_on_main` does it once, and tells all ranks the result (or the error).
+
+
+# %%
+def name_the_run():
+    world = ddpshim.setup(seed=1)
+
+    def folder():
+        return f"runs/{time.time_ns()}"
+
+    return folder(), world.run_on_main(folder)
+
+
+by_hand, by_main = zip(*run(name_the_run, 4))
+print(f"by hand {len(set(by_hand))} folders, with run_on_main {len(set(by_main))}")
+assert (len(set(by_hand)), len(set(by_main))) == (4, 1)
+
+# %% [markdown]
+# ## Process groups
+#
+# Under all of this lies torch's process group. `setup()` makes one for gradients (nccl or gloo; a rank that waits for
+# longer than `timeout_s`, half an hour, gives up) and one for the small values above (always gloo; patient for a day,
+# so the main rank may roll out or save while the others wait). Torch's own functions work as ever, also on some of the
+# ranks, as those of one machine. One trap: *every* rank makes *every* group, its own or not, in the same order.
+
+
+# %%
+def sum_on_each_machine():
+    world = ddpshim.setup(seed=1)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = torch.tensor([10.0**world.rank])
+    dist.all_reduce(number, group=groups[world.node_rank])
+    return number.item()
+
+
+sums = run(sum_on_each_machine, 4, nodes=2)
+print(f"1, 10 on the first machine and 100, 1000 on the second add up to {sums}")
+assert sums == [11.0, 11.0, 1100.0, 1100.0]
+
+# %% [markdown]
+# ## Two random streams
+#
+# All ranks must build the *same* network (and its EMA and target copies), so they need the same seed. But then they
+# must draw *different* noise, timesteps, dropout and augmentation: else four ranks draw the noise of one, and three
+# quarters of it are missing, which no error and no loss curve tells. `setup(seed=...)` is the first stream;
+# `wrap_parallel`, called when the network is built, goes over to the second.
+
+
+# %%
+def draw_noise():
+    ddpshim.setup(seed=1)
+    network = torch.nn.Linear(4, 4)
+    before = torch.randn(24)
+    ddpshim.wrap_parallel(network)
+    return network.weight.detach().clone(), before, torch.randn(24)
+
+
+weights, before, after = zip(*run(draw_noise, 4))
+assert all(torch.equal(weight, weights[0]) for weight in weights)
+assert all(torch.equal(noise, before[0]) for noise in before)
+assert len({tuple(noise.tolist()) for noise in after}) == 4
+assert all(torch.equal(noise, again) for noise, (_, _, again) in zip(after, run(draw_noise, 4)))
+print("weights equal on all ranks; noise equal before the wrap, different after it, and the same in the next run")
+
+
+# %%
+def noise_of_ranks(figure):
+    titles = "before wrap_parallel: one stream, for weights", "after it: a stream for each rank, for noise"
+    for axes, title, noise in zip(figure.subplots(1, 2), titles, (before, after)):
+        axes.imshow(torch.stack(noise).numpy(), cmap="RdBu", vmin=-2.5, vmax=2.5, aspect="auto")
+        axes.set(title=title, yticks=range(4), yticklabels=[f"rank {rank}" for rank in range(4)], xlabel="draw")
+        axes.title.set_fontsize(10)
+        axes.hlines([0.5, 1.5, 2.5], -0.5, 23.5, color="white", linewidth=3)
+
+
+draw("1_noise", noise_of_ranks, width=9, height=2.2)
+
+# %% [markdown]
+# ## When a rank fails
+#
+# By hand: rank 1 raises, the trainer's `except Exception: print(...)` swallows it, its peers wait for half an hour, and
+# the exit code is 0. With ddpshim the first failing rank's traceback is printed, once, and the job ends at once.
+
+
+# %%
+def fail_on_rank_1():
+    world = ddpshim.setup(seed=1)
+    if world.rank == 1:
+        raise ValueError("demonstration 17 has no actions")
+    world.barrier()  # would wait for rank 1
+
+
+started = time.monotonic()
+failed = run_failing(fail_on_rank_1, 2)
+print(f"after {time.monotonic() - started:.1f} s: {failed}")
+assert failed.exit_codes[1] == 1
+assert 0 not in failed.exit_codes
+assert failed.output.count("Traceback") == failed.output.count("\nrank 1 | ValueError: demonstration 17") == 1
+
+# %% [markdown]
+# Next: [2_training.py](2_training.py), how a network is trained on these ranks. How to start your own script:
+# [docs/launching.md](../../docs/launching.md).

@@ -1,0 +1,342 @@
+# %% [markdown]
+# # 3. Communication
+#
+# After each backward pass the ranks average their gradients: as many numbers as the policy has parameters, in every
+# step. This chapter is about what that costs, when it matters, and what helps. The times are those of your machine, and
+# are printed, not promised; on a laptop the messages go through memory, and ranks compete for its cores.
+
+# %%
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from pictures import GREY, RANK_COLOURS, draw
+from ranks import run
+from torch import nn
+from torch.utils.data import Dataset
+
+import ddpshim
+
+QUICK = "--quick" in sys.argv
+
+# %% [markdown]
+# ## What a step's time goes into
+#
+# Measure before you tune: `with ddpshim.profile():` around the training loop. Each moment of a rank counts to one part,
+# and the main rank prints a table at the end. Three trainings of a policy of a million parameters: one with small
+# batches, one with large ones, and one whose samples come slowly, as from a disk or a video decoder. The fourth is the
+# third with a data worker for each rank.
+
+
+# %%
+class Samples(Dataset):
+    def __init__(self, seconds_each=0.0):
+        self.seconds_each = seconds_each
+
+    def __len__(self):
+        return 8192
+
+    def __getitem__(self, index):
+        if self.seconds_each:
+            time.sleep(self.seconds_each)
+        return torch.full((64,), index / 8192)
+
+
+def make_policy():
+    return nn.Sequential(nn.Linear(64, 700), nn.Tanh(), nn.Linear(700, 700), nn.Tanh(), nn.Linear(700, 700))
+
+
+def profiled(batch_size, seconds_each=0.0, num_workers=0):
+    world = ddpshim.setup(seed=1)
+    policy = ddpshim.wrap_parallel(make_policy())
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    loader = ddpshim.make_loader(
+        Samples(seconds_each), batch_size, num_workers=num_workers, persistent_workers=num_workers > 0
+    )
+
+    def train(num_steps):
+        for _, batch in zip(range(num_steps), loader):
+            optimizer.zero_grad()
+            policy(batch).square().mean().backward()
+            optimizer.step()
+
+    train(2)  # the first steps warm up
+    with ddpshim.profile() as counted:
+        train(10)
+    return counted.ranks[world.rank]
+
+
+TRAININGS = {
+    "small batches": (64,),
+    "large batches": (512,),
+    "slow samples": (64, 1e-3),
+    "slow samples, a worker": (64, 1e-3, 1),
+}
+PARTS = "data_wait", "compute", "communication", "optimizer", "other"
+times = {}
+for name, arguments in TRAININGS.items():
+    print(f"\n{name}:")
+    times[name] = run(profiled, 2, *arguments)[0]
+    assert abs(sum(times[name][f"{part}_s"] for part in PARTS) - times[name]["wall_s"]) < 1e-6, "parts add up"
+slow = times["slow samples"]
+assert slow["data_wait_s"] > 10 * 32 * 1e-3, "each rank waited for its 32 samples of 1 ms, in each of 10 steps"
+
+
+# %%
+def where_time_goes(figure):
+    axes = figure.subplots()
+    for y, row in enumerate(times.values()):
+        left = 0.0
+        for part, colour in zip(PARTS, ["#c53030", *RANK_COLOURS[:3], GREY]):
+            milliseconds = 1000 * row[f"{part}_s"] / row["steps"]
+            axes.barh(y, milliseconds, left=left, color=colour, label=None if y else part.replace("_", " "))
+            left += milliseconds
+    axes.set(yticks=range(len(times)), yticklabels=times, xlabel="milliseconds of a step, rank 0 of 2")
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower center", bbox_to_anchor=(0.45, 1.0))
+
+
+draw("3_parts", where_time_goes, width=8.5, height=2.6)
+
+# %% [markdown]
+# - *Data wait*: no tuning of communication helps, but `num_workers` does, as far as there are cores, and samples that
+#   are cheaper to make.
+# - *Communication* is what backward did not hide, and the waiting for a rank that is slower. The larger the batch,
+#   the smaller its share: as many gradients are sent for 512 samples as for 64.
+#
+# ## What a message costs
+#
+# A little for each message, and then so much for each byte.
+
+
+# %%
+def time_messages(sizes, num_rounds):
+    ddpshim.setup()
+    seconds = []
+    for size in sizes:
+        message, rounds = torch.zeros(size // 4), []
+        for _ in range(num_rounds + 1):
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(message)
+            rounds.append(time.perf_counter() - started)
+        seconds.append(statistics.median(rounds[1:]))
+    return seconds
+
+
+SIZES = [4**k for k in range(3, 12 if QUICK else 13)]  # bytes: 64 to 4 or 16 MB
+message_s = run(time_messages, 2, SIZES, 5)[0]
+latency_s, bytes_per_s = statistics.median(message_s[:4]), SIZES[-1] / message_s[-1]
+print(f"here: {1e6 * latency_s:.0f} us for the smallest message, {bytes_per_s / 1e9:.2f} GB/s for the largest")
+
+
+# %%
+def message_times(figure):
+    axes = figure.subplots()
+    model = [1000 * (latency_s + size / bytes_per_s) for size in SIZES]
+    axes.plot(SIZES, model, color="0.75", linewidth=5, label="latency + bytes / bandwidth")
+    axes.plot(SIZES, [1000 * seconds for seconds in message_s], "o-", color=RANK_COLOURS[0], label="measured")
+    axes.set(xscale="log", yscale="log", xlabel="bytes of an all-reduce between two ranks", ylabel="milliseconds")
+    axes.legend(frameon=False, fontsize=8)
+
+
+draw("3_message", message_times, width=6, height=2.8)
+
+# %% [markdown]
+# ## When does it matter?
+#
+# In a ring of W ranks each sends and receives 2 (W-1)/W times the bytes of the gradients. If that takes less time than
+# a backward pass, it can hide behind it, and ranks scale. So large policies and slow links need large batches.
+
+
+# %%
+def gradients_s(num_parameters, num_ranks, bytes_per_s, bytes_each=4):
+    return 2 * (num_ranks - 1) / num_ranks * num_parameters * bytes_each / bytes_per_s
+
+
+assert gradients_s(250e6, 2, 1e9) == 1.0
+assert gradients_s(250e6, 4, 1e9) == 1.5
+
+LINKS = {"NVLink": 450e9, "PCIe": 32e9, "10 Gbit Ethernet": 1.25e9, "here": bytes_per_s}
+print("milliseconds to average the gradients of eight ranks:")
+for num_parameters in (1e6, 20e6, 100e6):
+    told = [f"{link} {1000 * gradients_s(num_parameters, 8, speed):.1f}" for link, speed in LINKS.items()]
+    print(f"{num_parameters / 1e6:5.0f}M parameters: {', '.join(told)}")
+
+# %% [markdown]
+# [docs/scaling.md](../../docs/scaling.md) has this for diffusion policies on up to 512 GPUs, with overlap.
+#
+# ## Buckets and overlap
+#
+# Gradients come one after the other while backward runs, the last layer's first. They are not sent one by one (a
+# latency each), nor all at the end (nothing would be hidden), but in buckets: a bucket is sent when it is full, while
+# backward goes on. `bucket_cap_mb` is its size; ddpshim takes a sixteenth of the policy on gloo, torch's 25 MB on nccl.
+#
+# To see it on a laptop, the layers here sleep where a GPU would compute: real cores would be busy with computing *and*
+# with sending. The communication hook is torch's way to look at buckets, or to change what is sent.
+
+
+# %%
+class Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights, computed):
+        ctx.shape, ctx.computed = weights.shape, computed
+        return x + weights.mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        started = time.perf_counter()
+        time.sleep(0.02)
+        ctx.computed.append((started, time.perf_counter()))
+        return gradient, gradient.expand(ctx.shape) / ctx.shape[0], None
+
+
+class Sleeper(nn.Module):
+    def __init__(self, num_layers=8, layer_size=1_000_000):
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(layer_size)) for _ in range(num_layers)])
+        self.computed = []  # when each layer's backward began and ended
+
+    def forward(self, x):
+        for weights in self.layers:
+            x = Layer.apply(x, weights, self.computed)
+        return x
+
+
+def note_messages(sent, bucket):
+    """Average a bucket as DDP does, and note when it was sent, when it was there, and its bytes."""
+    started, gradients = time.perf_counter(), bucket.buffer().div_(dist.get_world_size())
+
+    def arrived(future):
+        sent.append((started, time.perf_counter(), gradients.nbytes))
+        return future.value()[0]
+
+    return dist.all_reduce(gradients, async_op=True).get_future().then(arrived)
+
+
+def watch_a_step(bucket_cap_mb):
+    ddpshim.setup(seed=1)
+    sent = []
+    policy = ddpshim.wrap_parallel(
+        Sleeper(), bucket_cap_mb=bucket_cap_mb, comm_hook=note_messages, comm_hook_state=sent
+    )
+    for _ in range(3):  # the last of them is shown
+        sent.clear()
+        policy.computed.clear()
+        started = time.perf_counter()
+        policy(torch.ones(1)).sum().backward()
+        ended = time.perf_counter()
+    shift = [[(a - started, b - started) for a, b, *_ in spans] for spans in (policy.computed, sorted(sent))]
+    return *shift, ended - started, [num_bytes for *_, num_bytes in sorted(sent)]
+
+
+watched = {"a large bucket": run(watch_a_step, 2, 100)[0], "ddpshim's buckets": run(watch_a_step, 2, None)[0]}
+for name, (computed, sent, total_s, sizes) in watched.items():
+    assert sum(sizes) // 4 == 8 * 1_000_000 + 8, "all gradients, and for each parameter whether this rank used it"
+    hidden = sum(max(0.0, min(b, computed[-1][1]) - a) for a, b in sent)
+    print(
+        f"{name}: {len(sizes)} message{'s' * (len(sizes) > 1)}, backward took {1000 * total_s:.0f} ms, "
+        f"{1000 * hidden:.0f} ms of sending were hidden behind it"
+    )
+one, many = watched.values()
+assert one[1][-1][0] > one[0][-1][0], "a large bucket waits for the last gradient"
+assert many[1][0][0] < many[0][-1][0], "the first of many leaves before it"
+assert len(many[1]) > len(one[1])
+
+
+# %%
+def timeline(figure):
+    for axes, (name, (computed, sent, total_s, _)) in zip(figure.subplots(2, 1, sharex=True), watched.items()):
+        for number, (start, end) in enumerate(computed):
+            axes.barh(0, 1000 * (end - start), left=1000 * start, color=RANK_COLOURS[0], edgecolor="white")
+            axes.text(500 * (start + end), 0, 8 - number, ha="center", va="center", color="white", fontsize=8)
+        for start, end in sent:
+            axes.barh(1, 1000 * (end - start), left=1000 * start, color=RANK_COLOURS[1], edgecolor="white", alpha=0.8)
+        axes.axvline(1000 * total_s, color=GREY, linewidth=1, linestyle=":")
+        axes.set(yticks=[0, 1], yticklabels=["gradients of layer", "messages"])
+        axes.set_title(f"{name}: gradients averaged after {1000 * total_s:.0f} ms", fontsize=9, loc="left")
+        axes.invert_yaxis()
+    axes.set_xlabel("milliseconds since backward began, rank 0 of 2")
+
+
+draw("3_overlap", timeline, width=9, height=3.2)
+
+# %% [markdown]
+# ## Fewer messages: accumulation
+#
+# Where a batch does not fit into memory, it goes in parts whose gradients add up; they are averaged once, in the last
+# part. By hand each part's backward sends everything, unless one remembers `no_sync()`. Same gradients, a quarter of
+# the bytes:
+
+
+# %%
+def accumulated(forgotten):
+    ddpshim.setup(seed=1)
+    sent = []
+    policy = ddpshim.wrap_parallel(make_policy(), comm_hook=note_messages, comm_hook_state=sent)
+    batch = torch.randn(32, 64)  # another one on each rank
+    policy(batch).square().mean().backward()
+    whole, in_one = policy.module[0].weight.grad.clone(), sum(num_bytes for *_, num_bytes in sent)
+    policy.zero_grad()
+    sent.clear()
+    for part in batch.split(8) if forgotten else ddpshim.accumulate(batch, policy, steps=4):
+        (policy(part).square().mean() / 4).backward()
+    gradient = policy.module[0].weight.grad
+    return sum(num_bytes for *_, num_bytes in sent) / in_one, float((gradient - whole).abs().max() / whole.abs().max())
+
+
+for forgotten, factor in ((False, 1), (True, 4)):
+    sent, off = run(accumulated, 2, forgotten)[0]
+    what = "no_sync() forgotten" if forgotten else "ddpshim.accumulate"
+    print(f"{what}: {sent:.0f} x the bytes of one pass, gradients off by {off:.0e}")
+    assert sent == factor
+    assert off < 1e-5
+
+# %% [markdown]
+# ## Smaller messages: compression
+#
+# A communication hook may send bf16 in place of float32: half the bytes, and gradients that are rounded to eight bits.
+# That is another experiment, if only slightly: for links that cannot be had faster. (On GPUs take torch's own
+# `bf16_compress_hook`. PowerSGD, which sends several messages for a bucket, is refused.)
+
+
+# %%
+def send_bf16(sent, bucket):
+    small = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    sent.append(small.nbytes)
+    arriving = dist.all_reduce(small, async_op=True).get_future()
+    return arriving.then(lambda arrived: bucket.buffer().copy_(arrived.value()[0]))
+
+
+def compressed(hook):
+    ddpshim.setup(seed=1)
+    sent = []
+    policy = ddpshim.wrap_parallel(make_policy(), comm_hook=hook, comm_hook_state=sent)
+    policy(torch.randn(32, 64)).square().mean().backward()
+    return policy.module[0].weight.grad, sent
+
+
+(exact, sent), (rounded, sent_in_bf16) = (run(compressed, 2, hook)[0] for hook in (note_messages, send_bf16))
+num_bytes = sum(num_bytes for *_, num_bytes in sent)
+off = float((rounded - exact).abs().max() / exact.abs().max())
+print(
+    f"float32: {num_bytes / 1e6:.1f} MB a step; bf16: {sum(sent_in_bf16) / 1e6:.1f} MB, and gradients off by up to "
+    f"{off:.1e} of the largest"
+)
+assert 2 * sum(sent_in_bf16) == num_bytes
+assert 0 < off < 2**-6
+
+# %% [markdown]
+# ## In which order to tune
+#
+# 1. Data wait, by workers and cheaper samples.
+# 2. A batch that fills the GPU.
+# 3. Accumulation, where the batch may grow.
+# 4. Buckets, if the profile shows communication.
+# 5. Compression.
+#
+# What ddpshim does about each was measured: [docs/benchmarks.md](../../docs/benchmarks.md).
+#
+# Next: [4_checkpoints.py](4_checkpoints.py), how a training survives.

@@ -1,0 +1,250 @@
+# %% [markdown]
+# # 4. Checkpoints
+#
+# A long training is interrupted: by the scheduler's time limit, by a node that dies, by a full disk. This chapter is
+# about files that survive it, and about going on as if nothing had happened, on as many ranks as there are then.
+
+# %%
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from pictures import GREY, RANK_COLOURS, draw
+from ranks import REQUEUE, run, run_failing
+from reach import Policy, demonstrations
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpshim
+from ddpshim import checkpoint
+
+NUM_EPOCHS = 4 if "--quick" in sys.argv else 8
+TRAINING = demonstrations(64, seed=1, dtype=torch.float64)
+_held = tempfile.TemporaryDirectory()  # until the end of the program
+FOLDER = Path(_held.name)
+
+# %% [markdown]
+# ## Keys that do not know of ranks
+#
+# By hand: DataParallel and DistributedDataParallel put `module.` before each key. The robot's inference script, which
+# has no wrapper, does not find its weights, or with `strict=False` silently starts from random ones.
+
+
+# %%
+def wrapped_both_ways():
+    ddpshim.setup(seed=1)
+    return ddpshim.wrap_parallel(Policy()).state_dict(), DistributedDataParallel(Policy()).state_dict()
+
+
+def load_into_wrapped(state):
+    ddpshim.setup(seed=1)
+    policy = ddpshim.wrap_parallel(Policy())
+    policy.load_state_dict(state)
+    return policy.state_dict()
+
+
+ours, by_hand = run(wrapped_both_ways, 2)[0]
+print(f"ddpshim: {next(iter(ours))}; by hand: {next(iter(by_hand))}")
+assert list(ours) == list(Policy().state_dict())
+Policy().load_state_dict(ours)  # strictly: every key, and no other
+try:
+    Policy().load_state_dict(by_hand)
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+loaded = run(load_into_wrapped, 2, by_hand)[0]  # old files with `module.` can be gone on with
+assert list(loaded) == list(ours)
+assert all(torch.equal(loaded[name], by_hand[f"module.{name}"]) for name in ours)
+
+# %% [markdown]
+# ## A file is whole or absent
+#
+# Here the main rank is killed in the middle of saving: when it has written a million bytes. (A limit of the system does
+# it at exactly that byte. A full disk, a timeout or a power cut would do it at another.)
+
+
+# %%
+def save_and_die(save, path):
+    world = ddpshim.setup(seed=1)
+    if world.is_main:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    save({"epoch": 2, "weights": torch.ones(1_000_000)}, path)
+    world.barrier()
+
+
+def save_by_hand(content, path):
+    if ddpshim.world().is_main:
+        torch.save(content, path)
+
+
+for name, save in (("by_hand", save_by_hand), ("ddpshim", checkpoint.save)):
+    path = FOLDER / f"{name}.pth"
+    torch.save({"epoch": 1}, path)
+    failed = run_failing(save_and_die, 2, save, path)
+    assert failed.exit_codes[0] == -signal.SIGXFSZ
+    damage = checkpoint.find_damage(path)
+    print(f"{name}: {path.stat().st_size} bytes, {'damaged: ' + damage if damage else torch.load(path)}")
+    assert (damage is None) == (name == "ddpshim")
+
+# %% [markdown]
+# By hand the last checkpoint is gone *and* the new one is half. `checkpoint.save` writes beside the file, and moves
+# what is complete into its place. Files that were damaged by others are passed over:
+
+# %%
+(FOLDER / "ddpshim.pth").rename(FOLDER / "epoch_1.pth")
+os.utime((FOLDER / "by_hand.pth").rename(FOLDER / "epoch_2.pth"))  # the newest
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    newest = checkpoint.find_latest(FOLDER, "epoch_*.pth")
+print(f"{newest.name}, because: {str(told[0].message).replace(str(FOLDER) + '/', '')}")
+assert newest.name == "epoch_1.pth"
+
+# %% [markdown]
+# ## Saving while training goes on
+#
+# A diffusion policy with its EMA and optimizer is a gigabyte; by hand all GPUs wait for the disk. With
+# `save_in_background` they wait for a copy in memory, and a process of its own writes the file. (Files below 32 MB are
+# written at once. The robomimic patches save like this.)
+
+
+# %%
+def save_twice():
+    world = ddpshim.setup(seed=1)
+    content = {"weights": torch.randn(9_000_000)}
+    checkpoint.get_ready(content)
+    for name, save in (("at once", checkpoint.save), ("in the background", checkpoint.save_in_background)):
+        started = time.perf_counter()
+        save(content, FOLDER / name / "large.pth")
+        waited_s = time.perf_counter() - started
+        if world.is_main:
+            print(f"{name}: the ranks waited for {1000 * waited_s:.0f} ms")
+    content["weights"].zero_()  # training goes on; the file has what was there before
+
+
+for name in ("at once", "in the background"):
+    (FOLDER / name).mkdir()
+run(save_twice, 2)
+first, second = (torch.load(FOLDER / name / "large.pth")["weights"] for name in ("at once", "in the background"))
+assert torch.equal(first, second)
+assert first.any()
+
+# %% [markdown]
+# ## Going on where it was
+#
+# `Resumable` keeps the progress of a training: networks, optimizers, epoch, step and each rank's random streams. On
+# SIGTERM, which schedulers send before they kill, all ranks save at the same step and leave with exit code 75 ("start
+# me again"). After a SIGKILL the last regular save counts. A new start goes on in the middle of the epoch, with exactly
+# the samples that were left, on any number of ranks.
+#
+# In float64, where rounding is too small to be seen:
+
+
+# %%
+def train(folder, log, noise=0.0, num_epochs=NUM_EPOCHS, disturb=None):
+    """`disturb`: (rank, epoch, step, signal), where a rank sends itself a signal."""
+    world = ddpshim.setup(seed=1)
+    policy = ddpshim.wrap_parallel(Policy().double())
+    optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
+    loader = ddpshim.make_loader(TRAINING, batch_size=128, shuffle=True)
+    training = ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer}, every_n_steps=7)
+    training.restore()
+    for epoch in range(training.epoch, num_epochs):
+        for obs, action in training.steps(loader, epoch):
+            if disturb is not None and disturb[:3] == (world.rank, epoch, training.step):
+                os.kill(os.getpid(), disturb[3])
+            obs = obs + noise * torch.randn_like(obs)
+            loss = -policy.forward_train(obs).log_prob(action).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mean = world.mean(loss.item())
+            if world.is_main:
+                with open(log, "a") as file:
+                    file.write(json.dumps([epoch * len(loader) + training.step, mean]) + "\n")
+    training.finish()
+
+
+def losses(log):
+    """By step; a step that was made again after a kill counts as it was made last."""
+    return dict(json.loads(line) for line in log.read_text().splitlines())
+
+
+NUM_STEPS = len(TRAINING) // 128 * NUM_EPOCHS
+KILLED_AT = NUM_STEPS // 2 + 15
+per_epoch = NUM_STEPS // NUM_EPOCHS
+
+run(train, 2, FOLDER / "unbroken", FOLDER / "unbroken.log")
+unbroken = losses(FOLDER / "unbroken.log")
+
+resumed = FOLDER / "resumed"
+disturb = 1, 1, 5, signal.SIGTERM
+failed = run_failing(train, 2, resumed, FOLDER / "first.log", 0.0, NUM_EPOCHS, disturb)
+print(next(line for line in failed.output.splitlines() if "exit code 75" in line))
+assert failed.exit_codes == [REQUEUE, REQUEUE]
+disturb = 0, *divmod(KILLED_AT, per_epoch), signal.SIGKILL
+failed = run_failing(train, 4, resumed, FOLDER / "second.log", 0.0, NUM_EPOCHS, disturb)
+assert failed.exit_codes[0] == -signal.SIGKILL
+run(train, 1, resumed, FOLDER / "third.log")
+
+# %%
+parts = {"2 ranks": "first.log", "4 ranks": "second.log", "1 rank": "third.log"}
+parts = {name: losses(FOLDER / log) for name, log in parts.items()}
+first, second, third = parts.values()
+assert min(first) == 0
+assert min(second) == max(first) + 1, "SIGTERM: not a step is lost"
+assert max(second) == KILLED_AT - 1
+assert KILLED_AT - 7 <= min(third) <= KILLED_AT, "SIGKILL: at most the steps since the last save are made again"
+assert max(third) == NUM_STEPS - 1
+joined = {**first, **second, **third}
+apart = max(abs(joined[step] - loss) for step, loss in unbroken.items())
+print(f"{NUM_STEPS} steps on 2, 4 and 1 ranks, ended by SIGTERM and SIGKILL: from the unbroken run {apart:.0e}")
+assert apart < 1e-9
+
+
+# %%
+def curve(figure):
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
+    top.plot(list(unbroken), list(unbroken.values()), color="0.8", linewidth=6, label="unbroken, 2 ranks")
+    for (name, part), colour in zip(parts.items(), RANK_COLOURS):
+        top.plot(list(part), list(part.values()), color=colour, label=f"on {name}")
+        distances = [max(abs(loss - unbroken[step]), 1e-17) for step, loss in part.items()]
+        bottom.plot(list(part), distances, ".", color=colour, markersize=3)
+    for step, name in ((max(first) + 0.5, "SIGTERM"), (KILLED_AT - 0.5, "SIGKILL")):
+        for axes in (top, bottom):
+            axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
+        top.annotate(
+            name, (step, 1), (3, -8), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8
+        )
+    top.set(ylabel="training loss")
+    top.legend(frameon=False, fontsize=8, loc="upper center", ncols=2)
+    bottom.set(yscale="log", ylim=(3e-18, 1e-6), yticks=[1e-16, 1e-12, 1e-8], ylabel="difference", xlabel="step")
+
+
+draw("4_resumed", curve, width=9, height=4)
+
+# %% [markdown]
+# ## Random streams go on as well
+#
+# A policy that trains on noise depends on what was drawn before. On as many ranks as before each rank goes on with its
+# own stream, and the run is the unbroken one to the last bit. (On another number each rank gets a new stream: samples
+# and schedule are the same, the noise is another draw.)
+
+# %%
+run(train, 2, FOLDER / "noise", FOLDER / "noise.log", 0.05, 2)
+disturb = 0, 0, 5, signal.SIGTERM
+failed = run_failing(train, 2, FOLDER / "noise_resumed", FOLDER / "noise_1.log", 0.05, 2, disturb)
+run(train, 2, FOLDER / "noise_resumed", FOLDER / "noise_2.log", 0.05, 2)
+joined = {**losses(FOLDER / "noise_1.log"), **losses(FOLDER / "noise_2.log")}
+assert joined == losses(FOLDER / "noise.log")
+print(f"{len(joined)} steps with noise, ended after {len(losses(FOLDER / 'noise_1.log'))}: equal to the last bit")
+
+# %% [markdown]
+# More: [docs/resuming.md](../../docs/resuming.md), and [docs/faults.md](../../docs/faults.md) for what else may happen.
+# That was the course. For your own trainer: [MIGRATION.md](../../MIGRATION.md).

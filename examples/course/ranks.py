@@ -1,0 +1,150 @@
+"""Runs a function on several ranks of this machine, from a script or from the cell of a notebook.
+
+It stands in for torchrun, which starts files: here a rank is a copy of this process, so it has what the cells before
+have imported and defined. The ranks compute on the CPU, whatever the machine has. Linux or macOS.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+
+# Here once, or DDP imports it for seconds in each rank.
+import torch._dynamo  # isort: skip
+
+import ddpshim
+
+REQUEUE = 75  # "start me again, I have saved"
+
+
+class RanksFailed(Exception):
+    """Some ranks did not end with exit code 0.
+
+    Attributes:
+        exit_codes: in rank order; negative for a signal.
+        output: what the ranks printed.
+        error: the last line of the first traceback in it.
+    """
+
+    def __init__(self, exit_codes: list[int], output: str, why: str) -> None:
+        super().__init__(f"{why}: exit codes {exit_codes} of ranks 0 to {len(exit_codes) - 1}\n{output}")
+        self.exit_codes, self.output = exit_codes, output
+        found = re.search(r"^rank \d+ \| ([\w.]+Error: .*)$", output, re.MULTILINE)
+        self.error = found[1] if found else ""
+
+
+def run(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    nodes: int = 1,
+    launched: bool = True,
+    deadline_s: float = 60.0,
+) -> list[Any]:
+    """What `function(*args)` returned on each rank, in rank order; what the ranks printed is printed rank by rank.
+
+    The function calls `ddpshim.setup()`, as a trainer does; `ddpshim.cleanup()` is called after it.
+
+    Args:
+        nodes: as if so many machines had `num_ranks / nodes` ranks each.
+        launched: False, as if the user had typed `python train.py`: no launcher has set anything.
+        deadline_s: after which ranks that still run are killed.
+
+    Raises RanksFailed where a rank does not end well; like torchrun, it then ends the others.
+    """
+    if not hasattr(os, "fork"):
+        raise OSError("this machine cannot copy a process (fork); use Linux, macOS, or WSL on Windows.")
+    # Served from here, as torchrun's agent does, at a port that is surely free.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(num_ranks):
+            place = _as_torchrun_says(rank, num_ranks, num_ranks // nodes, store.port) if launched else {}
+            process = multiprocessing.get_context("fork").Process(
+                target=_become_rank, args=(function, args, place, Path(folder) / str(rank))
+            )
+            process.start()
+            processes.append(process)
+        try:
+            why = _wait(processes, time.monotonic() + deadline_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        logs = [(Path(folder) / f"{rank}.log").read_text() for rank in range(num_ranks)]
+        output = "".join(f"rank {rank} | {line}\n" for rank, log in enumerate(logs) for line in log.splitlines())
+        if why:
+            raise RanksFailed([process.exitcode or 0 for process in processes], output, why)
+        print(output, end="", flush=True)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def run_failing(function: Callable[..., Any], num_ranks: int, *args: Any) -> RanksFailed:
+    """How `run` of the same failed, for what is to fail. Raises AssertionError where nothing did."""
+    try:
+        run(function, num_ranks, *args)
+    except RanksFailed as failed:
+        return failed
+    raise AssertionError(f"{function.__name__} was to fail, and all {num_ranks} ranks ended with exit code 0")
+
+
+def _as_torchrun_says(rank: int, num_ranks: int, per_node: int, port: int) -> dict[str, str]:
+    said = {
+        "RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": rank // per_node,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    return {name: str(value) for name, value in said.items()}
+
+
+def _wait(processes: list[Any], end: float) -> str:
+    """Why the ranks did not end well; empty where they did."""
+    why = ""
+    while running := [process for process in processes if process.exitcode is None]:
+        if time.monotonic() > end:
+            return why or "the deadline has passed"
+        multiprocessing.connection.wait([process.sentinel for process in running], end - time.monotonic())
+        ended = [process for process in running if process.exitcode not in (None, 0)]
+        if ended and not why:
+            why = "a rank failed"
+            for process in processes:
+                if process.exitcode is None and ended[0].exitcode != REQUEUE:
+                    process.terminate()
+    return why
+
+
+def _become_rank(function: Callable[..., Any], args: Any, place: dict[str, str], mine: Path) -> None:
+    atexit._clear()  # what the copied process is to do at its end, as to remove the folder of `mine`, is not for a rank
+    log = os.open(f"{mine}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+    os.environ.update(place)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # A laptop's own name and networks come and go; it can always reach itself.
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    torch.set_num_threads(1)  # several ranks share the cores; and threads of the copied process are not here
+    try:
+        result = function(*args)
+        ddpshim.cleanup()
+        torch.save(result, f"{mine}.pt")
+    except Exception as error:
+        ddpshim.abort(error)

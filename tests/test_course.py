@@ -1,0 +1,88 @@
+"""The chapters of examples/course run to their end, say what they claim, and their pictures are shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.preloaded import environment, preloaded
+
+FOLDER = Path(__file__).parent.parent / "examples" / "course"
+DEADLINE_S = 240.0
+SAID = {
+    "1_setup.py": [
+        "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; computes on cpu, talks over gloo",
+        "rank 0 of 1, no launcher, no process group",
+        "mean 0.25",
+        "by hand 4 folders, with run_on_main 1",
+        "noise equal before the wrap, different after it, and the same in the next run",
+        "rank 1 | ValueError: demonstration 17 has no actions",
+    ],
+    "2_training.py": [
+        "trained past DDP ",
+        "SyncError: Adam.step(): parameter 0 of group 0 ('net.0.weight' of Policy) has a gradient that is this rank's",
+        "each step the same samples on 1, 2 and 4 ranks; by hand all epochs are alike",
+        "  sqrt: 1 ranks 0.0010, 2 ranks 0.0014, 4 ranks 0.0020",
+        "DataError: Global batch 10 does not split over 4 ranks",
+        "9 samples, drop_last=False: rank 0 sees ",
+    ],
+    "3_communication.py": [
+        "where each rank's time went",
+        "GB/s for the largest",
+        "100M parameters: NVLink 1.6, PCIe 21.9, 10 Gbit Ethernet 560.0, here ",
+        "ddpshim.accumulate: 1 x the bytes of one pass",
+        "no_sync() forgotten: 4 x the bytes of one pass",
+        "float32: 4.1 MB a step; bf16: 2.1 MB",
+    ],
+    "4_checkpoints.py": [
+        "ddpshim: net.0.weight; by hand: module.net.0.weight",
+        "by_hand: 1000000 bytes, damaged: ",
+        "{'epoch': 1}",
+        "in the background: the ranks waited for ",
+        "leaving with exit code 75",
+        "80 steps on 2, 4 and 1 ranks, ended by SIGTERM and SIGKILL: from the unbroken run ",
+        "40 steps with noise, ended after ",
+    ],
+}
+
+
+def test_every_chapter_is_here() -> None:
+    assert set(SAID) == {path.name for path in FOLDER.glob("[0-9]_*.py")}
+
+
+@pytest.mark.parametrize("chapter", SAID)
+def test_a_chapter_runs_and_says_what_it_claims(chapter: str, tmp_path: Path) -> None:
+    # What is asserted in a chapter fails it; what is looked for here shows that it came to that line.
+    command = [str(FOLDER / chapter), "--quick"], {**environment(), "OMP_NUM_THREADS": "1"}
+    job = preloaded().start([command], tmp_path)
+    try:
+        code = job.wait(DEADLINE_S)
+    finally:
+        job.kill()
+    output = (tmp_path / "output.txt").read_text()
+    assert code == 0, output[-5000:]
+    at = 0
+    for line in SAID[chapter]:
+        at = output.find(line, at)
+        assert at >= 0, f"{line!r} is not said, or not in its place:\n{output[-5000:]}"
+    assert "picture" not in output
+
+
+def test_every_picture_is_drawn_by_a_chapter_and_shown() -> None:
+    there = {path.name for path in (FOLDER / "pictures").iterdir()}
+    shown = re.findall(r"!\[[^]]+\]\(pictures/([^)]+)\)", (FOLDER / "README.md").read_text())
+    drawn = [
+        f"{name}.png" for path in FOLDER.glob("[0-9]_*.py") for name in re.findall(r'draw\("(\w+)"', path.read_text())
+    ]
+    assert sorted(shown) == sorted(there)
+    assert sorted(drawn) == sorted(there)
+    assert max(path.stat().st_size for path in (FOLDER / "pictures").iterdir()) < 80_000
+
+
+@pytest.mark.parametrize("text", [*SAID, "README.md"])
+def test_links_lead_somewhere(text: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (FOLDER / text).read_text())
+    assert links
+    assert [link for link in links if not (FOLDER / link).exists()] == []
