@@ -16,9 +16,13 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.9",
-    packages=["ddpshim", "ddpshim.doctor", "ddpshim.patches"],
+    packages=["ddpshim", "ddpshim.doctor", "ddpshim.report", "ddpshim.patches"],
     package_dir={"ddpshim": "ddpshim", "ddpshim.patches": "patches"},
     package_data={"ddpshim": ["py.typed"], "ddpshim.patches": ["README.md", "*/*/*.patch", "*/*/manifest.json"]},
     install_requires=["torch>=2.1", "packaging"],
-    extras_require={"robomimic": ["robomimic>=0.3.0"], "test": ["pytest", "ruff", "mypy", "numpy"]},
+    extras_require={
+        "robomimic": ["robomimic>=0.3.0"],
+        "report": ["matplotlib>=3.7"],
+        "test": ["pytest", "ruff", "mypy", "numpy"],
+    },
 )

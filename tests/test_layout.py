@@ -25,6 +25,7 @@ ROOMS = [
     "streams",
     "output",
     "meter",
+    "records",
     "failure",
     "preemption",
     "snapshot",
@@ -50,6 +51,12 @@ ROOMS = [
     "convert",
     "resume",
     "profiling",
+    "unidiff",
+    "patchset",
+    "replacing",
+    "patching",
+    "environment",
+    "recording",
     "rollout",
     "algo",
     "demos",
@@ -58,10 +65,6 @@ ROOMS = [
     "sameness",
     "robomimic",
     "droid",
-    "unidiff",
-    "patchset",
-    "replacing",
-    "patching",
     "patched_code",
     "replay",
     "hooks",
@@ -69,9 +72,16 @@ ROOMS = [
     "auto",
     "rank",
     "runner",
-    "environment",
     "checks",
     "selftest",
+    "report",
+    "report.words",
+    "report.run",
+    "report.findings",
+    "report.tables",
+    "report.charts",
+    "report.page",
+    "report.writing",
     "doctor",
     "doctor.findings",
     "doctor.source",
@@ -100,7 +110,8 @@ TRAINERS = (
     "robomimic",
     "hooks",
     "droid",
-)  # these import the trainer's packages, inside functions
+    "report.charts",
+)  # these import the trainer's packages, or matplotlib, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
@@ -111,7 +122,7 @@ def _imports(source: str) -> list[tuple[str, bool]]:
     for node in ast.walk(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            is_package = node.module in ("ddpshim", "ddpshim.doctor")
+            is_package = node.module in ("ddpshim", "ddpshim.doctor", "ddpshim.report")
             names = [f"{node.module}.{a.name}" for a in node.names] if is_package else [node.module]
         out += [(name, node in tree.body) for name in names]
     return out
@@ -134,7 +145,7 @@ def _file(room: str) -> Path:
 
 
 def test_rooms_are_all_there_are() -> None:
-    there = {*(ROOT / "ddpshim").glob("*.py"), *(ROOT / "ddpshim" / "doctor").glob("*.py")}
+    there = {*(ROOT / "ddpshim").glob("*.py"), *(ROOT / "ddpshim").glob("[dr]*/*.py")}
     assert there == {ROOT / "ddpshim" / "__init__.py", *map(_file, ROOMS)}
 
 
