@@ -57,6 +57,7 @@ class Recorder:
         """Begin them, or go on with those of an earlier start (collective)."""
         here = world()
         self.is_on = here.options.record
+        self.first_step = 0  # of this epoch, where an earlier start was left in it
         self._device = here.device
         self._uses_events = here.backend == "nccl"
         self._meter: Optional[Meter] = None
@@ -153,6 +154,7 @@ class Recorder:
             return
         curve, self._curve = self._curve, _Curve()
         counted, self._counted = self._counted, {}
+        first_step, self.first_step = self.first_step, 0
         if batch_size is not None and "steps" in counted:
             num_samples = batch_size * counted["steps"]
         records.note(
@@ -162,6 +164,7 @@ class Recorder:
             own=numbers(own),
             mean=None if mean is None else numbers(mean),
             samples=num_samples,
+            first_step=first_step,
             curve=[float(f"{mean:.6g}") for mean in curve.means] if phase == "training" else [],
             memory=self._memory(),
             **counted,

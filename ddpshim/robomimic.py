@@ -419,6 +419,9 @@ def _run_what_is_left(
     _run.state.release()
     log_info = model.log_info
 
+    if _run.recorder is not None:
+        _run.recorder.first_step = start
+
     def taken(info: Any) -> dict[str, Any]:
         said = metrics.take(log_info(info))
         if _run.recorder is not None:

@@ -35,6 +35,7 @@ _VARIABLES = {
 _DASHES: list[Any] = ["-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2))]
 _WIDTH, _HEIGHT = 5.2, 3.1  # inches
 _MOST_NAMED = 8
+_FEW_EPOCHS = 3  # of which the losses inside are drawn
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 10,
@@ -99,10 +100,22 @@ def _losses(run: Run, figure: Any) -> _Made:
     axes = figure.subplots()
     x = [epoch.number for epoch in epochs]
     means = [epoch.mean for epoch in epochs]
-    axes.plot(x, means, color=_INK, linewidth=6, alpha=0.16, solid_capstyle="round", label="mean of the ranks")
+    has_curves = len(epochs) <= _FEW_EPOCHS and any(r.record.get("curve") for e in epochs for r in e.training.values())
+    wide: Any = {"color": _INK, "linewidth": 6, "alpha": 0.16, "label": "mean of the ranks"}
+    if has_curves:
+        axes.hlines(means, [number - 1 for number in x], x, **wide)
+    else:
+        axes.plot(x, means, **wide)
     for rank, colour, dash in _styled(run.ranks):
-        own = [epoch.training[rank].loss if rank in epoch.training else None for epoch in epochs]
-        _line(axes, x, own, color=colour, linestyle=dash, label=f"rank {rank}")
+        rows = [(epoch.number, epoch.training[rank]) for epoch in epochs if rank in epoch.training]
+        if has_curves:
+            curves = [(number, row.record.get("curve", [])) for number, row in rows]
+            at = [number - 1 + (i + 0.5) / len(curve) for number, curve in curves for i in range(len(curve))]
+            own = [loss for _, curve in curves for loss in curve]
+            axes.plot(at, own, color=colour, linestyle=dash, linewidth=1.2, label=f"rank {rank}")
+        else:
+            by_epoch = {number: row.loss for number, row in rows}
+            _line(axes, x, [by_epoch.get(n) for n in x], color=colour, linestyle=dash, label=f"rank {rank}")
     valid = [epoch.valid for epoch in epochs]
     if any(value is not None for value in valid):
         marker = {"marker": "D", "markersize": 3.5, "markerfacecolor": "none"}
@@ -110,13 +123,17 @@ def _losses(run: Run, figure: Any) -> _Made:
     shown = [value for value in (*means, *valid) if value is not None and math.isfinite(value)]
     if shown and min(shown) > 0 and max(shown) > 20 * min(shown):
         axes.set_yscale("log")
-    axes.set(xlabel="epoch", ylabel="loss")
+    axes.set(xlabel="epochs" if has_curves else "epoch", ylabel="loss")
     _whole_numbers(axes)
     _legend(axes)
-    says = f"Training loss from {means[0]:.4g} in epoch {x[0]} to {means[-1]:.4g} in epoch {x[-1]}"
+    if len(x) == 1:
+        says = f"Mean training loss {means[0]:.4g} in epoch {x[0]}"
+    else:
+        says = f"Training loss from {means[0]:.4g} in epoch {x[0]} to {means[-1]:.4g} in epoch {x[-1]}"
     last = next((value for value in reversed(valid) if value is not None), None)
     says += f", validation loss {last:.4g} at the end." if last is not None else "."
-    how = "A line for each rank over the wide line of their mean: where they cover each other, the ranks agree."
+    inside = "inside the epochs, " if has_curves else ""
+    how = f"A line for each rank, {inside}over the wide line of their mean: where they cover each other, ranks agree."
     return "Loss", says, how, "loss"
 
 
@@ -176,9 +193,10 @@ def _balance(run: Run, figure: Any) -> _Made:
     lines: dict[int, dict[int, float]] = {}
     for epoch in run.epochs:
         for rank, row in epoch.training.items():
-            if row.record.get("steps"):
-                lines.setdefault(rank, {})[epoch.number] = 1000 * row.seconds(OWN_WORK) / row.record["steps"]
-    if len(lines) < 2:
+            if row.steps:
+                lines.setdefault(rank, {})[epoch.number] = 1000 * row.seconds(OWN_WORK) / row.steps
+    works = {rank: 1000 * work for rank, work in run.own_work().items()}
+    if len(works) < 2:
         return None
     axes = figure.subplots()
     x = [epoch.number for epoch in run.epochs]
@@ -188,7 +206,6 @@ def _balance(run: Run, figure: Any) -> _Made:
     axes.set_ylim(0, 1.12 * max(value for line in lines.values() for value in line.values()) or 1)
     _whole_numbers(axes)
     _legend(axes)
-    works = {rank: 1000 * work for rank in lines if (work := run.per_step(rank, OWN_WORK))}
     slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
     says = f"Slowest is rank {slow} with {works[slow]:.2f} ms a step, fastest rank {fast} with {works[fast]:.2f}."
     how = (
@@ -257,7 +274,7 @@ def _timeline(run: Run, figure: Any) -> _Made:
     if not rows:
         return None
     axes = figure.subplots()
-    for name, colour in zip(bars, (_PARTS[1], _PARTS[4], _PARTS[3])):
+    for name, colour in zip(bars, (_PARTS[1], _PARTS[2], _PARTS[3])):
         if bars[name]:
             edges = [(x / scale, max(wall, 0.001 * offset) / scale) for x, wall in bars[name]]
             axes.broken_barh(edges, (rows.index(name) - 0.3, 0.6), facecolor=colour, edgecolor="none")
@@ -309,7 +326,9 @@ def _legend(axes: Any) -> None:
                 [*handles[: _MOST_NAMED - 1], handles[-1]],
                 [*labels[: _MOST_NAMED - 1], f"... {labels[-1]}"],
             )
-        axes.figure.legend(handles, labels, loc="outside upper center", ncols=4, handlelength=1.8, columnspacing=1.2)
+        ncols = len(handles) if len(handles) <= 5 else 4
+        shape = {"handlelength": 1.6, "columnspacing": 0.9, "handletextpad": 0.4}
+        axes.figure.legend(handles, labels, loc="outside upper center", ncols=ncols, **shape)
 
 
 def _rows_of_ranks(axes: Any, ranks: Sequence[int]) -> None:
@@ -326,6 +345,9 @@ def _whole_numbers(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    low, high = axes.get_xlim()
+    if high - low < 1:
+        axes.set_xlim(round(low) - 0.5, round(high) + 0.5)
 
 
 def _svg(figure: Any, name: str) -> str:

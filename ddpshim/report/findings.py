@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 from ddpshim.records import Record
-from ddpshim.report.run import OWN_WORK, Epoch, Run
+from ddpshim.report.run import Epoch, Run
 from ddpshim.report.words import clock, duration, first_line, ms, number, percent, ranks_called, size, span
 
 _MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
@@ -79,14 +79,18 @@ def _about_records(run: Run) -> Iterator[Finding]:
         if start.missing:
             yield Finding(
                 "bad",
-                f"Of start {start.number} the records of {ranks_called(start.missing)} are not here; what follows is of "
-                "the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
+                f"Of start {start.number} the records of {ranks_called(start.missing)} are not here; what follows is "
+                "of the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
             )
     if run.num_torn:
         lines = "1 line" if run.num_torn == 1 else f"{run.num_torn} lines"
         yield Finding(
             "note", f"{lines} of the records could not be read (a kill in the middle of a write) and left out"
         )
+    progress = run.unfinished()
+    if progress is not None:
+        said = "" if progress.get("loss") is None else f", loss {number(progress['loss'])}"
+        yield Finding("note", f"After the last whole epoch {progress.get('steps')} more steps were written down{said}")
     if len(run.starts) > 1:
         sizes = ", ".join(str(start.world_size) for start in run.starts)
         yield Finding("note", f"The run was started {len(run.starts)} times, on {sizes} ranks")
@@ -173,6 +177,8 @@ def _about_guards(run: Run) -> Iterator[Finding]:
 
 def _about_time(run: Run) -> Iterator[Finding]:
     ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
+    if not any(run.is_warm(rank) for rank in ranks):
+        return
     waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
     if waits and min(waits.values()) > _MUCH_DATA_WAIT:
         yield Finding(
@@ -187,11 +193,11 @@ def _about_time(run: Run) -> Iterator[Finding]:
         )
     elif waits:
         yield Finding("good", f"Data wait is {span(waits.values())} of the training time")
-    works = {rank: work for rank in ranks if (work := run.per_step(rank, OWN_WORK))}
+    works = run.own_work()
     talks = {rank: run.share(rank, ["communication"]) for rank in ranks}
     if len(works) > 1:
         slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
-        ratio = works[slow] / works[fast]
+        ratio = works[slow] / max(works[fast], 1e-9)
         if ratio > _UNEVEN:
             yield Finding(
                 "note",

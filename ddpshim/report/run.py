@@ -24,6 +24,9 @@ PARTS = {
 OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # what a rank does while others may wait for it
 
 
+_WARM_S = 30.0
+
+
 class Row(NamedTuple):
     """One rank's part of an epoch, in the start that made it last."""
 
@@ -34,6 +37,10 @@ class Row(NamedTuple):
     def loss(self) -> Optional[float]:
         """This rank's own."""
         return _loss(self.record.get("own"))
+
+    @property
+    def steps(self) -> int:
+        return int(self.record.get("steps", 0))
 
     @property
     def wall_s(self) -> float:
@@ -60,9 +67,16 @@ class Epoch:
     def valid(self) -> Optional[float]:
         return _mean_of(self.validation)
 
-    def total(self, key: str) -> int:
-        """Of all ranks."""
-        return sum(row.record.get(key) or 0 for row in self.training.values())
+    @property
+    def steps(self) -> int:
+        """Those that count, of an earlier start that was left in the epoch included."""
+        return max((row.steps + row.record.get("first_step", 0) for row in self.training.values()), default=0)
+
+    @property
+    def samples(self) -> int:
+        """What all ranks have seen in `steps`, where they wrote that down."""
+        rows = [row for row in self.training.values() if row.steps and row.record.get("samples")]
+        return round(self.steps * math.fsum(row.record["samples"] / row.steps for row in rows))
 
 
 @dataclass
@@ -128,29 +142,51 @@ class Run:
             for rank, found in start.ranks.items():
                 yield from ((start, rank, record) for record in found if record["kind"] == kind)
 
+    def unfinished(self) -> Optional[Record]:
+        """What was last written down of an epoch that has not ended, in the last start."""
+        found: Optional[Record] = None
+        for record in self.last.ranks[min(self.last.ranks)]:
+            if record["kind"] in ("progress", "epoch"):
+                found = record
+        return found if found is not None and found["kind"] == "progress" else None
+
     def rows(self, rank: int) -> list[Row]:
         """The training epochs of a rank."""
         return [epoch.training[rank] for epoch in self.epochs if rank in epoch.training]
 
+    def timed(self, rank: int) -> list[Row]:
+        """The training epochs of a rank, but for the first of each start, which warms up, if there are others."""
+        rows = self.rows(rank)
+        return [row for before, row in zip(rows, rows[1:]) if row.start == before.start] or rows
+
+    def is_warm(self, rank: int) -> bool:
+        """Whether `timed` says more than how long the first steps take."""
+        return len(self.timed(rank)) < len(self.rows(rank)) or self.trained_s(rank) > _WARM_S
+
     def steps(self, rank: int) -> int:
-        """The training steps of a rank, in the epochs that count."""
-        return sum(row.record.get("steps", 0) for row in self.rows(rank))
+        """The steps in `timed`."""
+        return sum(row.steps for row in self.timed(rank))
 
     def trained_s(self, rank: int) -> float:
-        """The seconds of a rank in training epochs."""
-        return math.fsum(row.wall_s for row in self.rows(rank))
+        """The seconds in `timed`."""
+        return math.fsum(row.wall_s for row in self.timed(rank))
 
     def share(self, rank: int, parts: Iterable[str]) -> float:
-        """What of the training time of a rank went into `parts`."""
-        rows, parts = self.rows(rank), tuple(parts)
-        wall = math.fsum(row.wall_s for row in rows)
-        return math.fsum(row.seconds(parts) for row in rows) / wall if wall else 0.0
+        """What of these seconds went into `parts`."""
+        wall, parts = self.trained_s(rank), tuple(parts)
+        return math.fsum(row.seconds(parts) for row in self.timed(rank)) / wall if wall else 0.0
 
-    def per_step(self, rank: int, parts: Iterable[str]) -> Optional[float]:
-        """The seconds that a rank spent on `parts` in a step."""
-        rows, parts = self.rows(rank), tuple(parts)
-        steps = sum(row.record.get("steps", 0) for row in rows)
-        return math.fsum(row.seconds(parts) for row in rows) / steps if steps else None
+    def own_work(self) -> dict[int, float]:
+        """The seconds of a step that are each rank's own work, in the last start that tells them of several ranks."""
+        for start in reversed(self.starts):
+            rows = {rank: [row for row in self.timed(rank) if row.start == start.number] for rank in start.ranks}
+            steps = {rank: sum(row.steps for row in own) for rank, own in rows.items()}
+            works = {
+                r: math.fsum(row.seconds(OWN_WORK) for row in own) / steps[r] for r, own in rows.items() if steps[r]
+            }
+            if len(works) > 1:
+                return works
+        return {}
 
 
 def load(folder: Union[str, os.PathLike[str]]) -> Run:

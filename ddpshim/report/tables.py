@@ -28,7 +28,7 @@ class Table(NamedTuple):
 def headline(run: Run) -> list[tuple[str, str]]:
     """The key numbers, by name."""
     facts = run.last.facts
-    samples = sum(epoch.total("samples") for epoch in run.epochs)
+    samples = sum(epoch.samples for epoch in run.epochs)
     rates = [steps / wall for rank in run.ranks if (wall := run.trained_s(rank)) and (steps := run.steps(rank))]
     best = min((epoch.valid for epoch in run.epochs if epoch.valid is not None), default=None)
     last = next((epoch.mean for epoch in reversed(run.epochs) if epoch.mean is not None), None)
@@ -57,8 +57,7 @@ def _losses(run: Run) -> Table:
     rows = []
     for epoch in run.epochs:
         own = [number(epoch.training[rank].loss) if rank in epoch.training else "" for rank in ranks]
-        steps = max((row.record.get("steps", 0) for row in epoch.training.values()), default=0)
-        row = [str(epoch.number), str(steps), number(epoch.mean), *(own if len(ranks) > 1 else [])]
+        row = [str(epoch.number), str(epoch.steps), number(epoch.mean), *(own if len(ranks) > 1 else [])]
         rows.append([*row, number(epoch.valid)] if has_valid else row)
     every = math.ceil(len(rows) / _MOST_ROWS)
     kept = rows[:: every or 1] + ([rows[-1]] if rows and (len(rows) - 1) % every else [])
@@ -80,7 +79,8 @@ def _times(run: Run) -> Table:
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     note = (
-        "Training epochs only. Communication is what was not hidden behind compute, waiting for slower ranks included."
+        "Training epochs, but for the first of each start. Communication is what was not hidden behind compute, "
+        "waiting for slower ranks included."
     )
     return Table("time", "Where the time of each rank went", columns, rows, note)
 

@@ -34,7 +34,7 @@ def markdown(run: Run) -> str:
 def write(folder: Union[str, os.PathLike[str]], out: Optional[Path] = None, as_markdown: bool = False) -> Path:
     """Write the report of the run in `folder`; where it is. Local.
 
-    Raises ReportError where there is nothing to report, `out` cannot be written, or, for the page, matplotlib is missing.
+    Raises ReportError where there is nothing to report, `out` cannot be written, or the page's matplotlib is missing.
     """
     run = load(folder)
     out = out or run.folder / ("report.md" if as_markdown else "report.html")
