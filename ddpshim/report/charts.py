@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 from ddpshim.errors import ReportError
 from ddpshim.report.findings import deviations, largest_gap
 from ddpshim.report.run import OWN_WORK, PARTS, Run
-from ddpshim.report.words import percent
+from ddpshim.report.words import count, percent
 
 # Colours that nothing else has, and the variables that stand for them in the page.
 _INK, _FAINT = "#010101", "#020202"
@@ -294,14 +294,14 @@ def _timeline(run: Run, figure: Any) -> _Made:
     axes.grid(visible=False, axis="y")
     num_failed = sum(not r.get("passed") for _, _, r in guards)
     says = (
-        f"{len(run.starts)} start{'s' * (len(run.starts) > 1)}, {len(bars['training'])} training epochs, {len(guards)} "
-        f"guard results of which {num_failed} failed, {len(saves)} checkpoints."
+        f"{count(len(run.starts), 'start')}, {count(len(bars['training']), 'training epoch')}, "
+        f"{count(len(guards), 'guard result')} of which {num_failed} failed, {count(len(saves), 'checkpoint')}."
     )
     how = (
         "What the first rank did, one after the other; a tick is a comparison of the guards, a cross one that failed, "
         "a triangle a checkpoint. A broken line is where the run was started again; what lies between is left out."
     )
-    return "Timeline", says, how, "checkpoints"
+    return "Timeline", says, how, "starts"
 
 
 def _styled(ranks: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
@@ -344,7 +344,7 @@ def _fit_rows(figure: Any, num_rows: int) -> None:
 def _whole_numbers(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     low, high = axes.get_xlim()
     if high - low < 1:
         axes.set_xlim(round(low) - 0.5, round(high) + 0.5)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from ddpshim.records import Record
 from ddpshim.report.run import Epoch, Run
-from ddpshim.report.words import clock, duration, first_line, ms, number, percent, ranks_called, size, span
+from ddpshim.report.words import clock, count, duration, first_line, ms, number, percent, ranks_called, size, span
 
 _MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
 _UNEVEN = 1.15
@@ -83,10 +83,8 @@ def _about_records(run: Run) -> Iterator[Finding]:
                 "of the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
             )
     if run.num_torn:
-        lines = "1 line" if run.num_torn == 1 else f"{run.num_torn} lines"
-        yield Finding(
-            "note", f"{lines} of the records could not be read (a kill in the middle of a write) and left out"
-        )
+        lines = count(run.num_torn, "line")
+        yield Finding("note", f"{lines} of the records could not be read (a kill in the middle of a write): left out")
     progress = run.unfinished()
     if progress is not None:
         said = "" if progress.get("loss") is None else f", loss {number(progress['loss'])}"
@@ -137,7 +135,7 @@ def _about_losses(run: Run) -> Iterator[Finding]:
 def largest_gap(run: Run) -> Optional[tuple[Epoch, int, float]]:
     """Where a rank's loss is farthest from the mean over ranks: epoch, rank, and the distance over the mean."""
     gaps = [
-        (abs(loss - centre) / abs(centre), epoch.number, rank, epoch)
+        (abs(loss - centre) / abs(centre), epoch.number, -rank, epoch)
         for epoch in run.epochs
         if len(epoch.training) > 1
         for rank, loss, centre in deviations(epoch)
@@ -146,7 +144,7 @@ def largest_gap(run: Run) -> Optional[tuple[Epoch, int, float]]:
     if not gaps:
         return None
     share, _, rank, epoch = max(gaps, key=lambda gap: gap[:3])
-    return epoch, rank, share
+    return epoch, -rank, share
 
 
 def deviations(epoch: Epoch) -> list[tuple[int, float, float]]:

@@ -11,6 +11,10 @@ def ranks_called(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
+def count(how_many: int, noun: str) -> str:
+    return f"{how_many} {noun}{'s' * (how_many != 1)}"
+
+
 def span(shares: Iterable[float]) -> str:
     values = sorted(shares)
     low, high = percent(values[0]), percent(values[-1])
