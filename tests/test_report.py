@@ -30,6 +30,7 @@ from ddpshim.report.writing import markdown, write
 from tests.equivalence import copy_release, largest_difference, make_config, make_data, source, train
 from tests.ranks import RankFailure, run_ranks
 
+ROOT = Path(__file__).parent.parent
 START = 1_000_000.0
 
 
@@ -300,7 +301,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nothing_to_report_is_said_without_torch(tmp_path: Path) -> None:
     code = "import sys; from ddpshim.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, "report", str(tmp_path)]
     assert subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60).stdout == "1 False\n"
 
@@ -569,3 +570,27 @@ def test_without_a_launcher_nothing_is_written(releases: Path, tmp_path: Path) -
     trained = train(tree, config, tmp_path / "run", None, module="robomimic.scripts.train", forked=True)
     assert trained.losses()
     assert not list(trained.folder.glob("out/**/*.jsonl"))
+
+
+# The page of the docs
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "report.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/report.md", "exec"), {})
+    run = load(tmp_path / "out" / "run")
+    assert [round(epoch.valid or 0, 3) for epoch in run.epochs] == [0.5, 0.25, 0.167]
+    assert all(f"| {title} |" in page for title in ("Loss", "Where the time went", "Memory", "Timeline"))
+    assert (ROOT / "docs" / "report.png").stat().st_size < 150_000
+
+
+def test_the_example_trainer_is_recorded(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "recorded_run.py"), str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    losses = [epoch.mean for epoch in load(tmp_path).epochs]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] / 4

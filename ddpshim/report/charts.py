@@ -101,9 +101,12 @@ def _losses(run: Run, figure: Any) -> _Made:
     x = [epoch.number for epoch in epochs]
     means = [epoch.mean for epoch in epochs]
     has_curves = len(epochs) <= _FEW_EPOCHS and any(r.record.get("curve") for e in epochs for r in e.training.values())
-    wide: Any = {"color": _INK, "linewidth": 6, "alpha": 0.16, "label": "mean of the ranks"}
+    wide: Any = {"color": _INK, "linewidth": 6, "alpha": 0.16, "solid_capstyle": "butt", "label": "mean of the ranks"}
     if has_curves:
-        axes.hlines(means, [number - 1 for number in x], x, **wide)
+        edges = [
+            edge for number, mean in zip(x, means) for edge in ((number - 1, mean), (number, mean), (number, None))
+        ]
+        axes.plot(*zip(*edges), **wide)
     else:
         axes.plot(x, means, **wide)
     for rank, colour, dash in _styled(run.ranks):
@@ -327,7 +330,7 @@ def _legend(axes: Any) -> None:
                 [*labels[: _MOST_NAMED - 1], f"... {labels[-1]}"],
             )
         ncols = len(handles) if len(handles) <= 5 else 4
-        shape = {"handlelength": 1.6, "columnspacing": 0.9, "handletextpad": 0.4}
+        shape = {"handlelength": 1.6, "columnspacing": 0.9, "handletextpad": 0.6}
         axes.figure.legend(handles, labels, loc="outside upper center", ncols=ncols, **shape)
 
 

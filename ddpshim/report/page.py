@@ -39,7 +39,7 @@ p {{ margin: .3rem 0; }}
   background: var(--card); border-left: .35rem solid var(--level); font-weight: 600; overflow-wrap: anywhere; }}
 .level {{ color: var(--level); font-weight: 700; font-size: .8rem; letter-spacing: .03em; white-space: nowrap; }}
 .good {{ --level: var(--good); }} .note {{ --level: var(--note); }} .bad {{ --level: var(--bad); }}
-dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem; margin: 0; }}
+dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(7.6rem, 1fr)); gap: .6rem; margin: 0; }}
 dl div {{ background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }}
 dt {{ color: var(--soft); font-size: .8rem; }}
 dd {{ margin: 0; font-size: 1.05rem; font-weight: 600; overflow-wrap: anywhere; }}
@@ -76,8 +76,11 @@ def html(run: Run) -> str:
     """The page. Raises ReportError where matplotlib is not installed."""
     ended, pictures, made = verdict(run), charts(run), tables(run)
     named = {table.name for table in made}
-    name = escape(run.folder.resolve().name)
-    when = f"{run.folder}, begun {clock(run.starts[0].began)}, last word {clock(run.last.ended)} (UTC)"
+    place = run.folder.resolve()
+    name = escape(place.name)
+    when = (
+        f"{place.parent.name}/{place.name}, begun {clock(run.starts[0].began)}, last word {clock(run.last.ended)} (UTC)"
+    )
     numbers = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headline(run))
     return f"""<!DOCTYPE html>
 <html lang="en">
