@@ -329,7 +329,7 @@ def _legend(axes: Any) -> None:
                 [*handles[: _MOST_NAMED - 1], handles[-1]],
                 [*labels[: _MOST_NAMED - 1], f"... {labels[-1]}"],
             )
-        ncols = len(handles) if len(handles) <= 5 else 4
+        ncols = 2 if max(map(len, labels)) > 16 else len(handles) if len(handles) <= 5 else 4
         shape = {"handlelength": 1.6, "columnspacing": 0.9, "handletextpad": 0.6}
         axes.figure.legend(handles, labels, loc="outside upper center", ncols=ncols, **shape)
 

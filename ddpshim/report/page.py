@@ -61,7 +61,7 @@ table {{ border-collapse: collapse; font-size: .875rem; margin: .5rem 0; min-wid
 th, td {{ text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   font-variant-numeric: tabular-nums; }}
 th {{ color: var(--soft); font-weight: 600; white-space: nowrap; }}
-td {{ overflow-wrap: anywhere; min-width: 4rem; }}
+td.long {{ overflow-wrap: anywhere; min-width: 14rem; }}
 a {{ color: inherit; }}
 @media (max-width: 30rem) {{ body {{ padding: 1rem .7rem 2rem; }} figure {{ padding: .6rem; }}
   ul.findings li {{ grid-template-columns: 1fr; }} }}
@@ -69,6 +69,7 @@ a {{ color: inherit; }}
   .charts {{ grid-template-columns: 1fr 1fr; }} figure, .verdict, dl div {{ border: 1px solid var(--line); }}
   details::details-content {{ content-visibility: visible; block-size: auto; }} }}
 """
+_LONG = 40
 _MARKS = {"good": "✓ fine", "note": "• note", "bad": "! look"}
 
 
@@ -129,9 +130,14 @@ def _figure(chart: Chart, named: set[str]) -> str:
     )
 
 
+def _cell(text: str) -> str:
+    is_long = ' class="long"' if len(text) > _LONG else ""
+    return f"<td{is_long}>{escape(text)}</td>"
+
+
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    rows = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
     is_long = len(table.rows) > 12
     note = f'<p class="soft">{escape(table.note)}</p>' if table.note else ""
     return (
