@@ -13,6 +13,7 @@ from ddpshim.errors import (
     LaunchError,
     OptionsError,
     PatchError,
+    ReportError,
     RolloutError,
     SyncError,
     WorldError,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ddpshim.options import Options as Options
     from ddpshim.parallel import wrap_parallel as wrap_parallel
     from ddpshim.profiling import profile as profile
+    from ddpshim.recording import record as record
     from ddpshim.resume import Resumable as Resumable
     from ddpshim.sharding import shard_iterable as shard_iterable
     from ddpshim.streams import shared_random_streams as shared_random_streams
@@ -57,6 +59,7 @@ _HOMES = {
     "profile": "profiling",
     "wrap_parallel": "parallel",
     "Resumable": "resume",
+    "record": "recording",
     "shard_iterable": "sharding",
     "shared_arrays": "node_memory",
     "shared_random_streams": "streams",
@@ -72,6 +75,7 @@ __all__ = [
     "LaunchError",
     "OptionsError",
     "PatchError",
+    "ReportError",
     "RolloutError",
     "SyncError",
     "WorldError",

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_env(commands)
     _add_selftest(commands)
     _add_doctor(commands)
+    _add_report(commands)
     return parser
 
 
@@ -166,6 +167,30 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         print(json.dumps(as_json(report), indent=2) if arguments.json else as_text(report))
     return 1 if report.findings else 0
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="a page about a run: losses of all ranks, time, memory, guards, checkpoints, how it ended",
+        description="Write what the ranks of a run have written down as one page of HTML that needs no network, or as "
+        "Markdown, and print its path. Exit code: 0 written, 1 nothing to report, 2 wrong usage or no such folder.",
+    )
+    report.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
+    report.add_argument("--markdown", action="store_true", help="the same numbers without charts, nor matplotlib")
+    report.add_argument("--out", type=Path, metavar="FILE", help="default: report.html or report.md in RUN_DIR")
+    report.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ddpshim.report.writing import write
+
+    if not arguments.folder.is_dir():
+        found = "is no folder" if arguments.folder.exists() else "does not exist"
+        print(f"ddpshim: {arguments.folder} {found}; nothing was written. Name the folder of a run.", file=sys.stderr)
+        return 2
+    print(write(arguments.folder, arguments.out, arguments.markdown))
+    return 0
 
 
 def _codes(text: str) -> list[str]:

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import sys
 import threading
+import time
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 
-from ddpshim import failure, machine, snapshot
+from ddpshim import failure, machine, records, snapshot
 from ddpshim.background import Background, JobFailed
 from ddpshim.errors import CheckpointError
 from ddpshim.group import has_world, on_cleanup, world
@@ -48,7 +49,7 @@ def save(obj: Any, path: PathLike) -> None:
         CheckpointError: on the main rank, the file could not be written; the old one is as it was.
     """
     if world().is_main:
-        with written(path, num_bytes=_num_bytes(obj)) as partial:
+        with noted(path), written(path, num_bytes=_num_bytes(obj)) as partial:
             torch.save(obj, str(partial))
 
 
@@ -65,6 +66,7 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     """
     if not world().is_main:
         return
+    start = time.perf_counter()
     flush()
     num_bytes = _num_bytes(obj)
     if not _is_for_the_background(num_bytes, path):
@@ -83,6 +85,8 @@ def save_in_background(obj: Any, path: PathLike) -> None:
         return
     final = os.path.abspath(path)
     background.do(functools.partial(_write_snapshot, taken, final, num_bytes), final)
+    seconds = time.perf_counter() - start
+    records.note("checkpoint", path=final, bytes=num_bytes, seconds=seconds, in_background=True)
 
 
 def get_ready(obj: Any) -> None:
@@ -145,10 +149,20 @@ def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs
     Raises CheckpointError where such a file could not be written.
     """
     if isinstance(f, (str, os.PathLike)) and (os.path.isfile(f) or not os.path.exists(f)):  # no pipe, no device
-        with written(f) as partial:
+        with noted(f), written(f) as partial:
             save(obj, str(partial), *args, **kwargs)
     else:
         save(obj, f, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def noted(path: PathLike) -> Iterator[None]:
+    """Have the records of the run say that the block wrote the checkpoint `path`, and how long it took. Local."""
+    start = time.perf_counter()
+    yield
+    if records.is_on():
+        seconds, final = time.perf_counter() - start, os.path.abspath(path)
+        records.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
 
 
 @contextlib.contextmanager

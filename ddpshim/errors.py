@@ -10,6 +10,7 @@
     ├── DataError     (also ValueError) batches, samplers or datasets that do not split
     ├── RolloutError  an episode of an evaluation failed
     ├── CheckpointError  (also OSError) a file could not be written, or none would be left
+    ├── ReportError   a run left nothing to report, or its charts cannot be drawn
     ├── PatchError    a patch set does not fit the files it was asked to change
     └── HookError     an installed trainer is not one that can be made distributed without an edit
 
@@ -47,6 +48,10 @@ class RolloutError(DdpShimError):
 
 class CheckpointError(DdpShimError, OSError):
     """A checkpoint could not be written; the one before it is as it was."""
+
+
+class ReportError(DdpShimError):
+    """A run cannot be reported."""
 
 
 class PatchError(DdpShimError):

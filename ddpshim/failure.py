@@ -19,6 +19,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Callable, NoReturn, Optional, TypeVar
 
+from ddpshim import records
+
 T = TypeVar("T")
 
 _EXIT_HANDLERS_DEADLINE_S = 5.0
@@ -120,6 +122,7 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _ask_store(lambda store: store.set(f"failed/{_state.rank}", "1"))
     rank, first = _state.rank, _claim(error)
+    records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=_lost_a_peer(error))
     stream = sys.__stderr__ or sys.stderr
     if first == rank and _lost_a_peer(error):
         # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.

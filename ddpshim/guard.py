@@ -9,7 +9,7 @@ import struct
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, Optional, Protocol
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddpshim import records
 from ddpshim.errors import SyncError
 from ddpshim.group import on_cleanup, world
 
@@ -129,6 +130,8 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in came.items())
     cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({_OPT_OUT})."
     missing = [rank for rank in range(here.world_size) if rank not in came]
+    is_good = not missing and len(set(came.values())) == 1
+    records.note("guard", check="steps", passed=is_good, said="" if is_good else f"{what}: {counts}", reductions=mine)
     if missing:
         raise SyncError(
             f"ranks {missing} did not come to the end of {what} within {deadline_s:g} s of rank {here.rank}; they wait "
@@ -198,8 +201,17 @@ class Equality:
             return
         (work, names, (_, *everyones), num_reductions), self._sent = self._sent, None
         work.wait()
-        table = [everyone.tolist() for everyone in everyones]
         kind = type(self._module).__name__
+        compared = {"check": "weights", "network": kind, "reductions": num_reductions, "tensors": len(names)}
+        try:
+            self._compare(names, [everyone.tolist() for everyone in everyones], kind, num_reductions)
+        except SyncError as error:
+            records.note("guard", passed=False, said=str(error), **compared)
+            raise
+        records.note("guard", passed=True, **compared)
+
+    def _compare(self, names: Sequence[str], table: list[list[list[int]]], kind: str, num_reductions: int) -> None:
+        """Raise SyncError where the rows of the ranks, in `table`, differ that must not, or do not that must."""
         differing = [i for i in range(self._num_seeds, len(names)) if len({rows[i][0] for rows in table}) > 1]
         if differing:
             i = differing[0]

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -55,6 +56,18 @@ def num_usable(allowed: frozenset[int], quota: Optional[float]) -> int:
 def num_cores() -> int:
     """The number of cores that this process can use: neither affinity nor quota keeps it from them."""
     return num_usable(cores(), core_quota())
+
+
+def resident_bytes() -> tuple[Optional[int], Optional[int]]:
+    """What of this process is in main memory now, and the most that ever was."""
+    now = (_read(Path("/proc/self/statm")) or "").split()
+    try:
+        import resource
+    except ImportError:  # no POSIX
+        return None, None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most = peak if sys.platform == "darwin" else peak * 1024
+    return int(now[1]) * resource.getpagesize() if len(now) > 1 else None, most
 
 
 def memory(root: Path = _ROOT) -> Memory:

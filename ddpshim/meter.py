@@ -40,12 +40,14 @@ class Meter:
         self._since = 0.0
         self._outer: list[str] = []  # the parts that the current one interrupts
         self._events: list[tuple[Any, Any]] = []
+        self._around: Optional[Meter] = None
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Begin to count. One meter runs at a time."""
+        """Begin to count. A meter that runs already goes on, and is to be stopped after this one."""
         global running
-        running, self._part, self._since = self, "other", time.perf_counter()
+        self._around, running = running, self
+        self._part, self._since = "other", time.perf_counter()
         self._outer.clear()
         for hook in (
             register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")),
@@ -71,7 +73,7 @@ class Meter:
     def stop(self) -> None:
         """Count no more, and leave torch as it was."""
         global running
-        running = None
+        running = self._around
         self._become("other")
         self._undo.close()
         if self._events:
@@ -80,6 +82,8 @@ class Meter:
 
     def begin(self, part: str) -> None:
         """From here to `end()` time counts to `part`; may be nested."""
+        if part == "communication" and self._around is not None:  # of the others it hears by itself
+            self._around.begin(part)
         if part == "communication" and self._uses_events and "communication" not in (self._part, *self._outer):
             self._events.append((_event(), None))
         self._outer.append(self._part)
@@ -90,6 +94,8 @@ class Meter:
         if not self._outer:
             return
         ended, before = self._part, self._outer.pop()
+        if ended == "communication" and self._around is not None:
+            self._around.end()
         self._become(before)
         if self._events and ended == "communication" and "communication" not in (before, *self._outer):
             self._events[-1] = self._events[-1][0], _event()

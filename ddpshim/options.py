@@ -199,6 +199,13 @@ class Options:
         "robomimic: count where the time goes, as `ddpshim.profile` does; summary.json beside config.json",
     )
 
+    record: bool = _option(
+        True,
+        _flag(),
+        "robomimic: each rank writes down what `python -m ddpshim report` shows, in the folder ddpshim beside "
+        "config.json; also whether `ddpshim.record` does",
+    )
+
     def __post_init__(self) -> None:
         # A frozen dataclass: this is how its own constructor writes, too.
         for name, value in _parse({name: ("argument", getattr(self, name)) for name in names()}, []).items():

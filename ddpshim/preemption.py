@@ -15,7 +15,7 @@ import time
 from types import FrameType
 from typing import Any, Optional
 
-from ddpshim import failure
+from ddpshim import failure, records
 
 # SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: what `sbatch --signal` is usually told to send before it.
 SIGNALS = ("SIGTERM", "SIGUSR1")
@@ -147,5 +147,6 @@ def _read(hears: socket.socket) -> bytes:
 
 
 def _leave(reason: str, code: int) -> None:
+    records.end("stopped", error=reason, first=failure.first())
     print(f"ddpshim: rank {failure.rank()} {reason}", file=sys.__stderr__ or sys.stderr, flush=True)
     os._exit(code)

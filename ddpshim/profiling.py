@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim import checkpoint
+from ddpshim import checkpoint, machine
 from ddpshim.group import World, world
 from ddpshim.meter import PARTS, Meter
 
@@ -121,9 +121,4 @@ def _peak_memory_bytes(device: torch.device) -> int:
     """The most that torch has held on the GPU, or else the process in memory, since it started."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource
-    except ImportError:  # no POSIX
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return machine.resident_bytes()[1] or 0

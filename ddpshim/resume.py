@@ -14,7 +14,7 @@ from typing import Any, Callable, NoReturn, Optional, Protocol
 
 import torch
 
-from ddpshim import checkpoint, preemption
+from ddpshim import checkpoint, preemption, records
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.group import cleanup, world
 from ddpshim.launch import EXIT_REQUEUE
@@ -266,6 +266,7 @@ class Resumable:
                 f"{reason}: epoch {self.epoch}, step {self.step} is saved in {self.folder}; "
                 f"leaving with exit code {EXIT_REQUEUE}"
             )
+        records.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
         if self._before_exit is not None:
             try:
                 self._before_exit()

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, Callable, Optional, TypeVar, Union
 import torch
 from torch import nn
 
-from ddpshim import checkpoint, guard, machine, preemption, rollout
+from ddpshim import checkpoint, guard, machine, preemption, records, rollout
 from ddpshim.algo import AlgoState, Metrics, algos, flat, trained_together
 from ddpshim.datasets import advise_on_cache
 from ddpshim.datasets import load_data_for_training as load_data_for_training
@@ -34,6 +35,7 @@ from ddpshim.options import SECTION, Options
 from ddpshim.parallel import average, broadcast_state, wrap_parallel
 from ddpshim.profiling import Profile
 from ddpshim.rank_log import has_log, link_log
+from ddpshim.recording import Recorder, numbers
 from ddpshim.resume import Resumable, Stateful, find_progress
 from ddpshim.rollout import deal_episodes as deal_episodes
 from ddpshim.rollout import plays_rollouts as plays_rollouts
@@ -49,6 +51,7 @@ class _Run:
 
     section: Optional[Mapping[str, Any]] = None  # of the config file, for `start`
     profile: Optional[Profile] = None
+    recorder: Optional[Recorder] = None
     folder: Optional[Path] = None  # of its progress
     goes_on: bool = False  # in the directory of an earlier start
     training: Optional[Resumable] = None
@@ -155,6 +158,7 @@ def end_training() -> None:
     preemption.heard()  # nothing is left to save: the main rank may take its time
     checkpoint.flush()
     world().barrier()
+    records.end("finished")
     if _run.training is not None:
         _run.training.finish()
     if _run.profile is not None:
@@ -223,6 +227,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     _run.folder = parent / "resume"
     if _run.profile is not None:
         _run.profile.path = str(parent / "summary.json")
+    _run.recorder = Recorder(parent) if here.is_launched and here.options.record else None
     link_log(directories[0])
     return directories
 
@@ -360,15 +365,15 @@ def run_epoch(
     here, training, validates = world(), _run.training, options.get("validate", False)
     profile, every = (None, 1) if validates else (_run.profile, here.options.metrics_every_n_epochs)
     options.update(model=model, epoch=epoch, num_steps=num_steps)
+    phase = "validation" if validates else "training"
     if here.is_launched:
         total = options["num_steps"] = len(data_loader) if num_steps is None else num_steps
-        phase = "validation" if validates else "training"
         seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
         _restore_counters(model, epoch, total)
         if isinstance(data_loader, Enterable):
             data_loader.set_epoch((epoch - 1) * math.ceil(total / len(data_loader)))
         here.barrier()
-    with here.autocast(), contextlib.nullcontext() if profile is None else profile.measured():
+    with here.autocast(), _measured(profile), _measured(_run.recorder):
         if training is None:
             log = _upstreams_epoch(data_loader=data_loader, **options)
         elif validates:
@@ -376,14 +381,22 @@ def run_epoch(
             log = _upstreams_epoch(data_loader=batches, **options)
         else:
             log = _run_what_is_left(training, data_loader, copy.deepcopy(best_so_far), options)
+    own = log
     if not validates:
         guard.check_equal_steps(f"epoch {epoch}")
     # Ranks decide by the metrics of validation which checkpoint is the best: those are always averaged.
     if here.world_size > 1 and every and epoch % every == 0:
         log = {key: float(value) for key, value in here.mean(log).items()}
     if _run.metrics is not None and _run.metrics.are_of_two_starts and not validates:
-        log.update(_run.metrics.means())
+        log = {**log, **_run.metrics.means()}
+    if _run.recorder is not None:
+        mean = None if log is own else log
+        _run.recorder.write_epoch(epoch, phase, own, mean, batch_size=getattr(data_loader, "batch_size", None))
     return log if profile is None else {**log, **profile.collect()}
+
+
+def _measured(counter: Union[Profile, Recorder, None]) -> Any:
+    return contextlib.nullcontext() if counter is None else counter.measured()
 
 
 def _upstreams_epoch(**options: Any) -> dict[str, float]:
@@ -405,7 +418,17 @@ def _run_what_is_left(
     metrics = _run.metrics = Metrics(training.values.get("metrics", {}) if start else {})
     _run.state.release()
     log_info = model.log_info
-    model.log_info = lambda info: metrics.take(log_info(info))
+
+    if _run.recorder is not None:
+        _run.recorder.first_step = start
+
+    def taken(info: Any) -> dict[str, Any]:
+        said = metrics.take(log_info(info))
+        if _run.recorder is not None:
+            _run.recorder.step_of(said)
+        return said
+
+    model.log_info = taken
     try:
         steps = _Batches(data_loader, lambda: training.steps(data_loader, epoch, total))
         log = _upstreams_epoch(data_loader=steps, **{**options, "num_steps": total - start})
@@ -441,13 +464,22 @@ def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
     """Upstream's rollout_with_stats on all ranks (`ddpshim.rollout`), until a signal ends it (collective)."""
-    if _run.training is None:
-        return rollout.rollout_with_stats(**options)
+    start = time.perf_counter()
+    training = _run.training
+    more: dict[str, Any] = {}
+    if training is not None:
+        more["is_told_to_end"] = lambda: preemption.asked() is not None
     try:
-        return rollout.rollout_with_stats(**options, is_told_to_end=lambda: preemption.asked() is not None)
+        logs, videos = rollout.rollout_with_stats(**options, **more)
     except rollout.Interrupted as interrupted:
+        assert training is not None
         reason = str(interrupted)
-    _run.training.leave(reason)  # not in the handler: this is no failure on its way out
+    else:
+        for name, log in logs.items():
+            played = {"epoch": options.get("epoch"), "episodes": options.get("num_episodes"), "metrics": numbers(log)}
+            records.note("rollout", environment=name, **played, seconds=time.perf_counter() - start)
+        return logs, videos
+    training.leave(reason)  # not in the handler: this is no failure on its way out
 
 
 def save_model(*, ckpt_path: str, **options: Any) -> None:
@@ -462,7 +494,9 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
     if not here.is_launched:
         TrainUtils.save_model(ckpt_path=ckpt_path, **options)
     elif here.is_main:
-        with checkpoint.written(ckpt_path, in_background=here.options.background_save) as partial:
+        in_background = here.options.background_save
+        noted = contextlib.nullcontext() if in_background else checkpoint.noted(ckpt_path)
+        with noted, checkpoint.written(ckpt_path, in_background=in_background) as partial:
             TrainUtils.save_model(ckpt_path=partial, **options)
 
 

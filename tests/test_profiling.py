@@ -115,6 +115,25 @@ def test_a_part_may_interrupt_another(clock: Any) -> None:
     assert counted.seconds == _seconds(communication=14.0, optimizer=17.0)
 
 
+def test_meters_inside_each_other_count_the_same(clock: Any) -> None:
+    outer, inner = Meter(), Meter()
+    outer.start()
+    clock.now += 16
+    inner.start()
+    for _ in DataLoader(_Samples(clock, 1.0)):
+        with meter.counted("communication"):
+            clock.now += 2
+        clock.now += 0.5
+    inner.stop()
+    with meter.counted("communication"):
+        clock.now += 32
+    outer.stop()
+    assert inner.seconds == _seconds(data_wait=4.0, communication=8.0, compute=2.0)
+    assert outer.seconds == _seconds(data_wait=4.0, communication=40.0, compute=2.0, other=16.0)
+    assert outer.num_batches == inner.num_batches == 4
+    assert _is_in_place() == (False,) * 4
+
+
 def test_workers_are_waited_for() -> None:
     counted = Meter()
     counted.start()

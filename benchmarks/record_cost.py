@@ -1,0 +1,113 @@
+"""What it costs to write a run down for the report: a step on two ranks, with it and without, in alternation.
+
+    python -m benchmarks.record_cost
+
+The ratio of the two steps is mostly noise on a busy machine. The CPU time of the recording's own code is not: that of
+a step, of which there are many, and that of the line that ends an epoch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+import ddpshim
+from benchmarks.guard_cost import D_IN, D_OUT, _policy
+from benchmarks.results import Result, alternate, main, ratio
+from ddpshim.recording import Recorder
+from tests.ranks import run_ranks
+
+
+def _measure(folder: str, num_rounds: int, num_steps: int) -> dict[str, list[float]]:
+    """Milliseconds of a step in each round, with recording and without."""
+    policy = ddpshim.wrap_parallel(_policy())
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
+    data = torch.utils.data.TensorDataset(torch.randn(128 * num_steps, D_IN), torch.randn(128 * num_steps, D_OUT))
+    loader = ddpshim.make_loader(data, batch_size=128)
+    recorder = Recorder(folder)
+
+    def epoch(is_recorded: bool) -> float:
+        ddpshim.world().barrier()
+        start = time.perf_counter()
+        if is_recorded:
+            recorder.start_counting()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = (policy(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            said = loss.item()
+            if is_recorded:
+                recorder.step(said)
+        if is_recorded:
+            recorder.stop_counting()
+            recorder.write_epoch(1, "training", {"Loss": said})
+        return 1000 * (time.perf_counter() - start) / num_steps
+
+    epoch(True)
+    return alternate({"with": lambda: epoch(True), "without": lambda: epoch(False)}, num_rounds)
+
+
+class _Empty(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 2000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _own_us(num_rounds: int) -> tuple[float, float]:
+    """Microseconds of CPU that recording adds to a step that does nothing, and that the end of an epoch takes."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    loader = DataLoader(_Empty(), batch_size=None)
+
+    with tempfile.TemporaryDirectory() as folder, ddpshim.record(folder) as run:
+        run.stop_counting()
+
+        def epoch(is_recorded: bool) -> float:
+            if is_recorded:
+                run.start_counting()
+            start = time.process_time()
+            for _ in loader:
+                optimizer.step()
+                if is_recorded:
+                    run.step(0.5)
+            took = time.process_time() - start
+            if is_recorded:
+                run.stop_counting()
+            return took
+
+        got = alternate({"with": lambda: epoch(True), "without": lambda: epoch(False)}, num_rounds)
+        start = time.process_time()
+        for number in range(200):
+            run.write_epoch(number, "training", {"Loss": 0.5, "lr": 0.1})
+        ended = (time.process_time() - start) / 200
+    added = statistics.median(a - b for a, b in zip(got["with"], got["without"]))
+    return 1e6 * added / 2000, 1e6 * ended
+
+
+def run(quick: bool) -> list[Result]:
+    """The step with recording over that without, and what is spent in the recording's own code."""
+    with tempfile.TemporaryDirectory() as folder:
+        got = run_ranks(_measure, 2, folder, 6 if quick else 40, 10, timeout_s=600)[0]
+        assert len(list(Path(folder).glob("ddpshim/rank_*.jsonl"))) == 2
+    value, quartiles = ratio(got["with"], got["without"])
+    step_ms = statistics.median(got["without"])
+    step_us, epoch_us = _own_us(4 if quick else 20)
+    return [
+        Result(
+            "record_cost", "step that is recorded, 2 ranks", value, "x without", quartiles, note=f"{step_ms:.1f} ms"
+        ),
+        Result("record_cost", "recording's own code in a step", step_us, "us of CPU", at_most=50.0),
+        Result("record_cost", "recording's own code at the end of an epoch", epoch_us, "us of CPU", at_most=5000.0),
+    ]
+
+
+if __name__ == "__main__":
+    main(run, __doc__)

@@ -1,0 +1,152 @@
+"""The records of a run: a file of JSON lines for each rank, to which that rank alone appends. Imports no torch.
+
+Rooms that know of an event call `note`, which does nothing unless this process writes records. A line is appended by
+one call of the system; what cannot be written is told once, and the training goes on without records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+FOLDER = "ddpshim"
+_NAME = re.compile(r"rank_(\d+)\.jsonl")
+_START = '{"kind": "start"'
+
+Record = dict[str, Any]
+
+
+class _State:
+    """The open file of this process."""
+
+    file: Optional[int] = None
+    path: Optional[Path] = None
+    process: int = 0
+
+
+_state = _State()
+
+
+def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool:
+    """Open this rank's file below `folder`, and note the start with its `facts`; whether that was possible. Local.
+
+    A file that is there is continued, behind a line that was left half written.
+    """
+    _close()
+    path = Path(folder, FOLDER, f"rank_{rank}.jsonl")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        _say(path, error)
+        return False
+    _state.file, _state.path, _state.process = file, path, os.getpid()
+    size = os.fstat(file).st_size
+    is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+    _append(("\n" if is_torn else "") + _line("start", {**facts, "rank": rank}))
+    return is_on()
+
+
+def is_on() -> bool:
+    """Whether this process writes records. Local; not in a process that was forked from it."""
+    return _state.file is not None and _state.process == os.getpid()
+
+
+def note(kind: str, **values: Any) -> None:
+    """Append a record, where this process writes any. Local."""
+    if _state.file is not None and is_on():
+        _append(_line(kind, values))
+
+
+def end(how: str, **values: Any) -> None:
+    """Note how the run ended on this rank, once: the first word counts, and nothing is noted after it. Local."""
+    note("end", how=how, **values)
+    if is_on():
+        _close()
+
+
+def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
+    """How often runs were started whose records are below `folder`. Local."""
+    last = 0
+    for path in files(folder).values():
+        with path.open(errors="replace") as file:
+            last = max([last, *(number for line in file if line.startswith(_START) for number in _start_of(line))])
+    return last
+
+
+def files(folder: Union[str, os.PathLike[str]]) -> dict[int, Path]:
+    """The files of records below `folder`, by rank. Local."""
+    found = {path: _NAME.fullmatch(path.name) for path in Path(folder, FOLDER).glob("rank_*.jsonl")}
+    return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+
+
+class Read(NamedTuple):
+    """What a file holds: its records in order, and how many of its lines are none (torn by a kill or a full disk)."""
+
+    records: list[Record]
+    num_torn: int
+
+
+def read(path: Path) -> Read:
+    """The records in the file at `path`. Local. Raises OSError where it cannot be read."""
+    found, num_torn = [], 0
+    with path.open(errors="replace") as file:
+        for line in filter(str.strip, file):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("kind"), str):
+                found.append(record)
+            else:
+                num_torn += 1
+    return Read(found, num_torn)
+
+
+def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:
+    """The metric that counts as the loss: "Loss", or the first of those that are called so."""
+    return next((name for name in ("Loss", *sorted(metrics)) if name in metrics and "loss" in name.lower()), None)
+
+
+def _start_of(line: str) -> list[int]:
+    try:
+        return [int(json.loads(line)["start"])]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _line(kind: str, values: dict[str, Any]) -> str:
+    return json.dumps({"kind": kind, "time": round(time.time(), 3), **values}, default=str) + "\n"
+
+
+def _append(text: str) -> None:
+    assert _state.file is not None
+    data = text.encode()
+    try:
+        if os.write(_state.file, data) < len(data):
+            raise OSError("the disk took a part of a line")
+    except OSError as error:
+        _say(_state.path, error)
+        _close()
+
+
+def _close() -> None:
+    if is_on():
+        assert _state.file is not None
+        os.close(_state.file)
+    _state.file = None
+
+
+def _say(path: Optional[Path], error: OSError) -> None:
+    print(
+        f"ddpshim: {path} cannot be written ({error}); training goes on, and its report will lack what comes now. Make "
+        "room there, or switch records off with DDPSHIM_RECORD=no.",
+        file=sys.__stderr__ or sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,65 @@
+"""Numbers as they are written for reading."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional
+
+
+def ranks_called(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def count(how_many: int, noun: str) -> str:
+    return f"{how_many} {noun}{'s' * (how_many != 1)}"
+
+
+def span(shares: Iterable[float]) -> str:
+    values = sorted(shares)
+    low, high = percent(values[0]), percent(values[-1])
+    return high if low == high else f"{low} to {high}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
+
+
+def number(value: Optional[float]) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def size(value: Optional[float]) -> str:
+    if value is None:
+        return ""
+    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= least:
+            return f"{value / least:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment))
+
+
+def first_line(text: Any) -> str:
+    lines = str(text or "").splitlines() or [""]
+    return lines[0] if len(lines[0]) <= 300 else lines[0][:299] + "…"
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {shown(item)}" for name, item in value.items())
+    return "none" if value is None else str(value)

@@ -1,0 +1,606 @@
+"""The report: what ranks write down, that it changes nothing, and that the page says what was written."""
+
+from __future__ import annotations
+
+import builtins
+import html
+import json
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ddpshim
+from ddpshim import __main__ as command_line
+from ddpshim import checkpoint, recording, records, robomimic
+from ddpshim.errors import ReportError, SyncError
+from ddpshim.report.findings import findings, verdict
+from ddpshim.report.run import Run, load
+from ddpshim.report.tables import headline, tables
+from ddpshim.report.writing import markdown, write
+from tests.equivalence import copy_release, largest_difference, make_config, make_data, source, train
+from tests.ranks import RankFailure, run_ranks
+
+ROOT = Path(__file__).parent.parent
+START = 1_000_000.0
+
+
+def _put(folder: Path, rank: int, *found: dict[str, Any], torn: str = "") -> None:
+    path = folder / "ddpshim" / f"rank_{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in found) + torn)
+
+
+def _start(rank: int = 0, number: int = 1, world_size: int = 2, at: float = START, **facts: Any) -> dict[str, Any]:
+    facts = {"backend": "gloo", "device": "cpu", "options": {"guard": True}, **facts}
+    return {"kind": "start", "time": at, "start": number, "rank": rank, "world_size": world_size, **facts}
+
+
+def _epoch(number: int, loss: float, at: float = START + 10, phase: str = "training", **values: Any) -> dict[str, Any]:
+    seconds = {"data_wait": 0.1, "compute": 0.8, "optimizer": 0.05, "communication": 0.05, "other": 0.0}
+    values = {"steps": 10, "samples": 100, "seconds": seconds, "mean": None, "memory": {"rss": 1e8}, **values}
+    return {"kind": "epoch", "time": at, "epoch": number, "phase": phase, "own": {"Loss": loss}, **values}
+
+
+def _end(how: str = "finished", at: float = START + 20, **values: Any) -> dict[str, Any]:
+    return {"kind": "end", "time": at, "how": how, **values}
+
+
+def _said(run: Run, level: Optional[str] = None) -> str:
+    return "\n".join(text for found, text in findings(run) if level in (None, found))
+
+
+def _cells(run: Run, name: str) -> list[list[str]]:
+    return next((table.rows for table in tables(run) if table.name == name), [])
+
+
+# Reading
+
+
+def test_two_ranks_and_their_mean(tmp_path: Path) -> None:
+    for rank, losses in enumerate(((4.0, 2.0), (2.0, 1.0))):
+        epochs = [_epoch(i + 1, loss) for i, loss in enumerate(losses)]
+        _put(tmp_path, rank, _start(rank), *epochs, _epoch(2, 5.0 + rank, phase="validation"), _end())
+    run = load(tmp_path)
+    assert [(epoch.mean, epoch.valid) for epoch in run.epochs] == [(3.0, None), (1.5, 5.5)]
+    assert _cells(run, "loss") == [["1", "10", "3", "4", "2", ""], ["2", "10", "1.5", "2", "1", "5.5"]]
+    assert dict(headline(run))["samples seen"] == "400"
+    assert verdict(run) == ("good", "Finished: every rank came to the end of the training")
+    assert "by at most 33% from their mean (rank 0, epoch 2)" in _said(run, "good")
+
+
+def test_the_trainers_own_mean_counts(tmp_path: Path) -> None:
+    _put(tmp_path, 0, _start(world_size=1), _epoch(1, 4.0, mean={"Loss": 7.0}), _end())
+    assert load(tmp_path).epochs[0].mean == 7.0
+
+
+def test_a_later_start_on_other_ranks_replaces_what_it_does_again(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        _put(tmp_path, rank, _start(rank), _epoch(1, 1.0), _epoch(2, 2.0), _end("left", reason="SIGTERM on rank 1"))
+    later = START + 1000
+    for rank in (0, 1, 2, 3):
+        again = _epoch(2, 8.0, later + 5, steps=4, samples=20, first_step=6)
+        _put(tmp_path, rank, _start(rank, 2, 4, later), again, _end(at=later + 10))
+    run = load(tmp_path)
+    assert [sorted(epoch.training) for epoch in run.epochs] == [[0, 1], [0, 1, 2, 3]]
+    assert [(epoch.mean, epoch.steps, epoch.samples) for epoch in run.epochs] == [(1.0, 10, 200), (8.0, 10, 200)]
+    assert run.wall_s == pytest.approx(20 + 10), "the time between two starts is nobody's"
+    assert "The run was started 2 times, on 2, 4 ranks" in _said(run)
+    last = later + 1000
+    _put(tmp_path, 0, _start(0, 3, 1, last), _epoch(2, 3.0, last + 5), _end(at=last + 10))
+    assert [(sorted(epoch.training), epoch.mean) for epoch in load(tmp_path).epochs] == [([0, 1], 1.0), ([0], 3.0)]
+    assert [row[-1] for row in _cells(run, "starts")] == ["saved and left (SIGTERM on rank 1)", "finished"]
+
+
+def test_a_torn_line_and_a_missing_rank_are_told(tmp_path: Path) -> None:
+    _put(tmp_path, 1, _start(1), _epoch(1, 3.0), torn='{"kind": "epoch", "time": 1')
+    run = load(tmp_path)
+    assert run.num_torn == 1
+    assert run.epochs[0].mean == 3.0
+    assert "1 line of the records could not be read" in _said(run, "note")
+    assert "Of start 1 the records of rank 0 are not here" in _said(run, "bad")
+    assert _cells(run, "starts")[0][2] == "2 (1 missing)"
+
+
+ENDS = [
+    ((_end(), None), "bad", "rank 1 of 2 never said how it ended"),
+    ((None, None), "bad", "No rank said how it ended"),
+    ((_end("failed", error="by peer", first=0, lost_a_peer=True), None), "bad", "rank 1 ended without a word"),
+    (
+        (_end("failed", error="by peer", lost_a_peer=True), _end("failed", error="ValueError: x", first=1)),
+        "bad",
+        "rank 1: V",
+    ),
+    (
+        (_end("stopped", error="stops because", first=1), _end("failed", error="KeyError: 'a'", first=1)),
+        "bad",
+        "KeyError",
+    ),
+    ((_end("left", reason="SIGTERM on rank 0", epoch=3, step=7), _end("left")), "note", "saved at epoch 3, step 7"),
+]
+
+
+@pytest.mark.parametrize(("ends", "level", "text"), ENDS)
+def test_how_it_ended(tmp_path: Path, ends: Any, level: str, text: str) -> None:
+    for rank, end in enumerate(ends):
+        _put(tmp_path, rank, _start(rank), *([] if end is None else [end]))
+    found = verdict(load(tmp_path))
+    assert found.level == level
+    assert text in found.text
+
+
+def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
+    now = time.time()
+    progress = {"kind": "progress", "time": now, "steps": 40, "loss": 0.5}
+    _put(tmp_path, 0, _start(world_size=1, at=now - 5), _epoch(1, 1.0, now - 1), progress)
+    run = load(tmp_path)
+    assert verdict(run).text.startswith("Still running")
+    assert "After the last whole epoch 40 more steps were written down, loss 0.5" in _said(run)
+
+
+def _two(folder: Path, change: Callable[[int, dict[str, Any]], Any], num_epochs: int = 3) -> Run:
+    for rank in (0, 1):
+        epochs = [_epoch(i + 1, 2.0 + rank + 0.1 * i, at=START + i + 1) for i in range(num_epochs)]
+        for epoch in epochs[1:]:  # the first warms up
+            epoch["seconds"] = dict(epoch["seconds"])
+            change(rank, epoch)
+        _put(folder, rank, _start(rank), *epochs, _end())
+    return load(folder)
+
+
+def test_data_wait_is_named_with_its_share(tmp_path: Path) -> None:
+    run = _two(tmp_path, lambda rank, epoch: epoch["seconds"].update(data_wait=0.43, compute=0.57 - 0.1))
+    assert "Data wait is 43% of the training time on every rank: raise num_workers" in _said(run, "bad")
+    assert [row[4] for row in _cells(run, "time")] == ["43%", "43%"]
+
+
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    run = _two(tmp_path, lambda rank, epoch: epoch["seconds"].update(compute=0.85 + 0.4 * rank))
+    assert "Rank 1 is 1.4 times slower than rank 0 (140.0 ms against 100.0 ms of its own work a step)" in _said(run)
+
+
+def test_equal_losses_and_losses_that_are_no_numbers(tmp_path: Path) -> None:
+    run = _two(tmp_path / "same", lambda rank, epoch: epoch["own"].update(Loss=1.0))
+    assert "by at most 20% from" in _said(run), "the first epoch differs"
+    for rank in (0, 1):
+        _put(tmp_path / "equal", rank, _start(rank), _epoch(1, 1.0), _end())
+        _put(tmp_path / "odd", rank, _start(rank), _epoch(1, 1.0), _epoch(2, math.nan if rank else 1.0), _end())
+    assert "All ranks report exactly the same losses" in _said(load(tmp_path / "equal"), "note")
+    assert "The loss is not finite from epoch 2 on (rank 1)" in _said(load(tmp_path / "odd"), "bad")
+    assert "nan" in write(tmp_path / "odd").read_text()
+
+
+def test_a_guard_that_failed_is_told_first(tmp_path: Path) -> None:
+    guard = {"kind": "guard", "time": START + 3, "check": "weights", "network": "Net", "reductions": 1}
+    for rank in (0, 1):
+        good, bad = {**guard, "passed": True}, {**guard, "passed": False, "said": "ranks hold <other> weights"}
+        _put(tmp_path, rank, _start(rank), _epoch(1, 1.0 + rank), good, bad, _end("failed", error="SyncError", first=0))
+    run = load(tmp_path)
+    assert findings(run)[0].text == "A guard failed on rank 0: ranks hold <other> weights"
+    assert _cells(run, "guards")[0][2:4] == ["2", "2"]
+    page = write(tmp_path).read_text()
+    assert "&lt;other&gt;" in page
+    assert "<other>" not in page
+
+
+def test_saving_and_growing_memory_and_a_full_gpu(tmp_path: Path) -> None:
+    saved = {"kind": "checkpoint", "time": START + 9, "path": str(tmp_path / "models" / "a.pth"), "bytes": 2_500_000}
+    epochs = [_epoch(i, 1.0, START + i, memory={"rss": 1e9 * i}) for i in range(1, 9)]
+    full = {"rss": 9e9, "gpu_allocated": 8e10, "gpu_reserved": 9.5e10, "gpu_total": 1e11, "gpu_use": 61.0}
+    _put(tmp_path, 0, _start(world_size=1), *epochs, _epoch(9, 1.0, memory=full), {**saved, "seconds": 6.0}, _end())
+    run = load(tmp_path)
+    assert "The memory of rank 0 grows: 3.0 GB early, 8.0 GB in the last epochs" in _said(run)
+    assert "Rank 0 has reserved 95% of its GPU's memory" in _said(run)
+    assert "Training waited 6.0 s for checkpoints, 30% of the run" in _said(run)
+    assert _cells(run, "checkpoints") == [["1", "9.0 s", "models/a.pth", "2.5 MB", "6000 ms", "at once"]]
+    assert _cells(run, "memory") == [["0", "9.0 GB", "9.0 GB", "80.0 GB", "95.0 GB", "100.0 GB"]]
+    assert _cells(run, "time")[0][-1] == "61%"
+
+
+# The file
+
+
+def _page(folder: Path) -> str:
+    assert command_line.main(["report", str(folder)]) == 0
+    return (folder / "report.html").read_text()
+
+
+NASTY = "</td><script>alert('x')</script> | `a` & \"b\""
+
+
+def test_the_page_is_one_file_that_runs_and_loads_nothing(tmp_path: Path, capsys: Any) -> None:
+    for rank in (0, 1):
+        _put(
+            tmp_path,
+            rank,
+            _start(rank, options={"logs": NASTY}, environment={"versions": {"torch": NASTY}}),
+            *[_epoch(i, 1.0 + i + rank) for i in range(1, 6)],
+            _epoch(5, 2.0, phase="validation"),
+            {"kind": "guard", "time": START + 3, "check": "weights", "network": NASTY, "reductions": 1, "passed": True},
+            {"kind": "checkpoint", "time": START + 4, "path": f"/{NASTY}", "bytes": 1, "seconds": 0.0},
+            {"kind": "rollout", "time": START + 5, "environment": NASTY, "epoch": 1, "episodes": 2, "metrics": {}},
+            _end("failed", error=NASTY, first=rank),
+        )
+    page = _page(tmp_path)
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert "<script" not in page
+    assert html.escape(NASTY) in page
+    assert not re.search(r"(src|href)=\"(?!#)|@import|url\((?!#)", page)
+    assert "http" not in page.replace("http-equiv", "")
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) > 20
+    assert set(re.findall(r'href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
+    assert page.count("<svg ") == page.count('role="img"') == 6
+    assert not re.search(r"#0[1-5]0[0-9a-f]{3}\b", page), "every colour is one of the page's"
+    for variable in set(re.findall(r"var\(--(\w+)\)", page)) - {"level"}:
+        assert page.count(f"--{variable}:") >= 2, f"{variable} in light and dark"
+    assert page.count("<tr>") == page.count("</tr>") > 10
+
+
+def test_markdown_has_the_same_numbers(tmp_path: Path, capsys: Any) -> None:
+    for rank in (0, 1):
+        _put(tmp_path, rank, _start(rank), _epoch(1, 1.25 + rank), _end("failed", error=NASTY, first=0))
+    out = tmp_path / "sum mary.md"
+    assert command_line.main(["report", "--markdown", "--out", str(out), str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    text = out.read_text()
+    assert text == markdown(load(tmp_path))
+    assert "| 1 | 10 | 1.75 | 1.25 | 2.25 |" in text
+    assert "<script" not in text
+    page = html.unescape(_page(tmp_path))
+    for table in tables(load(tmp_path)):
+        for cell in (cell for row in table.rows for cell in row):
+            assert f">{cell}</td>" in page
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ddpshim", "report.html", "sum mary.md"]
+
+
+def test_what_cannot_be_reported(tmp_path: Path, capsys: Any) -> None:
+    assert command_line.main(["report", str(tmp_path / "nowhere")]) == 2
+    assert command_line.main(["report", str(tmp_path)]) == 1
+    (tmp_path / "a" / "ddpshim").mkdir(parents=True)
+    (tmp_path / "a" / "ddpshim" / "rank_0.jsonl").write_text("garbage\n[1]\n")
+    assert command_line.main(["report", str(tmp_path)]) == 1
+    _put(tmp_path / "b", 0, _start(world_size=1))
+    assert command_line.main(["report", str(tmp_path)]) == 1
+    assert command_line.main(["report", str(tmp_path / "b"), "--out", str(tmp_path / "no" / "x.html")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    for line, text in zip(said, ("does not exist", "holds no records", "hold no start", "of 2 runs", "cannot be wr")):
+        assert text in line
+    assert len(said) == 5
+
+
+def test_a_run_is_found_from_above_and_from_its_logs(tmp_path: Path) -> None:
+    run = tmp_path / "bc" / "20260101"
+    _put(run, 0, _start(world_size=1))
+    (run / "logs").mkdir()
+    assert {load(place).folder for place in (tmp_path, run.parent, run, run / "logs", run / "ddpshim")} == {run}
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _put(tmp_path, 0, _start(world_size=1), _epoch(1, 1.0))
+    original = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError("No module named 'matplotlib'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ReportError, match=r"no charts\. Install it with `pip install ddpshim\[report\]`"):
+        write(tmp_path)
+    assert write(tmp_path, as_markdown=True).exists()
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_nothing_to_report_is_said_without_torch(tmp_path: Path) -> None:
+    code = "import sys; from ddpshim.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, "report", str(tmp_path)]
+    assert subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60).stdout == "1 False\n"
+
+
+# Writing
+
+
+@pytest.fixture
+def closed() -> Any:
+    yield
+    records._close()
+
+
+@pytest.mark.usefixtures("closed")
+def test_records_are_appended_whole(tmp_path: Path) -> None:
+    assert not records.is_on()
+    records.note("lost")
+    assert records.begin(tmp_path, 0, start=1, world_size=1)
+    records.note("epoch", epoch=1, own={"Loss": 0.1})
+    records.end("finished")
+    records.note("lost")
+    path = records.files(tmp_path)[0]
+    with path.open("a") as file:
+        file.write('{"kind": "epo')
+    assert records.begin(tmp_path, 0, start=records.num_starts(tmp_path) + 1, world_size=1)
+    found, num_torn = records.read(path)
+    assert [(record["kind"], record.get("start")) for record in found] == [
+        ("start", 1),
+        ("epoch", None),
+        ("end", None),
+        ("start", 2),
+    ]
+    assert num_torn == 1
+    assert found[1]["own"] == {"Loss": 0.1}
+
+
+@pytest.mark.usefixtures("closed")
+def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
+    records.begin(tmp_path, 0, start=1)
+    child = os.fork()
+    if child == 0:
+        records.note("epoch")
+        records.end("finished")
+        os._exit(0 if not records.is_on() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    records.note("mine")
+    assert [record["kind"] for record in records.read(records.files(tmp_path)[0]).records] == ["start", "mine"]
+
+
+@pytest.mark.parametrize("took", [5, OSError(28, "No space left on device")])
+@pytest.mark.usefixtures("closed")
+def test_a_full_disk_ends_the_records_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], took: Any
+) -> None:
+    def full(file: int, data: bytes) -> int:
+        if isinstance(took, OSError):
+            raise took
+        return int(took)
+
+    with ddpshim.record(tmp_path) as run:
+        run.epoch(1, loss=1.0)
+        monkeypatch.setattr(records.os, "write", full)
+        for epoch in (2, 3):
+            run.epoch(epoch, loss=1.0)
+            run.step(1.0)
+        assert not records.is_on()
+        monkeypatch.undo()
+    assert capfd.readouterr().err.count("training goes on, and its report will lack what comes now") == 1
+    assert [e.number for e in load(tmp_path).epochs] == [1]
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ddpshim").write_text("a file")
+    with ddpshim.record(tmp_path) as run:
+        run.epoch(1, loss=1.0)
+    said = capfd.readouterr().err
+    assert said.count("cannot be written") == 1
+    assert "training goes on" in said
+    assert "DDPSHIM_RECORD=no" in said
+
+
+def _toy(folder: Optional[Path], num_epochs: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    with ddpshim.record(folder) if folder is not None else open(os.devnull) as run:
+        for epoch in range(num_epochs):
+            total = 0.0
+            for x in DataLoader(torch.randn(40, 4), batch_size=4, shuffle=True):
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                total += loss.item()
+                if folder is not None:
+                    run.step(loss.item())
+            losses.append(total / 10)
+            if folder is not None:
+                run.epoch(epoch, loss=losses[-1], valid=2 * losses[-1], num_samples=40, lr=0.1)
+                checkpoint.save({"net": net.state_dict()}, folder / f"{epoch}.pth")
+    return losses, net.state_dict()
+
+
+def test_one_process_and_a_trainer_of_its_own(tmp_path: Path) -> None:
+    plain, weights = _toy(None)
+    losses, recorded = _toy(tmp_path)
+    assert losses == plain
+    assert all(torch.equal(weights[key], recorded[key]) for key in weights)
+    run = load(tmp_path)
+    assert [epoch.mean for epoch in run.epochs] == losses
+    assert [epoch.valid for epoch in run.epochs] == [2 * loss for loss in losses]
+    assert [(epoch.steps, epoch.samples) for epoch in run.epochs] == [(10, 40), (10, 40)]
+    for epoch in run.epochs:
+        row = epoch.training[0]
+        assert row.record["own"] == {"Loss": epoch.mean, "lr": 0.1}
+        assert sum(row.record["curve"]) / 10 == pytest.approx(epoch.mean, rel=1e-5)
+        assert row.record["seconds"]["compute"] > 0
+        assert row.record["memory"]["rss"] > 50e6
+    assert [row[2] for row in _cells(run, "checkpoints")] == ["0.pth", "1.pth"]
+    assert _cells(run, "checkpoints")[0][3] == f"{(tmp_path / '0.pth').stat().st_size / 1e3:.1f} kB"
+    assert verdict(run).level == "good"
+    assert "<svg" in _page(tmp_path)
+
+
+def test_the_option_switches_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "world", lambda: ddpshim.World(options=ddpshim.Options(record=False)))
+    assert len(_toy(tmp_path)[0]) == 2
+    assert not (tmp_path / "ddpshim").exists()
+
+
+def test_a_failure_is_written_down(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), ddpshim.record(tmp_path):
+        raise KeyError("on purpose")
+    assert verdict(load(tmp_path)).text == "Failed: rank 0: KeyError: 'on purpose'"
+    with pytest.raises(SystemExit), ddpshim.record(tmp_path):
+        sys.exit(0)
+    assert verdict(load(tmp_path)).level == "good"
+
+
+def test_a_curve_is_bounded_and_loses_no_step() -> None:
+    curve = recording._Curve()
+    for step in range(1024):
+        curve.add(float(step))
+    assert len(curve.means) == 16
+    assert curve.num_steps == 1024
+    assert curve.means == [31.5 + 64 * i for i in range(16)]
+
+
+# Ranks
+
+
+def _recorded(folder: str, is_broken: bool = False) -> list[float]:
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    with ddpshim.record(folder) as run:
+        for epoch in range(2):
+            total = torch.zeros(())
+            for x in ddpshim.make_loader(torch.arange(160.0).view(40, 4) / 160, batch_size=4):
+                if is_broken and here.rank == 1:
+                    with torch.no_grad():
+                        net.module.weight.add_(1)
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                total += loss.detach()
+            losses.append(float(total / 10))
+            ddpshim.check_equal_steps()
+            run.epoch(epoch, loss=losses[-1], num_samples=20)
+    return losses
+
+
+def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
+    found = run_ranks(_recorded, 2, str(tmp_path))
+    assert found[0] != found[1]
+    run = load(tmp_path)
+    for rank in (0, 1):
+        assert [epoch.training[rank].loss for epoch in run.epochs] == found[rank]
+    assert [e.mean for e in run.epochs] == [pytest.approx((a + b) / 2) for a, b in zip(*found)]
+    assert [row.record["steps"] for row in run.rows(1)] == [10, 10]
+    assert run.rows(0)[0].record["seconds"]["communication"] > 0
+    guards = _cells(run, "guards")
+    assert [row[1:4] for row in guards] == [["1, 10", "4", "0"], ["10, 20", "4", "0"]]
+    assert "No guard failed (4 comparisons of weights, 4 of step counts, on all ranks)" in _said(run)
+    assert verdict(run).level == "good"
+
+
+def test_a_guards_word_is_in_the_records(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="SyncError"):
+        run_ranks(_recorded, 2, str(tmp_path), True)
+    run = load(tmp_path)
+    assert "A guard failed on rank" in findings(run)[0].text
+    assert "ranks hold different weights: parameter 'weight'" in findings(run)[0].text
+    assert SyncError.__name__ in verdict(run).text
+
+
+def test_evaluations_are_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = {"Lift": {"Return": 1.5, "Success_Rate": 0.25, "Time_Episode": 3.0, "video": "a.mp4"}}
+    monkeypatch.setattr(robomimic.rollout, "rollout_with_stats", lambda **options: (logs, {}))
+    with ddpshim.record(tmp_path):
+        assert robomimic.rollout_with_stats(epoch=3, num_episodes=8, envs={}) == (logs, {})
+    assert _cells(load(tmp_path), "rollouts")[0][:5] == ["3", "Lift", "8", "0.25", "1.5"]
+    assert "rollouts</text>" in _page(tmp_path)
+
+
+# The real trainer
+
+VALIDATION = {
+    "experiment__validate": True,
+    "experiment__validation_epoch_every_n_steps": 3,
+    "train__hdf5_filter_key": "train",
+    "train__hdf5_validation_filter_key": "valid",
+    "experiment__save__every_n_epochs": 1,
+}
+
+
+def _train(releases: Path, folder: Path, hooked: bool, **how: Any) -> Any:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
+    folder.mkdir(exist_ok=True)
+    tree = copy_release("0.3.0", releases, hooked=hooked)
+    config = make_config(tree, "bc", make_data(folder, num_demos=50), folder, 10, 2, **VALIDATION)
+    return train(tree, config, folder / "run", 2, forked=True, **how)
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("hooked", [False, True], ids=["patched", "hooked"])
+def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_path: Path, hooked: bool) -> None:
+    trained = _train(releases, tmp_path, hooked)
+    run = load(trained.folder / "out")
+    assert (run.folder / "config.json").exists()
+    assert [epoch.mean for epoch in run.epochs] == trained.losses()
+    assert [epoch.valid for epoch in run.epochs] == trained.losses("Validation")
+    for epoch in run.epochs:
+        own = [epoch.training[rank].loss for rank in (0, 1)]
+        assert own[0] != own[1]
+        assert sum(own) / 2 == pytest.approx(epoch.mean, rel=1e-12)
+        assert (epoch.steps, epoch.samples) == (10, 1000)
+        assert len(epoch.training[1].record["curve"]) == 10
+        assert sum(epoch.training[1].record["curve"]) / 10 == pytest.approx(own[1], rel=1e-5)
+    assert verdict(run).level == "good"
+    assert [row[2] for row in _cells(run, "checkpoints")] == [f"models/model_epoch_{n}.pth" for n in (1, 2)]
+    assert [row[:4] for row in _cells(run, "guards")] == [
+        ["weights and random streams of ActorNetwork", "1, 10", "4", "0"],
+        ["numbers of backward passes", "10, 20", "4", "0"],
+    ]
+    assert "<svg" in write(run.folder).read_text()
+    if not hooked:
+        without = _train(releases, tmp_path / "off", hooked, environ={"DDPSHIM_RECORD": "no"})
+        assert not list(without.folder.glob("out/**/rank_*.jsonl"))
+        for one, other in zip(trained.observed, without.observed):
+            assert largest_difference(one["networks"], other["networks"]) == 0
+        assert trained.losses() == without.losses()
+
+
+@pytest.mark.robomimic
+def test_a_killed_rank_is_told(releases: Path, tmp_path: Path) -> None:
+    environ = {"DDPSHIM_FAULT": "kill@model:1:15"}
+    trained = _train(releases, tmp_path, False, module="tests.faults", environ=environ, check=False, has_agent=True)
+    assert trained.exit_code != 0
+    run = load(trained.folder / "out")
+    assert verdict(run).text == "Failed: rank 1 ended without a word, killed perhaps (out of memory?)"
+    assert [epoch.mean for epoch in run.epochs] == trained.losses()[:1]
+
+
+@pytest.mark.robomimic
+def test_without_a_launcher_nothing_is_written(releases: Path, tmp_path: Path) -> None:
+    if source("0.3.0") is None:
+        pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
+    tree = copy_release("0.3.0", releases)
+    config = make_config(tree, "bc", make_data(tmp_path, num_demos=50), tmp_path, 2, 1)
+    trained = train(tree, config, tmp_path / "run", None, module="robomimic.scripts.train", forked=True)
+    assert trained.losses()
+    assert not list(trained.folder.glob("out/**/*.jsonl"))
+
+
+# The page of the docs
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "report.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/report.md", "exec"), {})
+    run = load(tmp_path / "out" / "run")
+    assert [round(epoch.valid or 0, 3) for epoch in run.epochs] == [0.5, 0.25, 0.167]
+    assert all(f"| {title} |" in page for title in ("Loss", "Where the time went", "Memory", "Timeline"))
+    assert (ROOT / "docs" / "report.png").stat().st_size < 150_000
+
+
+def test_the_example_trainer_is_recorded(tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "examples" / "recorded_run.py"))["main"](str(tmp_path))
+    losses = [epoch.mean or 0 for epoch in load(tmp_path).epochs]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] / 4
