@@ -89,6 +89,7 @@ def test_metadata(built: Path) -> None:
     required = metadata.get_all("Requires-Dist") or []
     assert [line for line in required if "extra ==" not in line] == [
         "torch>=2.1",
+        "packaging",
         'torch>=2.6; python_version >= "3.13"',
     ]
     extras = {file.stem for file in (ROOT / "requirements").glob("*.txt")} - {"no-deps"}
