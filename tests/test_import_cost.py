@@ -23,4 +23,5 @@ def test_no_public_name_loads_dynamo_fsdp_or_anything_foreign() -> None:
     assert "ddpshim.parallel" in all_names
     assert [name for name in all_names if name.startswith(("torch._dynamo", "torch.distributed.fsdp"))] == []
     if sys.version_info >= (3, 10):  # before, Python does not say what is its own
-        assert {name.partition(".")[0] for name in all_names} <= {"ddpshim", "packaging", "torch", *sys.stdlib_module_names}
+        ours = {"ddpshim", "packaging", "torch"}
+        assert {name.partition(".")[0] for name in all_names} <= {*ours, *sys.stdlib_module_names}
