@@ -34,7 +34,7 @@ SAID = {
         "100M parameters: NVLink 1.6, PCIe 21.9, 10 Gbit Ethernet 560.0, here ",
         "ddpshim.accumulate: 1 x the bytes of one pass",
         "no_sync() forgotten: 4 x the bytes of one pass",
-        "float32: 4.1 MB a step; bf16: 2.1 MB",
+        "float32: 4.1 MB a step; float16: 2.1 MB",
     ],
     "4_checkpoints.py": [
         "ddpshim: net.0.weight; by hand: module.net.0.weight",

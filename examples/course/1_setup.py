@@ -208,5 +208,5 @@ assert 0 not in failed.exit_codes
 assert failed.output.count("Traceback") == failed.output.count("\nrank 1 | ValueError: demonstration 17") == 1
 
 # %% [markdown]
-# Next: [2_training.py](2_training.py), how a network is trained on these ranks. How to start your own script:
-# [docs/launching.md](../../docs/launching.md).
+# How to start your own script: [docs/launching.md](../../docs/launching.md); two machines, emulated on one:
+# `examples/two_nodes.py`. Next: [2_training.py](2_training.py), how a network is trained on these ranks.

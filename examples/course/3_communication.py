@@ -223,25 +223,27 @@ def watch_a_step(bucket_cap_mb):
     policy = ddpshim.wrap_parallel(
         Sleeper(), bucket_cap_mb=bucket_cap_mb, comm_hook=note_messages, comm_hook_state=sent
     )
-    for _ in range(3):  # the last of them is shown
+    steps = []
+    for _ in range(6):
         sent.clear()
         policy.computed.clear()
         started = time.perf_counter()
         policy(torch.ones(1)).sum().backward()
-        ended = time.perf_counter()
-    shift = [[(a - started, b - started) for a, b, *_ in spans] for spans in (policy.computed, sorted(sent))]
-    return *shift, ended - started, [num_bytes for *_, num_bytes in sorted(sent)]
+        total_s = time.perf_counter() - started
+        spans = [[(a - started, b - started) for a, b, *_ in sorted(times)] for times in (policy.computed, sent)]
+        steps.append((total_s, *spans, [num_bytes for *_, num_bytes in sent]))
+    return min(steps)  # the one that was least disturbed
 
 
 watched = {"a large bucket": run(watch_a_step, 2, 100)[0], "ddpshim's buckets": run(watch_a_step, 2, None)[0]}
-for name, (computed, sent, total_s, sizes) in watched.items():
+for name, (total_s, computed, sent, sizes) in watched.items():
     assert sum(sizes) // 4 == 8 * LAYER_SIZE + 8, "all gradients, and for each parameter whether this rank used it"
     hidden = sum(max(0.0, min(b, computed[-1][1]) - a) for a, b in sent)
     print(
         f"{name}: {len(sizes)} message{'s' * (len(sizes) > 1)}, backward took {1000 * total_s:.0f} ms, "
         f"{1000 * hidden:.0f} ms of sending were hidden behind it"
     )
-one, many = watched.values()
+one, many = (step[1:] for step in watched.values())
 assert one[1][-1][0] > one[0][-1][0], "a large bucket waits for the last gradient"
 assert many[1][0][0] < many[0][-1][0], "the first of many leaves before it"
 assert len(many[1]) > len(one[1])
@@ -249,7 +251,7 @@ assert len(many[1]) > len(one[1])
 
 # %%
 def timeline(figure):
-    for axes, (name, (computed, sent, total_s, _)) in zip(figure.subplots(2, 1, sharex=True), watched.items()):
+    for axes, (name, (total_s, computed, sent, _)) in zip(figure.subplots(2, 1, sharex=True), watched.items()):
         for number, (start, end) in enumerate(computed):
             axes.barh(0, 1000 * (end - start), left=1000 * start, color=RANK_COLOURS[0], edgecolor="white")
             axes.text(500 * (start + end), 0, 8 - number, ha="center", va="center", color="white", fontsize=8)
@@ -299,14 +301,14 @@ for forgotten, factor in ((False, 1), (True, 4)):
 # %% [markdown]
 # ## Smaller messages: compression
 #
-# A communication hook may send bf16 in place of float32: half the bytes, and gradients that are rounded to eight bits.
-# That is another experiment, if only slightly: for links that cannot be had faster. (On GPUs take torch's own
-# `bf16_compress_hook`. PowerSGD, which sends several messages for a bucket, is refused.)
+# A communication hook may send 16 bits for each gradient in place of 32: half the bytes, and rounded gradients. That is
+# another experiment, if only slightly: for links that cannot be had faster. (float16 here, as every gloo knows it; on
+# GPUs take torch's own `bf16_compress_hook`. PowerSGD, with several messages for a bucket, is refused.)
 
 
 # %%
-def send_bf16(sent, bucket):
-    small = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+def send_float16(sent, bucket):
+    small = bucket.buffer().to(torch.float16).div_(dist.get_world_size())
     sent.append(small.nbytes)
     arriving = dist.all_reduce(small, async_op=True).get_future()
     return arriving.then(lambda arrived: bucket.buffer().copy_(arrived.value()[0]))
@@ -320,15 +322,15 @@ def compressed(hook):
     return policy.module[0].weight.grad, sent
 
 
-(exact, sent), (rounded, sent_in_bf16) = (run(compressed, 2, hook)[0] for hook in (note_messages, send_bf16))
+(exact, sent), (rounded, sent_rounded) = (run(compressed, 2, hook)[0] for hook in (note_messages, send_float16))
 num_bytes = sum(num_bytes for *_, num_bytes in sent)
 off = float((rounded - exact).abs().max() / exact.abs().max())
 print(
-    f"float32: {num_bytes / 1e6:.1f} MB a step; bf16: {sum(sent_in_bf16) / 1e6:.1f} MB, and gradients off by up to "
+    f"float32: {num_bytes / 1e6:.1f} MB a step; float16: {sum(sent_rounded) / 1e6:.1f} MB, and gradients off by up to "
     f"{off:.1e} of the largest"
 )
-assert 2 * sum(sent_in_bf16) == num_bytes
-assert 0 < off < 2**-6
+assert 2 * sum(sent_rounded) == num_bytes
+assert 0 < off < 2**-9
 
 # %% [markdown]
 # ## In which order to tune
@@ -341,4 +343,5 @@ assert 0 < off < 2**-6
 #
 # What ddpshim does about each was measured: [docs/benchmarks.md](../../docs/benchmarks.md).
 #
-# Next: [4_checkpoints.py](4_checkpoints.py), how a training survives.
+# A whole trainer with accumulation and bf16: `examples/accumulation_bf16.py`. Next:
+# [4_checkpoints.py](4_checkpoints.py), how a training survives.

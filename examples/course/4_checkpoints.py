@@ -246,5 +246,7 @@ assert joined == losses(FOLDER / "noise.log")
 print(f"{len(joined)} steps with noise, ended after {len(losses(FOLDER / 'noise_1.log'))}: equal to the last bit")
 
 # %% [markdown]
-# More: [docs/resuming.md](../../docs/resuming.md), and [docs/faults.md](../../docs/faults.md) for what else may happen.
+# A trainer to copy from: `examples/resume.py`. More: [docs/resuming.md](../../docs/resuming.md), and
+# [docs/faults.md](../../docs/faults.md) for what else may happen.
+#
 # That was the course. For your own trainer: [MIGRATION.md](../../MIGRATION.md).
