@@ -15,7 +15,7 @@ SAID = {
     "1_setup.py": [
         "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; computes on cpu, talks over gloo",
         "rank 0 of 1, no launcher, no process group",
-        "mean 0.25",
+        "mean 0.625",
         "by hand 4 folders, with run_on_main 1",
         "noise equal before the wrap, different after it, and the same in the next run",
         "rank 1 | ValueError: demonstration 17 has no actions",
@@ -34,7 +34,7 @@ SAID = {
         "100M parameters: NVLink 1.6, PCIe 21.9, 10 Gbit Ethernet 560.0, here ",
         "ddpshim.accumulate: 1 x the bytes of one pass",
         "no_sync() forgotten: 4 x the bytes of one pass",
-        "float32: 4.1 MB a step; bf16: 2.1 MB",
+        "float32: 4.1 MB a step; float16: 2.1 MB",
     ],
     "4_checkpoints.py": [
         "ddpshim: net.0.weight; by hand: module.net.0.weight",

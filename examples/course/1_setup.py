@@ -67,7 +67,7 @@ print("python train.py: rank 0 of 1, no launcher, no process group")
 # %%
 def talk():
     world = ddpshim.setup(seed=1)
-    loss = 0.1 * (world.rank + 1)  # each rank sees other samples, and so another loss
+    loss = (world.rank + 1) / 4  # each rank sees other samples, and so another loss
     everyones = world.gather(loss)
     mean = world.mean(loss)
     chosen = world.broadcast(f"the checkpoint that rank {world.rank} likes")
@@ -76,7 +76,7 @@ def talk():
 
 
 answers = run(talk, 4)
-assert answers == [([0.1, 0.2, 0.30000000000000004, 0.4], 0.25, "the checkpoint that rank 0 likes")] * 4
+assert answers == [([0.25, 0.5, 0.75, 1.0], 0.625, "the checkpoint that rank 0 likes")] * 4
 print(f"on every rank: gather {answers[0][0]}, mean {answers[0][1]}, broadcast {answers[0][2]!r}")
 
 
@@ -208,5 +208,5 @@ assert 0 not in failed.exit_codes
 assert failed.output.count("Traceback") == failed.output.count("\nrank 1 | ValueError: demonstration 17") == 1
 
 # %% [markdown]
-# Next: [2_training.py](2_training.py), how a network is trained on these ranks. How to start your own script:
-# [docs/launching.md](../../docs/launching.md).
+# How to start your own script: [docs/launching.md](../../docs/launching.md); two machines, emulated on one:
+# `examples/two_nodes.py`. Next: [2_training.py](2_training.py), how a network is trained on these ranks.

@@ -230,7 +230,8 @@ def grid(figure):
 draw("2_samples", grid, width=12, height=2.1)
 
 # %% [markdown]
-# Weighted samplers, samplers of your own and iterable datasets are handed to `make_loader` as they are.
+# Weighted samplers, samplers of your own and iterable datasets are handed to `make_loader` as they are
+# (`examples/weighted_datasets.py`, `examples/iterable.py`).
 #
 # ## Batch and learning rate
 #
@@ -263,5 +264,5 @@ for num_samples, drop_last in ((10, True), (10, False), (9, False)):
     assert len({sample for batch in first + second for sample in batch}) == (8 if drop_last else num_samples)
 
 # %% [markdown]
-# Next: [3_communication.py](3_communication.py), what a step's time goes into. What else goes wrong silently by hand:
-# [MIGRATION.md](../../MIGRATION.md).
+# What else goes wrong silently by hand: [MIGRATION.md](../../MIGRATION.md). A diffusion policy with its EMA:
+# `examples/diffusion_ema.py`. Next: [3_communication.py](3_communication.py), what a step's time goes into.

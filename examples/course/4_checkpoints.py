@@ -56,7 +56,7 @@ Policy().load_state_dict(ours)  # strictly: every key, and no other
 try:
     Policy().load_state_dict(by_hand)
 except RuntimeError as error:
-    print(str(error).splitlines()[0])
+    print(f"by hand, without a wrapper: {str(error).splitlines()[1].strip()}")
 loaded = run(load_into_wrapped, 2, by_hand)[0]  # old files with `module.` can be gone on with
 assert list(loaded) == list(ours)
 assert all(torch.equal(loaded[name], by_hand[f"module.{name}"]) for name in ours)
@@ -223,7 +223,7 @@ def curve(figure):
             name, (step, 1), (3, -8), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8
         )
     top.set(ylabel="training loss")
-    top.legend(frameon=False, fontsize=8, loc="upper center", ncols=2)
+    top.legend(frameon=False, fontsize=8, loc="upper right")
     bottom.set(yscale="log", ylim=(3e-18, 1e-6), yticks=[1e-16, 1e-12, 1e-8], ylabel="difference", xlabel="step")
 
 
@@ -246,5 +246,7 @@ assert joined == losses(FOLDER / "noise.log")
 print(f"{len(joined)} steps with noise, ended after {len(losses(FOLDER / 'noise_1.log'))}: equal to the last bit")
 
 # %% [markdown]
-# More: [docs/resuming.md](../../docs/resuming.md), and [docs/faults.md](../../docs/faults.md) for what else may happen.
+# A trainer to copy from: `examples/resume.py`. More: [docs/resuming.md](../../docs/resuming.md), and
+# [docs/faults.md](../../docs/faults.md) for what else may happen.
+#
 # That was the course. For your own trainer: [MIGRATION.md](../../MIGRATION.md).
