@@ -47,8 +47,10 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
         _say(path, error)
         return False
     _state.file, _state.path, _state.process = file, path, os.getpid()
-    size = os.fstat(file).st_size
-    is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+    is_torn = False
+    if os.fstat(file).st_size > 0:
+        os.lseek(file, -1, os.SEEK_END)
+        is_torn = os.read(file, 1) != b"\n"
     _append(("\n" if is_torn else "") + _line("start", {**facts, "rank": rank}))
     return is_on()
 

@@ -393,7 +393,7 @@ def _check_resumed(whole: Any, resumed: Any, tolerance: float) -> None:
     assert before == after
     assert after["epoch"] == 4
     left = [path.name for path in resumed.folder.glob("out/*/*/*")]
-    assert sorted(left) == ["config.json", "last.pth", "last_bak.pth", "logs", "models", "videos"]
+    assert sorted(left) == ["config.json", "ddpshim", "last.pth", "last_bak.pth", "logs", "models", "videos"]
 
 
 @pytest.mark.upstream

@@ -293,4 +293,4 @@ def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer) -> 
         assert largest_difference(observed["networks"], whole.observed[0]["networks"]) == 0
     assert again.losses()[-1] == pytest.approx(whole.losses()[-1], rel=1e-6)
     (parent,) = again.folder.glob("out/*/*")
-    assert sorted(p.name for p in parent.iterdir()) == ["config.json", "logs", "models", "videos", "vis"]
+    assert sorted(p.name for p in parent.iterdir()) == ["config.json", "ddpshim", "logs", "models", "videos", "vis"]
