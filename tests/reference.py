@@ -41,7 +41,7 @@ CHAPTERS = {
         "checkpoint.find_latest",
         "checkpoint.find_damage",
     ),
-    "Profile": ("profile", "profiling.Profile"),
+    "Profile and records": ("profile", "profiling.Profile", "record", "recording.Recorder"),
     "robomimic without an edit": ("auto.activate", "auto.deactivate", "auto.is_active", "auto.report"),
     "Errors": (
         "DdpShimError",
@@ -54,6 +54,7 @@ CHAPTERS = {
         "CheckpointError",
         "PatchError",
         "HookError",
+        "ReportError",
     ),
 }
 HEAD = """# API reference
