@@ -98,7 +98,9 @@ def test_metadata(built: Path) -> None:
 
 
 def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "trainer.py").write_text("import ddpshim, os\nprint('rank', os.environ['RANK'], ddpshim.__file__)\n")
+    # In one write: the ranks share a pipe.
+    says = "sys.stdout.write(f'rank {os.environ[\"RANK\"]} {ddpshim.__file__}\\n')\n"
+    (tmp_path / "trainer.py").write_text(f"import ddpshim, os, sys\n{says}")
     path = os.pathsep.join([str(installed / "bin"), os.environ["PATH"]])
     environ = {**os.environ, "PYTHONPATH": str(installed), "PATH": path}
 
