@@ -67,6 +67,8 @@ ROOMS = [
     "hooks",
     "hooking",
     "auto",
+    "fingerprints",
+    "recording",
     "rank",
     "runner",
     "environment",
@@ -87,6 +89,9 @@ ROOMS = [
     "doctor.fixes",
     "doctor.checking",
     "doctor.printing",
+    "witness",
+    "judging",
+    "audit",
     "__main__",
 ]
 TRAINERS = (

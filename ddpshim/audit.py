@@ -1,0 +1,147 @@
+"""`python -m ddpshim audit`: a trainer that was distributed by hand, started on several ranks and looked at.
+
+Ranks write down what they do (ddpshim/recording.py); what it means is found here afterwards (ddpshim/judging.py). They
+exchange nothing, so nothing can hang but the trainer itself, and where that does, it is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from ddpshim import recording
+from ddpshim.judging import Report, judge
+from ddpshim.runner import Job, run
+from ddpshim.witness import Record
+
+_SCHEMA = 1
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is looked at."""
+
+    steps: int = 20
+    to_end: bool = False
+    timeout_s: float = 300.0
+    single_batch: Optional[int] = None
+
+
+def audit(job: Job, settings: Settings) -> tuple[Report, int]:
+    """The report on `job`, which runs meanwhile, and its exit code; 0 where it was ended because it stood still.
+
+    Raises LaunchError where the job could not have run; nothing was started then.
+    """
+    with tempfile.TemporaryDirectory(prefix="ddpshim-audit-") as name, _told_to_ranks(name, settings):
+        folder = Path(name)
+        watch = _Watch(folder, int(job.nproc), settings.timeout_s, job.program.partition(".")[0] * job.is_module)
+        with watch:
+            code = run(job)
+        report = judge(_read(folder, int(job.nproc)), watch.is_stalled, settings.single_batch)
+    return report, 0 if watch.is_stalled else code
+
+
+def as_json(report: Report, exit_code: int) -> dict[str, Any]:
+    """What `--json` prints; `schema` changes with every change that a reader could notice."""
+    return {"schema": _SCHEMA, "exit_code": exit_code, **asdict(report)}
+
+
+def as_text(report: Report, program: str) -> str:
+    """Facts, findings, notes, what was not looked at, and a summary of one line."""
+    lines = [f"audit of {program}"]
+    lines += [f"  {name + ':':28}{value}" for name, value in report.facts.items()]
+    lines += [finding.as_text() for finding in report.findings]
+    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"not looked at: {what}" for what in report.not_looked_at]
+    counts = {name: sum(finding.severity == name for finding in report.findings) for name in ("error", "warning")}
+    lines.append(", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) or "nothing found")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _told_to_ranks(folder: str, settings: Settings) -> Iterator[None]:
+    said = {
+        recording.FOLDER: folder,
+        recording.STEPS: str(settings.steps),
+        recording.TO_END: str(int(settings.to_end)),
+        recording.TIMEOUT_S: str(settings.timeout_s),
+    }
+    os.environ.update(said)
+    try:
+        yield
+    finally:
+        for name in said:
+            del os.environ[name]
+
+
+class _Watch:
+    """In it, ranks that write nothing for `timeout_s` say where they are, and are ended."""
+
+    def __init__(self, folder: Path, num_ranks: int, timeout_s: float, package: str) -> None:
+        self._folder, self._num_ranks, self._timeout_s, self._package = folder, num_ranks, timeout_s, package
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.is_stalled = False
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        size, since = 0, time.monotonic()
+        while not self._ended.wait(_TICK_S):
+            now = sum(file.stat().st_size for file in self._folder.glob("rank_*.jsonl"))
+            if now != size or not now:
+                size, since = now, time.monotonic()
+            elif time.monotonic() - since > self._timeout_s:
+                self.is_stalled = True
+                self._end_ranks()
+                return
+
+    def _end_ranks(self) -> None:
+        pids = {rank: records[0]["pid"] for rank, records in _read(self._folder, self._num_ranks).items() if records}
+        if recording.SHOW_STACK is not None:
+            _signal(pids, recording.SHOW_STACK)
+            self._ended.wait(1.0)
+            for rank in pids:
+                place = self._innermost((self._folder / f"stack_{rank}").read_text())
+                with (self._folder / f"rank_{rank}.jsonl").open("a") as file:
+                    print(json.dumps({"kind": "stack", "place": place}), file=file)
+        print(f"ddpshim: no rank came any further for {self._timeout_s:g} s: ended", file=sys.stderr, flush=True)
+        _signal(pids, signal.SIGKILL)
+
+    def _innermost(self, stacks: str) -> str:
+        """The line of the program in what faulthandler wrote, whose last thread is the main one."""
+        frames = re.findall(r'File "(.+)", line (\d+) in', stacks.rpartition("(most recent call first)")[2])
+        mine = (f"{os.path.relpath(file)}:{line}" for file, line in frames if recording.is_program(file, self._package))
+        return next(mine, "")
+
+
+def _signal(pids: dict[int, int], number: int) -> None:
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _read(folder: Path, num_ranks: int) -> dict[int, list[Record]]:
+    """What each rank wrote so far; of one that never began, nothing."""
+    out: dict[int, list[Record]] = {}
+    for rank in range(num_ranks):
+        file = folder / f"rank_{rank}.jsonl"
+        out[rank] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return out
