@@ -186,8 +186,9 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from ddpshim.audit import Settings, as_json, as_text, audit
+    from ddpshim.audit import as_json, as_text, audit
     from ddpshim.errors import LaunchError
+    from ddpshim.recording import Settings
     from ddpshim.runner import Job
 
     job = Job(
@@ -197,14 +198,14 @@ def _audit(arguments: argparse.Namespace) -> int:
         nproc=str(arguments.nproc),
         log_dir=arguments.log_dir,
     )
-    settings = Settings(arguments.steps, arguments.to_end, arguments.timeout, arguments.single_batch)
+    settings = Settings(arguments.steps, arguments.to_end, arguments.timeout)
     try:
         with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-            report, code = audit(job, settings)
+            report, code = audit(job, settings, arguments.single_batch)
     except LaunchError as error:
         print(f"ddpshim: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(report, code), indent=2) if arguments.json else as_text(report, job.program))
+    print(json.dumps(as_json(report, code), indent=2) if arguments.json else as_text(report, job.program, code))
     return code or int(bool(report.findings))
 
 

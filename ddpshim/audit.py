@@ -15,13 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim import recording
 from ddpshim.judging import Report, judge
+from ddpshim.recording import Settings
 from ddpshim.runner import Job, run
 from ddpshim.witness import Record
 
@@ -29,27 +29,20 @@ _SCHEMA = 1
 _TICK_S = 0.1
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How much is looked at."""
-
-    steps: int = 20
-    to_end: bool = False
-    timeout_s: float = 300.0
-    single_batch: Optional[int] = None
-
-
-def audit(job: Job, settings: Settings) -> tuple[Report, int]:
+def audit(job: Job, settings: Settings, single_batch: Optional[int] = None) -> tuple[Report, int]:
     """The report on `job`, which runs meanwhile, and its exit code; 0 where it was ended because it stood still.
 
-    Raises LaunchError where the job could not have run; nothing was started then.
+    `single_batch`: the samples of a step in the training of one process. Raises LaunchError where the job could not
+    have run; nothing was started then.
     """
-    with tempfile.TemporaryDirectory(prefix="ddpshim-audit-") as name, _told_to_ranks(name, settings):
+    num_ranks = int(job.nproc)
+    with tempfile.TemporaryDirectory(prefix="ddpshim-audit-") as name:
         folder = Path(name)
-        watch = _Watch(folder, int(job.nproc), settings.timeout_s, job.program.partition(".")[0] * job.is_module)
-        with watch:
-            code = run(job)
-        report = judge(_read(folder, int(job.nproc)), watch.is_stalled, settings.single_batch)
+        settings.write(folder)
+        package = job.program.partition(".")[0] if job.is_module else ""
+        with _Watch(folder, num_ranks, settings.timeout_s, package) as watch:
+            code = run(replace(job, audit=name))
+        report = judge(_read(folder, num_ranks), watch.is_stalled, single_batch)
     return report, 0 if watch.is_stalled else code
 
 
@@ -58,7 +51,7 @@ def as_json(report: Report, exit_code: int) -> dict[str, Any]:
     return {"schema": _SCHEMA, "exit_code": exit_code, **asdict(report)}
 
 
-def as_text(report: Report, program: str) -> str:
+def as_text(report: Report, program: str, exit_code: int) -> str:
     """Facts, findings, notes, what was not looked at, and a summary of one line."""
     lines = [f"audit of {program}"]
     lines += [f"  {name + ':':28}{value}" for name, value in report.facts.items()]
@@ -66,24 +59,9 @@ def as_text(report: Report, program: str) -> str:
     lines += [f"note: {note}" for note in report.notes]
     lines += [f"not looked at: {what}" for what in report.not_looked_at]
     counts = {name: sum(finding.severity == name for finding in report.findings) for name in ("error", "warning")}
-    lines.append(", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) or "nothing found")
+    found = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) or "nothing found"
+    lines.append(found + (f"; the trainer failed (exit code {exit_code}), see above" if exit_code else ""))
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _told_to_ranks(folder: str, settings: Settings) -> Iterator[None]:
-    said = {
-        recording.FOLDER: folder,
-        recording.STEPS: str(settings.steps),
-        recording.TO_END: str(int(settings.to_end)),
-        recording.TIMEOUT_S: str(settings.timeout_s),
-    }
-    os.environ.update(said)
-    try:
-        yield
-    finally:
-        for name in said:
-            del os.environ[name]
 
 
 class _Watch:
@@ -95,8 +73,9 @@ class _Watch:
         self._thread = threading.Thread(target=self._look, daemon=True)
         self.is_stalled = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Watch:
         self._thread.start()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
@@ -128,7 +107,7 @@ class _Watch:
     def _innermost(self, stacks: str) -> str:
         """The line of the program in what faulthandler wrote, whose last thread is the main one."""
         frames = re.findall(r'File "(.+)", line (\d+) in', stacks.rpartition("(most recent call first)")[2])
-        mine = (f"{os.path.relpath(file)}:{line}" for file, line in frames if recording.is_program(file, self._package))
+        mine = (recording.shown(file, line) for file, line in frames if recording.is_program(file, self._package))
         return next(mine, "")
 
 

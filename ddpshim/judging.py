@@ -49,13 +49,13 @@ def judge(
     """The report on a job whose ranks left these `records`."""
     ranks = [Seen(rank, records[rank]) for rank in sorted(records)]
     report = Report()
-    report.findings += _ends(ranks, is_stalled)
     if all(seen.steps for seen in ranks):
         report.findings += _group(ranks) or _weights(ranks)
-        report.findings += chain(_rates(ranks), _streams(ranks))
+        report.findings += chain(_untrained(ranks[0]), _rates(ranks), _streams(ranks))
     report.findings += chain(_shares(ranks), _orders(ranks), _lengths(ranks), _files(ranks))
     if single_batch is not None:
         report.findings += _batch(ranks, single_batch)
+    report.findings += _ends(ranks, is_stalled)  # last: what was found before may be why
     order = ("error", "warning")
     report.findings.sort(key=lambda finding: order.index(finding.severity))
     report.facts = _facts(ranks)
@@ -175,14 +175,11 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Finding]:
         gradients, values = (_differing([step[what] for step in steps]) for what in ("gradients", "values"))
         if gradients:
             code = "DDP102" if all(names["is_wrapped"][i] for i in gradients) else "DDP107"
-            if all(not names["names"][i] for i in gradients):
-                code = "DDP106"
             shown = _show(ranks, steps, "gradients", gradients, names["names"])
             how = {
                 "DDP102": "DistributedDataParallel holds them, and did not reduce them: the training went past its "
                 "forward (through .module, a method, or under no_sync() in the last backward pass)",
                 "DDP107": "no DistributedDataParallel holds them",
-                "DDP106": "no network that is there holds them: the optimizer has others than the network",
             }[code]
             yield _found(
                 code,
@@ -202,6 +199,19 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Finding]:
             return
         if values:
             return
+
+
+def _untrained(seen: Seen) -> Iterator[Finding]:
+    """An optimizer that was made from another network than the one that is trained."""
+    for number, places in seen.without_gradient().items():
+        names, step = seen.optimizers[number]["names"], next(s for s in seen.steps if s["optimizer"] == number)
+        strange = places if len(places) == len(names) else [i for i in places if not names[i]]
+        if strange:
+            yield _found(
+                "DDP106",
+                f"{len(strange)} of {len(names)} parameters of {step['type']} ({step['place']}) never had a gradient, "
+                "and are not those of the network that is trained, which stays as it was.",
+            )
 
 
 def _common_steps(ranks: Sequence[Seen]) -> Iterator[tuple[tuple[int, int], list[Record]]]:
@@ -416,21 +426,19 @@ def _facts(ranks: Sequence[Seen]) -> dict[str, str]:
         out["passes"] = _of_ranks(
             {s.rank: f"{len(s.training)} begun, {sum(p.has_ended for p in s.training)} ended" for s in ranks}
         )
-    mine = ranks[0].optimizers.values() if ranks[0].optimizers else ()
+    mine = ranks[0].optimizers.values()
     wrapped = sum(sum(each["is_wrapped"]) for each in mine)
-    out["in DistributedDataParallel"] = f"{wrapped} of {sum(len(each['names']) for each in mine)} parameters"
-    unused = [name for number, each in ranks[0].optimizers.items() for name in _unused(ranks[0], number, each)]
+    if wrapped:
+        out["in DistributedDataParallel"] = f"{wrapped} of {sum(len(each['names']) for each in mine)} parameters"
+    unused = [
+        ranks[0].optimizers[number]["names"][i] or f"number {i}"
+        for number, places in ranks[0].without_gradient().items()
+        for i in places
+    ]
     if unused:
         shown = ", ".join(unused[:_MAX_NAMED]) + (" ..." if len(unused) > _MAX_NAMED else "")
         out["without a gradient"] = f"{len(unused)} parameters: {shown}"
     return out
-
-
-def _unused(seen: Seen, number: int, optimizer: Record) -> Iterator[str]:
-    steps = [step["gradients"] for step in seen.steps if step["optimizer"] == number and "gradients" in step]
-    for i, name in enumerate(optimizer["names"]):
-        if all(i < len(gradients) and gradients[i] is None for gradients in steps):
-            yield name or f"number {i}"
 
 
 def _notes(ranks: Sequence[Seen]) -> Iterator[str]:

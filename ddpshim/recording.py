@@ -21,6 +21,7 @@ import sysconfig
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -29,14 +30,29 @@ from typing import Any, Callable, Optional
 from ddpshim.fingerprints import checksums, samples_of, streams
 
 FOLDER = "DDPSHIM_AUDIT"  # where the ranks of an audit write; not set without one
-STEPS = "DDPSHIM_AUDIT_STEPS"  # of each optimizer are looked at
-TO_END = "DDPSHIM_AUDIT_TO_END"  # "1": the program ends by itself, not after these steps
-TIMEOUT_S = "DDPSHIM_AUDIT_TIMEOUT_S"
 SHOW_STACK: Optional[int] = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 
 _MAX_SAMPLES = 100_000  # of one pass are told apart
+_SETTINGS = "settings.json"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is looked at, and how long ranks are waited for."""
+
+    steps: int = 20  # of each optimizer
+    to_end: bool = False  # the program ends by itself, not after these steps
+    timeout_s: float = 300.0
+
+    def write(self, folder: Path) -> None:
+        """For the ranks, which read it there."""
+        (folder / _SETTINGS).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        return cls(**json.loads((folder / _SETTINGS).read_text()))
 
 
 @contextlib.contextmanager
@@ -60,7 +76,7 @@ class Recorder:
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._num_steps, self._to_end = int(os.environ[STEPS]), os.environ.get(TO_END) == "1"
+        self._settings = Settings.read(folder)
         self._process, self._cwd = os.getpid(), os.getcwd()
         # Not asked of tempfile when a file is opened: it may be the one that opens it, and holds a lock.
         temporary = (str(folder.parent), "/tmp", "/var/tmp", "/dev", "/proc", "/sys")
@@ -184,12 +200,12 @@ class Recorder:
         self._optimizers[optimizer] = (number, count)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         about: dict[str, Any] = {}
-        if count <= self._num_steps or self._has_ended_pass:
+        if count <= self._settings.steps or self._has_ended_pass:
             about = self._look_at(number, params)
         self._has_ended_pass = False
         lr = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.write("step", optimizer=number, step=count, type=type(optimizer).__name__, lr=lr, place=_place(), **about)
-        if count == self._num_steps and not self._to_end:
+        if count == self._settings.steps and not self._settings.to_end:
             self._stop()
 
     def _look_at(self, number: int, params: Sequence[Any]) -> dict[str, Any]:
@@ -212,7 +228,7 @@ class Recorder:
         """End this process when its peers have made as many steps; what it would do next is not to happen."""
         self.write("stopped")
         self._tell_over()
-        end = time.monotonic() + float(os.environ[TIMEOUT_S])
+        end = time.monotonic() + self._settings.timeout_s
         # A peer may still be receiving the last gradients from this one.
         while len(list(self._folder.glob("over_*"))) < self._world_size and time.monotonic() < end:
             time.sleep(0.02)
@@ -239,8 +255,8 @@ class Recorder:
                 what = ("append" if flags & os.O_APPEND else "write") if changes else ""
             if what:
                 self._see_file(what, path)
-        elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
-            self._see_file("delete", args[0])
+        elif event == "shutil.rmtree" or (event in ("os.remove", "os.rmdir") and args[1] == -1):
+            self._see_file("delete", args[0])  # by its path, not by a name in an open folder, as rmtree goes on
         elif event == "os.rename":
             self._see_file("write", args[1])
 
@@ -323,9 +339,15 @@ def _place() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if is_program(name, package):
-            return f"{os.path.relpath(name)}:{frame.f_lineno}"
+            return shown(name, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def shown(file: str, line: object) -> str:
+    """A place as it is told: from the working folder, where the file is below it."""
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line}"
 
 
 def is_program(file: str, package: str) -> bool:

@@ -75,5 +75,14 @@ class Seen:
         """Its steps by the number of the optimizer, and of the step among that one's."""
         return {(step["optimizer"], step["step"]): step for step in self.steps}
 
+    def without_gradient(self) -> dict[int, list[int]]:
+        """By the number of the optimizer: the places of its parameters that had no gradient in any step."""
+        out = {}
+        for number, optimizer in self.optimizers.items():
+            looked = [step["gradients"] for step in self.steps if step["optimizer"] == number and "gradients" in step]
+            places = range(len(optimizer["names"]))
+            out[number] = [i for i in places if all(i < len(each) and each[i] is None for each in looked)]
+        return out
+
     def num_steps(self) -> int:
         return max((step["step"] for step in self.steps), default=0)
