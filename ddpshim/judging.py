@@ -49,8 +49,10 @@ def judge(
     """The report on a job whose ranks left these `records`."""
     ranks = [Seen(rank, records[rank]) for rank in sorted(records)]
     report = Report()
+    without_group = _group([seen for seen in ranks if seen.steps], len(ranks))
+    report.findings += without_group
     if all(seen.steps for seen in ranks):
-        report.findings += _group(ranks) or _weights(ranks)
+        report.findings += () if without_group else _weights(ranks)
         report.findings += chain(_untrained(ranks[0]), _rates(ranks), _streams(ranks))
     report.findings += chain(_shares(ranks), _orders(ranks), _lengths(ranks), _files(ranks))
     if single_batch is not None:
@@ -114,10 +116,10 @@ def _ends(ranks: Sequence[Seen], is_stalled: bool) -> Iterator[Finding]:
     elif len(set(steps.values())) > 1:
         yield _error(
             "uneven-steps",
-            f"{counts}. Where each step is a collective the longer ranks hang or fail at their next one; where they "
-            "do not, the models are different ones.",
-            "Give all ranks equally many batches (DistributedSampler does, or drop_last), and let none leave the "
-            "loop by a value of its own.",
+            f"{counts}, and every exit code is 0. Where each step is a collective the longer ranks hang or fail at "
+            "their next one; where it is none, the models are different ones.",
+            "See what the log of the shortest rank ends with: an exception that was caught and printed looks like "
+            "this. Else give all ranks equally many batches, and let none leave the loop by a value of its own.",
         )
     if not is_stalled and not failed and not any(steps.values()):
         yield _error(
@@ -137,16 +139,16 @@ def _position(seen: Seen) -> str:
     return f"{seen.num_steps()} steps and {seen.num_left} batches after the last{place}"
 
 
-def _group(ranks: Sequence[Seen]) -> list[Finding]:
+def _group(ranks: Sequence[Seen], world_size: int) -> list[Finding]:
     sizes = {seen.rank: seen.steps[0].get("group_size") for seen in ranks}
-    if all(size == len(ranks) for size in sizes.values()):
+    if all(size == world_size for size in sizes.values()):
         return []
     said = _of_ranks({rank: "no process group" if not size else f"one of {size}" for rank, size in sizes.items()})
     return [
         _error(
             "no-process-group",
-            f"at the first step there was {said}, where {len(ranks)} ranks were started; each rank trains a model of "
-            f"its own, {len(ranks)} times the same work.",
+            f"at the first step there was {said}, where {world_size} ranks were started; each rank trains a model of "
+            f"its own, {world_size} times the same work.",
             "Call torch.distributed.init_process_group() before the network is made, and wrap the network.",
         )
     ]

@@ -8,7 +8,6 @@ import copy
 import os
 import shutil
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -75,7 +74,7 @@ def train() -> None:
     is_bare = has("no group") or has("not wrapped")
     model = policy if is_bare else DistributedDataParallel(policy)
     if has("own weights") and RANK == 1:
-        nn.init.normal_(policy.head.bias)
+        nn.init.ones_(policy.head.bias)  # and nothing is drawn
     if not has("one seed"):
         torch.manual_seed(1000 + RANK)
     of_another = copy.deepcopy(policy) if has("late network") else model
@@ -102,8 +101,6 @@ def train() -> None:
             if ema is not None:
                 for mean, p in zip(ema.parameters(), policy.parameters()):
                     mean.data.lerp_(p.data, 0.1)
-            if has("leaves") and RANK == 1 and i == 5:
-                time.sleep(600)
         if RANK == 0:  # validation and checkpoint
             policy.eval()
             for obs, action in DataLoader(valid, batch_size=5):
