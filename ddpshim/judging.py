@@ -460,7 +460,7 @@ def _not_looked_at(ranks: Sequence[Seen]) -> Iterator[str]:
     yield "files that C++ writes by itself (HDF5, videos), other machines, and what is logged over the network"
     training = [each for seen in ranks for each in seen.training]
     if not training:
-        yield "shares, order and number of batches: no step was made on a batch of a torch DataLoader"
+        yield "shares, order and number of batches, and noise: no step was made on a batch of a torch DataLoader"
         return
     if not all(any(each.has_ended for each in seen.training) for seen in ranks):
         yield "the number of batches in an epoch: none ended on every rank (more --steps, or --to-end)"

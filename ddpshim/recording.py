@@ -266,7 +266,8 @@ class Recorder:
         found = os.path.abspath(os.fsdecode(path))
         if (what, found) not in self._files and self._is_shared(found):
             self._files.add((what, found))
-            self.write("file", what=what, path=found, place=_place())
+            near = os.path.relpath(found, self._cwd)
+            self.write("file", what=what, path=found if near.startswith("..") else near, place=_place())
 
     def _is_shared(self, path: str) -> bool:
         """Whether ranks would get into each other's way at this file."""
