@@ -15,16 +15,21 @@ _MAX_PARTS = 1024  # numbers of a sample that are looked at
 
 
 def checksums(tensors: Sequence[Any]) -> list[Any]:
-    """For each tensor its bits in a number, and its sum; None for None. One transfer from each device."""
+    """For each tensor its bits in a number, and its sum; None for None. One transfer from each device.
+
+    Parts of tensors that are split over ranks (DTensor) are all told as one number: a sum would be a collective.
+    """
     import torch
 
     from ddpshim import guard
 
+    out: list[Any] = [None] * len(tensors)
     by_device: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if tensor is not None:
+        if hasattr(tensor, "placements"):
+            out[i] = [0, 0.0]
+        elif tensor is not None:
             by_device.setdefault(tensor.device, []).append(i)
-    out: list[Any] = [None] * len(tensors)
     for device, places in by_device.items():
         rows = torch.stack([torch.stack(guard._checksum(tensors[i], device)) for i in places]).cpu()
         totals = rows[:, 1].contiguous().view(torch.float64).tolist()
@@ -41,21 +46,31 @@ def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
     import torch
 
     with torch.no_grad():
-        tensors = [t.detach() for t in _tensors(batch) if t.dim() and t.layout == torch.strided]
+        tensors = [t.detach() for t in _tensors(batch) if t.dim() and _is_plain(t)]
         if not tensors or not len(tensors[0]):
             return 0, None
         size = len(tensors[0])
-        names = torch.zeros(size, dtype=torch.int64)
+        names = torch.zeros(size, dtype=torch.int64, device="cpu")  # whatever the program has for a default
         for i, t in enumerate(t for t in tensors if len(t) == size):
             rows = t.flatten(1) if t.dim() > 1 else t[:, None]
             rows = rows[:, :: max(1, rows.shape[1] // _MAX_PARTS)]
             if rows.is_floating_point() or rows.is_complex():
-                rows = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).double().view(torch.int64)
+                rows = (
+                    (torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows)
+                    .double()
+                    .view(torch.int64)
+                )
             bits = rows.to("cpu", torch.int64)
             # Odd numbers without an order, so that equal parts at other places are another sample.
-            weights = torch.arange(i + 1, i + 1 + bits.shape[1]) * 0x5851F42D4C957F2D + (2 * i + 1)
+            weights = torch.arange(i + 1, i + 1 + bits.shape[1], device="cpu") * 0x5851F42D4C957F2D + (2 * i + 1)
             names += ((bits ^ (bits >> 31)) * (weights | 1)).sum(1)
         return size, [f"{name & 0xFFFFFFFFFFFF:x}" for name in names.tolist()]
+
+
+def _is_plain(t: Any) -> bool:
+    import torch
+
+    return t.layout == torch.strided and not (t.is_nested or t.is_quantized or t.is_meta)
 
 
 def _tensors(batch: Any) -> Iterator[Any]:

@@ -206,8 +206,11 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Finding]:
 def _untrained(seen: Seen) -> Iterator[Finding]:
     """An optimizer that was made from another network than the one that is trained."""
     for number, places in seen.without_gradient().items():
-        names, step = seen.optimizers[number]["names"], next(s for s in seen.steps if s["optimizer"] == number)
-        strange = places if len(places) == len(names) else [i for i in places if not names[i]]
+        names, is_wrapped = seen.optimizers[number]["names"], seen.optimizers[number]["is_wrapped"]
+        step = next(step for step in seen.steps if step["optimizer"] == number)
+        # What is in a trained network may be frozen for a while.
+        is_of_another = len(places) == len(names) and not any(is_wrapped)
+        strange = [i for i in places if is_of_another or not names[i]]
         if strange:
             yield _found(
                 "DDP106",

@@ -283,7 +283,8 @@ class Parameters:
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
-        modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+        found = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
+        modules = [module for module in found if "_modules" in vars(module)]  # else it is only being made
         mine = {id(p) for p in params}
         wrapped: set[int] = set()
         named: list[tuple[str, Any]] = []
