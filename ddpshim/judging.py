@@ -6,6 +6,7 @@ Records are those of ddpshim/recording.py, by rank and in the order in which eac
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ def judge(
     if all(seen.steps for seen in ranks):
         report.findings += () if without_group else _weights(ranks)
         report.findings += chain(_untrained(ranks[0]), _rates(ranks), _streams(ranks))
-    report.findings += chain(_shares(ranks), _orders(ranks), _lengths(ranks), _files(ranks))
+    report.findings += chain(_shares(ranks), _orders(ranks), _lengths(ranks), _files(ranks), _folders(ranks))
     if single_batch is not None:
         report.findings += _batch(ranks, single_batch)
     report.findings += _ends(ranks, is_stalled)  # last: what was found before may be why
@@ -412,6 +413,29 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Finding]:
             more = f", and {len(mine) - 1} more" if len(mine) > 1 else ""
             verb = {"delete": "delete", "write": "write", "append": "append to"}[which]
             yield _found(code, f"{_ranks(list(places))} {verb} {path}{at}{more}; {effect}.")
+
+
+def _folders(ranks: Sequence[Seen]) -> Iterator[Finding]:
+    """A folder that one line of the program makes under another name on each rank; at most one."""
+    by_place: dict[str, dict[int, str]] = {}
+    for seen in ranks:
+        for record in seen.files:
+            if record["what"] == "mkdir" and record["place"]:
+                by_place.setdefault(record["place"], {})[seen.rank] = record["path"]  # the last one is the innermost
+    for place, paths in by_place.items():
+        if len(set(paths.values())) > 1 and not _name_their_ranks(paths):
+            yield _found(
+                "DDP405",
+                f"the folder that is made at {place} is {_of_ranks(paths)}; what ranks write, load and wait for lies "
+                "in different places.",
+            )
+            return
+
+
+def _name_their_ranks(paths: Mapping[int, str]) -> bool:
+    """Whether the numbers in which `paths` differ are the ranks."""
+    first, *others = (re.sub(rf"(?<!\d){rank}(?!\d)", "R", path) for rank, path in paths.items())
+    return all(other == first for other in others)
 
 
 # What else is told

@@ -257,6 +257,8 @@ class Recorder:
                 self._see_file(what, path)
         elif event == "shutil.rmtree" or (event in ("os.remove", "os.rmdir") and args[1] == -1):
             self._see_file("delete", args[0])  # by its path, not by a name in an open folder, as rmtree goes on
+        elif event == "os.mkdir":
+            self._see_file("mkdir", args[0])
         elif event == "os.rename":
             self._see_file("write", args[1])
 

@@ -310,6 +310,15 @@ def test_files() -> None:
     assert codes(*(rank(50 * i, event) for i, event in enumerate(events))) == ["DDP403"]
 
 
+def test_folders() -> None:
+    def rank(first: int, folder: str) -> Any:
+        return [*Records(batches(first, 2)).all, {"kind": "file", "what": "mkdir", "path": folder, "place": "t.py:9"}]
+
+    assert codes(rank(0, "runs/12-59-59"), rank(50, "runs/12-59-59")) == []
+    assert codes(rank(0, "runs/12-59-59"), rank(50, "runs/13-00-00")) == ["DDP405"]
+    assert codes(rank(0, "runs/rank0/10"), rank(50, "runs/rank1/10")) == []
+
+
 # Fingerprints
 
 
