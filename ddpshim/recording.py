@@ -158,7 +158,7 @@ class Recorder:
         self._num_passes += 1
         self._passes[batches] = [self._num_passes, 0]
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        is_torchs = isinstance(sampler, DistributedSampler)
+        is_distributed = isinstance(sampler, DistributedSampler)
         self.write(
             "pass",
             number=self._num_passes,
@@ -166,8 +166,8 @@ class Recorder:
             data=id(loader.dataset),
             is_iterable=isinstance(loader.dataset, IterableDataset),
             sampler=type(sampler).__name__,
-            shuffles=sampler.shuffle if is_torchs else None,
-            epoch=sampler.epoch if is_torchs else None,
+            shuffles=sampler.shuffle if is_distributed else None,
+            epoch=sampler.epoch if type(sampler) is DistributedSampler else None,  # others may advance by themselves
             place=_place(),
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 Record = dict[str, Any]
@@ -19,6 +20,10 @@ class Pass:
     @property
     def samples(self) -> list[str]:
         return [name for batch in self.batches for name in batch["samples"] or ()]
+
+    @property
+    def tells_samples_apart(self) -> bool:
+        return len(set(self.samples)) > 1
 
     @property
     def place(self) -> str:
@@ -86,3 +91,15 @@ class Seen:
 
     def num_steps(self) -> int:
         return max((step["step"] for step in self.steps), default=0)
+
+
+def common_steps(ranks: Sequence[Seen]) -> Iterator[tuple[tuple[int, int], list[Record]]]:
+    """Each step that all ranks made, in the order of the first one."""
+    tables = [seen.at() for seen in ranks]
+    for key in tables[0]:
+        if all(key in table for table in tables):
+            yield key, [table[key] for table in tables]
+
+
+def usual(values: Sequence[int]) -> int:
+    return Counter(values).most_common(1)[0][0] if values else 0

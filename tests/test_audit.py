@@ -251,6 +251,8 @@ def test_orders() -> None:
     assert orders(0, sampler="SequentialSampler", shuffles=None) == []
     assert orders(30) == ["DDP203"]  # other samples, as augmentation makes them, of the same epoch
     assert orders(30, epoch="moves") == []
+    assert orders(30, epoch=None) == []
+    assert orders(10) == []  # known samples in another order, whatever the epoch says
 
 
 def test_lengths_and_ends() -> None:
