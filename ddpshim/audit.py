@@ -93,7 +93,10 @@ class _Watch:
                 return
 
     def _end_ranks(self) -> None:
-        pids = {rank: records[0]["pid"] for rank, records in _read(self._folder, self._num_ranks).items() if records}
+        every = {rank: records for rank, records in _read(self._folder, self._num_ranks).items() if records}
+        # The number of a process that is over may be another's by now; torchrun ends what is left.
+        running = {rank for rank, records in every.items() if all(record["kind"] != "end" for record in records)}
+        pids = {rank: every[rank][0]["pid"] for rank in running or every}
         if recording.SHOW_STACK is not None:
             _signal(pids, recording.SHOW_STACK)
             self._ended.wait(1.0)

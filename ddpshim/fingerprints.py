@@ -5,6 +5,7 @@ Imports torch when it is first asked; draws nothing and changes nothing.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import zlib
@@ -96,8 +97,7 @@ def streams() -> dict[str, int]:
     }
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        _, keys, position, *_ = numpy_random.get_state()
-        out["numpy.random"] = zlib.crc32(keys.tobytes()) * 1000 + position
+        out["numpy.random"] = zlib.crc32(pickle.dumps(numpy_random.get_state(legacy=False)))
     if torch.cuda.is_initialized():
         out["torch.cuda"] = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())
     return out
