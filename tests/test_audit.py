@@ -130,7 +130,7 @@ def test_mistakes(tmp_path: Path, mistakes: tuple[str, ...], found: dict[str, st
 
 
 def test_a_job_that_hangs_is_ended_and_each_rank_named(tmp_path: Path) -> None:
-    ran = audit(tmp_path, "uneven share", options="--to-end --timeout 4")
+    ran = audit(tmp_path, "uneven share", options="--to-end --timeout 8")
     assert ran.code == 1
     assert set(ran.found) == {"uneven-batches", "stalled"}
     assert "6 batches on rank 0, 5 batches on rank 1" in ran.found["uneven-batches"]
