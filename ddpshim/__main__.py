@@ -186,9 +186,9 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from ddpshim.audit import as_json, as_text, audit
+    from ddpshim.audit.recording import Settings
+    from ddpshim.audit.running import as_json, as_text, audit
     from ddpshim.errors import LaunchError
-    from ddpshim.recording import Settings
     from ddpshim.runner import Job
 
     job = Job(

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from ddpshim import hooking, recording
+from ddpshim import hooking
+from ddpshim.audit import recording
 from ddpshim.rank_log import redirect_output
 
 CONVERT = "DDPSHIM_CONVERT"  # what `run --convert` said; not set without it

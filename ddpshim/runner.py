@@ -27,7 +27,8 @@ from types import FrameType
 from typing import Any, Optional
 
 from ddpshim import rank as rank_module
-from ddpshim import rank_log, recording
+from ddpshim import rank_log
+from ddpshim.audit import recording
 from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
 
@@ -51,7 +52,7 @@ class Job:
     has_logs: bool = True
     grace_s: float = 60.0
     convert: Optional[str] = None  # see ddpshim.convert
-    audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.recording
+    audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.audit.recording
 
 
 def run(job: Job) -> int:

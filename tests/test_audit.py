@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import ddpshim.__main__ as command_line
-from ddpshim.fingerprints import checksums, samples_of, streams
-from ddpshim.judging import judge
-from ddpshim.recording import is_program
+from ddpshim.audit.fingerprints import checksums, samples_of, streams
+from ddpshim.audit.judging import judge
+from ddpshim.audit.recording import is_program
 from tests.equivalence import copy_release, make_config, make_data, source
 from tests.preloaded import environment, preloaded
 

@@ -1,6 +1,6 @@
 """What the records of an audited job say: facts, findings, and what could not be looked at. Pure: from lists to lists.
 
-Records are those of ddpshim/recording.py, by rank and in the order in which each rank wrote them.
+Records are those of ddpshim/audit/recording.py, by rank and in the order in which each rank wrote them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Optional
 
-from ddpshim.divergence import divergences
-from ddpshim.overlap import overlaps
-from ddpshim.verdict import Finding, error, found, named, of_ranks
-from ddpshim.witness import Record, Seen, common_steps, usual
+from ddpshim.audit.divergence import divergences
+from ddpshim.audit.overlap import overlaps
+from ddpshim.audit.verdict import Finding, error, found, named, of_ranks
+from ddpshim.audit.witness import Record, Seen, common_steps, usual
 
 _SEVERITIES = ("error", "warning")
 _MAX_NAMED = 3

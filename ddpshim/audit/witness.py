@@ -1,4 +1,4 @@
-"""What one rank of an audited job did, put together from the records that it wrote (ddpshim/recording.py)."""
+"""What one rank of an audited job did, put together from the records that it wrote (ddpshim/audit/recording.py)."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpshim.verdict import Finding, error, found, of_ranks
-from ddpshim.witness import Record, Seen, common_steps
+from ddpshim.audit.verdict import Finding, error, found, of_ranks
+from ddpshim.audit.witness import Record, Seen, common_steps
 
 _MAX_NAMED = 3
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Optional
 
-from ddpshim.verdict import Finding, error, found, named, of_ranks
-from ddpshim.witness import Pass, Record, Seen, usual
+from ddpshim.audit.verdict import Finding, error, found, named, of_ranks
+from ddpshim.audit.witness import Pass, Record, Seen, usual
 
 _SELDOM = 0.01  # this share of equal samples is no sign of anything
 

@@ -1,6 +1,6 @@
 """`python -m ddpshim audit`: a trainer that was distributed by hand, started on several ranks and looked at.
 
-Ranks write down what they do (ddpshim/recording.py); what it means is found here afterwards (ddpshim/judging.py). They
+Ranks write down what they do (ddpshim/audit/recording.py); what it means is found here afterwards (ddpshim/audit/judging.py). They
 exchange nothing, so nothing can hang but the trainer itself, and where that does, it is ended.
 """
 
@@ -19,11 +19,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from ddpshim import recording
-from ddpshim.judging import Report, judge
-from ddpshim.recording import Settings
+from ddpshim.audit import recording
+from ddpshim.audit.judging import Report, judge
+from ddpshim.audit.recording import Settings
+from ddpshim.audit.witness import Record
 from ddpshim.runner import Job, run
-from ddpshim.witness import Record
 
 _SCHEMA = 1
 _TICK_S = 0.1

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Callable, Optional
 
-from ddpshim.fingerprints import checksums, samples_of, streams
+from ddpshim.audit.fingerprints import checksums, samples_of, streams
 
 FOLDER = "DDPSHIM_AUDIT"  # where the ranks of an audit write; not set without one
 SHOW_STACK: Optional[int] = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
