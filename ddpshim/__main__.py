@@ -1,7 +1,8 @@
 """The command line, ``ddpshim`` or ``python -m ddpshim``: parse and print.
 
-Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr) or, of `doctor`, findings, 2 wrong usage;
-of `run` those of the ranks too. Each sub-command imports what it needs when it runs: patching needs no torch.
+Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr) or, of `doctor` and `audit`, findings, 2
+wrong usage; of `run` and `audit` those of the ranks too. Each sub-command imports what it needs when it runs: patching
+needs no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_env(commands)
     _add_selftest(commands)
     _add_doctor(commands)
+    _add_audit(commands)
     _add_report(commands)
     return parser
 
@@ -191,6 +194,53 @@ def _report(arguments: argparse.Namespace) -> int:
         return 2
     print(write(arguments.folder, arguments.out, arguments.markdown))
     return 0
+
+
+def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    audit = commands.add_parser(
+        "audit",
+        help="run a trainer that is distributed already, and find what is wrong with its first steps",
+        description="Start a trainer of your own on several ranks, as torchrun would, look on from outside, and say "
+        "what goes wrong (docs/audit.md). It writes what it always writes: give it a folder to waste. Exit code: 0 "
+        "nothing found, 1 findings, 2 wrong usage; where a rank failed, its exit code.",
+        allow_abbrev=False,
+        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
+    )
+    audit.add_argument("--nproc", type=_several, default=2, metavar="N", help="ranks, on this node (2)")
+    audit.add_argument("--steps", type=_positive, default=20, metavar="K", help="steps of an optimizer (20)")
+    audit.add_argument("--to-end", action="store_true", help="do not end the job after them, but look on until it ends")
+    text = "what one process trained on in a step: say where it is another batch now"
+    audit.add_argument("--single-batch", type=_positive, metavar="N", help=text)
+    text = "end the job where no rank comes any further for so long (300 seconds)"
+    audit.add_argument("--timeout", type=_positive, default=300, metavar="S", help=text)
+    audit.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
+    audit.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
+    _add_program(audit)
+    audit.set_defaults(run=_audit)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from ddpshim.audit.recording import Settings
+    from ddpshim.audit.running import as_json, as_text, audit
+    from ddpshim.errors import LaunchError
+    from ddpshim.runner import Job
+
+    job = Job(
+        program=arguments.program,
+        arguments=tuple(arguments.arguments),
+        is_module=arguments.module,
+        nproc=str(arguments.nproc),
+        log_dir=arguments.log_dir,
+    )
+    settings = Settings(arguments.steps, arguments.to_end, arguments.timeout)
+    try:
+        with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            report, code = audit(job, settings, arguments.single_batch)
+    except LaunchError as error:
+        print(f"ddpshim: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(as_json(report, code), indent=2) if arguments.json else as_text(report, job.program, code))
+    return code or int(bool(report.findings))
 
 
 def _codes(text: str) -> list[str]:
@@ -361,6 +411,12 @@ def _natural(text: str) -> int:
 def _positive(text: str) -> int:
     if _natural(text) == 0:
         raise argparse.ArgumentTypeError("0 is not a whole number from 1 up")
+    return int(text)
+
+
+def _several(text: str) -> int:
+    if _positive(text) < 2:
+        raise argparse.ArgumentTypeError("1 rank has nothing to be compared with; give 2 or more")
     return int(text)
 
 

@@ -21,7 +21,7 @@ PREFIX = "DDPSHIM_"
 SECTION = "ddpshim"
 _FILE = f"{PREFIX}CONFIG"
 # Variables of ours that are no options: who launched, what `run` tells its ranks, and what the tests read.
-_OTHERS = ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR", "HOOKS", "CONVERT")
+_OTHERS = ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR", "HOOKS", "CONVERT", "AUDIT")
 _OTHER_VARIABLES = {_FILE, *(PREFIX + name for name in _OTHERS)}
 
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Optional
 
 from ddpshim import hooking
+from ddpshim.audit import recording
 from ddpshim.rank_log import redirect_output
 
 CONVERT = "DDPSHIM_CONVERT"  # what `run --convert` said; not set without it
@@ -29,8 +30,11 @@ def main(argv: Sequence[str]) -> None:
     _note().unlink(missing_ok=True)  # of this rank before a restart
     redirect_output()
     # Nothing of the program has been imported yet.
-    kind = os.environ.get(CONVERT)
-    if not kind:
+    kind, audit = os.environ.get(CONVERT), os.environ.get(recording.FOLDER)
+    if audit:
+        with recording.recorded(audit):
+            _run_program(argv)
+    elif not kind:
         hooking.activate()
         _run_program(argv)
     else:

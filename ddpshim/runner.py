@@ -28,6 +28,7 @@ from typing import Any, Optional
 
 from ddpshim import rank as rank_module
 from ddpshim import rank_log
+from ddpshim.audit import recording
 from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
 
@@ -51,6 +52,7 @@ class Job:
     has_logs: bool = True
     grace_s: float = 60.0
     convert: Optional[str] = None  # see ddpshim.convert
+    audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.audit.recording
 
 
 def run(job: Job) -> int:
@@ -69,6 +71,9 @@ def run(job: Job) -> int:
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[rank_module.RUN_DIR] = run_dir
         _tell_conversion(job)
+        os.environ.pop(recording.FOLDER, None)
+        if job.audit is not None:
+            os.environ[recording.FOLDER] = job.audit
         screen: AbstractContextManager[None] = contextlib.nullcontext()
         if log_dir is not None:
             os.environ[rank_log.LOG_DIR] = str(log_dir)
