@@ -27,7 +27,7 @@ TRAINING, HELD_OUT = demonstrations(64, seed=1), demonstrations(20, seed=2)
 # %% [markdown]
 # ## The trainer
 #
-# Four lines of it are ddpshim's. The batch of 128 is that of all ranks *together*: the learning rate, the number of
+# Three lines of it are ddpshim's. The batch of 128 is that of all ranks *together*: the learning rate, the number of
 # steps and the curve stay what they were. It trains through `forward_train`, as robomimic does.
 
 
