@@ -1,4 +1,4 @@
-"""What `import ddpshim` adds to `import torch`: seconds, in processes that begin anew, in alternation.
+"""What `import ddpshim` adds to `import torch`: CPU time in processes that begin anew, in alternation.
 
 "alone" is the import itself, which loads no torch; "all names" then uses every public name, which loads all that a
 training imports. Bytecode is there, as it is after `pip install`. What `wrap_parallel` costs at its first call is
@@ -23,7 +23,7 @@ ARMS = {  # what is there before, and what is measured
     "all names": ("import torch", f"import ddpshim\n{NAMES}"),
     "DDP": ("import ddpshim, torch\n" + NAMES, "import torch._dynamo"),
 }
-CLOCK = "import time\n{before}\nbegin = time.perf_counter()\n{measured}\nprint(time.perf_counter() - begin)"
+CLOCK = "import time\n{before}\nbegin = time.process_time()\n{measured}\nprint(time.process_time() - begin)"
 
 
 def run(quick: bool = False) -> Iterator[Result]:
@@ -37,11 +37,11 @@ def run(quick: bool = False) -> Iterator[Result]:
         ("DDP", "import torch._dynamo, which torch's DDP does when it is first made", None),
     ):
         middle, quartiles = median_and_quartiles(found[arm])
-        yield Result("import_cost", what, middle, "s", quartiles, at_most=target)
+        yield Result("import_cost", what, middle, "s of CPU", quartiles, at_most=target)
 
 
 def seconds(arm: str) -> float:
-    """How long it takes in a new process."""
+    """CPU time in a new process: what else the machine does is not counted."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environ["PYTHONPATH"] = str(ROOT)
     code = CLOCK.format(before=ARMS[arm][0], measured=ARMS[arm][1])
