@@ -1,11 +1,11 @@
-"""Resume on another number of ranks: a training interrupted on two ranks in the middle of an epoch, continued on others.
+"""Resume on another number of ranks: a training that was interrupted on two, in the middle of an epoch, goes on.
 
     python examples/resume.py --demo                                          # starts those runs, and compares them
     python -m ddpshim run --nproc 2 examples/resume.py --out out/resume       # one run, which SIGTERM may end
     python -m ddpshim run --nproc 3 examples/resume.py --out out/resume       # goes on with what was left
 
-Expect of --demo: the interrupted run leaves with exit code 75; continued on 1 rank and on 3 it makes the steps that were
-left, each with exactly the samples of a run that nobody interrupted, and ends with the same weights, to rounding.
+Expect of --demo: the interrupted run leaves with exit code 75; continued on 1 rank and on 3 it makes the steps that
+were left, each with exactly the samples of a run that nobody interrupted, and ends with its weights, to rounding.
 """
 
 import argparse

@@ -1,0 +1,102 @@
+"""What examples/README.md says of the examples: read by the tests, measured and written down by this command.
+
+Run it: python -m tests.examples [--write] [--only NAME,...]
+
+Each command of the first table is run as it stands there, in interpreters of its own. With --write its seconds and
+what it printed replace those in the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "examples" / "README.md"
+DEADLINE_S = 300
+_ROW = re.compile(r"^\| \[([^]]+)\]\(\1\) \| ([^|]*) \| (?:`([^`]+)`)? *\| *([^|]*?) *\|$", re.MULTILINE)
+_PRINTED = "## What they print\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: `last` is its last column."""
+
+    file: str
+    shows: str
+    command: str
+    last: str
+
+
+def rows(page: str) -> list[list[Row]]:
+    """The tables of the page: those that are measured, and the others."""
+    tables = page.split(_PRINTED)[0].split("|---|\n")[1:]
+    return [[Row(*(part or "" for part in row)) for row in _ROW.findall(table)] for table in tables]
+
+
+def printed(output: str) -> str:
+    """What an example prints itself: what follows the last line of ddpshim, of robomimic or of a progress bar."""
+    lines = output.rstrip("\n").split("\n")
+    others = [i for i, line in enumerate(lines) if line.startswith(("ddpshim: ", "ROBOMIMIC", ")")) or "it/s]" in line]
+    return "\n".join(line.rstrip() for line in lines[others[-1] + 1 if others else 0 :])
+
+
+def shown(page: str) -> dict[str, str]:
+    """What the page says that a command prints."""
+    blocks = re.findall(r"```\n\$ ([^\n]+)\n(.*?)\n```", page.split(_PRINTED)[1], re.DOTALL)
+    return dict(blocks)
+
+
+def run(command: str, folder: Path) -> tuple[str, float, float]:
+    """The output of a command of the page, run in `folder`; its seconds, and those of all its processes together."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    words = [sys.executable if word == "python" else word for word in command.split()]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    ran = subprocess.run(
+        words, cwd=folder, env=environ, stdout=subprocess.PIPE, timeout=DEADLINE_S, text=True, check=True
+    )
+    wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return printed(ran.stdout), wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def written(page: str, found: dict[str, tuple[str, float, float]]) -> str:
+    """The page with what was found, by command, in place of what was there."""
+    blocks = shown(page)
+    for row in rows(page)[0]:
+        if row.command in found:
+            output, wall, cpu = found[row.command]
+            start = page.split(f"`{row.command}` |")[0]
+            page = f"{start}`{row.command}` | {wall:.0f} ({cpu:.0f}) |\n" + page[len(start) :].split("\n", 1)[1]
+            blocks[row.command] = output
+    ordered = [row.command for row in rows(page)[0] if row.command in blocks]
+    text = "\n\n".join(f"```\n$ {command}\n{blocks[command]}\n```" for command in ordered)
+    return f"{page.split(_PRINTED)[0]}{_PRINTED}\n{text}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into examples/README.md")
+    parser.add_argument("--only", help="files, separated by commas")
+    args = parser.parse_args()
+    page, found = PAGE.read_text(), {}
+    for row in rows(page)[0]:
+        if args.only and row.file not in args.only.split(","):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            output, wall, cpu = found[row.command] = run(row.command, Path(folder))
+        print(f"\n$ {row.command}\n{output}\n({wall:.0f} s, {cpu:.0f} s of CPU)", flush=True)
+    if args.write:
+        PAGE.write_text(written(page, found))
+
+
+if __name__ == "__main__":
+    main()

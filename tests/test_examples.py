@@ -1,0 +1,284 @@
+"""The examples: each is run as it says itself and as examples/README.md says, and prints what proves its point.
+
+Ranks and agents are forked (tests/preloaded.py), and so are those of the examples that start runs themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable
+
+import pytest
+
+from examples import resume, two_nodes
+from tests.equivalence import copy_release, source
+from tests.examples import PAGE, ROOT, Row, printed, rows, shown, written
+from tests.preloaded import environment, preloaded
+
+FOLDER = ROOT / "examples"
+DEADLINE_S = 120
+TABLE, OTHERS = rows(PAGE.read_text())
+LAUNCHED = ["weighted_datasets", "diffusion_ema", "accumulation_bf16", "iterable", "rollouts"]
+NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?"
+
+
+def commands_of(name: str) -> list[str]:
+    """The commands of an example's docstring."""
+    text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
+    return [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    python ")]
+
+
+def forked(words: list[str], folder: Path, tree: Path | None = None) -> tuple[int, str]:
+    """The exit code and output of `python words…` in `folder`, forked."""
+    argv = words[1:] if words[0] == "-m" else words
+    environ = {**environment(tree), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    code = preloaded(tree).start([(argv, environ)], folder).wait(DEADLINE_S)
+    return code, (folder / "output.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Callable[[str], str]:
+    """What a command of the page or of a docstring prints, the library's own lines left out; it is run once."""
+    done: dict[str, str] = {}
+
+    def run(command: str) -> str:
+        if command not in done:
+            needs_robomimic = "rollouts.py" in command
+            if needs_robomimic and source("0.3.0") is None:
+                pytest.skip("robomimic is not installed")
+            folder = tmp_path_factory.mktemp("example")
+            (folder / "examples").symlink_to(FOLDER)
+            python, *words = command.split()
+            assert python == "python"
+            code, said = forked(words, folder, copy_release("0.3.0", releases) if needs_robomimic else None)
+            assert code == 0, said
+            done[command] = printed(said)
+        return done[command]
+
+    return run
+
+
+@pytest.fixture
+def on(output: Callable[[str], str], request: pytest.FixtureRequest) -> Callable[[str, int], str]:
+    """What an example prints on so many ranks."""
+    return lambda name, n: output(f"python -m ddpshim run --nproc {n} examples/{name}.py")
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(NUMBER, text)]
+
+
+# The page
+
+
+def test_the_page_lists_the_examples_and_nothing_else() -> None:
+    there = {str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*") if p.suffix in (".py", ".sh")}
+    listed = [row.file for row in (*TABLE, *OTHERS)]
+    assert sorted(listed) == sorted(there)
+
+
+def test_each_takes_less_than_a_minute_and_is_shown() -> None:
+    assert all(re.fullmatch(r"\d+ \(\d+\)", row.last) and int(row.last.split()[0]) < 60 for row in TABLE)
+    assert list(shown(PAGE.read_text())) == [row.command for row in TABLE]
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in (*TABLE, *OTHERS) if f"{row.file}".count("/") == 0], ids=lambda r: r.file
+)
+def test_commands_name_their_file_and_docstrings_their_command(row: Row) -> None:
+    if row in TABLE:
+        assert f"examples/{row.file}" in row.command
+    name = row.file.removesuffix(".py")
+    if name in (*LAUNCHED, "resume", "two_nodes"):
+        assert row.command in commands_of(name)
+
+
+def test_what_is_measured_is_written_into_the_page() -> None:
+    page = PAGE.read_text()
+    row = TABLE[3]
+    new = written(page, {row.command: ("all\nis new", 12.4, 34.6)})
+    assert rows(new)[0][3].last == "12 (35)"
+    assert shown(new) == {**shown(page), row.command: "all\nis new"}
+    assert written(page, {}) == page
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if row.file not in ("resume.py", "two_nodes.py")], ids=lambda r: r.file
+)
+def test_a_command_of_the_page_prints_what_the_page_shows(row: Row, output: Callable[[str], str]) -> None:
+    def words(text: str) -> str:
+        return re.sub(rf"\s*{NUMBER}", " #", text)
+
+    assert words(output(row.command)) == words(shown(PAGE.read_text())[row.command])
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_without_a_launcher_it_runs_as_well(name: str, output: Callable[[str], str]) -> None:
+    plain = f"python examples/{name}.py"
+    assert plain in commands_of(name)
+    assert (
+        output(plain).splitlines()[-1][:8]
+        == output(f"python -m ddpshim run --nproc 1 examples/{name}.py").splitlines()[-1][:8]
+    )
+
+
+def test_torchrun_does_the_same(output: Callable[[str], str]) -> None:
+    torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2 examples/iterable.py"
+    assert output(torchrun) == output("python -m ddpshim run --nproc 2 examples/iterable.py")
+
+
+# What each of them proves
+
+
+def test_weights_are_those_of_all_ranks_and_no_draw_is_made_twice(on: Callable[[str, int], str]) -> None:
+    one, two = (on("weighted_datasets", n) for n in (1, 2))
+    for line in two.splitlines()[1:4]:
+        size, weight, share, *of_ranks = numbers(line)
+        assert size in (500, 6000, 200)
+        assert [share, *of_ranks] == pytest.approx([weight] * 3, abs=0.03)
+        assert sum(of_ranks) / 2 == pytest.approx(share, abs=1e-3)
+    alike, num_draws = numbers(two.splitlines()[4].split(":")[1])[:2]
+    assert num_draws == 3200
+    assert alike < 20
+    assert re.search(r"draws, step by step: [0-9a-f]{12}$", two)
+    assert two.splitlines()[-1] == one.splitlines()[-1]
+
+
+def test_noise_differs_the_ema_does_not_and_dealt_noise_gives_one_process_loss(on: Callable[[str, int], str]) -> None:
+    one, two = (on("diffusion_ema", n).splitlines() for n in (1, 2))
+    for start in (2, 8):
+        rows_of_ranks = [numbers(line) for line in two[start : start + 2]]
+        assert [row[0] for row in rows_of_ranks] == [0, 1]
+        assert rows_of_ranks[0][1] != rows_of_ranks[1][1]
+        assert rows_of_ranks[0][3:] == rows_of_ranks[1][3:]
+        assert rows_of_ranks[0][3] != rows_of_ranks[0][4]
+        assert numbers(two[start + 2].split("|x|")[1]) == pytest.approx([1.0], abs=0.1)
+    (own, dealt), (own_alone, dealt_alone) = (
+        [float(line.split(": ")[1]) for line in lines if "loss of the last epoch" in line] for lines in (two, one)
+    )
+    assert dealt == pytest.approx(dealt_alone, abs=1e-9)
+    assert own != pytest.approx(own_alone, abs=1e-4)
+
+
+def test_parts_are_the_whole_in_float32_and_not_in_bf16(on: Callable[[str, int], str]) -> None:
+    tables = [[numbers(line.split("  ", 1)[1]) for line in on("accumulation_bf16", n).splitlines()[1:]] for n in (1, 2)]
+    for table in tables:
+        whole, parts, bf16, bf16_parts = [row[-4:] for row in table]
+        assert whole[2] == 0.0
+        assert parts[:2] == pytest.approx(whole[:2], rel=1e-5)
+        assert parts[2] < 1e-6
+        assert 1e-4 < bf16[2] < 5e-2
+        assert 1e-4 < bf16_parts[2] < 5e-2
+    assert tables[0][0][-4:-2] == pytest.approx(tables[1][0][-4:-2], rel=1e-5)
+    assert [[row[-1] for row in table] for table in tables] == [[0] * 4, [1] * 4]
+
+
+def test_each_item_is_decoded_once(on: Callable[[str, int], str]) -> None:
+    for n in (1, 2):
+        lines = on("iterable", n).splitlines()
+        for epoch, start in ((0, 0), (1, n + 1)):
+            assert lines[start] == f"epoch {epoch}: 96 items of 96, each once"
+            for rank, line in enumerate(lines[start + 1 : start + 1 + n]):
+                assert line.startswith(
+                    f"  rank {rank}: {96 // n} items, by worker [{48 // n}, {48 // n}], the first: ["
+                )
+        assert lines[1].split("first")[1] != lines[n + 2].split("first")[1]
+
+
+@pytest.mark.robomimic
+def test_rollouts_have_the_statistics_of_one_rank(on: Callable[[str, int], str]) -> None:
+    one, two = (on("rollouts", n).splitlines() for n in (1, 2))
+    _, played, of_all, *alone = numbers(one[1])
+    assert (played, of_all) == (20, 20)
+    assert [numbers(line)[:3] for line in two[1:]] == [[0, 10, 20], [1, 10, 20]]
+    assert [numbers(line)[3:] for line in two[1:]] == [alone, alone]
+    assert 0 < alone[2] < 1
+    assert alone[1] < 30
+
+
+def test_an_interrupted_training_goes_on_on_one_rank_and_on_three(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        python, *words = command
+        assert python == sys.executable
+        folder = Path(words[words.index("--out") + 1])
+        return SimpleNamespace(returncode=forked(words, folder)[0])
+
+    monkeypatch.setattr(resume, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    resume.demo(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "uninterrupted, on 1 rank: 160 steps"
+    num_steps, epoch, step, code = numbers(lines[1].split("after")[1])
+    assert 45 < num_steps == epoch * 40 + step < 160
+    assert step > 0, "not in the middle of an epoch"
+    assert code == 75
+    for line, ranks in zip(lines[2:], ("1 rank", "3 ranks")):
+        said = f"continued on {ranks}: {160 - num_steps:.0f} steps; 160 of 160 had the same samples; "
+        assert line.startswith(f"{said}largest difference of a weight ")
+        assert float(line.split()[-1]) < 1e-12
+    assert len(lines) == 4
+
+
+class _Agents:
+    """Stands for `subprocess`: the processes of an example, forked together when the first is waited for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._commands: list[tuple[list[str], dict[str, str]]] = []
+        self._code: int | None = None
+
+    def Popen(self, command: list[str]) -> Any:
+        python, module, *argv = command
+        assert (python, module) == (sys.executable, "-m")
+        self._commands.append((argv, {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}))
+        return SimpleNamespace(wait=self._wait, terminate=lambda: None)
+
+    def _wait(self, deadline_s: float | None = None) -> int:
+        if self._code is None:
+            assert deadline_s is not None
+            self._code = preloaded().start(self._commands, self._folder).wait(deadline_s)
+        return self._code
+
+
+def test_two_agents_make_two_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(two_nodes, "subprocess", _Agents(tmp_path))
+    code = two_nodes.emulate()
+    said = (tmp_path / "output.txt").read_text()
+    assert code == 0, said
+    assert capsys.readouterr().out == "exit codes of the agents: [0, 0]\n"
+    lines = printed(said).splitlines()
+    assert lines[0].startswith("4 ranks, loss of rank 0 ")
+    table = [numbers(line) for line in lines[2:6]]
+    assert [row[:3] for row in table] == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 1]]
+    assert [row[4:] for row in table] == [[100, table[0][5]]] * 4
+    assert table[0][3] == table[1][3] != table[2][3] == table[3][3]
+    assert lines[6] == "samples seen: 400 of 400"
+
+
+def test_two_agents_are_ended_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    class Late:
+        def __init__(self, command: list[str]) -> None:
+            self.node = command[command.index("--node-rank") + 1]
+
+        def wait(self, deadline_s: float | None = None) -> int:
+            if deadline_s is not None:
+                raise subprocess.TimeoutExpired("agent", deadline_s)
+            return 143
+
+        def terminate(self) -> None:
+            ended.append(self.node)
+
+    monkeypatch.setattr(two_nodes, "subprocess", SimpleNamespace(Popen=Late))
+    with pytest.raises(subprocess.TimeoutExpired):
+        two_nodes.emulate()
+    assert ended == ["0", "1"]
