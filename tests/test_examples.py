@@ -15,6 +15,7 @@ from typing import Any, Callable
 
 import pytest
 
+from ddpshim.doctor.checking import check
 from examples import resume, two_nodes
 from tests.equivalence import copy_release, source
 from tests.examples import PAGE, ROOT, Row, printed, rows, shown, written
@@ -130,6 +131,11 @@ def test_without_a_launcher_it_runs_as_well(name: str, output: Callable[[str], s
 def test_torchrun_does_the_same(output: Callable[[str], str]) -> None:
     torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2 examples/iterable.py"
     assert output(torchrun) == output("python -m ddpshim run --nproc 2 examples/iterable.py")
+
+
+@pytest.mark.parametrize("name", [*LAUNCHED, "resume", "two_nodes"])
+def test_the_doctor_finds_nothing(name: str) -> None:
+    assert check(FOLDER / f"{name}.py").findings == ()
 
 
 # What each of them proves
