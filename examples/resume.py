@@ -82,9 +82,12 @@ def demo(folder):
 def run(num_ranks, out, *options):
     """The exit code of a training on so many ranks."""
     out.mkdir(exist_ok=True)
-    launch = [sys.executable, "-m", "ddpshim", "run", "--nproc", str(num_ranks), "--log-dir", str(out / "logs")]
+    launch = [sys.executable, "-m", "ddpshim", "run", "--nproc", str(num_ranks), "--no-logs"]
     command = [*launch, __file__, "--out", str(out), *options]
-    return subprocess.run(command, timeout=120, stdout=subprocess.DEVNULL, check=False).returncode
+    code = subprocess.run(command, timeout=120, stdout=subprocess.DEVNULL, check=False).returncode
+    if code not in (0, 75):
+        sys.exit(f"the training on {num_ranks} ranks ended with exit code {code}")
+    return code
 
 
 def samples(out):
