@@ -83,8 +83,11 @@ def test_the_page_lists_the_examples_and_nothing_else() -> None:
     assert sorted(listed) == sorted(there)
 
 
-def test_each_takes_less_than_a_minute_and_is_shown() -> None:
-    assert all(re.fullmatch(r"\d+ \(\d+\)", row.last) and int(row.last.split()[0]) < 60 for row in TABLE)
+def test_each_takes_less_than_a_minute_of_one_core_and_is_shown() -> None:
+    for row in TABLE:
+        measured = re.fullmatch(r"\d+ \((\d+)\)", row.last)
+        assert measured is not None, row
+        assert int(measured[1]) < 60, row
     assert list(shown(PAGE.read_text())) == [row.command for row in TABLE]
 
 
