@@ -74,6 +74,15 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(NUMBER, text)]
 
 
+def words(text: str) -> str:
+    """The text without its numbers."""
+    return re.sub(rf"\s*{NUMBER}", " #", text)
+
+
+def words_shown(command: str) -> str:
+    return words(shown(PAGE.read_text())[command])
+
+
 # The page
 
 
@@ -115,10 +124,7 @@ def test_what_is_measured_is_written_into_the_page() -> None:
     "row", [row for row in TABLE if row.file not in ("resume.py", "two_nodes.py")], ids=lambda r: r.file
 )
 def test_a_command_of_the_page_prints_what_the_page_shows(row: Row, output: Callable[[str], str]) -> None:
-    def words(text: str) -> str:
-        return re.sub(rf"\s*{NUMBER}", " #", text)
-
-    assert words(output(row.command)) == words(shown(PAGE.read_text())[row.command])
+    assert words(output(row.command)) == words_shown(row.command)
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
@@ -231,7 +237,7 @@ def test_an_interrupted_training_goes_on_on_one_rank_and_on_three(
         said = f"continued on {ranks}: {160 - num_steps:.0f} steps; 160 of 160 had the same samples; "
         assert line.startswith(f"{said}largest difference of a weight ")
         assert float(line.split()[-1]) < 1e-12
-    assert len(lines) == 4
+    assert words("\n".join(lines)) == words_shown("python examples/resume.py --demo")
 
 
 class _Agents:
@@ -262,8 +268,10 @@ def test_two_agents_make_two_nodes(
     code = two_nodes.emulate()
     said = (tmp_path / "output.txt").read_text()
     assert code == 0, said
-    assert capsys.readouterr().out == "exit codes of the agents: [0, 0]\n"
+    own = capsys.readouterr().out
+    assert own == "exit codes of the agents: [0, 0]\n"
     lines = printed(said).splitlines()
+    assert words("\n".join([*lines, own.rstrip()])) == words_shown("python examples/two_nodes.py")
     assert lines[0].startswith("4 ranks, loss of rank 0 ")
     table = [numbers(line) for line in lines[2:6]]
     assert [row[:3] for row in table] == [[0, 0, 0], [1, 0, 1], [2, 1, 0], [3, 1, 1]]
