@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -188,9 +189,11 @@ def test_the_messages_of_the_guide_are_those_of_the_library() -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The anchors of a page's headings, as GitHub makes them: the second of the same name ends in -1."""
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE):
+        seen[re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")] += 1
+    return {f"{name}-{number}" if number else name for name, times in seen.items() for number in range(times)}
 
 
 @pytest.mark.parametrize(
