@@ -354,5 +354,5 @@ def test_streams_are_read_without_a_draw() -> None:
 def test_places_are_the_programs() -> None:
     assert is_program("/home/me/train.py", "")
     assert not is_program(torch.__file__, "")
-    assert not is_program(str(ROOT / "ddpshim" / "audit.py"), "")
+    assert not is_program(str(ROOT / "ddpshim" / "audit" / "running.py"), "")
     assert is_program(torch.__file__, "torch")  # run with -m
