@@ -31,6 +31,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except DdpShimError as error:
         print(f"ddpshim: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 1
     return code
 
 
