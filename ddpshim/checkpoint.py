@@ -229,8 +229,9 @@ def keep_newest(folder: PathLike, pattern: str, num_kept: int) -> list[Path]:
 def find_latest(folder: PathLike, pattern: str) -> Optional[Path]:
     """The newest file of `folder` that matches `pattern` and is whole; None where there is none. Local.
 
-    The newest is the one that was written last, whatever number is in its name. Files that are truncated or damaged are passed over, with a warning. Several ranks may see different files
-    on a shared disk that is written to: `world.run_on_main(find_latest, folder, pattern)` decides once.
+    The newest is the one that was written last, whatever number is in its name. Files that are truncated or damaged
+    are passed over, with a warning. Several ranks may see different files on a shared disk that is written to:
+    `world.run_on_main(find_latest, folder, pattern)` decides once.
     """
     flush()
     for path in _newest_first(folder, pattern):
