@@ -60,6 +60,7 @@ def shared_arrays(
         WorldError: `fill` failed on another rank. There, its own exception is raised.
     """
     here = current_world() if world is None else world
+    specs = dict(sorted(specs.items()))  # names that come from a set have another order on each rank
     num_bytes = _layout(specs)[1]
     looks = here.gather((_node(), [(name, tuple(shape), str(dtype)) for name, (shape, dtype) in specs.items()]))
     odd = next((rank for rank, look in enumerate(looks) if look[1] != looks[0][1]), None)
