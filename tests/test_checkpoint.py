@@ -6,8 +6,8 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import random
+import re
 import resource
 import shutil
 import signal
