@@ -313,12 +313,15 @@ def test_files() -> None:
 
 
 def test_folders() -> None:
-    def rank(first: int, folder: str) -> Any:
-        return [*Records(batches(first, 2)).all, {"kind": "file", "what": "mkdir", "path": folder, "place": "t.py:9"}]
+    def rank(first: int, *folders: str) -> Any:
+        made = [{"kind": "file", "what": "mkdir", "path": folder, "place": "t.py:9"} for folder in folders]
+        return [*Records(batches(first, 2)).all, *made]
 
     assert codes(rank(0, "runs/12-59-59"), rank(50, "runs/12-59-59")) == []
     assert codes(rank(0, "runs/12-59-59"), rank(50, "runs/13-00-00")) == ["DDP405"]
     assert codes(rank(0, "runs/rank0/10"), rank(50, "runs/rank1/10")) == []
+    assert codes(rank(0, "runs", "runs/12"), rank(50, "runs", "runs/13")) == ["DDP405"]
+    assert codes(rank(0, "runs/12/logs", "runs/12/models"), rank(50, "runs/12/logs")) == []
 
 
 # Fingerprints

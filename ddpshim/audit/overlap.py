@@ -152,13 +152,16 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Finding]:
 
 def _folders(ranks: Sequence[Seen]) -> Iterator[Finding]:
     """A folder that one line of the program makes under another name on each rank; at most one."""
-    by_place: dict[str, dict[int, str]] = {}
+    by_place: dict[str, dict[int, list[str]]] = {}
     for seen in ranks:
         for record in seen.files:
             if record["what"] == "mkdir" and record["place"]:
-                by_place.setdefault(record["place"], {})[seen.rank] = record["path"]  # the last one is the innermost
-    for place, paths in by_place.items():
-        if len(set(paths.values())) > 1 and not _name_their_ranks(paths):
+                by_place.setdefault(record["place"], {}).setdefault(seen.rank, []).append(record["path"])
+    for place, made in by_place.items():
+        paths = {rank: of_rank[-1] for rank, of_rank in made.items()}  # the innermost
+        # The line may make several, and some of them on one rank alone: then all have another one in common.
+        are_elsewhere = not any(all(path in of_rank for of_rank in made.values()) for path in paths.values())
+        if are_elsewhere and not _name_their_ranks(paths):
             yield found(
                 "DDP405",
                 f"the folder that is made at {place} is {of_ranks(paths)}; what ranks write, load and wait for lies "
