@@ -9,7 +9,10 @@ import pytest
 # The files that take longest are started first: two of them at the end would leave one of two processes idle.
 LONGEST = [
     f"test_{name}.py"
-    for name in ("resume", "auto", "robomimic", "launch_matrix", "convert", "group", "faults", "selftest", "checkpoint")
+    for name in (
+        *("resume", "auto", "robomimic", "docs", "launch_matrix", "convert", "group", "faults"),
+        *("selftest", "checkpoint", "audit", "report", "examples", "course"),
+    )
 ]
 
 
