@@ -298,7 +298,7 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
 
     def follow() -> None:
         while not log.exists():
-            if ended.wait(0.05):
+            if ended.wait(0.05) and not log.exists():  # a rank that ended within this moment has written
                 return
         # A closed pipe (`| head`) ends the display, not the training.
         with log.open("rb") as file, contextlib.suppress(BrokenPipeError):

@@ -420,3 +420,10 @@ def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: p
     (tmp_path / "rank_0.log").write_text("said")
     rank_log.link_log(str(tmp_path / "logs"))
     assert (tmp_path / "logs" / "rank_0.log").readlink() == tmp_path / "rank_0.log"
+
+
+def test_a_log_that_is_written_in_the_last_moment_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with runner._shown_on_screen(tmp_path / "rank_0.log"):
+        time.sleep(0.02)  # it has looked for the log, most probably, and looks again later
+        (tmp_path / "rank_0.log").write_text("saved\n")
+    assert capfd.readouterr().out == "saved\n"
