@@ -81,7 +81,7 @@ def run(job: Job) -> int:
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
         logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-        with _signals_passed_on(job.grace_s), screen:
+        with _signals_passed_on(job.grace_s) as received, screen:
             try:
                 options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
                 # Not through its parser, which finds `--nproc` or `--log` of the program's own ambiguous.
@@ -93,6 +93,10 @@ def run(job: Job) -> int:
         first, code = _first(failures, rank_module.failures(run_dir))
         if code == EXIT_REQUEUE:  # no failure
             print(f"ddpshim: the ranks have saved and left, to be started again (exit code {code})", file=sys.stderr)
+        elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
+            where = "" if log_dir is None else f"; what they did last is in {log_dir}"
+            name = signal.Signals(-code if code < 0 else code - 128).name
+            print(f"ddpshim: the ranks were ended by {name}, as asked{where}", file=sys.stderr, flush=True)
         else:
             _report(first, code, log_dir)
         return 128 - code if code < 0 else code
@@ -322,8 +326,10 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_passed_on(grace_s: float) -> Iterator[None]:
+def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
     """Meanwhile signals go to the ranks themselves, and torch's agent goes on watching them until they have ended.
+
+    Yields the signals that came, a list that grows.
 
     The agent by itself would end in a traceback at SIGTERM, give the ranks half a minute, and drop their exit codes; at
     SIGUSR1 it would die and leave them alone. Only the ranks: their data workers would die of it, and then the ranks.
@@ -375,7 +381,7 @@ def _signals_passed_on(grace_s: float) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     PContext.start = start  # type: ignore[method-assign,assignment]
     try:
-        yield
+        yield received
     finally:
         PContext.start = agents_start  # type: ignore[method-assign]
         for signum, handler in before.items():
