@@ -111,7 +111,7 @@ def switch_guards(are_on: bool) -> None:
 
 def checksum(net: nn.Module) -> str:
     """Of all weights' bits."""
-    return str([guard._checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
+    return str([guard.checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
 
 
 class _Arm:

@@ -245,9 +245,9 @@ class Equality:
             yield name, [torch.tensor(_as_int64(seed), device=device)] * 2
         now = dict(self._module.named_parameters())
         for name in self._names:
-            yield f"parameter '{name}'", _checksum(now.pop(name, None), device)
+            yield f"parameter '{name}'", checksum(now.pop(name, None), device)
         for home, name in self._buffers:
-            yield f"buffer '{name}' of a {type(home).__name__}", _checksum(home._buffers.get(name), device)
+            yield f"buffer '{name}' of a {type(home).__name__}", checksum(home._buffers.get(name), device)
         # One row for all of these: how many they are may differ between ranks.
         first = next(iter(now), None)
         added = "the parameters added after wrap_parallel" + ("" if first is None else f" (here first: '{first}')")
@@ -271,7 +271,7 @@ def _as_int64(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Two int64: a sum over the bits, dtype and shape included, and the bits of the float64 sum. Zeros for None."""
     if tensor is None:
         return [torch.zeros((), dtype=torch.int64, device=device)] * 2
@@ -290,9 +290,9 @@ def _checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torc
 
 def _checksum_of_all(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
     """The same for any number of named tensors, in one."""
-    bits, shown = _checksum(None, device)
+    bits, shown = checksum(None, device)
     for name, tensor in tensors:
-        one, total = _checksum(tensor, device)
+        one, total = checksum(tensor, device)
         bits = bits * 31 + one + zlib.crc32(name.encode())
         shown = (shown.view(torch.float64) + total.view(torch.float64)).view(torch.int64)
     return [bits, shown]

@@ -46,7 +46,7 @@ def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> 
 
 
 def _sum(tensor: torch.Tensor) -> int:
-    return int(guard._checksum(tensor, torch.device("cpu"))[0])
+    return int(guard.checksum(tensor, torch.device("cpu"))[0])
 
 
 def test_the_checksum_sees_every_bit_but_not_which_nan() -> None:
@@ -66,7 +66,7 @@ def test_the_checksum_sees_every_bit_but_not_which_nan() -> None:
     balanced = torch.tensor([1.0, -1.0])
     up = torch.nextafter(balanced, balanced + 1)
     assert _sum(up) == _sum(balanced)
-    assert guard._checksum(up, torch.device("cpu")) != guard._checksum(balanced, torch.device("cpu"))
+    assert guard.checksum(up, torch.device("cpu")) != guard.checksum(balanced, torch.device("cpu"))
     nans = torch.tensor([0x7FC00000, -0x400000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert bool(nans.isnan().all())
     assert len({_sum(nan) for nan in nans}) == 1

@@ -32,7 +32,7 @@ def checksums(tensors: Sequence[Any]) -> list[Any]:
         elif tensor is not None:
             by_device.setdefault(tensor.device, []).append(i)
     for device, places in by_device.items():
-        rows = torch.stack([torch.stack(guard._checksum(tensors[i], device)) for i in places]).cpu()
+        rows = torch.stack([torch.stack(guard.checksum(tensors[i], device)) for i in places]).cpu()
         totals = rows[:, 1].contiguous().view(torch.float64).tolist()
         for i, bits, total in zip(places, rows[:, 0].tolist(), totals):
             out[i] = [bits, total]
