@@ -114,15 +114,20 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         error: what is reported, with its own traceback.
         exit_code: of this process, not 0.
     """
-    # A launcher that has seen another rank end sends this; from here on nothing is to be saved.
+    told: list[int] = []
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # A launcher that has seen another rank end sends this: only the records are still to be written.
+        signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
         # torch raises here when a data worker ends, and a launcher may have ended them with this rank.
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _ask_store(lambda store: store.set(f"failed/{_state.rank}", "1"))
     rank, first = _state.rank, _claim(error)
     records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=_lost_a_peer(error))
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
     stream = sys.__stderr__ or sys.stderr
     if first == rank and _lost_a_peer(error):
         # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.

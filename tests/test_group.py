@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim import LaunchError, World, WorldError, cleanup, group, rendezvous, setup
+from ddpshim import LaunchError, World, WorldError, cleanup, failure, group, records, rendezvous, setup
 from ddpshim.devices import choose_backend
 from tests.preloaded import preloaded
 from tests.ranks import RankFailure, _server, free_port, run_ranks
@@ -627,6 +627,31 @@ def test_the_peer_says_in_one_line_who_failed_first(bad: int, waits_in: str, sai
     assert log.count("Traceback (most recent call last)") == log.count("\nValueError: boom") == 1
     assert f"ddpshim: rank {bad} ({socket.gethostname()}) failed:\nTraceback" in log
     assert log.count(f"ddpshim: rank {1 - bad} stops because rank {bad} failed first ({said}") == 1
+
+
+class _StoreOfAnEndingJob:
+    """The launcher's SIGTERM comes while this rank asks who failed first."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+    def compare_set(self, name: str, seen: str, new: str) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return "1"
+
+
+def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
+    failure.arm(0, _StoreOfAnEndingJob(), world_size=2)
+    records.begin(folder, 0)
+    ddpshim.abort(RuntimeError("closed by peer"))
+
+
+def test_a_rank_that_the_launcher_ends_has_written_down_why_first(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_environs(_abort_while_the_launcher_ends_this_rank, [{}], tmp_path, folder, exit_code=-signal.SIGTERM)
+    _, end = map(json.loads, (tmp_path / "ddpshim" / "rank_0.jsonl").read_text().splitlines())
+    assert (end["how"], end["first"], end["error"]) == ("failed", 1, "RuntimeError: closed by peer")
 
 
 # --- the real torchrun, and ranks that are forked by it
