@@ -408,7 +408,7 @@ def run_environs(
                     raise RankFailure(f"in {environs[pipes.index(pipe)]}:\n{error}")  # type: ignore[arg-type]
         assert len(answers) == len(pipes), "still busy at the deadline"
         for process in processes:
-            process.join(5)
+            process.join(max(0.0, end - time.monotonic()))
             assert process.exitcode == exit_code
     finally:
         for process in processes:
@@ -473,8 +473,11 @@ def test_two_processes_of(launcher: str, environ: Callable[[int, int], dict[str,
 def _patient(port: int) -> tuple[str, float]:
     rank = int(os.environ["PART"])
     asked: dict[str, Any] = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
-    here = setup(**asked, device="cpu", timeout_s=3, side_timeout_s=50)
+    setup(**asked, device="cpu", timeout_s=50).barrier()  # imports may take one of them longer than the timeout below
+    cleanup()
+    here = setup(**asked, device="cpu", timeout_s=5, side_timeout_s=50)
     started = time.monotonic()
+    here.broadcast(None)  # rank 1 waits when rank 0 has looked at the clock
     if rank == 1:
         threading.Event().wait(6)
     here.barrier()
@@ -531,19 +534,20 @@ def test_gloo_where_a_gpu_is_shared_or_missing(gpus: str, said: str, tmp_path: P
     assert log.count(said) == log.count("instead of nccl") == 1
 
 
-def _impossible(environs: list[dict[str, str]], asked: dict[str, Any]) -> list[tuple[str, float]]:
+def _impossible(environs: list[dict[str, str]], asked: dict[str, Any]) -> list[str]:
+    """What `setup` says in each of the environments, where it may look for nobody."""
+    dist.TCPStore = dist.rendezvous = lambda *_, **__: pytest.fail("it waits for peers")  # type: ignore[misc]
     found = []
     for environ in environs:
         for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
             del os.environ[name]
         os.environ.update(environ)
-        started = time.monotonic()
         try:
             setup(**asked)
         except LaunchError as error:
-            found.append((str(error), time.monotonic() - started))
+            found.append(str(error))
         else:
-            found.append(("went through", 0.0))
+            found.append("went through")
         assert not dist.is_initialized()
         cleanup()
     return found
@@ -572,13 +576,11 @@ def test_impossible_environments_fail_at_once(tmp_path: Path) -> None:
             ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=3 is not below"),
         ]
         ((found,), _) = run_environs(_impossible, [{}], tmp_path, [environ for environ, _ in cases], {})
-        for (environ, said), (message, seconds) in zip(cases, found):
+        for (environ, said), message in zip(cases, found):
             assert re.search(said, message), (environ, message)
-            assert seconds < 1, environ
         explicit = {"rank": 0, "world_size": 2, "master_addr": "127.0.0.1", "master_port": int(busy)}
         ((found,), _) = run_environs(_impossible, [{}], tmp_path, [{}], explicit)
-        assert found[0][1] < 1
-        assert f"={busy}" in found[0][0]
+        assert f"={busy}" in found[0]
 
 
 def _alone_at(port: int) -> str:
