@@ -36,6 +36,7 @@ LAUNCHER_VARIABLES = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|(MASTER|SLURM|OMPI|PMI|PMIX|MV2|MPI|TORCHELASTIC|DDPSHIM)_.*"
 )
 DEADLINE_S = 60.0
+KILLED_AFTER_S = 30.0  # by torchrun: ranks that it has told to end, and did not
 
 
 @pytest.fixture(autouse=True)
@@ -771,7 +772,7 @@ def test_a_failing_rank_ends_the_job(
     write_script(tmp_path, FAILING.format(**values))
     with Job(tmp_path, STANDALONE) as job:
         assert job.end() != 0
-    assert job.seconds < 20
+    assert job.seconds < KILLED_AFTER_S
     _check_blame(job.log, bad, f"ValueError: boom of rank {bad}")
 
 
@@ -799,7 +800,7 @@ def test_the_main_rank_is_to_blame_for_what_it_alone_runs(tmp_path: Path) -> Non
     write_script(tmp_path, body)
     with Job(tmp_path, STANDALONE) as job:
         assert job.end() != 0
-    assert job.seconds < 20
+    assert job.seconds < KILLED_AFTER_S
     _check_blame(job.log, 0, "ValueError: boom of rank 0")
 
 
@@ -823,4 +824,4 @@ def test_a_rank_that_leaves_ends_the_job(end: str, tmp_path: Path) -> None:
         if end == "wait":
             job.interrupt()
         assert job.end() != 0
-        assert job.seconds < 20
+        assert job.seconds < KILLED_AFTER_S
