@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim import LaunchError, World, WorldError, cleanup, group, rendezvous, setup
+from ddpshim import LaunchError, World, WorldError, cleanup, failure, group, rendezvous, setup
 from ddpshim.devices import choose_backend
 from tests.preloaded import preloaded
 from tests.ranks import RankFailure, _server, free_port, run_ranks
@@ -630,6 +630,12 @@ def test_the_peer_says_in_one_line_who_failed_first(bad: int, waits_in: str, sai
     assert log.count("Traceback (most recent call last)") == log.count("\nValueError: boom") == 1
     assert f"ddpshim: rank {bad} ({socket.gethostname()}) failed:\nTraceback" in log
     assert log.count(f"ddpshim: rank {1 - bad} stops because rank {bad} failed first ({said}") == 1
+
+
+def test_a_store_on_a_busy_host_is_asked_until_it_answers() -> None:
+    late = SimpleNamespace(wait=lambda *_: _fail(RuntimeError("Wait timeout")), check=lambda keys: keys == ["here/1"])
+    assert failure.is_there(late, "here/1")
+    assert not failure.is_there(late, "here/2")
 
 
 # --- the real torchrun, and ranks that are forked by it
