@@ -90,7 +90,7 @@ class Ran:
         self.logs = [(folder / f"rank_{number}.log").read_text() for number in range(num_ranks)]
 
     def said(self, number: int, what: str) -> list[Any]:
-        lines = [json.loads(line) for line in self.logs[number].splitlines() if line.startswith("[")]
+        lines = [json.loads(line) for line in self.logs[number].splitlines() if line.startswith('["')]
         return [line[1] for line in lines if line[0] == what]
 
 
