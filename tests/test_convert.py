@@ -485,7 +485,7 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
         env=environ,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
