@@ -53,6 +53,7 @@ def _enter(
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than a machine of one core has
     try:
         import torch.distributed as dist
 
