@@ -57,12 +57,13 @@ def disarm() -> None:
 
 
 def is_there(store: Any, key: str) -> bool:
-    """Whether `store` holds `key`. Local. (torch 2.1 has no Store.check, which would say so at once.)"""
-    try:
-        store.wait([key], timedelta(seconds=0.1))
-    except (RuntimeError, ValueError):
-        return False
-    return True
+    """Whether `store` holds `key`. Local."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        if hasattr(store, "check"):
+            return bool(store.check([key]))
+        store.wait([key], timedelta(seconds=0.1))  # torch 2.1: a busy store's late answer is taken for a no
+        return True
+    return False
 
 
 def rank() -> int:
@@ -73,11 +74,7 @@ def rank() -> int:
 def first() -> Optional[int]:
     """The rank that failed first, if any has said so. Local; any thread may ask."""
 
-    def ask(store: Any) -> Any:
-        store.wait(["first_failure"], timedelta(seconds=0.1))  # torch 2.1 has no check()
-        return store.get("first_failure")
-
-    claimed = _ask_store(ask)
+    claimed = _ask_store(lambda store: store.get("first_failure") if is_there(store, "first_failure") else None)
     return None if claimed is None else int(claimed)
 
 

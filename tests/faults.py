@@ -17,9 +17,11 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
+from ddpshim.rank_log import has_log
 from tests.preloaded import HOOKS
 
 SKEW_S = 3 * 3600.0
+PEERS_DEADLINE_S = 60.0
 FULL_AT_BYTES = 1 << 20
 
 # What is called in each phase of the trainer, and whether that call is meant.
@@ -141,6 +143,21 @@ def _use_toy_env() -> None:
     EnvUtils.create_env_from_metadata = ToyEnv
 
 
+def _let_the_peer_speak() -> None:
+    """Have the rank that fails first stay until a peer has said why it stops: torchrun ends those who are left."""
+    from ddpshim import failure
+
+    record = failure._record_for_torchrun
+
+    def recorded(error: Exception) -> None:
+        record(error)
+        end = time.monotonic() + PEERS_DEADLINE_S
+        while b"stops because" not in Path("output.txt").read_bytes() and time.monotonic() < end:
+            time.sleep(0.02)
+
+    failure._record_for_torchrun = recorded
+
+
 def _break_model(kind: str, on_this_rank: bool) -> None:
     """What a user may do to a network around the call that wraps it."""
     import robomimic.utils.torch_utils as TorchUtils
@@ -224,6 +241,8 @@ def install() -> None:
         guard.check_equal_steps.__defaults__ = ("the epoch", 2.0)
     if kind == "toy_env":
         _use_toy_env()
+        if not has_log():
+            _let_the_peer_speak()
     elif kind == "no_sync":
         _break_sync()
     elif kind == "same_data":

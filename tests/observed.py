@@ -5,7 +5,8 @@ Started by tests/equivalence.py:
 - `python -m tests.observed FOLDER PRECISION NOISE [trainer arguments]` is one process of a training;
 - `python -m tests.observed --load FILE` loads checkpoints, with ddpshim made impossible to import.
 
-OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py).
+OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py). Where
+OBSERVED_CLOCK is set time passes by what is done, not by how fast.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import runpy
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any, Callable
 
@@ -40,6 +42,21 @@ def _in_float64() -> None:
     TensorUtils.to_float = lambda x: TensorUtils.recursive_dict_list_tuple_apply(
         x, {torch.Tensor: torch.Tensor.double, np.ndarray: lambda a: a.astype(np.float64), type(None): lambda n: n}
     )
+
+
+class _Clock:
+    """Both clocks of a process: a microsecond for each look at them, a millisecond for each sample that is fetched."""
+
+    def __init__(self) -> None:
+        self._ticks = int(time.time()) << 20  # of a second: sums of them are exact
+        time.time = time.perf_counter = self._read
+
+    def _read(self) -> float:
+        self._ticks += 1
+        return self._ticks / 2**20
+
+    def fetched(self) -> None:
+        self._ticks += 1 << 10
 
 
 class _Draws:
@@ -264,8 +281,14 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
         _in_float64()
     _with_small_unet()
     _with_act()
-    samples = out.setdefault("samples", {})
-    record_samples(lambda key, index: samples.setdefault(key, []).append(index))
+    samples, clock = out.setdefault("samples", {}), _Clock() if "OBSERVED_CLOCK" in os.environ else None
+
+    def fetched(key: str, index: int) -> None:
+        samples.setdefault(key, []).append(index)
+        if clock is not None:
+            clock.fetched()
+
+    record_samples(fetched)
     _write_down_data(out)
     _write_down_networks(out, noise == "off")
     if "DDPSHIM_FAULT" in os.environ:

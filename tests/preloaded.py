@@ -294,6 +294,8 @@ def main() -> None:
         importlib.import_module(name)
     for name in ("robomimic.algo", "robomimic.utils.train_utils") if "robomimic" in sys.argv else ():
         importlib.import_module(name)
+    # As in a terminal: a shell without job control has what it starts in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # What is imported is not looked through once more at the end of each process: a second of CPU.
     gc.collect()
     gc.freeze()

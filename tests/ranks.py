@@ -30,10 +30,13 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody is given for the next minute, and that whoever names it may serve, as torch does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", port)):
+            # Closed here first, the connection leaves the port in TIME_WAIT: whoever asks for any port gets another.
+            server.accept()[0].close()
+        return port
 
 
 def _enter(
@@ -50,6 +53,7 @@ def _enter(
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than a machine of one core has
     try:
         import torch.distributed as dist
 

@@ -20,7 +20,7 @@ from ddpshim.group import World
 from ddpshim.replay import Replay
 from tests import equivalence
 from tests.equivalence import Run, batches, copy_release, fork, largest_difference, make_run_config, train_all
-from tests.preloaded import environment, start_afresh
+from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 
 ROOT = Path(__file__).parent.parent
 RELEASE = "0.3.0"
@@ -288,8 +288,8 @@ def _job(folder: Path, releases: Path, **settings: Any) -> tuple[Path, Path]:
 def _run(tree: Path, folder: Path, *command: str, forked: bool = True) -> tuple[int, str]:
     """The exit code and the output of `run`, with ranks that are `forked`, or interpreters of their own."""
     if forked:
-        return fork(tree, ["ddpshim", "run", *command], folder, None, {}, 120)
-    return start_afresh(["-m", "ddpshim", "run", *command], environment(tree), folder, 120)
+        return fork(tree, ["ddpshim", "run", *command], folder, None, {}, START_DEADLINE_S)
+    return start_afresh(["-m", "ddpshim", "run", *command], environment(tree), folder, START_DEADLINE_S)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -321,7 +321,7 @@ def test_in_one_process_it_is_the_plain_trainer(tmp_path: Path, releases: Path) 
         trainer = _trainer(tree, folder, below="assert ddpshim.auto.is_active()")
         if name == "plain":
             trainer.write_text(trainer.read_text().replace("import ddpshim.auto", "").replace("assert ddpshim", "# "))
-        code, log = fork(tree, [str(trainer), "--config", str(config)], folder, None, {}, 120)
+        code, log = fork(tree, [str(trainer), "--config", str(config)], folder, None, {}, START_DEADLINE_S)
         assert code == 0, log
         losses.append(re.findall(r'"Loss": (\S+)', log))
         weights.append(_weights(folder))
@@ -357,7 +357,7 @@ sys.exit(0)
 @pytest_robomimic
 def test_what_a_trainer_holds_already_is_hooked_reported_and_given_back(tmp_path: Path, releases: Path) -> None:
     tree, _ = _job(tmp_path, releases)
-    code, said = fork(tree, [str(_trainer(tree, tmp_path, HELD, ASKED))], tmp_path, None, {}, 120)
+    code, said = fork(tree, [str(_trainer(tree, tmp_path, HELD, ASKED))], tmp_path, None, {}, START_DEADLINE_S)
     assert code == 0, said
     active, inactive = (part.strip().splitlines() for part in said.split("REPORT\n")[1:])
     hooked = dict(line.split(": ", 1) for line in active if line.startswith("robomimic."))
@@ -441,7 +441,7 @@ print("cpu", *ddpshim.auto.report(), T.run_epoch.__code__ is not hooked)
 def test_a_trainer_that_minds_ranks_itself_is_left_alone(tmp_path: Path, releases: Path, program: str) -> None:
     tree = copy_release(RELEASE, releases, patched=program is PATCHED)
     (tmp_path / "program.py").write_text(program)
-    code, printed = fork(tree, [str(tmp_path / "program.py")], tmp_path, None, {}, 120)
+    code, printed = fork(tree, [str(tmp_path / "program.py")], tmp_path, None, {}, START_DEADLINE_S)
     assert code == 0, printed
     said = "cpu not active: the trainer does by itself what the hooks are for True"
     assert printed.strip().splitlines()[-1] == said

@@ -90,7 +90,7 @@ class Ran:
         self.logs = [(folder / f"rank_{number}.log").read_text() for number in range(num_ranks)]
 
     def said(self, number: int, what: str) -> list[Any]:
-        lines = [json.loads(line) for line in self.logs[number].splitlines() if line.startswith("[")]
+        lines = [json.loads(line) for line in self.logs[number].splitlines() if line.startswith('["')]
         return [line[1] for line in lines if line[0] == what]
 
 
@@ -478,6 +478,7 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
         (tmp_path / "package" / name).write_text(text)
     command = [sys.executable, "-m", "ddpshim", "run", "--nproc-per-node", "2", "--convert", "dataparallel"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"  # more workers than a machine of one core has
     environ.pop("PYTHONHASHSEED", None)
     ran = subprocess.run(
         [*command, "--log-dir", "logs", "-m", "package.train", "--convert", "x"],
@@ -485,7 +486,7 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
         env=environ,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

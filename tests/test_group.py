@@ -36,6 +36,7 @@ LAUNCHER_VARIABLES = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|(MASTER|SLURM|OMPI|PMI|PMIX|MV2|MPI|TORCHELASTIC|DDPSHIM)_.*"
 )
 DEADLINE_S = 60.0
+KILLED_AFTER_S = 30.0  # by torchrun: ranks that it has told to end, and did not
 
 
 @pytest.fixture(autouse=True)
@@ -408,7 +409,7 @@ def run_environs(
                     raise RankFailure(f"in {environs[pipes.index(pipe)]}:\n{error}")  # type: ignore[arg-type]
         assert len(answers) == len(pipes), "still busy at the deadline"
         for process in processes:
-            process.join(5)
+            process.join(max(0.0, end - time.monotonic()))
             assert process.exitcode == exit_code
     finally:
         for process in processes:
@@ -473,8 +474,11 @@ def test_two_processes_of(launcher: str, environ: Callable[[int, int], dict[str,
 def _patient(port: int) -> tuple[str, float]:
     rank = int(os.environ["PART"])
     asked: dict[str, Any] = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
-    here = setup(**asked, device="cpu", timeout_s=3, side_timeout_s=50)
+    setup(**asked, device="cpu", timeout_s=50).barrier()  # imports may take one of them longer than the timeout below
+    cleanup()
+    here = setup(**asked, device="cpu", timeout_s=5, side_timeout_s=50)
     started = time.monotonic()
+    here.broadcast(None)  # rank 1 waits when rank 0 has looked at the clock
     if rank == 1:
         threading.Event().wait(6)
     here.barrier()
@@ -531,19 +535,20 @@ def test_gloo_where_a_gpu_is_shared_or_missing(gpus: str, said: str, tmp_path: P
     assert log.count(said) == log.count("instead of nccl") == 1
 
 
-def _impossible(environs: list[dict[str, str]], asked: dict[str, Any]) -> list[tuple[str, float]]:
+def _impossible(environs: list[dict[str, str]], asked: dict[str, Any]) -> list[str]:
+    """What `setup` says in each of the environments, where it may look for nobody."""
+    dist.TCPStore = dist.rendezvous = lambda *_, **__: pytest.fail("it waits for peers")  # type: ignore[misc]
     found = []
     for environ in environs:
         for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
             del os.environ[name]
         os.environ.update(environ)
-        started = time.monotonic()
         try:
             setup(**asked)
         except LaunchError as error:
-            found.append((str(error), time.monotonic() - started))
+            found.append(str(error))
         else:
-            found.append(("went through", 0.0))
+            found.append("went through")
         assert not dist.is_initialized()
         cleanup()
     return found
@@ -572,13 +577,11 @@ def test_impossible_environments_fail_at_once(tmp_path: Path) -> None:
             ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=3 is not below"),
         ]
         ((found,), _) = run_environs(_impossible, [{}], tmp_path, [environ for environ, _ in cases], {})
-        for (environ, said), (message, seconds) in zip(cases, found):
+        for (environ, said), message in zip(cases, found):
             assert re.search(said, message), (environ, message)
-            assert seconds < 1, environ
         explicit = {"rank": 0, "world_size": 2, "master_addr": "127.0.0.1", "master_port": int(busy)}
         ((found,), _) = run_environs(_impossible, [{}], tmp_path, [{}], explicit)
-        assert found[0][1] < 1
-        assert f"={busy}" in found[0][0]
+        assert f"={busy}" in found[0]
 
 
 def _alone_at(port: int) -> str:
@@ -652,6 +655,12 @@ def test_a_rank_that_the_launcher_ends_has_written_down_why_first(tmp_path: Path
     run_environs(_abort_while_the_launcher_ends_this_rank, [{}], tmp_path, folder, exit_code=-signal.SIGTERM)
     _, end = map(json.loads, (tmp_path / "ddpshim" / "rank_0.jsonl").read_text().splitlines())
     assert (end["how"], end["first"], end["error"]) == ("failed", 1, "RuntimeError: closed by peer")
+
+
+def test_a_store_on_a_busy_host_is_asked_until_it_answers() -> None:
+    late = SimpleNamespace(wait=lambda *_: _fail(RuntimeError("Wait timeout")), check=lambda keys: keys == ["here/1"])
+    assert failure.is_there(late, "here/1")
+    assert not failure.is_there(late, "here/2")
 
 
 # --- the real torchrun, and ranks that are forked by it
@@ -794,7 +803,7 @@ def test_a_failing_rank_ends_the_job(
     write_script(tmp_path, FAILING.format(**values))
     with Job(tmp_path, STANDALONE) as job:
         assert job.end() != 0
-    assert job.seconds < 20
+    assert job.seconds < KILLED_AFTER_S
     _check_blame(job.log, bad, f"ValueError: boom of rank {bad}")
 
 
@@ -822,7 +831,7 @@ def test_the_main_rank_is_to_blame_for_what_it_alone_runs(tmp_path: Path) -> Non
     write_script(tmp_path, body)
     with Job(tmp_path, STANDALONE) as job:
         assert job.end() != 0
-    assert job.seconds < 20
+    assert job.seconds < KILLED_AFTER_S
     _check_blame(job.log, 0, "ValueError: boom of rank 0")
 
 
@@ -846,4 +855,4 @@ def test_a_rank_that_leaves_ends_the_job(end: str, tmp_path: Path) -> None:
         if end == "wait":
             job.interrupt()
         assert job.end() != 0
-        assert job.seconds < 20
+        assert job.seconds < KILLED_AFTER_S

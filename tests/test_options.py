@@ -277,7 +277,7 @@ def test_logs_hold_the_traceback_that_ends_a_rank(tmp_path: Path) -> None:
         "import ddpshim\nddpshim.setup()\ntry:\n    raise ValueError('on purpose')\nfinally:\n    ddpshim.cleanup()"
     )
     environ = {"DDPSHIM_LOGS": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": ""}
-    ran = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, timeout=240, check=False)
     assert ran.returncode == 1
     assert (tmp_path / "rank_0.log").read_text().endswith("ValueError: on purpose\n")
 
@@ -497,7 +497,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
     tree = copy_release("0.3.0", releases)
     data = make_data(folder, num_demos=50)
     two = {"per_rank_batch": True, "lr_rule": "sqrt", "profile": True, "metrics_every_n_epochs": 2}
-    two["batched_fetch"] = False  # by the batch, data are there too soon to be timed by two clocks
     lr = "algo__optim_params__policy__learning_rate__initial"
     jobs = []
     for name, num_ranks, section, settings in (
@@ -510,7 +509,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
         file = make_config(tree, "bc", data, folder / f"{name} config", 10, 2, **settings)
         file.write_text(json.dumps({**json.loads(file.read_text()), "ddpshim": section}))
         jobs.append((file, folder / name, num_ranks, "own"))
-    made = train_all(tree, jobs)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OBSERVED_CLOCK", "1")  # two clocks that are not read at once agree, whatever else runs here
+        made = train_all(tree, jobs)
     assert [run.exit_code for run in made] == [0] * 4, [run.log[-2000:] for run in made]
     return {run.folder.name: run for run in made}
 
@@ -552,10 +553,9 @@ def test_the_profile_of_a_training_adds_up_to_upstreams_own_times(runs: dict[str
     assert "ddpshim: where each rank's time went" in run.log
     epoch = run.metrics()[1]  # a mean over the ranks, as upstream's times are then
     parts = {key: epoch[f"Profile_{key}_Ms"] / 100 for key in PARTS}  # seconds in 10 steps
-    assert sum(parts.values()) == pytest.approx(60 * epoch["Time_Epoch"], rel=0.03, abs=0.005)
-    # Only as near as two clocks are that are not read at once, on a machine with other work.
-    waited = 60 * epoch["Time_Data_Loading"]
-    assert 0.7 * waited < parts["Data_Wait"] < 1.1 * waited + 0.01
+    assert sum(parts.values()) == pytest.approx(60 * epoch["Time_Epoch"], rel=1e-3)
+    assert parts["Data_Wait"] == pytest.approx(60 * epoch["Time_Data_Loading"], rel=1e-3)
+    assert parts["Data_Wait"] == pytest.approx(10 * 50 / 1024, rel=1e-3), "a millisecond for each sample"
     assert parts["Compute"] + parts["Communication"] + parts["Optimizer"] > 30 * epoch["Time_Train_Batch"]
     assert min(parts["Communication"], parts["Optimizer"], parts["Compute"]) > 0
     assert "Profile_Steps_Per_Second" not in runs["one"].metrics()[0]

@@ -23,7 +23,7 @@ from ddpshim.errors import SyncError
 from ddpshim.group import ENDS_THREADS
 from ddpshim.parallel import BareModule, DataParallelModule, _Pass, _with_sync_batchnorm, best_bucket_cap_mb
 from ddpshim.transparent import portable_keys
-from tests.preloaded import environment, start_afresh
+from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import RankFailure, run_ranks
 
 B, D_IN, D_OUT = 24, 6, 3  # global batch, observation and action dimensions
@@ -450,12 +450,19 @@ def test_after_cleanup_the_module_is_bare_again() -> None:
 
 
 _LEAVES = """
+import contextlib
 import pathlib
 import torch
 import ddpshim
 
 def threads():
-    return [name.read_text().strip() for name in pathlib.Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for file in pathlib.Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name, _, rest = file.read_text().partition("(")[2].rpartition(")")
+            # One that was waited for is listed until the kernel has taken it away, and marked as exiting.
+            names += [] if int(rest.split()[6]) & 4 else [name]
+    return names
 
 world = ddpshim.setup()
 nets = [ddpshim.wrap_parallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))) for _ in range(2)]
@@ -476,7 +483,7 @@ def test_cleanup_ends_the_threads_of_gloo(tmp_path: Path) -> None:
     """One that is alive when Python ends may abort a finished job; in an interpreter of its own, as imports matter."""
     (tmp_path / "leaves.py").write_text(_LEAVES)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, 60)
+    code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, START_DEADLINE_S)
     assert code == 0, output
     assert "rank 1 of 2 left its job with cleanup()" in output
 
@@ -1100,7 +1107,7 @@ def test_copies_and_pickles_are_bare(one: BareModule, tmp_path) -> None:
         "import sys, torch; sys.modules['ddpshim'] = None; "
         f"net = torch.load({str(tmp_path / 'net.pth')!r}, weights_only=False); print(type(net).__name__)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert ran.stdout.strip() == "Linear"
 
 
