@@ -394,14 +394,20 @@ def _signal_ranks(context: Any, signum: int) -> None:
             os.kill(pid, signum)
 
 
-def _first(seen: Mapping[int, Any], said: Mapping[int, tuple[float, int]]) -> tuple[int, int]:
+def _first(seen: Mapping[int, Any], said: Mapping[int, rank_module.Failure]) -> tuple[int, int]:
     """The rank that failed first, and its exit code, from what the agent has seen and what ranks said themselves."""
-    # Last those that the agent ended because of another one.
-    agents = {rank: (end.exitcode == -signal.SIGTERM, end.timestamp, end.exitcode) for rank, end in seen.items()}
-    own = {rank: (False, moment, exit_code) for rank, (moment, exit_code) in said.items()}
-    every = {**agents, **own}
-    first = min(every, key=lambda rank: every[rank][:2])
-    return first, every[first][2]
+
+    def order(rank: int) -> tuple[int, int, bool, float]:
+        # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
+        # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
+        # same one it was the rank that had something to say.
+        own = said.get(rank)
+        if own is not None:
+            return int(own.lost_a_peer), int(own.moment), False, own.moment
+        return 2 * (seen[rank].exitcode == -signal.SIGTERM), int(seen[rank].timestamp), True, 0.0
+
+    first = min({*seen, *said}, key=order)
+    return first, said[first].exit_code if first in said else seen[first].exitcode
 
 
 def _report(rank: int, code: int, log_dir: Optional[Path]) -> None:

@@ -59,6 +59,6 @@ def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     ended = RuntimeError("DataLoader worker is killed by signal: Terminated")
-    assert not failure._lost_a_peer(ended)
+    assert not failure.lost_a_peer(ended)
     ended.__context__ = RuntimeError("Read error: Connection reset by peer")
-    assert failure._lost_a_peer(ended)
+    assert failure.lost_a_peer(ended)

@@ -16,13 +16,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
+from types import SimpleNamespace
+from typing import Any, Optional
 
 import pytest
 import torch
 
 import ddpshim.__main__ as command_line
-from ddpshim import rank_log, runner
+from ddpshim import rank, rank_log, runner
 from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.runner import Job
@@ -65,6 +66,13 @@ elif what == "raise":  # the other rank fails because of it, and is gone earlier
     atexit.register(wait_for, "gone")
     atexit.register((here / "failed").touch)
     fail(ValueError("broken on purpose"))
+elif what in ("lose", "break"):  # the other rank ends without a word after this one's, which the launcher ends
+    if rank == int(rest[0]):
+        atexit.register(wait_for, "never")
+        atexit.register((here / "failed").touch)
+        raise RuntimeError("Connection closed by peer" if what == "lose" else "broken on purpose")
+    wait_for("failed")
+    os.kill(os.getpid(), signal.SIGKILL) if what == "lose" else os._exit(7)
 elif what in ("exit", "kill"):
     if rank == int(rest[0]):
         sys.exit(3) if what == "exit" else os.kill(os.getpid(), signal.SIGKILL)
@@ -188,6 +196,49 @@ def test_a_silent_end(tmp_path: Path, what: str, number: int, code: int, said: s
     assert said in job.screen
     lines = job.screen.splitlines()
     assert lines[-1].startswith("rank 1 of 2" if number == 1 else "ddpshim: rank 0")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path, number: int) -> None:
+    folders = [tmp_path / what for what in ("lose", "break")]
+    for folder in folders:
+        folder.mkdir()
+    with running(folders[0], "lose", str(number)) as killed, running(folders[1], "break", str(number)) as broken:
+        assert (killed.exit_code(), broken.exit_code()) == (137, 1)
+    assert f"rank {1 - number} failed first: it was ended by SIGKILL" in killed.screen
+    assert broken.screen.endswith("RuntimeError: broken on purpose\n")
+    assert f"rank {1 - number} failed first" not in broken.screen
+
+
+@pytest.mark.parametrize(
+    ("said", "seen", "first"),
+    [
+        # A second has begun between the end of rank 1 and the agent's look at it.
+        ({0: (9.99, 1, True)}, {1: (10, -9), 0: (10, -15)}, (1, -9)),
+        ({0: (10.7, 1, False)}, {1: (10, -6), 0: (10, 1)}, (0, 1)),
+        ({0: (11.1, 1, False)}, {1: (10, -9), 0: (11, 1)}, (1, -9)),
+        ({0: (10.3, 1, False), 1: (10.2, 3, False)}, {0: (10, 1), 1: (12, -15)}, (1, 3)),
+        ({0: (10.3, 1, False), 1: (10.2, 3, True)}, {0: (10, 1), 1: (12, -15)}, (0, 1)),
+        ({}, {0: (10, -15), 1: (11, 4)}, (1, 4)),
+    ],
+)
+def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int]) -> None:
+    own = {number: rank.Failure(*what) for number, what in said.items()}
+    ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
+    assert runner._first(ends, own) == first
+
+
+def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rank.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    lost = RuntimeError("Connection reset by peer")
+    with monkeypatch.context() as ended:
+        ended.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rank._write_down(lost, 1)
+    assert rank.failures(str(tmp_path)) == {}
+    rank._write_down(lost, 1)
+    assert rank.failures(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True)}
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
