@@ -48,9 +48,17 @@ def wait_for(name):
     while not (here / name).exists():
         time.sleep(0.01)
 
+def meet(name):
+    (here / f"{name}_{rank}").touch()
+    wait_for(f"{name}_{1 - rank}")
+
 def handle(signum, frame):
     print("got", signal.Signals(signum).name, flush=True)
-    if what == "save":
+    if what == "save":  # nobody leaves before all have: the agent then sends SIGTERM to those that are left
+        meet("saved")
+        time.sleep(0.2)  # another one would be heard now
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        meet("deaf")
         sys.exit(75)
 
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}", __name__, sys.argv, sys.path[0], flush=True)
@@ -86,7 +94,8 @@ elif what == "linger":
     try:
         wait_for("never")
     finally:
-        time.sleep(2 * (rank == int(rest[0])))  # the agent's clock is in whole seconds
+        if rank == int(rest[0]):  # until the agent ends it
+            wait_for("never")
 else:
     for name in ("SIGTERM", "SIGUSR1") if what in ("save", "ignore") else ():
         signal.signal(getattr(signal, name), handle)
