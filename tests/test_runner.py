@@ -21,6 +21,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 
 import ddpshim.__main__ as command_line
 from ddpshim import rank, rank_log, runner
@@ -28,7 +29,7 @@ from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.runner import Job
 from tests import ranks
-from tests.preloaded import kill_all_in
+from tests.preloaded import kill_all_in, working_in
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -104,13 +105,25 @@ else:
 """
 
 
-def _enter(argv: list[str], folder: str, ignored: Optional[signal.Signals]) -> None:
+def _enter(
+    argv: list[str], folder: str, ignored: Optional[signal.Signals], early: Optional[signal.Signals] = None
+) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
     if ignored is not None:
         signal.signal(ignored, signal.SIG_IGN)
     os.chdir(folder)
     sys.path.insert(0, folder)  # as `python -m ddpshim` does
     os.environ["PYTHONPATH"] = str(ROOT)
+    if early is not None:  # comes when the first of the ranks is there, and nothing else
+        popen = SubprocessHandler._popen
+
+        def signalled(self: SubprocessHandler, args: Any, env: Any) -> Any:
+            process = popen(self, args, env)
+            if env["RANK"] == "0":
+                os.kill(os.getpid(), early)
+            return process
+
+        SubprocessHandler._popen = signalled  # type: ignore[method-assign]
     screen = os.open("screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
@@ -121,10 +134,10 @@ def _enter(argv: list[str], folder: str, ignored: Optional[signal.Signals]) -> N
 class Running:
     """One `run` in a process of its own, with `folder` as its working directory."""
 
-    def __init__(self, folder: Path, argv: list[str], ignored: Optional[signal.Signals]) -> None:
+    def __init__(self, folder: Path, argv: list[str], *signals: Optional[signal.Signals]) -> None:
         (folder / "train.py").write_text(PROGRAM)
         self.folder = folder
-        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc", "2", *argv], str(folder), ignored))
+        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc=2", *argv], str(folder), *signals))
         self.process.start()
 
     def wait_for(self, *names: str) -> None:
@@ -155,8 +168,9 @@ def running(
     options: tuple[str, ...] = (),
     program: tuple[str, ...] = ("train.py",),
     ignored: Optional[signal.Signals] = None,
+    early: Optional[signal.Signals] = None,
 ) -> Iterator[Running]:
-    job = Running(folder, [*options, *program, *arguments], ignored)
+    job = Running(folder, [*options, *program, *arguments], ignored, early)
     try:
         yield job
     finally:
@@ -260,6 +274,15 @@ def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path
         assert job.log(number).count(f"got {name}") == 1
         assert job.log(number).count(f"rank {number} of 2") == 1, "not started again"
     assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_signal_that_comes_while_the_ranks_are_started(tmp_path: Path, name: str, code: int) -> None:
+    with running(tmp_path, "wait", early=getattr(signal, name)) as job:
+        assert job.exit_code() == code
+        assert working_in(tmp_path) == [], "a rank that nobody waits for"
+    assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+    assert f"ddpshim: the ranks were ended by {name}, as asked" in job.screen
 
 
 def test_ranks_that_a_signal_ended_are_not_started_again(tmp_path: Path) -> None:
