@@ -486,7 +486,6 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
     checkpoints = sorted(folder.glob("out*/**/*.pth"))
     left = [f"damaged {p.name}: {find_damage(p)}" for p in checkpoints if find_damage(p) is not None]
     left += [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and _is_part_of_a_file(p, folder)]
-    # What others on this machine make meanwhile is gone again soon; what a dead process left stays.
     left += [f"/dev/shm/{name}" for name in _lasting(set(os.listdir("/dev/shm")) - shared)]
     return Outcome(
         code,
@@ -504,11 +503,21 @@ def _is_part_of_a_file(path: Path, folder: Path) -> bool:
     return path.suffix in (".partial", ".damaged", ".tmp") or folder / "tmp" in path.parents
 
 
-def _lasting(names: set[str]) -> set[str]:
-    end = time.monotonic() + 3
+def _lasting(names: set[str], patience_s: float = 3.0) -> set[str]:
+    """Those that stay in shared memory although no process has them: what others make meanwhile has an owner."""
+    end = time.monotonic() + patience_s
     while names and time.monotonic() < end:
         time.sleep(0.1)
-        names &= set(os.listdir("/dev/shm"))
+        names = _without_owner(names & set(os.listdir("/dev/shm")))
+    return names
+
+
+def _without_owner(names: set[str]) -> set[str]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            mapped = {line.partition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines()}
+            opened = {os.readlink(file).partition("/dev/shm/")[2] for file in (process / "fd").iterdir()}
+            names = names - mapped - opened
     return names
 
 

@@ -5,6 +5,8 @@ Exceptions in the dataset and in a save, a killed rank and an existing experimen
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from ddpshim import failure
 from tests.equivalence import source
-from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, complaints, inject
+from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
 
 NAMES = [
     "exception-worker-1",
@@ -44,6 +46,19 @@ def test_the_page_has_a_row_for_each_fault() -> None:
     assert rows == [[f"| {fault.what}", fault.where] for fault in FAULTS]
     assert "**but:" not in page
     assert "\n".join(HEAD) in page
+
+
+def test_what_is_left_in_shared_memory_is_what_no_process_has() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        kinds = ("opened", "mapped", "left")
+        names = {kind: f"{Path(folder).name}/{kind}" for kind in kinds}
+        for kind in kinds:
+            Path(folder, kind).write_bytes(b"data")
+        with Path(folder, "opened").open("rb"), Path(folder, "mapped").open("rb") as file:
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            assert _without_owner({*names.values()}) == {names["left"]}
+            held.close()
+        assert _lasting({Path(folder).name, "gone"}, 0.2) == {Path(folder).name}
 
 
 def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
