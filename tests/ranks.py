@@ -49,6 +49,7 @@ def _enter(
 ) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores than workers
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
     try:
         import torch.distributed as dist
