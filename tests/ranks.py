@@ -30,10 +30,14 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that the system gives to nobody else while this process lives; a store that names it can serve it."""
+    # Two sockets may be bound to one port where both say so and none listens yet; torch's says so.
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    port = int(probe.getsockname()[1])
+    probe.detach()  # it stays open
+    return port
 
 
 def _enter(
