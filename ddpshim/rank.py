@@ -36,7 +36,6 @@ def main(argv: Sequence[str]) -> None:
     if os.getpgrp() != os.getpid():
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
-    _note().unlink(missing_ok=True)  # of this rank before a restart
     redirect_output()
     # Nothing of the program has been imported yet.
     kind, audit = os.environ.get(CONVERT), os.environ.get(recording.FOLDER)
@@ -56,6 +55,12 @@ def main(argv: Sequence[str]) -> None:
 def failures(run_dir: str) -> dict[int, Failure]:
     """The Failure of each rank whose program an exception has left."""
     return {int(file.suffix[1:]): Failure(*json.loads(file.read_text())) for file in Path(run_dir).glob("failed.*")}
+
+
+def forget_failures(run_dir: str) -> None:
+    """Have `failures` know of none, as of ranks that are about to be restarted: some may never come to say so."""
+    for file in Path(run_dir).glob("failed.*"):
+        file.unlink()
 
 
 def _run_program(argv: Sequence[str]) -> None:

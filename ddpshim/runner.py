@@ -372,6 +372,7 @@ def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
             if received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
                 by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
                 raise ChildFailedError(context.name, by_rank)
+            rank_module.forget_failures(os.environ[rank_module.RUN_DIR])
         launch = context._start
 
         def listen_and_launch() -> None:

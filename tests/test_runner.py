@@ -90,6 +90,8 @@ elif what == "restart":
     if not (here / "tried").exists() and rank == 0:
         (here / "tried").touch()
         sys.exit(4)
+    if rest and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":  # now the other one
+        wait_for("never") if rank == 0 else sys.exit(3)
 elif what == "linger":
     (here / f"ready_{rank}").touch()
     try:
@@ -262,6 +264,8 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
     assert rank.failures(str(tmp_path)) == {}
     rank._write_down(lost, 1)
     assert rank.failures(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True)}
+    rank.forget_failures(str(tmp_path))
+    assert rank.failures(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -331,6 +335,12 @@ def test_a_restarted_rank_goes_on_in_its_log(tmp_path: Path) -> None:
     with running(tmp_path, "restart", options=("--max-restarts", "1")) as job:
         assert job.exit_code() == 0
     assert job.log(0).count("rank 0 of 2") == 2
+
+
+def test_a_restarted_rank_is_not_blamed_for_what_it_did_before(tmp_path: Path) -> None:
+    with running(tmp_path, "restart", "again", options=("--max-restarts", "1")) as job:
+        assert job.exit_code() == 3
+    assert "rank 1 failed first: it ended with exit code 3" in job.screen
 
 
 def test_without_logs_all_ranks_have_the_screen(tmp_path: Path) -> None:
