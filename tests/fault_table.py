@@ -513,12 +513,14 @@ def _lasting(names: set[str], patience_s: float = 3.0) -> set[str]:
 
 
 def _without_owner(names: set[str]) -> set[str]:
+    held = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            mapped = {line.partition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines()}
-            opened = {os.readlink(file).partition("/dev/shm/")[2] for file in (process / "fd").iterdir()}
-            names = names - mapped - opened
-    return names
+            held.update(line.partition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines())
+            for number in os.listdir(process / "fd"):
+                with contextlib.suppress(FileNotFoundError):  # it is closed again
+                    held.add(os.readlink(process / "fd" / number).partition("/dev/shm/")[2])
+    return names - held
 
 
 def complaints(fault: Fault, outcome: Outcome) -> list[str]:
