@@ -104,8 +104,9 @@ def _with_equal_noise(place: Place, out: Any) -> None:
 
 
 def test_equal_noise() -> None:
+    before = {*multiprocessing.active_children()}  # of other tests
     assert _failure(_with_equal_noise).startswith("noise, rank 1: draws the same noise as rank 0 (0.")
-    assert multiprocessing.active_children() == []
+    assert {*multiprocessing.active_children()} <= before
 
 
 def _with_a_damaged_file(place: Place, out: Any) -> None:
