@@ -28,8 +28,9 @@ from ddpshim.launch import check_port, read_launch_env
 if TYPE_CHECKING:
     from ddpshim.checks import Place, Report
 
-_GRACE_S = 3.0  # for the other ranks' reports after the first failure; more than checks.WATCHDOG_S
-_OTHER_NODES_S = 10.0  # for other nodes to read the store that the first one serves, before it goes
+# For the other ranks' reports after the first failure: more than checks.WATCHDOG_S, also of a rank that came later.
+_GRACE_S = 6.0
+_OTHER_NODES_S = 15.0  # for other nodes to read the store that the first one serves, before it goes
 _DEFAULT_PORT = 29500
 _NUM_LAST_LINES = 15
 _UNREACHED = (
