@@ -513,14 +513,21 @@ def _lasting(names: set[str], patience_s: float = 3.0) -> set[str]:
 
 
 def _without_owner(names: set[str]) -> set[str]:
-    held = set()
+    # By inode: a semaphore is mapped before it gets its name.
+    held, left = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            held.update(line.partition("/dev/shm/")[2] for line in (process / "maps").read_text().splitlines())
-            for number in os.listdir(process / "fd"):
+            mapped = (line.split() for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line)
+            held.update(int(words[4]) for words in mapped)
+            for file in [process / "fd" / number for number in os.listdir(process / "fd")]:
                 with contextlib.suppress(FileNotFoundError):  # it is closed again
-                    held.add(os.readlink(process / "fd" / number).partition("/dev/shm/")[2])
-    return names - held
+                    if os.readlink(file).startswith("/dev/shm/"):
+                        held.add(file.stat().st_ino)
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            if Path("/dev/shm", name).stat().st_ino not in held:
+                left.add(name)
+    return left
 
 
 def complaints(fault: Fault, outcome: Outcome) -> list[str]:

@@ -6,8 +6,10 @@ Exceptions in the dataset and in a save, a killed rank and an existing experimen
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -56,7 +58,10 @@ def test_what_is_left_in_shared_memory_is_what_no_process_has() -> None:
             Path(folder, kind).write_bytes(b"data")
         with Path(folder, "opened").open("rb"), Path(folder, "mapped").open("rb") as file:
             held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            assert _without_owner({*names.values()}) == {names["left"]}
+            semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
+            named = f"sem.{semaphore._semlock.name[1:]}"
+            assert Path("/dev/shm", named).exists()
+            assert _without_owner({*names.values(), named}) == {names["left"]}
             held.close()
         assert _lasting({Path(folder).name, "gone"}, 0.2) == {Path(folder).name}
 
