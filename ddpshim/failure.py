@@ -120,13 +120,13 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _ask_store(lambda store: store.set(f"failed/{_state.rank}", "1"))
     rank, first = _state.rank, _claim(error)
-    records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=_lost_a_peer(error))
+    records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if told:
             os.kill(os.getpid(), signal.SIGTERM)
     stream = sys.__stderr__ or sys.stderr
-    if first == rank and _lost_a_peer(error):
+    if first == rank and lost_a_peer(error):
         # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.
         print(f"ddpshim: rank {rank} lost a peer ({type(error).__name__})", file=stream, flush=True)
         if _state.is_told_to_end:
@@ -167,11 +167,11 @@ def _claim(error: BaseException) -> int:
     if claimed is not None:
         return int(claimed)
     # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.
-    return 0 if _state.store is not None and _lost_a_peer(error) else _state.rank
+    return 0 if _state.store is not None and lost_a_peer(error) else _state.rank
 
 
-def _lost_a_peer(error: Optional[BaseException]) -> bool:
-    """Whether gloo or nccl says that another process is gone, in `error` or in what it was raised on top of."""
+def lost_a_peer(error: Optional[BaseException]) -> bool:
+    """Whether gloo or nccl says that another process is gone, in `error` or in what it was raised on top of. Local."""
     while error is not None:
         if "by peer" in str(error) or "remote process exited" in str(error):
             return True

@@ -5,6 +5,7 @@ Imports no torch: the program decides what is imported, and in which order.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -12,9 +13,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from ddpshim import hooking
+from ddpshim import failure, hooking
 from ddpshim.audit import recording
 from ddpshim.rank_log import redirect_output
 
@@ -22,12 +23,19 @@ CONVERT = "DDPSHIM_CONVERT"  # what `run --convert` said; not set without it
 RUN_DIR = "DDPSHIM_RUN_DIR"  # private to one `run`: when and how each failing rank failed
 
 
+class Failure(NamedTuple):
+    """An exception that has left a rank's program."""
+
+    moment: float
+    exit_code: int
+    lost_a_peer: bool  # it only says that another rank is gone
+
+
 def main(argv: Sequence[str]) -> None:
     """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, as the rank that torchrun made of this."""
     if os.getpgrp() != os.getpid():
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
-    _note().unlink(missing_ok=True)  # of this rank before a restart
     redirect_output()
     # Nothing of the program has been imported yet.
     kind, audit = os.environ.get(CONVERT), os.environ.get(recording.FOLDER)
@@ -44,10 +52,15 @@ def main(argv: Sequence[str]) -> None:
             _run_program(argv)
 
 
-def failures(run_dir: str) -> dict[int, tuple[float, int]]:
-    """For each rank whose program an exception has left: when, and the exit code that it meant."""
-    said = {int(file.suffix[1:]): file.read_text().split() for file in Path(run_dir).glob("failed.*")}
-    return {rank: (float(moment), int(exit_code)) for rank, (moment, exit_code) in said.items()}
+def failures(run_dir: str) -> dict[int, Failure]:
+    """The Failure of each rank whose program an exception has left."""
+    return {int(file.suffix[1:]): Failure(*json.loads(file.read_text())) for file in Path(run_dir).glob("failed.*")}
+
+
+def forget_failures(run_dir: str) -> None:
+    """Have `failures` know of none, as of ranks that are about to be restarted: some may never come to say so."""
+    for file in Path(run_dir).glob("failed.*"):
+        file.unlink()
 
 
 def _run_program(argv: Sequence[str]) -> None:
@@ -63,10 +76,10 @@ def _run_program(argv: Sequence[str]) -> None:
             runpy.run_path(program, run_name="__main__")
     except SystemExit as error:
         if error.code:
-            _write_down(error.code if isinstance(error.code, int) else 1)
+            _write_down(error, error.code if isinstance(error.code, int) else 1)
         raise
     except Exception as error:
-        _write_down(1)
+        _write_down(error, 1)
         if sys.excepthook is sys.__excepthook__:
             print(f"ddpshim: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
         # The hook that is set now: `ddpshim.setup` names the first failing rank in it.
@@ -75,10 +88,12 @@ def _run_program(argv: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def _write_down(exit_code: int) -> None:
+def _write_down(error: BaseException, exit_code: int) -> None:
     # torch's agent goes by the end of the process, in whole seconds: ranks that fail because of this one may end
-    # earlier, and then the agent ends this one.
-    _note().write_text(f"{time.time()} {exit_code}")
+    # earlier, and then the agent ends this one, perhaps while it writes.
+    partial = _note().with_name(f"partial.{os.environ['RANK']}")
+    partial.write_text(json.dumps(Failure(time.time(), exit_code, failure.lost_a_peer(error))))
+    partial.replace(_note())
 
 
 def _note() -> Path:

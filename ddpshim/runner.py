@@ -340,6 +340,7 @@ def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
     agents_start = PContext.start
     running: list[PContext] = []  # the ranks that there are, or were before a restart
     received: list[int] = []
+    too_early: list[int] = []  # for ranks that were not there yet
 
     def pass_on(signum: int, frame: Optional[FrameType]) -> None:
         name = signal.Signals(signum).name
@@ -351,7 +352,10 @@ def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
         asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # of these the ranks make what they like
         patience = f", which have {grace_s:g} s to end" if asks_to_end else ""
         print(f"ddpshim: {name}, passed on to the ranks{patience}", file=sys.stderr, flush=True)
-        _signal_ranks(running[-1], signum)
+        if running[-1].pids():
+            _signal_ranks(running[-1], signum)
+        else:  # they are only just being started
+            too_early.append(signum)
         if asks_to_end:
             timer = threading.Timer(grace_s, give_up, [name])
             timer.daemon = True
@@ -368,11 +372,20 @@ def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
             if received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
                 by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
                 raise ChildFailedError(context.name, by_rank)
+            rank_module.forget_failures(os.environ[rank_module.RUN_DIR])
+        launch = context._start
+
+        def listen_and_launch() -> None:
+            running.append(context)
+            for signum, handler in before.items():  # over the agent's own handlers, which it has just set
+                # Under nohup, SIGHUP stays ignored: the agent's handler would end the job at the logout.
+                signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
+            launch()  # at a signal in the middle of it the agent would leave the ranks that there are alone
+            for signum in too_early:
+                _signal_ranks(context, signum)
+
+        context._start = listen_and_launch  # type: ignore[method-assign]
         agents_start(context)
-        running.append(context)
-        for signum, handler in before.items():  # over the agent's own handlers, which it sets when it starts the ranks
-            # Under nohup, SIGHUP stays ignored: the agent's handler would end the job at the logout.
-            signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
 
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
     before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in names)}
@@ -394,14 +407,20 @@ def _signal_ranks(context: Any, signum: int) -> None:
             os.kill(pid, signum)
 
 
-def _first(seen: Mapping[int, Any], said: Mapping[int, tuple[float, int]]) -> tuple[int, int]:
+def _first(seen: Mapping[int, Any], said: Mapping[int, rank_module.Failure]) -> tuple[int, int]:
     """The rank that failed first, and its exit code, from what the agent has seen and what ranks said themselves."""
-    # Last those that the agent ended because of another one.
-    agents = {rank: (end.exitcode == -signal.SIGTERM, end.timestamp, end.exitcode) for rank, end in seen.items()}
-    own = {rank: (False, moment, exit_code) for rank, (moment, exit_code) in said.items()}
-    every = {**agents, **own}
-    first = min(every, key=lambda rank: every[rank][:2])
-    return first, every[first][2]
+
+    def order(rank: int) -> tuple[int, int, bool, float]:
+        # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
+        # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
+        # same one it was the rank that had something to say.
+        own = said.get(rank)
+        if own is not None:
+            return int(own.lost_a_peer), int(own.moment), False, own.moment
+        return 2 * (seen[rank].exitcode == -signal.SIGTERM), int(seen[rank].timestamp), True, 0.0
+
+    first = min({*seen, *said}, key=order)
+    return first, said[first].exit_code if first in said else seen[first].exitcode
 
 
 def _report(rank: int, code: int, log_dir: Optional[Path]) -> None:

@@ -28,8 +28,9 @@ from ddpshim.launch import check_port, read_launch_env
 if TYPE_CHECKING:
     from ddpshim.checks import Place, Report
 
-_GRACE_S = 3.0  # for the other ranks' reports after the first failure; more than checks.WATCHDOG_S
-_OTHER_NODES_S = 10.0  # for other nodes to read the store that the first one serves, before it goes
+# For the other ranks' reports after the first failure: more than checks.WATCHDOG_S, also of a rank that came later.
+_GRACE_S = 6.0
+_OTHER_NODES_S = 15.0  # for other nodes to read the store that the first one serves, before it goes
 _DEFAULT_PORT = 29500
 _NUM_LAST_LINES = 15
 _UNREACHED = (
@@ -169,6 +170,7 @@ class _Nodes:
         self.master_addr = "127.0.0.1" if is_alone else str(options.master_addr)
         self.store = self._join(options)
         self._came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
+        self._is_twin = False  # of a node that came before with the same number
 
     def _join(self, options: Options) -> Any:
         import torch.distributed as dist
@@ -203,6 +205,7 @@ class _Nodes:
         own = {"host": socket.gethostname(), "nproc": options.nproc, "device": options.device}
         own.update(torch=str(torch.__version__), ddpshim=ddpshim.__version__)
         if self.store.add(f"selftest/claims/{self.own}", 1) > 1:
+            self._is_twin = True
             raise LaunchError(
                 f"--node-rank {self.own} is taken: another node came with it, and a third would be waited for. Give "
                 f"each its own, from 0 to {options.nnodes - 1}."
@@ -265,6 +268,8 @@ class _Nodes:
 
     def leave(self) -> None:
         """Wait, shortly, until no node needs the store any more."""
+        if self._is_twin:  # whose number has not left
+            return
         with contextlib.suppress(RuntimeError):  # the others or the store went before; there is nothing left to say
             self.store.set(f"selftest/left/{self.own}", "1")
             if self.own == 0:

@@ -486,7 +486,6 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
     checkpoints = sorted(folder.glob("out*/**/*.pth"))
     left = [f"damaged {p.name}: {find_damage(p)}" for p in checkpoints if find_damage(p) is not None]
     left += [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and _is_part_of_a_file(p, folder)]
-    # What others on this machine make meanwhile is gone again soon; what a dead process left stays.
     left += [f"/dev/shm/{name}" for name in _lasting(set(os.listdir("/dev/shm")) - shared)]
     return Outcome(
         code,
@@ -504,12 +503,31 @@ def _is_part_of_a_file(path: Path, folder: Path) -> bool:
     return path.suffix in (".partial", ".damaged", ".tmp") or folder / "tmp" in path.parents
 
 
-def _lasting(names: set[str]) -> set[str]:
-    end = time.monotonic() + 3
+def _lasting(names: set[str], patience_s: float = 3.0) -> set[str]:
+    """Those that stay in shared memory although no process has them: what others make meanwhile has an owner."""
+    end = time.monotonic() + patience_s
     while names and time.monotonic() < end:
         time.sleep(0.1)
-        names &= set(os.listdir("/dev/shm"))
+        names = _without_owner(names & set(os.listdir("/dev/shm")))
     return names
+
+
+def _without_owner(names: set[str]) -> set[str]:
+    # By inode: a semaphore is mapped before it gets its name.
+    held, left = set(), set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            mapped = (line.split() for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line)
+            held.update(int(words[4]) for words in mapped)
+            for file in [process / "fd" / number for number in os.listdir(process / "fd")]:
+                with contextlib.suppress(FileNotFoundError):  # it is closed again
+                    if os.readlink(file).startswith("/dev/shm/"):
+                        held.add(file.stat().st_ino)
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            if Path("/dev/shm", name).stat().st_ino not in held:
+                left.add(name)
+    return left
 
 
 def complaints(fault: Fault, outcome: Outcome) -> list[str]:

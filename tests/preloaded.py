@@ -191,6 +191,9 @@ def _serve(connection: Connection, kills: bool) -> Optional[list[str]]:
             except EOFError:
                 if kills and running:
                     kill_all_in(Path(folder))
+                with contextlib.suppress(ChildProcessError):
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
                 return None
             started = []
             for argv, environ in commands:
@@ -202,12 +205,13 @@ def _serve(connection: Connection, kills: bool) -> Optional[list[str]]:
                 started.append(pid)
             connection.send(started)
             running += started
-        while running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            running.remove(pid)
-            connection.send((pid, os.waitstatus_to_exitcode(status)))
+        for pid in [*running]:
+            # An agent that has not read yet that a rank ended may signal its group, which has to be there.
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | (0 if kills else os.WNOWAIT))
+            if ended is not None:
+                running.remove(pid)
+                has_left = ended.si_code == os.CLD_EXITED
+                connection.send((pid, ended.si_status if has_left else -ended.si_status))
 
 
 def _become(environ: dict[str, str], folder: str, output: Optional[str]) -> None:

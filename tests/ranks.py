@@ -30,13 +30,14 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    """A port that nobody is given for the next minute, and that whoever names it may serve, as torch does."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(server.getsockname()[1])
-        with socket.create_connection(("127.0.0.1", port)):
-            # Closed here first, the connection leaves the port in TIME_WAIT: whoever asks for any port gets another.
-            server.accept()[0].close()
-        return port
+    """A port that the system gives to nobody else while this process lives; a store that names it can serve it."""
+    # Two sockets may be bound to one port where both say so and none listens yet; torch's says so.
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    port = int(probe.getsockname()[1])
+    probe.detach()  # it stays open
+    return port
 
 
 def _enter(
@@ -52,8 +53,8 @@ def _enter(
 ) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores than workers
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than a machine of one core has
     try:
         import torch.distributed as dist
 

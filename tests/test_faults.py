@@ -5,14 +5,18 @@ Exceptions in the dataset and in a save, a killed rank and an existing experimen
 
 from __future__ import annotations
 
+import mmap
+import multiprocessing
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ddpshim import failure
 from tests.equivalence import source
-from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, complaints, inject
+from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
 
 NAMES = [
     "exception-worker-1",
@@ -46,6 +50,22 @@ def test_the_page_has_a_row_for_each_fault() -> None:
     assert "\n".join(HEAD) in page
 
 
+def test_what_is_left_in_shared_memory_is_what_no_process_has() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        kinds = ("opened", "mapped", "left")
+        names = {kind: f"{Path(folder).name}/{kind}" for kind in kinds}
+        for kind in kinds:
+            Path(folder, kind).write_bytes(b"data")
+        with Path(folder, "opened").open("rb"), Path(folder, "mapped").open("rb") as file:
+            held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
+            named = f"sem.{semaphore._semlock.name[1:]}"
+            assert Path("/dev/shm", named).exists()
+            assert _without_owner({*names.values(), named}) == {names["left"]}
+            held.close()
+        assert _lasting({Path(folder).name, "gone"}, 0.2) == {Path(folder).name}
+
+
 def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     store.set("failed/2", "1")  # it waited in vain as well
@@ -59,6 +79,6 @@ def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     ended = RuntimeError("DataLoader worker is killed by signal: Terminated")
-    assert not failure._lost_a_peer(ended)
+    assert not failure.lost_a_peer(ended)
     ended.__context__ = RuntimeError("Read error: Connection reset by peer")
-    assert failure._lost_a_peer(ended)
+    assert failure.lost_a_peer(ended)

@@ -10,6 +10,7 @@ import pytest
 
 from ddpshim.errors import LaunchError
 from ddpshim.launch import LaunchEnv, check_port, expand_nodelist, read_launch_env
+from tests.ranks import free_port
 
 TORCHRUN = {
     "RANK": "3",
@@ -522,9 +523,6 @@ def test_check_port_not_ours(taken, change):
 
 
 def test_check_port_free(taken):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-    env = dataclasses.replace(taken, master_port=port)
+    env = dataclasses.replace(taken, master_port=free_port())
     check_port(env)
     check_port(env)  # the first left nothing behind

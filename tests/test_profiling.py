@@ -215,6 +215,17 @@ SLOW_S = 0.05
 NUM_STEPS = 8
 
 
+def _late(folder: str, step: int, is_slow: bool) -> None:
+    """Let the slow rank be late: it sleeps from when the other one waits for it, however fast that is."""
+    arrived = Path(folder, f"arrived_{step}")
+    if not is_slow:
+        arrived.touch()
+        return
+    while not arrived.exists():
+        time.sleep(0.001)
+    time.sleep(SLOW_S)
+
+
 def _profiled(folder: str, slow_rank: int, guilty: str) -> dict[str, Any]:
     here = ddpshim.world()
     with ddpshim.shared_random_streams(0):
@@ -223,15 +234,14 @@ def _profiled(folder: str, slow_rank: int, guilty: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.01)
     start = time.perf_counter()
     with ddpshim.profile(Path(folder) / "summary.json") as counted:
-        for x in ddpshim.make_loader(torch.randn(4 * NUM_STEPS, 4), batch_size=4):
-            if here.rank == slow_rank and guilty == "compute":
-                time.sleep(SLOW_S)
+        for step, x in enumerate(ddpshim.make_loader(torch.randn(4 * NUM_STEPS, 4), batch_size=4)):
+            if guilty == "compute":
+                _late(folder, step, here.rank == slow_rank)
             optimizer.zero_grad()
             (one(x) + two(x)).square().mean().backward()
             optimizer.step()
             if guilty == "collective":
-                if here.rank == slow_rank:
-                    time.sleep(SLOW_S)
+                _late(folder, step, here.rank == slow_rank)
                 here.mean(1.0)
     return {"ranks": counted.ranks, "around": time.perf_counter() - start, "reductions": one.num_reductions}
 

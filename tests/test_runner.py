@@ -16,18 +16,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
+from types import SimpleNamespace
+from typing import Any, Optional
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 
 import ddpshim.__main__ as command_line
-from ddpshim import rank_log, runner
+from ddpshim import rank, rank_log, runner
 from ddpshim.errors import LaunchError
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.runner import Job
 from tests import ranks
-from tests.preloaded import kill_all_in
+from tests.preloaded import kill_all_in, working_in
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -47,9 +49,17 @@ def wait_for(name):
     while not (here / name).exists():
         time.sleep(0.01)
 
+def meet(name):
+    (here / f"{name}_{rank}").touch()
+    wait_for(f"{name}_{1 - rank}")
+
 def handle(signum, frame):
     print("got", signal.Signals(signum).name, flush=True)
-    if what == "save":
+    if what == "save":  # nobody leaves before all have: the agent then sends SIGTERM to those that are left
+        meet("saved")
+        time.sleep(0.2)  # another one would be heard now
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        meet("deaf")
         sys.exit(75)
 
 print(f"rank {rank} of {os.environ['WORLD_SIZE']}", __name__, sys.argv, sys.path[0], flush=True)
@@ -65,6 +75,13 @@ elif what == "raise":  # the other rank fails because of it, and is gone earlier
     atexit.register(wait_for, "gone")
     atexit.register((here / "failed").touch)
     fail(ValueError("broken on purpose"))
+elif what in ("lose", "break"):  # the other rank ends without a word after this one's, which the launcher ends
+    if rank == int(rest[0]):
+        atexit.register(wait_for, "never")
+        atexit.register((here / "failed").touch)
+        raise RuntimeError("Connection closed by peer" if what == "lose" else "broken on purpose")
+    wait_for("failed")
+    os.kill(os.getpid(), signal.SIGKILL) if what == "lose" else os._exit(7)
 elif what in ("exit", "kill"):
     if rank == int(rest[0]):
         sys.exit(3) if what == "exit" else os.kill(os.getpid(), signal.SIGKILL)
@@ -73,12 +90,15 @@ elif what == "restart":
     if not (here / "tried").exists() and rank == 0:
         (here / "tried").touch()
         sys.exit(4)
+    if rest and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":  # now the other one
+        wait_for("never") if rank == 0 else sys.exit(3)
 elif what == "linger":
     (here / f"ready_{rank}").touch()
     try:
         wait_for("never")
     finally:
-        time.sleep(2 * (rank == int(rest[0])))  # the agent's clock is in whole seconds
+        if rank == int(rest[0]):  # until the agent ends it
+            wait_for("never")
 else:
     for name in ("SIGTERM", "SIGUSR1") if what in ("save", "ignore") else ():
         signal.signal(getattr(signal, name), handle)
@@ -87,13 +107,25 @@ else:
 """
 
 
-def _enter(argv: list[str], folder: str, ignored: Optional[signal.Signals]) -> None:
+def _enter(
+    argv: list[str], folder: str, ignored: Optional[signal.Signals], early: Optional[signal.Signals] = None
+) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
     if ignored is not None:
         signal.signal(ignored, signal.SIG_IGN)
     os.chdir(folder)
     sys.path.insert(0, folder)  # as `python -m ddpshim` does
     os.environ["PYTHONPATH"] = str(ROOT)
+    if early is not None:  # comes when the first of the ranks is there, and nothing else
+        popen = SubprocessHandler._popen
+
+        def signalled(self: SubprocessHandler, args: Any, env: Any) -> Any:
+            process = popen(self, args, env)
+            if env["RANK"] == "0":
+                os.kill(os.getpid(), early)
+            return process
+
+        SubprocessHandler._popen = signalled  # type: ignore[method-assign]
     screen = os.open("screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
@@ -104,10 +136,10 @@ def _enter(argv: list[str], folder: str, ignored: Optional[signal.Signals]) -> N
 class Running:
     """One `run` in a process of its own, with `folder` as its working directory."""
 
-    def __init__(self, folder: Path, argv: list[str], ignored: Optional[signal.Signals]) -> None:
+    def __init__(self, folder: Path, argv: list[str], *signals: Optional[signal.Signals]) -> None:
         (folder / "train.py").write_text(PROGRAM)
         self.folder = folder
-        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc", "2", *argv], str(folder), ignored))
+        self.process = ranks._server.Process(target=_enter, args=(["run", "--nproc=2", *argv], str(folder), *signals))
         self.process.start()
 
     def wait_for(self, *names: str) -> None:
@@ -138,8 +170,9 @@ def running(
     options: tuple[str, ...] = (),
     program: tuple[str, ...] = ("train.py",),
     ignored: Optional[signal.Signals] = None,
+    early: Optional[signal.Signals] = None,
 ) -> Iterator[Running]:
-    job = Running(folder, [*options, *program, *arguments], ignored)
+    job = Running(folder, [*options, *program, *arguments], ignored, early)
     try:
         yield job
     finally:
@@ -190,6 +223,51 @@ def test_a_silent_end(tmp_path: Path, what: str, number: int, code: int, said: s
     assert lines[-1].startswith("rank 1 of 2" if number == 1 else "ddpshim: rank 0")
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path, number: int) -> None:
+    folders = [tmp_path / what for what in ("lose", "break")]
+    for folder in folders:
+        folder.mkdir()
+    with running(folders[0], "lose", str(number)) as killed, running(folders[1], "break", str(number)) as broken:
+        assert (killed.exit_code(), broken.exit_code()) == (137, 1)
+    assert f"rank {1 - number} failed first: it was ended by SIGKILL" in killed.screen
+    assert broken.screen.endswith("RuntimeError: broken on purpose\n")
+    assert f"rank {1 - number} failed first" not in broken.screen
+
+
+@pytest.mark.parametrize(
+    ("said", "seen", "first"),
+    [
+        # A second has begun between the end of rank 1 and the agent's look at it.
+        ({0: (9.99, 1, True)}, {1: (10, -9), 0: (10, -15)}, (1, -9)),
+        ({0: (10.7, 1, False)}, {1: (10, -6), 0: (10, 1)}, (0, 1)),
+        ({0: (11.1, 1, False)}, {1: (10, -9), 0: (11, 1)}, (1, -9)),
+        ({0: (10.3, 1, False), 1: (10.2, 3, False)}, {0: (10, 1), 1: (12, -15)}, (1, 3)),
+        ({0: (10.3, 1, False), 1: (10.2, 3, True)}, {0: (10, 1), 1: (12, -15)}, (0, 1)),
+        ({}, {0: (10, -15), 1: (11, 4)}, (1, 4)),
+    ],
+)
+def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int]) -> None:
+    own = {number: rank.Failure(*what) for number, what in said.items()}
+    ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
+    assert runner._first(ends, own) == first
+
+
+def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rank.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    lost = RuntimeError("Connection reset by peer")
+    with monkeypatch.context() as ended:
+        ended.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rank._write_down(lost, 1)
+    assert rank.failures(str(tmp_path)) == {}
+    rank._write_down(lost, 1)
+    assert rank.failures(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True)}
+    rank.forget_failures(str(tmp_path))
+    assert rank.failures(str(tmp_path)) == {}
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path: Path, name: str) -> None:
     with running(tmp_path, "save", options=("--max-restarts", "1")) as job:
@@ -200,6 +278,15 @@ def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path
         assert job.log(number).count(f"got {name}") == 1
         assert job.log(number).count(f"rank {number} of 2") == 1, "not started again"
     assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_signal_that_comes_while_the_ranks_are_started(tmp_path: Path, name: str, code: int) -> None:
+    with running(tmp_path, "wait", early=getattr(signal, name)) as job:
+        assert job.exit_code() == code
+        assert working_in(tmp_path) == [], "a rank that nobody waits for"
+    assert f"ddpshim: {name}, passed on to the ranks" in job.screen
+    assert f"ddpshim: the ranks were ended by {name}, as asked" in job.screen
 
 
 def test_ranks_that_a_signal_ended_are_not_started_again(tmp_path: Path) -> None:
@@ -248,6 +335,12 @@ def test_a_restarted_rank_goes_on_in_its_log(tmp_path: Path) -> None:
     with running(tmp_path, "restart", options=("--max-restarts", "1")) as job:
         assert job.exit_code() == 0
     assert job.log(0).count("rank 0 of 2") == 2
+
+
+def test_a_restarted_rank_is_not_blamed_for_what_it_did_before(tmp_path: Path) -> None:
+    with running(tmp_path, "restart", "again", options=("--max-restarts", "1")) as job:
+        assert job.exit_code() == 3
+    assert "rank 1 failed first: it ended with exit code 3" in job.screen
 
 
 def test_without_logs_all_ranks_have_the_screen(tmp_path: Path) -> None:
