@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import gc
 import os
@@ -10,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +91,34 @@ def test_what_changes_later_is_not_in_the_snapshot(tmp_path: Path, buffer: snaps
     loaded = torch.load(tmp_path / "a.pth")
     assert loaded["seen"] == [1]
     assert loaded["weights"].eq(0).all()
+
+
+def test_memory_that_a_thread_grows_meanwhile_is_copied_to_all_the_same(
+    tmp_path: Path, buffer: snapshot.Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = ctypes.memmove
+
+    def grown_meanwhile(*args: Any) -> None:
+        buffer.grow(buffer.num_bytes + 100_000)
+        copy(*args)
+
+    monkeypatch.setattr(ctypes, "memmove", grown_meanwhile)
+    torch.save(_odd_tensors(), tmp_path / "a.pth")
+    assert _written(_odd_tensors(), tmp_path / "ours", buffer) == (tmp_path / "a.pth").read_bytes()
+
+
+def test_memory_that_is_given_back_grows_no_more(tmp_path: Path) -> None:
+    buffer = snapshot.Buffer()
+    number = buffer.descriptor
+    with open(tmp_path / "another.txt", "w+b") as file:
+        buffer.close()
+        os.dup2(file.fileno(), number)  # as the next file that is opened gets it
+        try:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                buffer.grow(100)
+        finally:
+            os.close(number)
+    assert (tmp_path / "another.txt").stat().st_size == 0
 
 
 # The process. These start one that imports no torch, which is quick.
@@ -276,7 +306,9 @@ def test_small_files_and_impossible_places_are_seen_to_at_once(
 
 def test_memory_is_taken_before_the_first_copy(small: None) -> None:
     checkpoint.get_ready(torch.zeros(3_000_000))
-    checkpoint._writer.buffer.grow(1)  # waits for the thread
+    for thread in threading.enumerate():
+        if thread.name == "ddpshim-buffer":
+            thread.join()
     assert checkpoint._writer.buffer.num_bytes >= 12_000_000
 
 
