@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,6 +137,8 @@ class Background:
 
     def end(self) -> None:
         """Let it go: it ends, after the job that it is at. Local."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._ours.fileno())) as connection:
+            connection.shutdown(socket.SHUT_WR)  # closing is not enough while a data worker holds it, too
         self._ours.close()
         if not self._waiting:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -184,6 +184,16 @@ def test_where_it_does_not_start_jobs_are_done_here(
     background.end()
 
 
+def test_it_ends_when_it_is_let_go_whoever_holds_the_connection() -> None:
+    background = Background("ddpshim.errors")
+    background.do(os.getpid, "start")
+    assert background.wait(30)
+    held = os.dup(background._ours.fileno())  # as a data worker that was forked holds it
+    background.end()
+    os.close(held)
+    assert background._process.returncode == 0
+
+
 PARENT = """
 import functools, os, signal, sys, time
 from ddpshim.background import Background
