@@ -200,8 +200,10 @@ from ddpshim.background import Background
 background = Background("ddpshim.errors")
 background.do(os.getpid, "start")
 background.wait()
-worker = os.fork()  # as a data worker: it holds this end of the connection, and lives on
+worker = os.fork()
 if worker == 0:
+    if sys.argv[2] != "holds":
+        background._ours.close()
     os.close(1)
     time.sleep(60)
 background.do(functools.partial(time.sleep, 0.2), "take some time")
@@ -218,20 +220,21 @@ def _command_of(pid: int) -> bytes:
     return b""
 
 
-def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", ["holds", "holds nothing"])  # of this end of the connection, and lives on
+def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path, worker: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", PARENT, str(tmp_path / "a")],
+        [sys.executable, "-c", PARENT, str(tmp_path / "a"), worker],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         stdout=subprocess.PIPE,
         timeout=60,
         check=False,
     )
-    pid, worker = map(int, ran.stdout.split())
+    pid, of_worker = map(int, ran.stdout.split())
     end = time.monotonic() + 30
     while b"background" in _command_of(pid):
         assert time.monotonic() < end, "it lives on"
         time.sleep(0.05)
-    os.kill(worker, signal.SIGKILL)
+    os.kill(of_worker, signal.SIGKILL)
     assert (tmp_path / "a").exists(), "what was on its way is finished"
 
 
