@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,7 +52,7 @@ class Background:
     """A process of one's own that does jobs: functions that can be pickled, without what they return. Local.
 
     Its start takes seconds, for which nobody waits: jobs are taken from the beginning. It ends with the process that
-    made it, after the job that it is at. Where it cannot be started, its jobs are done by `wait`.
+    made it, after the jobs that it was given. Where it cannot be started, its jobs are done by `wait`.
 
     Args:
         module: what to import before the first job.
@@ -135,7 +137,9 @@ class Background:
         return True
 
     def end(self) -> None:
-        """Let it go: it ends, after the job that it is at. Local."""
+        """Let it go: it ends, after the jobs that it was given. Local."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._ours.fileno())) as connection:
+            connection.shutdown(socket.SHUT_WR)  # closing is not enough while a data worker holds it, too
         self._ours.close()
         if not self._waiting:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -167,10 +171,10 @@ def _serve(module: str, descriptor: int, parent: int) -> None:
     """What the process does."""
     connection = Connection(descriptor)
     importlib.import_module(module)
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent is gone, or wants no more
-        connection.send(_READY)
-        for failure in _jobs(connection, parent):
-            connection.send(failure)
+    with contextlib.suppress(EOFError, ConnectionResetError):  # the parent is gone, or wants no more
+        for said in itertools.chain([_READY], _jobs(connection, parent)):
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # what it gave before is done all the same
+                connection.send(said)
     os._exit(0)
 
 

@@ -58,13 +58,15 @@ class Buffer:
     def put(self, address: int, num_bytes: int, offset: int) -> None:
         """Copy what is at `address` to `offset`. By one thread: more of them wait for each other on a busy machine."""
         self.grow(offset + num_bytes)
-        ctypes.memmove(ctypes.addressof(self._memory) + offset, address, num_bytes)
+        memory = self._memory  # kept while it is copied to: a thread that grows it puts another in its place
+        ctypes.memmove(ctypes.addressof(memory) + offset, address, num_bytes)
 
     def close(self) -> None:
         """Give the memory back."""
         with self._growing:
             self._memory = (ctypes.c_char * 0)()
             os.close(self.descriptor)
+            self.descriptor = -1  # a thread that grows it only now must not find another file under the old number
 
 
 @dataclass(frozen=True)

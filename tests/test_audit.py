@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any, Optional
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 import ddpshim.__main__ as command_line
+from ddpshim.audit import running
 from ddpshim.audit.fingerprints import checksums, samples_of, streams
 from ddpshim.audit.judging import judge
-from ddpshim.audit.recording import is_program
+from ddpshim.audit.recording import SHOW_STACK, is_program
 from tests.equivalence import copy_release, make_config, make_data, source
 from tests.preloaded import environment, preloaded
 
@@ -140,6 +142,40 @@ def test_a_job_that_hangs_is_ended_and_each_rank_named(tmp_path: Path) -> None:
     lines = TRAINER.read_text().splitlines()
     at = {rank: (int(batches), lines[int(line) - 1].strip()) for rank, batches, line in places}
     assert at == {"0": (2, "loss.backward()"), "1": (1, "dist.barrier()")}
+
+
+def test_a_rank_is_given_the_time_to_say_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records, stack = tmp_path / "rank_0.jsonl", tmp_path / "stack_0"
+    records.write_text('{"kind": "start", "pid": 7}\n{"kind": "ba')  # it is writing
+    head = "{} 0x00007f0a (most recent call first):\n"
+    lines = [head.format("Current thread"), '  File "/t/other.py", line 2 in hears\n', "\n"]
+    lines += [
+        head.format("Thread"),
+        '  File "/t/train.py", line 3 in train\n',
+        '  File "/t/train.py", line 9 in <mod',
+        "ule>\n",
+    ]
+
+    class Looks:
+        def wait(self, timeout_s: float) -> bool:
+            with stack.open("a") as file:
+                file.write(lines.pop(0))
+            return False
+
+    watch = running._Watch(tmp_path, 1, 0.0, "")
+    stack.touch()
+    sent: list[tuple[dict[int, int], int]] = []
+    monkeypatch.setattr(watch, "_ended", Looks())
+
+    def send(pids: dict[int, int], number: int) -> None:
+        sent.append((pids, number))
+        with records.open("a") as file:
+            file.write('tch"}\n' * (number == SHOW_STACK))
+
+    monkeypatch.setattr(running, "_signal", send)
+    watch._end_ranks()
+    assert sent == [({0: 7}, SHOW_STACK), ({0: 7}, signal.SIGKILL)]
+    assert running._read(tmp_path, 1)[0][1:] == [{"kind": "batch"}, {"kind": "stack", "place": "/t/train.py:3"}]
 
 
 def test_a_trainer_that_was_migrated_with_ddpshim_has_no_findings(tmp_path: Path) -> None:

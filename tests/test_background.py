@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import ctypes
 import functools
 import gc
 import os
@@ -10,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +94,34 @@ def test_what_changes_later_is_not_in_the_snapshot(tmp_path: Path, buffer: snaps
     assert loaded["weights"].eq(0).all()
 
 
+def test_memory_that_a_thread_grows_meanwhile_is_copied_to_all_the_same(
+    tmp_path: Path, buffer: snapshot.Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = ctypes.memmove
+
+    def grown_meanwhile(*args: Any) -> None:
+        buffer.grow(buffer.num_bytes + 100_000)
+        copy(*args)
+
+    monkeypatch.setattr(ctypes, "memmove", grown_meanwhile)
+    torch.save(_odd_tensors(), tmp_path / "a.pth")
+    assert _written(_odd_tensors(), tmp_path / "ours", buffer) == (tmp_path / "a.pth").read_bytes()
+
+
+def test_memory_that_is_given_back_grows_no_more(tmp_path: Path) -> None:
+    buffer = snapshot.Buffer()
+    number = buffer.descriptor
+    with open(tmp_path / "another.txt", "w+b") as file:
+        buffer.close()
+        os.dup2(file.fileno(), number)  # as the next file that is opened gets it
+        try:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                buffer.grow(100)
+        finally:
+            os.close(number)
+    assert (tmp_path / "another.txt").stat().st_size == 0
+
+
 # The process. These start one that imports no torch, which is quick.
 
 
@@ -153,14 +184,26 @@ def test_where_it_does_not_start_jobs_are_done_here(
     background.end()
 
 
+def test_it_ends_when_it_is_let_go_whoever_holds_the_connection() -> None:
+    background = Background("ddpshim.errors")
+    background.do(os.getpid, "start")
+    assert background.wait(30)
+    held = os.dup(background._ours.fileno())  # as a data worker that was forked holds it
+    background.end()
+    os.close(held)
+    assert background._process.returncode == 0
+
+
 PARENT = """
 import functools, os, signal, sys, time
 from ddpshim.background import Background
 background = Background("ddpshim.errors")
 background.do(os.getpid, "start")
 background.wait()
-worker = os.fork()  # as a data worker: it holds this end of the connection, and lives on
+worker = os.fork()
 if worker == 0:
+    if sys.argv[2] != "holds":
+        background._ours.close()
     os.close(1)
     time.sleep(60)
 background.do(functools.partial(time.sleep, 0.2), "take some time")
@@ -170,20 +213,28 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+def _command_of(pid: int) -> bytes:
+    """Nothing where there is no such process, or it ends while one looks."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+@pytest.mark.parametrize("worker", ["holds", "holds nothing"])  # of this end of the connection, and lives on
+def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path, worker: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", PARENT, str(tmp_path / "a")],
+        [sys.executable, "-c", PARENT, str(tmp_path / "a"), worker],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         stdout=subprocess.PIPE,
         timeout=60,
         check=False,
     )
-    pid, worker = map(int, ran.stdout.split())
+    pid, of_worker = map(int, ran.stdout.split())
     end = time.monotonic() + 30
-    while Path(f"/proc/{pid}/cmdline").exists() and b"background" in Path(f"/proc/{pid}/cmdline").read_bytes():
+    while b"background" in _command_of(pid):
         assert time.monotonic() < end, "it lives on"
         time.sleep(0.05)
-    os.kill(worker, signal.SIGKILL)
+    os.kill(of_worker, signal.SIGKILL)
     assert (tmp_path / "a").exists(), "what was on its way is finished"
 
 
@@ -204,6 +255,7 @@ def small(monkeypatch: pytest.MonkeyPatch, started: None) -> Iterator[None]:
     """Files of any size go to the background."""
     monkeypatch.setattr(checkpoint, "_LEAST_BYTES", 0)
     yield
+    os.kill(checkpoint._writer.start().pid, signal.SIGCONT)  # a test that failed may have left it as `_stop` does
     checkpoint.flush()
 
 
@@ -269,14 +321,17 @@ def test_small_files_and_impossible_places_are_seen_to_at_once(
     monkeypatch.setattr(checkpoint, "_LEAST_BYTES", 1000)
     checkpoint.save_in_background(torch.zeros(10), tmp_path / "small.pth")
     monkeypatch.setattr(checkpoint.machine, "memory", lambda: checkpoint.machine.Memory(None, 5_000_000, None))
-    checkpoint.save_in_background(torch.zeros(1_000_000), tmp_path / "large.pth")
+    there = checkpoint._writer.buffer.num_bytes  # from another test: it takes what is beyond that
+    checkpoint.save_in_background(torch.zeros(there // 4 + 1_000_000), tmp_path / "large.pth")
     assert sorted(os.listdir(tmp_path)) == ["large.pth", "small.pth"]
     os.kill(pid, signal.SIGCONT)
 
 
 def test_memory_is_taken_before_the_first_copy(small: None) -> None:
     checkpoint.get_ready(torch.zeros(3_000_000))
-    checkpoint._writer.buffer.grow(1)  # waits for the thread
+    for thread in threading.enumerate():
+        if thread.name == "ddpshim-buffer":
+            thread.join()
     assert checkpoint._writer.buffer.num_bytes >= 12_000_000
 
 

@@ -27,6 +27,9 @@ from ddpshim.runner import Job, run
 
 _SCHEMA = 1
 _TICK_S = 0.1
+_STACK_DEADLINE_S = 10.0
+# How faulthandler's last line ends when the main thread's outermost frame is written, or too many were before it.
+_LAST_FRAME = ("in <module>", "in _run_module_as_main", "...")
 
 
 def audit(job: Job, settings: Settings, single_batch: Optional[int] = None) -> tuple[Report, int]:
@@ -99,13 +102,20 @@ class _Watch:
         pids = {rank: every[rank][0]["pid"] for rank in running or every}
         if recording.SHOW_STACK is not None:
             _signal(pids, recording.SHOW_STACK)
-            self._ended.wait(1.0)
+            deadline = time.monotonic() + _STACK_DEADLINE_S
             for rank in pids:
-                place = self._innermost((self._folder / f"stack_{rank}").read_text())
+                place = self._innermost(self._stacks(rank, deadline))
                 with (self._folder / f"rank_{rank}.jsonl").open("a") as file:
                     print(json.dumps({"kind": "stack", "place": place}), file=file)
         print(f"ddpshim: no rank came any further for {self._timeout_s:g} s: ended", file=sys.stderr, flush=True)
         _signal(pids, signal.SIGKILL)
+
+    def _stacks(self, rank: int, deadline: float) -> str:
+        """What a rank writes when it is asked where it is: all of it, which takes a while where cores are busy."""
+        while True:
+            said = (self._folder / f"stack_{rank}").read_text()
+            if said.rstrip().endswith(_LAST_FRAME) or time.monotonic() > deadline or self._ended.wait(_TICK_S):
+                return said
 
     def _innermost(self, stacks: str) -> str:
         """The line of the program in what faulthandler wrote, whose last thread is the main one."""
@@ -121,9 +131,10 @@ def _signal(pids: dict[int, int], number: int) -> None:
 
 
 def _read(folder: Path, num_ranks: int) -> dict[int, list[Record]]:
-    """What each rank wrote so far; of one that never began, nothing."""
+    """What each rank wrote so far, but for a line that it is writing; of one that never began, nothing."""
     out: dict[int, list[Record]] = {}
     for rank in range(num_ranks):
         file = folder / f"rank_{rank}.jsonl"
-        out[rank] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        out[rank] = [json.loads(line) for line in lines if line.endswith("\n")]
     return out
