@@ -249,3 +249,10 @@ def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
 
 def test_version_stands_in_one_place() -> None:
     assert f"## {ddpshim.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_nothing_is_tracked_that_a_run_writes() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git checkout")
+    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == ""
