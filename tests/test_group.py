@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim import LaunchError, World, WorldError, cleanup, group, rendezvous, setup
+from ddpshim import LaunchError, World, WorldError, cleanup, failure, group, rendezvous, setup
 from ddpshim.devices import choose_backend
 from tests.preloaded import preloaded
 from tests.ranks import RankFailure, _server, free_port, run_ranks
@@ -91,6 +92,21 @@ def test_world_without_setup() -> None:
 def test_plain_setup_takes_the_arguments_of_a_launched_run_twice() -> None:
     here = setup(backend="gloo", seed=3)
     assert setup(backend="gloo", seed=3) is here
+
+
+@pytest.mark.parametrize("version", [torch.__version__, "2.3.1+cu121"])
+def test_what_many_claim_at_once_one_gets(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    store, start = dist.HashStore(), threading.Barrier(10)
+
+    def claim(rank: int) -> str:
+        start.wait(DEADLINE_S)
+        return failure.claim(store, "failed", str(rank))  # of one character: it ended Python 3.10 with torch 2.1
+
+    with ThreadPoolExecutor(10) as ranks:
+        told = list(ranks.map(claim, range(10)))
+    assert set(told) == {store.get("failed").decode()}
+    assert told[int(told[0])] == told[0]
 
 
 @pytest.mark.parametrize(
