@@ -19,6 +19,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Callable, NoReturn, Optional, TypeVar
 
+from packaging.version import Version
+
 from ddpshim import records
 
 T = TypeVar("T")
@@ -64,6 +66,19 @@ def is_there(store: Any, key: str) -> bool:
         store.wait([key], timedelta(seconds=0.1))  # torch 2.1: a busy store's late answer is taken for a no
         return True
     return False
+
+
+def claim(store: Any, key: str, value: str) -> str:
+    """What `key` of `store` holds: `value`, unless another process claimed it before. Local."""
+    import torch  # not above: the self-test's ranks import it while this process does
+
+    # torch before 2.4 makes compare_set's answer without Python's lock in its hand. One of a single character, as most
+    # ranks are, ends Python 3.10 with a segmentation fault; with other threads about, no Python is safe.
+    if Version(torch.__version__).release >= (2, 4):
+        return str(store.compare_set(key, "", value).decode())
+    if store.add(f"{key}/claims", 1) == 1:
+        store.set(key, value)
+    return str(store.get(key).decode())  # waits for the first to have set it
 
 
 def rank() -> int:
@@ -163,7 +178,7 @@ def _claim(error: BaseException) -> int:
     """The rank that failed first: this one, unless another has said so in the store."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
-    claimed = _ask_store(lambda store: store.compare_set("first_failure", "", str(_state.rank)))
+    claimed = _ask_store(lambda store: claim(store, "first_failure", str(_state.rank)))
     if claimed is not None:
         return int(claimed)
     # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.

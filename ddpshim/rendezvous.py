@@ -105,7 +105,7 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
     """
     store.set(f"here/{env.rank}", socket.gethostname())
     num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
-    first = store.compare_set("first", "", me).decode()
+    first = failure.claim(store, "first", me)
     if first.partition(" ")[0] != me.partition(" ")[0]:
         # The key for which all wait: those that came before hear of it as well.
         store.set("complete", f"{first}, but {me}: each would wait for ranks that the other does not know of")

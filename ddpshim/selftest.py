@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import ddpshim
 from ddpshim.errors import DdpShimError, LaunchError
+from ddpshim.failure import claim
 from ddpshim.launch import check_port, read_launch_env
 
 if TYPE_CHECKING:
@@ -261,10 +262,9 @@ class _Nodes:
             with contextlib.suppress(RuntimeError):  # nobody tells of a cause
                 self.store.wait(["selftest/failure"], timedelta(seconds=2 * _GRACE_S))
         try:
-            told = self.store.compare_set("selftest/failure", "", mine).decode()
+            return SelfTestFailed(claim(self.store, "selftest/failure", mine))
         except RuntimeError:
             return SelfTestFailed(f"{failure} Node 0 is gone as well; read what it says there.")
-        return SelfTestFailed(told)
 
     def leave(self) -> None:
         """Wait, shortly, until no node needs the store any more."""

@@ -55,6 +55,8 @@ def _enter(
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores than workers
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
+    # torch 2.4's and 2.5's, where torch.storage loads a tensor that was gathered
+    warnings.filterwarnings("ignore", "You are using `torch.load`", FutureWarning, r"torch\.storage")
     try:
         import torch.distributed as dist
 

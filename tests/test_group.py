@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
@@ -92,6 +93,21 @@ def test_world_without_setup() -> None:
 def test_plain_setup_takes_the_arguments_of_a_launched_run_twice() -> None:
     here = setup(backend="gloo", seed=3)
     assert setup(backend="gloo", seed=3) is here
+
+
+@pytest.mark.parametrize("version", [torch.__version__, "2.3.1+cu121"])
+def test_what_many_claim_at_once_one_gets(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    store, start = dist.HashStore(), threading.Barrier(10)
+
+    def claim(rank: int) -> str:
+        start.wait(DEADLINE_S)
+        return failure.claim(store, "failed", str(rank))  # of one character: it ended Python 3.10 with torch 2.1
+
+    with ThreadPoolExecutor(10) as ranks:
+        told = list(ranks.map(claim, range(10)))
+    assert set(told) == {store.get("failed").decode()}
+    assert told[int(told[0])] == told[0]
 
 
 @pytest.mark.parametrize(
@@ -632,20 +648,14 @@ def test_the_peer_says_in_one_line_who_failed_first(bad: int, waits_in: str, sai
     assert log.count(f"ddpshim: rank {1 - bad} stops because rank {bad} failed first ({said}") == 1
 
 
-class _StoreOfAnEndingJob:
-    """The launcher's SIGTERM comes while this rank asks who failed first."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-    def compare_set(self, name: str, seen: str, new: str) -> str:
+def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
+    def claim(*args: Any) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
         return "1"
 
-
-def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
-    failure.arm(0, _StoreOfAnEndingJob(), world_size=2)
+    failure.claim = claim
+    failure.arm(0, dist.HashStore(), world_size=2)
     records.begin(folder, 0)
     ddpshim.abort(RuntimeError("closed by peer"))
 

@@ -237,7 +237,7 @@ def test_a_rank_that_cannot_end_by_itself_is_ended(
 import os, signal, time, torch.distributed as dist
 from ddpshim import failure, preemption
 store = dist.HashStore()
-{'store.set("first_failure", "' + claimed + '")' if claimed else ""}
+{f'failure.claim(store, "first_failure", "{claimed}")' if claimed else ""}
 failure.arm(5, store)
 preemption._GRACE_S = 0.5
 preemption.listen()
