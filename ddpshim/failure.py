@@ -188,7 +188,9 @@ def _claim(error: BaseException) -> int:
 def lost_a_peer(error: Optional[BaseException]) -> bool:
     """Whether gloo or nccl says that another process is gone, in `error` or in what it was raised on top of. Local."""
     while error is not None:
-        if "by peer" in str(error) or "remote process exited" in str(error):
+        if any(sign in str(error) for sign in ("by peer", "remote process exited")):
+            return True
+        if isinstance(error, RuntimeError) and "Broken pipe" in str(error):  # not a pipe of the program's own
             return True
         error = error.__cause__ or error.__context__
     return False

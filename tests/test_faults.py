@@ -82,3 +82,5 @@ def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     assert not failure.lost_a_peer(ended)
     ended.__context__ = RuntimeError("Read error: Connection reset by peer")
     assert failure.lost_a_peer(ended)
+    assert failure.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
+    assert not failure.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
