@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Callable
 
@@ -66,18 +67,23 @@ def run(
     """
     if not hasattr(os, "fork"):
         raise OSError("this machine cannot copy a process (fork); use Linux, macOS, or WSL on Windows.")
-    # Served from here, as torchrun's agent does, at a port that is surely free.
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
+        processes, pipes = [], []
         for rank in range(num_ranks):
-            place = _as_torchrun_says(rank, num_ranks, num_ranks // nodes, store.port) if launched else {}
+            place = _as_torchrun_says(rank, num_ranks, num_ranks // nodes) if launched else {}
+            hear, tell = multiprocessing.Pipe(duplex=False)
             process = multiprocessing.get_context("fork").Process(
-                target=_become_rank, args=(function, args, place, Path(folder) / str(rank))
+                target=_become_rank, args=(function, args, place, Path(folder) / str(rank), hear)
             )
             process.start()
             processes.append(process)
+            pipes.append(tell)
         try:
+            # Served from here, as torchrun's agent does, at a port that is surely free. Only now that all ranks are
+            # copied: what the store's thread has locked as it serves (libc's resolver) would stay locked in a copy.
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            for tell in pipes:
+                tell.send(str(store.port))
             why = _wait(processes, time.monotonic() + deadline_s)
         finally:
             for process in processes:
@@ -100,7 +106,7 @@ def run_failing(function: Callable[..., Any], num_ranks: int, *args: Any) -> Ran
     raise AssertionError(f"{function.__name__} was to fail, and all {num_ranks} ranks ended with exit code 0")
 
 
-def _as_torchrun_says(rank: int, num_ranks: int, per_node: int, port: int) -> dict[str, str]:
+def _as_torchrun_says(rank: int, num_ranks: int, per_node: int) -> dict[str, str]:
     said = {
         "RANK": rank,
         "WORLD_SIZE": num_ranks,
@@ -108,7 +114,6 @@ def _as_torchrun_says(rank: int, num_ranks: int, per_node: int, port: int) -> di
         "LOCAL_WORLD_SIZE": per_node,
         "GROUP_RANK": rank // per_node,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
@@ -131,13 +136,14 @@ def _wait(processes: list[Any], end: float) -> str:
     return why
 
 
-def _become_rank(function: Callable[..., Any], args: Any, place: dict[str, str], mine: Path) -> None:
+def _become_rank(function: Callable[..., Any], args: Any, place: dict[str, str], mine: Path, hear: Connection) -> None:
     atexit._clear()  # what the copied process is to do at its end, as to remove the folder of `mine`, is not for a rank
     log = os.open(f"{mine}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
-    os.environ.update(place)
+    port = hear.recv()
+    os.environ.update({**place, "MASTER_PORT": port} if place else {})
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A laptop's own name and networks come and go; it can always reach itself.
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
