@@ -68,7 +68,7 @@ def run(
     if not hasattr(os, "fork"):
         raise OSError("this machine cannot copy a process (fork); use Linux, macOS, or WSL on Windows.")
     with tempfile.TemporaryDirectory() as folder:
-        processes, pipes = [], []
+        processes, pipes, store = [], [], None
         for rank in range(num_ranks):
             place = _as_torchrun_says(rank, num_ranks, num_ranks // nodes) if launched else {}
             hear, tell = multiprocessing.Pipe(duplex=False)
@@ -89,6 +89,7 @@ def run(
             for process in processes:
                 process.kill()
                 process.join()
+            del store  # ends its thread now: an exception that is kept would keep it, and the next ranks be copied then
         logs = [(Path(folder) / f"{rank}.log").read_text() for rank in range(num_ranks)]
         output = "".join(f"rank {rank} | {line}\n" for rank, log in enumerate(logs) for line in log.splitlines())
         if why:
