@@ -173,12 +173,10 @@ class World:
         return result
 
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
-        """The values of the ranks that come here within the deadline, by rank. Never hangs (collective).
-
-        `name` must be another one at each meeting of a world.
-        """
+        """The values of the ranks that come here within the deadline, by rank. Never hangs (collective)."""
         if self.world_size == 1:
             return {0: value}
+        name = f"{name}/{next_number(f'meet/{name}')}"
         _state.store.set(f"meet/{name}/{self.rank}", pickle.dumps(value))
         end, came = time.monotonic() + deadline_s, {self.rank: value}
         for rank in set(range(self.world_size)) - {self.rank}:
@@ -227,11 +225,13 @@ class _State:
     group: Any = None  # the default group, where setup() made it
     store: Any = None  # of this world alone
     num_worlds: int = 0
+    numbers: dict[str, int]  # the next one of each name in this world
     timeout: Optional[timedelta] = None  # of training collectives, where setup() made the group
     rng_is_split: bool = False
     on_cleanup: contextlib.ExitStack
 
     def __init__(self) -> None:
+        self.numbers = {}
         self.on_cleanup = contextlib.ExitStack()
 
 
@@ -316,10 +316,11 @@ def setup(
         if env.is_launched:
             made = replace(_join(env, backend or options.backend, device, timeout_s, side_timeout_s), options=options)
         else:
-            made = World(device=single_device(device), options=options)
+            made, _state.store = World(device=single_device(device), options=options), None
             if env.in_allocation:
                 print(f"ddpshim: {env.reason}", file=sys.stderr, flush=True)
     _check_same_options(made)
+    _state.numbers.clear()  # ranks may have left their last world at different ones
     _state.world, _state.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
     if options.logs is not None:
         on_cleanup(output.copy_to(options.logs, made.rank))
@@ -363,7 +364,7 @@ def cleanup() -> None:
         # gloo's threads end with the last reference to their group. One that lets go of its last message while Python
         # ends wants the interpreter's lock, and aborts the process ("terminate called without an active exception").
         object.__setattr__(made, "_control", None)
-    _state.group = None
+    _state.group = _state.timeout = None
 
 
 def split_random_streams() -> None:
@@ -384,6 +385,13 @@ def new_group() -> Any:
     """Another process group of all ranks, with the backend and timeout of the first (collective)."""
     options: dict[str, Any] = {} if _state.timeout is None else {"timeout": _state.timeout}
     return dist.new_group(**options)
+
+
+def next_number(name: str) -> int:
+    """How often this was asked for `name` before in this world: the same on ranks that ask equally often. Local."""
+    number = _state.numbers.get(name, 0)
+    _state.numbers[name] = number + 1
+    return number
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:

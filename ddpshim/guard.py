@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, compress, count, repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, Optional, Protocol
 
@@ -46,7 +46,6 @@ class Reduced(Protocol):
 # wrapper keeps its parameters alive until it disowns them.
 _owners: dict[int, Reduced] = {}
 _num_changes = 1  # of _owners, so far
-_meetings = count()  # every rank counts alike
 _handles: list[Any] = []  # of the optimizer hooks, while they are registered
 _companions: list[nn.Module] = []  # not reduced, and to be equal all the same
 
@@ -108,6 +107,8 @@ def also_watch(*modules: nn.Module) -> None:
 
     Local, but every rank must name the same networks, in the same order, between the same backward passes.
     """
+    if not _companions:
+        on_cleanup(_companions.clear)
     _companions.extend(module for module in modules if not any(module is there for there in _companions))
 
 
@@ -125,8 +126,7 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     if here.world_size == 1 or not here.options.guard:
         return
     mine = sum(wrapped.num_reductions for wrapped in {id(w): w for w in _owners.values()}.values())
-    name = f"steps/{next(_meetings)}"
-    came = here.meet(name, mine, deadline_s)
+    came = here.meet("steps", mine, deadline_s)
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in came.items())
     cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({_OPT_OUT})."
     missing = [rank for rank in range(here.world_size) if rank not in came]
@@ -147,7 +147,6 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
 def _unwatch() -> None:
     while _handles:
         _handles.pop().remove()
-    _companions.clear()
     _stepped.clear()
 
 

@@ -28,6 +28,7 @@ class _State:
 
     asked: Optional[str] = None
     is_heard: bool = False  # the training knows, and will end
+    is_left: bool = False  # with the world: whatever listens next begins afresh
     previous: dict[int, Any]
     wakeup: Optional[tuple[socket.socket, socket.socket]] = None
 
@@ -43,9 +44,11 @@ def listen() -> None:
 
     A rank that is stuck while another has failed, or that comes to no step within 25 s of a SIGTERM, still ends.
     """
+    if _state.is_left:
+        unlisten()
     if _state.previous or threading.current_thread() is not threading.main_thread():
         return
-    _state.asked, _state.is_heard = None, False
+    _state.asked, _state.is_heard, _state.is_left = None, False, False
     for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
         _state.previous[number] = signal.signal(number, _note)
     # Python runs a handler between two of its own instructions; a thread hears of the signal also while the main
@@ -75,6 +78,18 @@ def unlisten() -> None:
             hears.shutdown(socket.SHUT_RDWR)
         tells.close()
     _state.asked = None
+
+
+def leave() -> None:
+    """`unlisten` with the world that `cleanup()` leaves. Local.
+
+    Where an error or a signal is about to end this process, a launcher's SIGTERM must not take its exit code away:
+    there the next `listen` does so.
+    """
+    if _state.is_heard or sys.exc_info()[1] is not None:
+        _state.is_left = True
+    else:
+        unlisten()
 
 
 def asked() -> Optional[str]:
@@ -126,7 +141,7 @@ def _watch(hears: socket.socket) -> None:
             if signal.SIGTERM in numbers:
                 break
         end = time.monotonic() + _GRACE_S
-        while not _state.is_heard and _state.wakeup is not None:
+        while not _state.is_heard and (wakeup := _state.wakeup) is not None and wakeup[0] is hears:
             first = failure.first()
             if first not in (None, failure.rank()):
                 _leave(f"stops because rank {first} failed first", 1)

@@ -16,7 +16,7 @@ import torch
 
 from ddpshim import checkpoint, preemption, records
 from ddpshim.errors import CheckpointError, DataError, SyncError
-from ddpshim.group import cleanup, world
+from ddpshim.group import cleanup, on_cleanup, world
 from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.loader import Enterable
 from ddpshim.streams import derive_seed, global_states, restore_global_states, seed_everything
@@ -114,6 +114,7 @@ class Resumable:
         self._in_background = self._world.is_main and self._world.is_launched and chosen.background_save
         if self._world.is_launched:
             preemption.listen()
+            on_cleanup(preemption.leave)
 
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
         """Whether there was a file to go on from, beyond `later_than` (epoch, step); then it is in place (collective).

@@ -26,10 +26,8 @@ import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.failure import caused_by
-from ddpshim.group import World, world
+from ddpshim.group import World, next_number, world
 from ddpshim.streams import derive_seed, seed_everything, shared_random_streams
-
-_evaluations = itertools.count()  # every rank counts alike
 
 
 def plays_rollouts() -> bool:
@@ -197,7 +195,7 @@ class _Evaluation:
         here, num_episodes = self.here, self.num_episodes
         num_at_once = len(env) if _is_vector(env) else 1
         num_turns = math.ceil(num_episodes / num_at_once)
-        counter = f"rollouts/{next(_evaluations)}"
+        counter = f"rollouts/{next_number('rollouts')}"
         print(
             f"rollout: env={name}, horizon={horizon}, use_goals={self.use_goals}, "
             f"num_episodes={num_episodes}, ranks={here.world_size}"

@@ -75,7 +75,8 @@ def _enter(
         packed = io.BytesIO()  # bytes, not tensors: those would travel as file descriptors of this process
         torch.save(result, packed)
         out.send((time.time(), None, packed.getvalue()))
-        dist.destroy_process_group()
+        if dist.is_initialized():  # `fn` may have destroyed it, to set up groups of its own
+            dist.destroy_process_group()
     except BaseException:
         out.send((time.time(), traceback.format_exc(), None))
         os._exit(1)

@@ -16,7 +16,7 @@ from torch import nn
 import ddpshim
 from ddpshim import group, guard
 from ddpshim.errors import SyncError
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure, free_port, run_ranks
 
 B, D_IN, D_OUT = 8, 5, 3
 
@@ -519,6 +519,45 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(away: int) -> None:
         assert first == ""
         assert f"ranks [{away}] did not come to the end of epoch 2 within 0.2 s of rank {here}; they wait" in second
         assert "so far: 5 on rank " in second
+
+
+def _rank_has_jobs(port: int, is_alone: bool) -> list[str]:
+    """What check_equal_steps said in each of three jobs of one process; in the first, rank 1 makes one pass more."""
+    rank, said = dist.get_rank(), []
+    ddpshim.cleanup()
+    dist.destroy_process_group()
+    for job in range(3):
+        ddpshim.setup(rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=50)
+        net = ddpshim.wrap_parallel(_net())
+        own = ddpshim.wrap_parallel(_net(), process_group=[dist.new_group([number]) for number in range(2)][rank])
+        _steps(net, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+        _loss(own).backward()
+        try:
+            if job == 0 and rank == 1:
+                _loss(net if is_alone else own).backward()
+            # In the first job alone nobody comes, however long the other rank waits.
+            ddpshim.check_equal_steps(f"job {job}", deadline_s=0.2 if job == 0 and is_alone else 50)
+            said.append("")
+        except (SyncError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        ddpshim.cleanup()
+    return said
+
+
+def test_a_job_is_not_blamed_for_the_steps_of_one_before_it() -> None:
+    """Both ranks met the error, and went on with another job."""
+    for first, *later in run_ranks(_rank_has_jobs, 2, free_port(), False):
+        assert "until the end of job 0: 3 on rank 0, 4 on rank 1; gradients of different steps" in first
+        assert later == ["", ""]
+
+
+def test_ranks_meet_again_in_the_job_after_one_where_a_rank_stayed_away() -> None:
+    """Rank 1 waited for gradients that nobody sent, and never came to the meeting at which rank 0 raised."""
+    (first, *later), (lost, *later_too) = run_ranks(_rank_has_jobs, 2, free_port(), True)
+    assert first.startswith("SyncError: ranks [1] did not come to the end of job 0 within 0.2 s of rank 0; they wait")
+    assert lost.startswith("RuntimeError: ")
+    assert "by peer" in lost
+    assert later == later_too == ["", ""]
 
 
 def _rank_cleans_up() -> int:

@@ -1,0 +1,162 @@
+"""A job after another in one process: nothing of the first one counts in the second, and nothing of it stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpshim
+from ddpshim import group, guard
+from tests.ranks import free_port, run_ranks
+
+NUM_JOBS, NUM_STEPS, B = 5, 3, 8
+
+
+def _sizes() -> dict[str, Any]:
+    """How much every module of ddpshim holds in its variables, and in those of its states."""
+    sizes: dict[str, Any] = {}
+    for module_name, module in sorted(sys.modules.items()):
+        if module is None or module_name.partition(".")[0] != "ddpshim":
+            continue
+        held = dict(vars(module))
+        for name, value in vars(module).items():
+            if type(value).__module__ == module_name and hasattr(value, "__dict__"):
+                held.update({f"{name}.{inner}": of for inner, of in vars(value).items()})
+        for name, value in held.items():
+            if isinstance(value, Sized) and not isinstance(value, (str, bytes, torch.Tensor)):
+                sizes[f"{module_name}.{name}"] = len(value)
+    return sizes
+
+
+def _objects() -> Counter[str]:
+    """How many objects of ddpshim's types there are."""
+    gc.collect()
+    kinds = (type(thing) for thing in gc.get_objects())
+    ours = (kind for kind in kinds if str(kind.__module__).startswith("ddpshim"))
+    return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in ours)
+
+
+def _train(folder: Path) -> tuple[list[float], list[float]]:
+    """The losses of this rank, and the weights at the end, of a job that uses what a trainer uses."""
+    net = nn.Sequential(nn.Linear(4, 7), nn.Dropout(0.5), nn.BatchNorm1d(7), nn.Linear(7, 2))
+    target = nn.Linear(4, 2).requires_grad_(False)
+    second = nn.Linear(4, 2)
+    wrapped, also = ddpshim.wrap_parallel(net), ddpshim.wrap_parallel(second)
+    ddpshim.wrap_parallel(target)
+    optimizer = torch.optim.AdamW([*net.parameters(), *second.parameters()], lr=1e-2)
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(NUM_STEPS * B, 4, generator=drawn))
+    loader = ddpshim.make_loader(data, B, shuffle=True)
+    progress = ddpshim.Resumable(folder / "progress", {"net": wrapped, "optimizer": optimizer}, every_n_steps=2)
+    losses = []
+    with ddpshim.record(folder), ddpshim.profile():
+        for (x,) in progress.steps(loader, 0):
+            optimizer.zero_grad()
+            loss = (wrapped(x) - target(x)).pow(2).mean() + (also(x) - torch.randn(())).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        ddpshim.check_equal_steps()
+    return losses, torch.cat([p.detach().flatten() for p in (*net.parameters(), *second.parameters())]).tolist()
+
+
+def _rank_has_jobs(port: int) -> list[Any]:
+    """What each of the jobs gave and left, in groups of ddpshim's own, or with no port in the launcher's."""
+    rank, found = dist.get_rank(), []
+    asked: dict[str, Any] = {"device": "cpu", "seed": 3}
+    ddpshim.cleanup()
+    if port:
+        dist.destroy_process_group()
+        asked.update(rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port)
+    for _ in range(NUM_JOBS):
+        here = ddpshim.setup(**asked)
+        with tempfile.TemporaryDirectory() as folder:
+            trained = _train(here.broadcast(Path(folder)))
+            here.barrier()  # ranks share the main rank's folder
+        ddpshim.cleanup()
+        found.append((trained, _sizes(), _objects()))
+    return found
+
+
+@pytest.mark.parametrize("port", [0, None])
+def test_every_job_of_a_process_is_the_same_experiment(port: Any) -> None:
+    ranks = run_ranks(_rank_has_jobs, 2, free_port() if port is None else port)
+    (losses, weights), _, _ = ranks[0][0]
+    assert len(losses) == NUM_STEPS
+    assert ranks[1][0][0][0] != losses, "each rank has its own samples and noise"
+    for first, *later in ranks:
+        assert first[0][1] == weights
+        for trained, sizes, objects in later:
+            assert trained == first[0]
+            # What the first one left stays one: the World that was left, lines that are said once.
+            assert {name: size for name, size in sizes.items() if size != first[1][name]} == {}
+            assert objects - first[2] == Counter()
+
+
+def _rank_is_asked_to_leave(folder: Path, port: int, name: str) -> list[Any]:
+    """The exit codes of three jobs, of which only the first is asked to leave, and who listens after them."""
+    rank, left = dist.get_rank(), []
+    ddpshim.cleanup()
+    dist.destroy_process_group()
+    for job in range(3):
+        asked: dict[str, Any] = {"rank": rank, "world_size": 2, "master_addr": "127.0.0.1", "master_port": port}
+        here = ddpshim.setup(device="cpu", **asked)
+        progress = ddpshim.Resumable(folder / str(job), {})
+        loader = ddpshim.make_loader(TensorDataset(torch.zeros(400)), 2)
+        if job == 0:
+            os.kill(os.getpid(), getattr(signal, name))
+        try:
+            for _ in progress.steps(loader, 0):
+                here.barrier()
+            left.append(0)
+        except SystemExit as error:
+            left.append(error.code)
+        ddpshim.cleanup()
+    for thread in threading.enumerate():
+        if thread.name == "ddpshim-preemption":
+            thread.join(30)
+    still = [thread.name for thread in threading.enumerate() if thread.name == "ddpshim-preemption"]
+    return [*left, signal.getsignal(getattr(signal, name)) == signal.SIG_DFL, still]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_job_does_not_end_the_next(tmp_path: Path, name: str) -> None:
+    assert run_ranks(_rank_is_asked_to_leave, 2, tmp_path, free_port(), name) == [[75, 0, 0, True, []]] * 2
+
+
+def _rank_watches() -> list[int]:
+    """How many networks the guards of a job without, and of one with them, compare besides those that are reduced."""
+    found = []
+    for options in (ddpshim.Options(guard=False), ddpshim.Options()):
+        ddpshim.cleanup()
+        ddpshim.setup(options=options, device="cpu", seed=3)
+        ddpshim.wrap_parallel(nn.Linear(2, 2).requires_grad_(False))
+        found.append(len(guard._companions))
+    return found
+
+
+def test_a_job_without_guards_leaves_them_nothing_to_compare() -> None:
+    assert run_ranks(_rank_watches, 2) == [[1, 1]] * 2
+
+
+def test_counters_start_at_0_in_each_world_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "_state", group._State())
+    for _ in range(2):
+        here = ddpshim.setup(device="cpu")
+        assert (here.count("saved"), here.count("saved", 1)) == (0, 1)
+        assert (group.next_number("a"), group.next_number("a"), group.next_number("b")) == (0, 1, 0)
+        ddpshim.cleanup()
