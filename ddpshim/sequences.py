@@ -15,10 +15,11 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.utils.data import default_collate, get_worker_info
@@ -393,27 +394,41 @@ class _Region:
         offsets = [None if data.chunks or data.external or data.is_virtual else data.id.get_offset() for data in found]
         if None in offsets or found[0].file.userblock_size:
             raise Unproven(f"{key} is read from the file, where it is chunked or compressed")
-        self._path, self._shape, self._dtype = path, found[0].shape[1:], found[0].dtype
+        self._file, self._shape, self._dtype = _File.at(path), found[0].shape[1:], found[0].dtype
         self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
         self._offsets = np.array(offsets)
 
     def take(self, demo: Any, time: Any) -> Any:
-        rows = _rows_of(self._path, self._row_bytes)[self._offsets[demo] + time * self._row_bytes]
+        rows = _rows_of(self._file, self._row_bytes)[self._offsets[demo] + time * self._row_bytes]
         return rows.view(self._dtype).reshape(*time.shape, *self._shape)
 
 
-_maps: dict[tuple[str, int], Any] = {}  # of this process; a fork sees the same pages
+class _File(NamedTuple):
+    """A path, and what was there: a file that was written anew is another one."""
+
+    path: str
+    number: int
+    changed_ns: int
+    num_bytes: int
+
+    @classmethod
+    def at(cls, path: str) -> _File:
+        found = os.stat(path)
+        return cls(path, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def _rows_of(path: str, row_bytes: int) -> Any:
+_maps: dict[tuple[_File, int], Any] = {}  # of this process; a fork sees the same pages
+
+
+def _rows_of(file: _File, row_bytes: int) -> Any:
     """The bytes of a file from each of its bytes on, as rows that overlap."""
     import numpy as np
 
-    if (path, row_bytes) not in _maps:
-        held = np.memmap(path, np.uint8, "r")
+    if (file, row_bytes) not in _maps:
+        held = np.memmap(file.path, np.uint8, "r")
         row = np.dtype((np.void, row_bytes))
-        _maps[path, row_bytes] = np.ndarray((len(held) - row_bytes + 1,), row, buffer=held, strides=(1,))
-    return _maps[path, row_bytes]
+        _maps[file, row_bytes] = np.ndarray((len(held) - row_bytes + 1,), row, buffer=held, strides=(1,))
+    return _maps[file, row_bytes]
 
 
 class _Finder:

@@ -87,6 +87,15 @@ def test_batches_are_compared_to_the_last_bit(what: str) -> None:
     assert not sequences._is_same(other, one)
 
 
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    demos.begin()
+    for seed in (0, 1):
+        demos.make_file(tmp_path / "new.hdf5", seed=seed).replace(tmp_path / "demos.hdf5")
+        dataset, other = (demos.make(tmp_path, None, file="demos.hdf5", **demos.KINDS["images"]) for _ in range(2))
+        assert sequences.attach(dataset) is None
+        assert demos.is_same_batch(dataset, other)
+
+
 def _subclass(**methods: Any) -> type:
     from robomimic.utils.dataset import SequenceDataset
 
