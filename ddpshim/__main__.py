@@ -1,13 +1,14 @@
 """The command line, ``ddpshim`` or ``python -m ddpshim``: parse and print.
 
 Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr) or, of `doctor` and `audit`, findings, 2
-wrong usage; of `run` and `audit` those of the ranks too. Each sub-command imports what it needs when it runs: patching
-needs no torch.
+wrong usage, 130 Ctrl-C; of `run` and `audit` those of the ranks too. Each sub-command imports what it needs when it
+runs: patching needs no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from ddpshim.errors import DdpShimError
+from ddpshim.errors import DdpShimError, LaunchError
 
 if TYPE_CHECKING:
     from ddpshim.patching import Status
@@ -27,7 +28,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name."""
     arguments = _parser().parse_args(argv)
     try:
+        if getattr(arguments, "needs_torch", False):
+            _refuse_missing_torch()
         code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("ddpshim: interrupted", file=sys.stderr)
+        return 130
     except DdpShimError as error:
         print(f"ddpshim: {error}", file=sys.stderr)
         return 1
@@ -42,6 +48,15 @@ def script() -> int:
     if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on: nothing was put there
         sys.path[0] = os.getcwd()  # in place of the command's folder: trainers and trees to patch are found there
     return main()
+
+
+def _refuse_missing_torch() -> None:
+    """Raise LaunchError where torch is not installed, without the seconds that importing it takes."""
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError(
+            f"torch is not installed for {sys.executable}: no rank could start. Call ddpshim from the environment that "
+            "you train in, or install torch there (pip install torch; https://pytorch.org/get-started/locally)."
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,7 +141,7 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     selftest.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
     )
-    selftest.set_defaults(run=_selftest)
+    selftest.set_defaults(run=_selftest, needs_torch=True)
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
@@ -219,13 +234,12 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     audit.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
     audit.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
     _add_program(audit)
-    audit.set_defaults(run=_audit)
+    audit.set_defaults(run=_audit, needs_torch=True)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
     from ddpshim.audit.recording import Settings
     from ddpshim.audit.running import as_json, as_text, audit
-    from ddpshim.errors import LaunchError
     from ddpshim.runner import Job
 
     job = Job(
@@ -341,7 +355,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     text = "a script with nn.DataParallel and DataLoader becomes distributed, unedited (docs/converting.md)"
     run.add_argument("--convert", choices=("dataparallel",), help=text)
     _add_program(run)
-    run.set_defaults(run=_run)
+    run.set_defaults(run=_run, needs_torch=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -373,7 +387,8 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "slurm",
         help="print an sbatch script for a trainer",
         description="Print an sbatch script: it is signalled before its time is over, and requeued where the trainer "
-        "asks for that (exit code 75). Redirect it into a file, read it, and `sbatch` it.",
+        "asks for that (exit code 75). Redirect it into a file, read it, and `sbatch` it. A trainer that is not found "
+        "here is a warning: the job may run elsewhere.",
         allow_abbrev=False,
         usage="%(prog)s [options] -- (script.py | -m package.module) [arguments]",
     )
@@ -384,17 +399,21 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                 f"--{field.name.replace('_', '-')}",
                 default=field.default,
                 metavar=field.metadata["metavar"],
-                help=field.metadata["help"] + default,
+                help=(field.metadata["help"] + default).replace("%", "%%"),
             )
     _add_program(slurm)
     slurm.set_defaults(run=_slurm)
 
 
 def _slurm(arguments: argparse.Namespace) -> int:
+    from ddpshim.runner import Job, problems_of_program
     from ddpshim.slurm import Settings, batch_script
 
     settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
     print(batch_script(Settings(**settings)), end="")
+    sys.stdout.flush()
+    for problem in problems_of_program(Job(arguments.program, is_module=arguments.module)):
+        print(f"ddpshim: {problem} (The script is printed all the same: the job may find it.)", file=sys.stderr)
     return 0
 
 

@@ -66,11 +66,12 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str) -> dict[str, A
     """Write and return ``manifest.json`` for the diffs in `patch_dir`, from a pristine tree.
 
     `source_root` contains the package folder. For maintainers: `base` is free text that names the commit
-    or release. Raises PatchError if a diff does not fit the tree.
+    or release. Raises PatchError if a diff does not fit the tree, or a file cannot be read or written.
     """
     patches = _read_patches(patch_dir)
     if not patches:
-        raise PatchError(f"No *.patch in {patch_dir}; the set would change nothing. Put diffs there first.")
+        no_folder = "" if patch_dir.is_dir() else ", which is no folder"
+        raise PatchError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
     files: dict[str, Hashes] = {}
     for name in _targets(patches):
         content = read(source_root / name)
@@ -83,7 +84,13 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str) -> dict[str, A
         "patches": list(patches),
         "files": {name: hashes._asdict() for name, hashes in files.items()},
     }
-    (patch_dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    where = patch_dir / "manifest.json"
+    try:
+        where.write_text(json.dumps(manifest, indent=2) + "\n")
+    except OSError as error:
+        raise PatchError(
+            f"{where} cannot be written ({error}); the set could not be used. Make the folder writable."
+        ) from error
     return manifest
 
 

@@ -107,7 +107,7 @@ def check(job: Job, environ: Mapping[str, str]) -> None:
 
     Raises LaunchError, a line for each thing that is wrong.
     """
-    problems = [*_problems_of_environment(environ), *_problems_of_program(job), *_problems_of_nodes(job)]
+    problems = [*_problems_of_environment(environ), *problems_of_program(job), *_problems_of_nodes(job)]
     if problems:
         raise LaunchError("\n".join(problems))
 
@@ -136,7 +136,8 @@ def _tell_conversion(job: Job) -> None:
             os.environ["PYTHONHASHSEED"] = "0"
 
 
-def _problems_of_program(job: Job) -> Iterator[str]:
+def problems_of_program(job: Job) -> Iterator[str]:
+    """Why no rank could run the program of `job`, a line for each reason. Local; reads files, imports nothing."""
     if job.convert is not None and job.is_module and job.program.partition(".")[0] == "robomimic":
         yield (
             f"--convert {job.convert} with -m {job.program}: metrics, checkpoints and rollouts of robomimic would be "
@@ -158,6 +159,8 @@ def _problems_of_program(job: Job) -> Iterator[str]:
         try:
             with tokenize.open(source) as file:
                 compile(file.read(), source, "exec", dont_inherit=True)
+        except OSError as error:
+            yield f"{source} cannot be read ({error}): every rank would fail at it. Make it readable."
         except (SyntaxError, ValueError) as error:
             yield f"{source} does not compile ({error}): every rank would fail at it. Correct it."
 

@@ -89,7 +89,7 @@ class Tree:
         self.unreadable: list[tuple[Path, Unreadable]] = []
         for path in _files(root, set(exclude), (".py",)):
             try:
-                self.sources.append(Source(path, path.read_bytes()))
+                self.sources.append(Source(path, self._read(path)))
             except Unreadable as error:
                 self.unreadable.append((path, error))
         base = root if root.is_dir() else root.parent
@@ -105,11 +105,26 @@ class Tree:
         self._imports: dict[Source, list[Source]] = {}
         self._edges: dict[Unit, tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]] = {}
         self._lines: dict[ast.ClassDef, tuple[ast.ClassDef, ...]] = {}
-        self.configs = [c for c in _files(root, set(exclude), (".yaml", ".yml")) if root.is_dir()]
-        self.targets = _targets(self.configs)
-        self.clocks = list(_clocks(self.configs))
+        configs: dict[Path, bytes] = {}
+        for path in _files(root, set(exclude), (".yaml", ".yml")) if root.is_dir() else ():
+            try:
+                configs[path] = self._read(path)
+            except Unreadable as error:
+                self.unreadable.append((path, error))
+        self.configs = list(configs)
+        self.targets = _targets(configs)
+        self.clocks = list(_clocks(configs))
         self.programs = self._find_programs()
         self.training = self._find_training()
+
+    def _read(self, path: Path) -> bytes:
+        """The content of a file; raises Unreadable for one below the root, of which there are more."""
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            if path == self.root:
+                raise
+            raise Unreadable(1, f"it cannot be opened: {error.strerror}") from error
 
     def is_test(self, source: Source) -> bool:
         """Whether a file below the root is a test: nobody launches it for what it trains."""
@@ -409,20 +424,20 @@ def _keywords(call: ast.Call) -> set[Optional[str]]:
     return {keyword.arg for keyword in call.keywords}
 
 
-def _targets(configs: list[Path]) -> dict[str, list[tuple[str, Path]]]:
+def _targets(configs: dict[Path, bytes]) -> dict[str, list[tuple[str, Path]]]:
     """Classes that hydra's configs instantiate, by their last name: the dotted one and the config."""
     out: dict[str, list[tuple[str, Path]]] = {}
-    for path in configs:
-        for match in _TARGET.findall(path.read_bytes()):
+    for path, content in configs.items():
+        for match in _TARGET.findall(content):
             dotted = match.decode()
             out.setdefault(dotted.rpartition(".")[2], []).append((dotted, path))
     return out
 
 
-def _clocks(configs: list[Path]) -> Iterator[tuple[Path, int]]:
+def _clocks(configs: dict[Path, bytes]) -> Iterator[tuple[Path, int]]:
     """Configs that put the time into a folder's name, and the line."""
-    for path in configs:
-        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for path, content in configs.items():
+        for number, line in enumerate(content.split(b"\n"), 1):
             if b"${now:" in line and re.match(rb"\s*(dir|\w*_dir|\w*path|output\w*)\s*:", line):
                 yield path, number
                 break

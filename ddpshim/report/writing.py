@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Optional, Union
@@ -49,7 +50,8 @@ def write(folder: Union[str, os.PathLike[str]], out: Optional[Path] = None, as_m
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # most often it is not there
+            partial.unlink()
         raise ReportError(
             f"{out} cannot be written ({error}); the report would be lost. Name another --out."
         ) from error

@@ -1,0 +1,326 @@
+"""Every sub-command, of today and of tomorrow: its help, a wrong flag, a file that is missing, a Python without torch.
+
+The commands are found in the parser. One that is new fails here until SAMPLES, and MISSING for each option that takes a
+file, say how to call it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddpshim.__main__ as command_line
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 120
+Command = tuple[str, ...]
+
+
+def _parsers(parser: argparse.ArgumentParser, above: Command = ()) -> Iterator[tuple[Command, argparse.ArgumentParser]]:
+    """Each sub-command by its words, groups (`patch`) and the command itself included."""
+    yield above, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from _parsers(below, (*above, name))
+
+
+PARSERS = dict(_parsers(command_line._parser()))
+COMMANDS = [command for command, parser in PARSERS.items() if parser.get_default("run") is not None]
+NEED_TORCH = [command for command in COMMANDS if PARSERS[command].get_default("needs_torch")]
+
+# How each is called in a folder with `train.py`, a robomimic that no patch set fits, and the records of a run. Targets
+# are paths: a name would be the package that is installed beside these tests, which `apply` would change.
+SAMPLES: dict[Command, list[str]] = {
+    ("patch", "list"): [],
+    ("patch", "status"): ["--target", "installed/robomimic"],
+    ("patch", "check"): ["--target", "installed/robomimic"],
+    ("patch", "apply"): ["--target", "installed/robomimic"],
+    ("patch", "revert"): ["--target", "installed/robomimic"],
+    ("patch", "manifest"): ["patches", "--source", "tree", "--base", "abc"],
+    ("run",): ["--nproc=2", "train.py", "--lr", "1"],
+    ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
+    ("options",): [],
+    ("env",): [],
+    ("selftest",): [],
+    ("doctor",): ["train.py"],
+    ("audit",): ["train.py"],
+    ("report",): ["run", "--markdown"],
+}
+
+# For each option that takes a file or folder: a call in which that is missing, and the exit code.
+MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
+    (("patch", "status"), "target"): (["--target", "absent"], 1),
+    (("patch", "check"), "target"): (["--target", "absent"], 1),
+    (("patch", "apply"), "target"): (["--target", "absent"], 1),
+    (("patch", "revert"), "target"): (["--target", "absent"], 1),
+    (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 1),
+    (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 1),
+    (("run",), "program"): (["absent.py"], 1),
+    (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 1),
+    (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
+    (("doctor",), "path"): (["absent"], 2),
+    (("audit",), "program"): (["absent.py"], 2),
+    (("audit",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
+    (("report",), "folder"): (["absent"], 2),
+    (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 1),
+}
+MODULES = {command: MISSING[command, "program"][1] for command in COMMANDS if (command, "program") in MISSING}
+
+
+def _id(value: Any) -> str:
+    return "-".join(value) or "ddpshim"
+
+
+def _takes_file(action: argparse.Action) -> bool:
+    named = {*re.split(r"\W", str(action.metavar)), *re.split(r"\W", action.dest.upper())}
+    return action.type is Path or bool(named & {"FILE", "DIR", "PATH", "FOLDER", "PROGRAM"})
+
+
+def _fill(folder: Path) -> None:
+    """What SAMPLES and MISSING are called in."""
+    (folder / "train.py").write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
+    (folder / "tree" / "package").mkdir(parents=True)
+    (folder / "tree" / "package" / "module.py").write_text("a = 1\n")
+    (folder / "patches").mkdir()
+    (folder / "patches" / "one.patch").write_text(
+        "--- a/package/module.py\n+++ b/package/module.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"
+    )
+    (folder / "installed" / "robomimic").mkdir(parents=True)
+    (folder / "installed" / "robomimic" / "__init__.py").write_text("__version__ = '0.0.1'\n")
+    (folder / "run" / "ddpshim").mkdir(parents=True)
+    start = {"kind": "start", "time": 1.0, "rank": 0, "start": 1, "world_size": 1}
+    (folder / "run" / "ddpshim" / "rank_0.jsonl").write_text(json.dumps(start) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The robomimic of this environment cannot be found, whatever a command takes for its target."""
+    monkeypatch.setitem(sys.modules, "robomimic", None)
+    assert importlib.util.find_spec("robomimic") is None
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _fill(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _call(argv: list[str]) -> int:
+    try:
+        return command_line.main(argv)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def _check_message(text: str, found: str) -> None:
+    """One line: what was found, what it would cause, what to do."""
+    assert text.startswith("ddpshim: ")
+    assert text.count("\n") == 1
+    assert text.endswith((".\n", ".)\n"))
+    assert found in text
+    assert len(re.split(r": |; |\. ", text)) >= 4
+
+
+@pytest.mark.parametrize("command", PARSERS, ids=_id)
+def test_help(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call([*command, "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert re.match(rf"usage: .*ddpshim {' '.join(command)}".rstrip(), out)
+    assert err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=_id)
+def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Before the program, behind which everything is the trainer's.
+    assert _call([*command, "--no-such-flag", *SAMPLES[command]]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: ")
+    assert err.endswith("error: unrecognized arguments: --no-such-flag\n")
+
+
+@pytest.mark.parametrize("command", [command for command in PARSERS if command not in COMMANDS], ids=_id)
+def test_a_group_wants_a_command(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ([], ["no-such-command"], ["--no-such-flag"]):
+        assert _call([*command, *wrong]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("usage: ")
+
+
+def test_every_command_and_every_option_that_takes_a_file_is_tried() -> None:
+    assert set(SAMPLES) == set(COMMANDS)
+    takes_file = {(c, a.dest) for c in COMMANDS for a in PARSERS[c]._actions if _takes_file(a)}
+    assert set(MISSING) == takes_file
+
+
+def test_a_package_that_is_installed_is_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(["patch", "status"]) == 1
+    _check_message(capsys.readouterr().err, "robomimic is not installed for ")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), MISSING, ids=lambda value: value if isinstance(value, str) else _id(value)
+)
+def test_what_is_missing(command: Command, name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = sorted(here.rglob("*"))
+    argv, code = MISSING[command, name]
+    assert _call([*command, *argv]) == code
+    out, err = capfd.readouterr()
+    assert bool(out) == (code == 0)
+    _check_message(err, "absent")
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", MODULES, ids=_id)
+def test_a_module_that_is_missing(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in ("absent", "absent.train", "json.absent"):
+        assert _call([*command, "-m", module]) == MODULES[command]
+        _check_message(capsys.readouterr().err, f"-m {module}: no such module")
+
+
+@pytest.mark.parametrize("command", MODULES, ids=_id)
+def test_a_program_that_cannot_be_read(
+    command: Command, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    assert _call([*command, "tree"]) == MODULES[command]
+    _check_message(capsys.readouterr().err, "tree is a folder")
+    monkeypatch.setattr(tokenize, "open", refuse)
+    assert _call([*command, "train.py"]) == MODULES[command]
+    _check_message(capsys.readouterr().err, "train.py cannot be read ([Errno 13] Permission denied: 'train.py')")
+
+
+def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "patches" / "manifest.json").mkdir()
+    assert _call(["patch", "manifest", *SAMPLES["patch", "manifest"]]) == 1
+    _check_message(capsys.readouterr().err, "manifest.json cannot be written")
+    assert _call(["report", "run", "--markdown", "--out", "tree"]) == 1
+    _check_message(capsys.readouterr().err, "tree cannot be written")
+    assert [path.name for path in here.rglob("*.partial")] == []
+
+
+def test_a_file_that_cannot_be_read_leaves_the_doctor_the_others(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("lock.py", "lock.yaml"):  # as an editor makes
+        (here / "tree" / name).symlink_to("nowhere")
+    assert _call(["doctor", "tree"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("DDP001") == 2
+    assert "it cannot be opened: No such file or directory" in said
+    assert _call(["doctor", "tree/lock.py"]) == 2
+    _check_message(capsys.readouterr().err, "No such file or directory: 'tree/lock.py'")
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "_options", interrupted)
+    assert _call(["options"]) == 130
+    assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
+
+
+# In one process for all: exit code, output, error, and the seconds of the processor.
+_WITHOUT_TORCH = """
+import contextlib, io, json, sys, time
+for name in ("torch", "matplotlib", "robomimic"):
+    sys.modules[name] = None
+import ddpshim.__main__ as command_line
+
+answers = []
+for argv in json.loads(sys.argv.pop()):
+    out, err, start = io.StringIO(), io.StringIO(), time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = command_line.main(argv)
+        except SystemExit as error:
+            code = error.code
+        except Exception as error:
+            code = repr(error)
+    answers.append([code, out.getvalue(), err.getvalue(), time.process_time() - start])
+print(json.dumps(answers))
+"""
+CALLS = [
+    *([*command, "--help"] for command in PARSERS),
+    *([*command, *argv] for command, argv in SAMPLES.items()),
+    ["report", "run"],
+]
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each of CALLS gave where neither torch nor matplotlib can be imported."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    _fill(folder)
+    ran = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, json.dumps(CALLS)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert ran.stderr == ""
+    return dict(zip(map(" ".join, CALLS), json.loads(ran.stdout)))
+
+
+@pytest.mark.parametrize("command", PARSERS, ids=_id)
+def test_help_without_torch(command: Command, without_torch: dict[str, Any]) -> None:
+    code, out, err, _ = without_torch[" ".join([*command, "--help"])]
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ")
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NEED_TORCH], ids=_id)
+def test_what_needs_no_torch_is_the_same_without(
+    command: Command, without_torch: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*command, *SAMPLES[command]]
+    code, out, err, _ = without_torch[" ".join(argv)]
+    assert _call(argv) == code
+    expected = capsys.readouterr()
+    if command == ("env",):
+        assert (code, err) == (0, "")
+        assert re.search("torch +cannot be imported: ", out)
+        return
+    found = [re.sub(r"/\S*/", "", text) for text in (out, err)]
+    assert found == [re.sub(r"/\S*/", "", text) for text in expected]
+    assert out or err
+
+
+def test_who_needs_torch() -> None:
+    assert NEED_TORCH == [("run",), ("selftest",), ("audit",)]
+
+
+@pytest.mark.parametrize("command", NEED_TORCH, ids=_id)
+def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[str, Any]) -> None:
+    code, out, err, cpu_s = without_torch[" ".join([*command, *SAMPLES[command]])]
+    assert (code, out) == (1, "")
+    _check_message(err, f"torch is not installed for {sys.executable}")
+    assert "pip install torch" in err
+    assert cpu_s < 0.5
+
+
+def test_a_page_without_matplotlib(without_torch: dict[str, Any]) -> None:
+    code, out, err, _ = without_torch["report run"]
+    assert (code, out) == (1, "")
+    _check_message(err, "matplotlib cannot be imported")
