@@ -259,8 +259,11 @@ from ddpshim.group import World
 from tests.test_resume import NUMBERS
 
 preemption.listen()
-child = multiprocessing.get_context("fork").Process(target=signal.pause)
+fork = multiprocessing.get_context("fork")
+is_there = fork.Event()  # with the handlers of its own: a signal that comes while it is forked may be lost to it
+child = fork.Process(target=lambda: (is_there.set(), signal.pause()))
 child.start()
+is_there.wait()
 loader = ddpshim.make_loader(NUMBERS, 8, num_workers=2, world=World(launcher="torchrun", seed=0))
 batches = iter(loader)
 seen = [next(batches), next(batches)]  # of both workers: they are there

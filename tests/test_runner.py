@@ -62,7 +62,9 @@ def handle(signum, frame):
         meet("deaf")
         sys.exit(75)
 
-print(f"rank {rank} of {os.environ['WORLD_SIZE']}", __name__, sys.argv, sys.path[0], flush=True)
+# In one piece, for the screen that ranks share: `print` makes a piece of each of its arguments.
+sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']} {__name__} {sys.argv} {sys.path[0]}\\n")
+(here / f"said_{rank}").touch()
 if what == "print":
     print("to stderr", file=sys.stderr)
     subprocess.run(["echo", "from a child"], check=True)
@@ -84,6 +86,7 @@ elif what in ("lose", "break"):  # the other rank ends without a word after this
     os.kill(os.getpid(), signal.SIGKILL) if what == "lose" else os._exit(7)
 elif what in ("exit", "kill"):
     if rank == int(rest[0]):
+        wait_for(f"said_{1 - rank}")  # the other one is ended at once, in the middle of whatever it does
         sys.exit(3) if what == "exit" else os.kill(os.getpid(), signal.SIGKILL)
     wait_for("never")
 elif what == "restart":
@@ -93,8 +96,8 @@ elif what == "restart":
     if rest and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":  # now the other one
         wait_for("never") if rank == 0 else sys.exit(3)
 elif what == "linger":
-    (here / f"ready_{rank}").touch()
     try:
+        (here / f"ready_{rank}").touch()  # inside: the signal comes as soon as it is there
         wait_for("never")
     finally:
         if rank == int(rest[0]):  # until the agent ends it
