@@ -2,14 +2,15 @@
 
 python examples/same_experiment.py [--algo bc|bc_rnn_gmm|diffusion_policy] [--steps 1000] [--ranks 2] [--out DIR]
 
-`bc` patches and trains the robomimic that is installed (0.3.0). `diffusion_policy` trains robomimic 0.5.0 from
-DDPSHIM_UPSTREAM (see patches/README.md), in a patched copy. Both runs are launched by torchrun and consume the
-same global batches; everything is written under --out.
+`bc` and `bc_rnn_gmm` train the robomimic that is installed (0.3.0), `diffusion_policy` robomimic 0.5.0 from
+DDPSHIM_UPSTREAM (see patches/README.md). Each is copied, and the copy patched: what is installed stays as it is. Both
+runs are launched by torchrun and consume the same global batches; everything is written under --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,37 +64,68 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "same_experiment")
     args = parser.parse_args()
     steps, epochs = args.steps or DEFAULT_STEPS[args.algo], 20
-    out = args.out.resolve() / args.algo
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    environ = patched_robomimic(args.algo, out)
-    many = train(args.algo, args.ranks, steps // epochs, epochs, out, environ)
-    one = train(args.algo, 1, steps // epochs, epochs, out, environ)
-    report(args.algo, args.ranks, one, many)
-    picture = draw(args.algo, args.ranks, one, many, out)
+    with emptied(args.out.resolve() / args.algo) as out:
+        environ = patched_robomimic(args.algo, out)
+        many = train(args.algo, args.ranks, steps // epochs, epochs, out, environ)
+        one = train(args.algo, 1, steps // epochs, epochs, out, environ)
+        report(args.algo, args.ranks, one, many)
+        picture = draw(args.algo, args.ranks, one, many, out)
     print(f"\nloss curves: {picture}")
     sys.exit(one.exit_code or many.exit_code)
 
 
+@contextlib.contextmanager
+def emptied(out: Path) -> Iterator[Path]:
+    """The folder `out`, empty, and this process's alone; ends before anything is deleted if another writes there."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_name(f"{out.name}.lock"), "w") as lock:
+        with contextlib.suppress(ImportError):  # Windows has no fcntl: there, nothing keeps two runs apart
+            import fcntl
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                sys.exit(
+                    f"Another run of this example writes into {out}; this one would have deleted its files, and has "
+                    "changed nothing. Wait for it to end, or name another folder with --out."
+                )
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        yield out
+
+
 def patched_robomimic(algo: str, out: Path) -> dict[str, str]:
-    """The environment in which `import robomimic` finds a patched one."""
-    patch = [sys.executable, "-m", "ddpshim", "patch", "apply"]
-    where = [str(ROOT)]
+    """The environment in which `import robomimic` finds a patched copy under `out`."""
+    copy = out / "source"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(released_robomimic(algo), copy / "robomimic", ignore=ignored)
+    where = [str(copy), str(ROOT)]
+    if algo == "diffusion_policy" and importlib.util.find_spec("transformers") is None:
+        where.append(str(ROOT / "tests" / "stubs"))  # robomimic 0.5.0 loads a language model while it is imported
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(where), "PYTHONUNBUFFERED": "1"}
+    patch = [sys.executable, "-m", "ddpshim", "patch", "apply", "--target", str(copy)]
+    subprocess.run(patch, check=True, env=environ)
+    return environ
+
+
+def released_robomimic(algo: str) -> Path:
+    """The package's folder in the release that has the algorithm."""
     if algo == "diffusion_policy":
-        source = Path(os.environ.get("DDPSHIM_UPSTREAM", "")) / "robomimic-0.5.0" / "robomimic"
-        if not os.environ.get("DDPSHIM_UPSTREAM") or not source.is_dir():
+        upstream = os.environ.get("DDPSHIM_UPSTREAM", "")
+        source = Path(upstream) / "robomimic-0.5.0" / "robomimic"
+        if not upstream or not source.is_dir():
             sys.exit(
                 "diffusion_policy needs robomimic 0.5.0, which no package index holds: set DDPSHIM_UPSTREAM to a "
                 "folder with robomimic-0.5.0/ in it (see patches/README.md)."
             )
-        shutil.copytree(source, out / "source" / "robomimic", ignore=shutil.ignore_patterns("__pycache__"))
-        patch += ["--target", str(out / "source")]
-        where.insert(0, str(out / "source"))
-        if importlib.util.find_spec("transformers") is None:
-            where.append(str(ROOT / "tests" / "stubs"))  # robomimic 0.5.0 loads a language model while it is imported
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(where), "PYTHONUNBUFFERED": "1"}
-    subprocess.run(patch, check=True, env=environ)
-    return environ
+        return source
+    spec = importlib.util.find_spec("robomimic")
+    if spec is None or spec.origin is None:
+        sys.exit(
+            f"robomimic is not installed for {sys.executable}, so there is nothing to train. Run `python3 bootstrap.py "
+            "demo`, or `pip install --no-deps robomimic==0.3.0`."
+        )
+    return Path(spec.origin).parent
 
 
 def train(algo: str, num_ranks: int, steps: int, epochs: int, out: Path, environ: dict[str, str]) -> Result:
