@@ -1,85 +1,213 @@
 """Set up a fresh machine and run something on it: `python3 bootstrap.py demo` or `python3 bootstrap.py test`.
 
-Makes a virtual environment (.venv beside this file), installs what is missing from the package index,
-and never replaces a torch that the calling Python already has.
+Makes a virtual environment (.venv beside this file), installs what is missing from the package index, and never
+replaces a torch that the calling Python already has. `test --fast` runs the quick tests only; pytest gets the other
+arguments. `install` asks pip again even if everything seems to be installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
-import venv
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional
 
 ROOT = Path(__file__).resolve().parent
 TORCH = "torch==2.13.0" if sys.version_info >= (3, 10) else "torch"  # the newest one that the tests were run with
+THIS_PYTHON = str(sys.implementation.cache_tag)  # "cpython-311": the pythons that can load the same compiled packages
+MADE = "made-by-bootstrap"  # a file in an environment that this script made, and may empty
+STAMP = "installed-by-bootstrap"  # a file in an environment in which everything is installed; says for what
+FAST_TESTS = "unit or ranks"
 
 
-def make_environment(folder: Path) -> Path:
-    """The Python of a virtual environment in `folder`, which sees the caller's torch if there is one."""
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if not python.exists():
-        print(f"making a virtual environment in {folder}", flush=True)
-        venv.create(folder, with_pip=True)
-    found = importlib.util.find_spec("torch")
-    if found is not None and found.origin is not None and not str(Path(found.origin)).startswith(str(folder)):
-        theirs = Path(found.origin).parent.parent
+def python_of(folder: Path) -> Path:
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def torch_of_the_caller(folder: Path) -> Optional[Path]:
+    """The folder on the calling Python's path that holds its torch, if it is not in the environment `folder`."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or folder in Path(spec.origin).parents:
+        return None
+    return Path(spec.origin).parent.parent
+
+
+def fingerprint(folder: Path) -> str:
+    """Changes with whatever decides what is installed in the environment `folder`, and how."""
+    digest = hashlib.sha256(f"{THIS_PYTHON}\n{ROOT}\n{torch_of_the_caller(folder)}\n".encode())
+    for file in (*sorted((ROOT / "requirements").glob("*.txt")), ROOT / "pyproject.toml", ROOT / "setup.py"):
+        digest.update(f"{file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def is_installed(folder: Path) -> bool:
+    stamp = folder / STAMP
+    return python_of(folder).exists() and stamp.exists() and stamp.read_text() == fingerprint(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[tuple[int, ...]]:
+    """Keeps other bootstraps from installing into `folder`; yields the descriptors that hold the lock.
+
+    Pass them on to each process that writes there: where this script alone is killed, its pip still writes, and the
+    next bootstrap must wait for it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows: nothing keeps two from installing at once
+        yield ()
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the environment and never deleted: a lock on a deleted file keeps nobody away.
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another bootstrap.py is installing into {folder}: waiting", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield (file.fileno(),)
+
+
+def call(command: list[str], held: tuple[int, ...] = ()) -> None:
+    """Run a command here, in ROOT; where it fails, end with its exit code: it has said why."""
+    code = subprocess.run(command, check=False, cwd=ROOT, pass_fds=held).returncode
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def asked(folder: Path, code: str, *arguments: str) -> Optional[str]:
+    """What the environment's Python prints, or None if it fails or does not start."""
+    with contextlib.suppress(OSError):
+        ran = subprocess.run([str(python_of(folder)), "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+        return ran.stdout.strip() if ran.returncode == 0 else None
+    return None
+
+
+def make_environment(folder: Path, held: tuple[int, ...] = ()) -> None:
+    """Make the virtual environment, unless it exists. One that an earlier run left unfinished is made again."""
+    found = asked(folder, "import pip, sys; print(sys.implementation.cache_tag)")
+    if (folder / MADE).exists() and (found is None or not (folder / STAMP).exists()):
+        if Path(sys.prefix).resolve() == folder:
+            sys.exit(f"{folder} is unfinished, and its own Python cannot make it again. Run `deactivate` first.")
+        print(f"{folder} is unfinished or its Python is gone: making it again", flush=True)
+        empty(folder)
+    elif found is None and folder.exists() and any(folder.iterdir()):
+        sys.exit(
+            f"{folder} is not empty and has no working Python with pip, so nothing can be installed into it. If it is "
+            "a broken environment, delete it; otherwise name another folder with --venv."
+        )
+    elif found is not None and found != THIS_PYTHON:
+        sys.exit(
+            f"{folder} was made with {found}, and this Python is {THIS_PYTHON}: packages of one do not load in the "
+            f"other. Run bootstrap.py with that Python, name another folder (--venv .venv-{THIS_PYTHON}), or delete "
+            "this one."
+        )
+    elif found is not None:
+        return
+    if importlib.util.find_spec("ensurepip") is None:
+        sys.exit(
+            f"{sys.executable} has no ensurepip, so that a virtual environment would have no pip. Install it (Debian "
+            "and Ubuntu: apt install python3-venv), or use another Python."
+        )
+    print(f"making a virtual environment in {folder}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MADE).touch()  # first: an environment without it is somebody else's, and is never emptied
+    call([sys.executable, "-m", "venv", str(folder)], held)
+
+
+def empty(folder: Path) -> None:
+    """Delete all that is in an environment but the file that says who made it: where this is killed, it goes on."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MADE:
+            path.unlink()
+
+
+def share_torch(folder: Path) -> None:
+    """Let the environment see the caller's torch, if there is one and it has none itself."""
+    theirs = torch_of_the_caller(folder)
+    if theirs is not None and not has(folder, "torch"):
         print(f"using the torch in {theirs}", flush=True)
-        where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        own = subprocess.run([str(python), "-c", where], check=True, capture_output=True, text=True).stdout.strip()
-        (Path(own) / "torch_of_the_caller.pth").write_text(f"{theirs}\n")
-    return python
+        own = asked(folder, "import sysconfig; print(sysconfig.get_path('purelib'))")
+        (Path(str(own)) / "torch_of_the_caller.pth").write_text(f"{theirs}\n")
 
 
-def install(python: Path) -> None:
-    """Everything that the demo and the tests need; seconds where it is there already."""
+def has(folder: Path, module: str) -> bool:
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    return asked(folder, code, module) is not None
+
+
+def install(folder: Path, held: tuple[int, ...] = ()) -> None:
+    """Install everything that the demo and the tests need; seconds where it is there already."""
 
     def pip(*arguments: str) -> None:
-        command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
         print("pip install", " ".join(arguments), flush=True)
-        subprocess.run(command, check=True, cwd=ROOT)
+        pip_install = [str(python_of(folder)), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        call([*pip_install, *arguments], held)
 
-    def has(module: str) -> bool:
-        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-        return subprocess.run([str(python), "-c", code], check=False).returncode == 0
-
-    if not has("torch"):
-        pip(TORCH)
+    (folder / STAMP).unlink(missing_ok=True)
+    share_torch(folder)
     lines = (ROOT / "requirements" / "no-deps.txt").read_text().splitlines()
-    bare = [line for line in lines if line and not line.startswith("#") and not has(line.split("==")[0])]
-    if bare:
-        pip("--no-deps", *bare)
-    pip("-r", "requirements/robomimic.txt", "-r", "requirements/test.txt")
-    pip("--no-deps", "-e", ".")
+    no_deps = [line for line in lines if line and not line.startswith("#")]
+    missing = [line for line in no_deps if not has(folder, re.split(r"\W", line)[0])]
+    torch = [] if has(folder, "torch") else [TORCH]
+    # Last those without dependencies: where pip resolves something beside them, it reports in red what they lack. In an
+    # environment of ours nothing else can be in conflict than they, which lack it on purpose, and the caller's packages
+    # beside a shared torch, which stay as they are; so a later run need not report it either.
+    ours = ["--no-warn-conflicts"] if (folder / MADE).exists() else []
+    pip(*ours, *torch, "-r", "requirements/robomimic.txt", "-r", "requirements/test.txt")
+    pip("--no-deps", *missing, "-e", ".")
+    (folder / STAMP).write_text(fingerprint(folder))
+
+
+def commands(what: str, fast: bool, rest: list[str]) -> list[list[str]]:
+    """The arguments of Python, one list a command."""
+    if what == "install":
+        return []
+    if what == "demo":
+        return [["examples/same_experiment.py", *rest]]
+    chosen = ["-m", FAST_TESTS] if fast else []
+    return [
+        ["-m", "ruff", "check", "."],
+        ["-m", "ruff", "format", "--check", "."],
+        ["-m", "mypy"],
+        # Two files at a time, each on one process: the fixtures of a file are costly.
+        ["-m", "pytest", "-n", "2", "--dist", "loadfile", *chosen, *rest],
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("what", choices=["demo", "test", "install"])
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment's folder (default: .venv)")
+    parser.add_argument("--fast", action="store_true", help=f"with test: only those marked {FAST_TESTS}")
     args, rest = parser.parse_known_args()
-    python = make_environment(args.venv.resolve())
-    install(python)
-    commands = {
-        "install": [],
-        "demo": [["examples/same_experiment.py", *rest]],
-        "test": [
-            ["-m", "ruff", "check", "."],
-            ["-m", "ruff", "format", "--check", "."],
-            ["-m", "mypy"],
-            # Two files at a time, each on one process: the fixtures of a file are costly.
-            ["-m", "pytest", "-n", "2", "--dist", "loadfile", *rest],
-        ],
-    }
-    for command in commands[args.what]:
+    if args.fast and args.what != "test":
+        parser.error("--fast chooses tests: write `bootstrap.py test --fast`")
+    folder = args.venv.resolve()
+    if args.what == "install" or not is_installed(folder):
+        with locked(folder) as held:
+            if args.what == "install" or not is_installed(folder):  # again: another bootstrap may have done it
+                make_environment(folder, held)
+                install(folder, held)
+    for command in commands(args.what, args.fast, rest):
         print("python", " ".join(command), flush=True)
-        code = subprocess.run([str(python), *command], check=False, cwd=ROOT).returncode
-        if code:
-            sys.exit(code)
+        call([str(python_of(folder)), *command])
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
