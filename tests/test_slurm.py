@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,8 @@ DEADLINE_S = 120
 Starter = Callable[[Settings], "Batch"]
 
 # Starts the tasks of every node on this machine, as srun would on its own; ends with the highest exit code, as srun.
-SRUN = f"""#!{sys.executable}
+# `env` finds the stub of python below: a first line with the interpreter's path would break at a space in it.
+SRUN = """#!/usr/bin/env python
 import os, subprocess, sys
 nodes, per_node = int(os.environ["STUB_NODES"]), int(os.environ["STUB_TASKS_PER_NODE"])
 command = sys.argv[1:]
@@ -34,16 +36,16 @@ while command[0].startswith("--"):
     print("srun option", command.pop(0), flush=True)
 tasks = []
 for number in range(nodes * per_node):
-    step = {{
+    step = {
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": nodes * per_node,
-        "SLURM_STEP_TASKS_PER_NODE": f"{{per_node}}(x{{nodes}})",
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
         "SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"],
         "SLURM_PROCID": number,
         "SLURM_LOCALID": number % per_node,
         "SLURM_NODEID": number // per_node,
-    }}
-    environ = {{**os.environ, **{{name: str(value) for name, value in step.items()}}}}
+    }
+    environ = {**os.environ, **{name: str(value) for name, value in step.items()}}
     tasks.append(subprocess.Popen(command, env=environ))
 with open("tasks.part", "w") as file:
     file.write(" ".join(str(task.pid) for task in tasks))
@@ -79,7 +81,7 @@ class Batch:
         stubs = {
             "srun": SRUN,
             "scontrol": '#!/bin/bash\necho "$@" >> requeued\n',
-            "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
+            "python": f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n',
         }
         for name, text in stubs.items():
             (folder / "bin" / name).write_text(text)
