@@ -110,6 +110,7 @@ def train_by_hand(mistake):
             loss.backward()
             optimizer.step()
         curve.append(error(policy, HELD_OUT))
+    del loss_of  # before the group: torch may hang where DDP is the last to hold it
     dist.destroy_process_group()
     return curve, success_rate(policy), policy.state_dict()
 

@@ -88,7 +88,7 @@ for name, save in (("by_hand", save_by_hand), ("ddpshim", checkpoint.save)):
     path = FOLDER / f"{name}.pth"
     torch.save({"epoch": 1}, path)
     failed = run_failing(save_and_die, 2, save, path)
-    assert failed.exit_codes[0] == -signal.SIGXFSZ
+    assert failed.exit_codes[0] == -signal.SIGXFSZ, failed
     damage = checkpoint.find_damage(path)
     print(f"{name}: {path.stat().st_size} bytes, {'damaged: ' + damage if damage else torch.load(path)}")
     assert (damage is None) == (name == "ddpshim")
@@ -186,11 +186,11 @@ unbroken = losses(FOLDER / "unbroken.log")
 resumed = FOLDER / "resumed"
 disturb = 1, 1, 5, signal.SIGTERM
 failed = run_failing(train, 2, resumed, FOLDER / "first.log", 0.0, NUM_EPOCHS, disturb)
+assert failed.exit_codes == [REQUEUE, REQUEUE], failed
 print(next(line for line in failed.output.splitlines() if "exit code 75" in line))
-assert failed.exit_codes == [REQUEUE, REQUEUE]
 disturb = 0, *divmod(KILLED_AT, per_epoch), signal.SIGKILL
 failed = run_failing(train, 4, resumed, FOLDER / "second.log", 0.0, NUM_EPOCHS, disturb)
-assert failed.exit_codes[0] == -signal.SIGKILL
+assert failed.exit_codes[0] == -signal.SIGKILL, failed
 run(train, 1, resumed, FOLDER / "third.log")
 
 # %%

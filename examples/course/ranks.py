@@ -124,17 +124,19 @@ def _as_torchrun_says(rank: int, num_ranks: int, per_node: int) -> dict[str, str
 def _wait(processes: list[Any], end: float) -> str:
     """Why the ranks did not end well; empty where they did."""
     why = ""
-    while running := [process for process in processes if process.exitcode is None]:
+    while True:
+        codes = [process.exitcode for process in processes]  # once: a process may end between two looks at it
+        failed = [code for code in codes if code]
+        running = [process for process, code in zip(processes, codes) if code is None]
+        if failed and not why:
+            why = "a rank failed"
+            for process in running if failed[0] != REQUEUE else ():
+                process.terminate()
+        if not running:
+            return why
         if time.monotonic() > end:
             return why or "the deadline has passed"
         multiprocessing.connection.wait([process.sentinel for process in running], end - time.monotonic())
-        ended = [process for process in running if process.exitcode not in (None, 0)]
-        if ended and not why:
-            why = "a rank failed"
-            for process in processes:
-                if process.exitcode is None and ended[0].exitcode != REQUEUE:
-                    process.terminate()
-    return why
 
 
 def _become_rank(function: Callable[..., Any], args: Any, place: dict[str, str], mine: Path, hear: Connection) -> None:
