@@ -110,6 +110,7 @@ def train() -> None:
             files_of_all_ranks(policy)
         if not has("no group"):
             dist.barrier()
+    del model, of_another, net  # before the group: torch may hang where DDP is the last to hold it
     if not has("no group"):
         dist.destroy_process_group()
 

@@ -109,6 +109,19 @@ class Recorder:
         self.write("end", code=code)
         self._is_over = True
         self._tell_over()
+        self._let_go_of_groups()
+
+    def _let_go_of_groups(self) -> None:
+        """Now that no DistributedDataParallel is the last to hold its group.
+
+        Where it is, torch (seen with 2.13) waits for gloo's threads and holds Python's lock, for which one of them may
+        wait to let go of its last message: a trainer that is done would now and then be called stalled.
+        """
+        if self._named:
+            from ddpshim.group import ENDS_THREADS
+
+            if ENDS_THREADS:
+                self._named.clear()
 
     def write(self, kind: str, **values: Any) -> None:
         """One record; whole, or not at all, whatever ends this process."""
@@ -291,9 +304,11 @@ class Parameters:
         wrapped: set[int] = set()
         named: list[tuple[str, Any]] = []
         buffers: list[tuple[str, Any]] = []
+        self.groups: list[Any] = []  # held until the program is over
         for module in modules:
             inside = [(name, p) for name, p in module.named_parameters() if id(p) in mine]
             if isinstance(module, DistributedDataParallel):
+                self.groups.append(module.process_group)
                 wrapped.update(id(p) for _, p in inside)
             elif inside:
                 named += inside
