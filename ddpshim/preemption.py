@@ -65,10 +65,16 @@ def listen() -> None:
     threading.Thread(target=_watch, args=(hears,), name="ddpshim-preemption", daemon=True).start()
 
 
-def unlisten() -> None:
-    """Give the signals back to whom `listen` took them from. Local; idempotent."""
+def unlisten(is_complete: bool = False) -> None:
+    """Give the signals back to whom `listen` took them from. Local; idempotent.
+
+    Where the training `is_complete`, SIGUSR1 is ignored if nobody else had a handler for it: it asks for a save, and by
+    default it would end a process that has nothing left to save, and the job as failed.
+    """
     for number, handler in _state.previous.items():
         signal.signal(number, handler or signal.SIG_DFL)
+        if is_complete and number != signal.SIGTERM and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
     _state.previous.clear()
     if _state.wakeup is not None:
         signal.set_wakeup_fd(-1)

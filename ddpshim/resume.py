@@ -277,8 +277,8 @@ class Resumable:
         raise SystemExit(EXIT_REQUEUE)
 
     def finish(self) -> None:
-        """The training is complete: its progress is removed, and signals end the process again. Local."""
-        preemption.unlisten()
+        """The training is complete: its progress is removed. SIGTERM ends the process again, not SIGUSR1. Local."""
+        preemption.unlisten(is_complete=True)
         if self._world.is_main:
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
