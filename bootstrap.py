@@ -26,6 +26,7 @@ THIS_PYTHON = str(sys.implementation.cache_tag)  # "cpython-311": the pythons th
 MADE = "made-by-bootstrap"  # a file in an environment that this script made, and may empty
 STAMP = "installed-by-bootstrap"  # a file in an environment in which everything is installed; says for what
 FAST_TESTS = "unit or ranks"
+FIRST_TOO_NEW = (3, 12)  # no wheel of the torchvision in requirements/no-deps.txt is for it
 
 
 def python_of(folder: Path) -> Path:
@@ -89,6 +90,16 @@ def asked(folder: Path, code: str, *arguments: str) -> Optional[str]:
         ran = subprocess.run([str(python_of(folder)), "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
         return ran.stdout.strip() if ran.returncode == 0 else None
     return None
+
+
+def refuse_too_new_a_python(folder: Path) -> None:
+    """End before anything is made or downloaded where the released robomimic cannot be installed."""
+    if sys.version_info[:2] >= FIRST_TOO_NEW and not has(folder, "torchvision"):
+        sys.exit(
+            f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, for which the torchvision that goes with "
+            "robomimic 0.3.0 and with any torch (0.16.2) has no wheel; nothing was changed. Run bootstrap.py with "
+            "Python 3.9, 3.10 or 3.11. (The library itself runs on newer ones: pip install .)"
+        )
 
 
 def make_environment(folder: Path, held: tuple[int, ...] = ()) -> None:
@@ -180,8 +191,8 @@ def commands(what: str, fast: bool, rest: list[str]) -> list[list[str]]:
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
         ["-m", "mypy"],
-        # Two files at a time, each on one process: the fixtures of a file are costly.
-        ["-m", "pytest", "-n", "2", "--dist", "loadfile", *chosen, *rest],
+        # More files at a time than cores: jobs wait for each other, too. Each on one process: its fixtures are costly.
+        ["-m", "pytest", "-n", "4", "--dist", "loadfile", *chosen, *rest],
     ]
 
 
@@ -199,6 +210,7 @@ def main() -> None:
     if args.what == "install" or not is_installed(folder):
         with locked(folder) as held:
             if args.what == "install" or not is_installed(folder):  # again: another bootstrap may have done it
+                refuse_too_new_a_python(folder)
                 make_environment(folder, held)
                 install(folder, held)
     for command in commands(args.what, args.fast, rest):

@@ -8,14 +8,13 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from examples import same_experiment
-
-pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -48,6 +47,7 @@ class Machine:
         monkeypatch.setattr(self.module, "call", self._call)
         monkeypatch.setattr(self.module, "has", lambda _, module: module in self.modules)
         monkeypatch.setattr(self.module, "torch_of_the_caller", lambda _: self.torch)
+        monkeypatch.setattr(self.module, "FIRST_TOO_NEW", (99, 0))
         self._monkeypatch = monkeypatch
 
     def _call(self, command: list[str], held: tuple[int, ...] = ()) -> None:
@@ -144,6 +144,21 @@ def test_what_failed_or_was_killed_on_the_way_is_made_again(
     assert len(machine.run("demo")) == 1
 
 
+def test_what_failed_while_it_was_changed_is_made_again(machine: Machine) -> None:
+    machine.run("install")
+    machine.fails_at = "--no-warn-conflicts"
+    with pytest.raises(SystemExit):
+        machine.run("install")
+    machine.fails_at = ""
+    assert machine.run("demo")[0] == ["-m", "venv", str(machine.venv)]
+
+
+def test_what_says_who_made_it_stays_while_all_else_is_deleted(machine: Machine) -> None:
+    machine.run("install")
+    machine.module.empty(machine.venv)
+    assert [path.name for path in machine.venv.iterdir()] == [machine.module.MADE]
+
+
 def test_an_environment_whose_python_is_gone_is_made_again(machine: Machine) -> None:
     machine.run("install")
     python = machine.module.python_of(machine.venv)
@@ -189,6 +204,16 @@ def test_an_unfinished_environment_does_not_delete_itself(machine: Machine, monk
     with pytest.raises(SystemExit, match="deactivate"):
         machine.run("demo")
     assert machine.module.python_of(machine.venv).exists()
+
+
+def test_too_new_a_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.module, "FIRST_TOO_NEW", sys.version_info[:2])
+    with pytest.raises(SystemExit, match=r"this is Python 3\.\d+, .* Run bootstrap.py with Python 3.9, 3.10 or 3.11"):
+        machine.run("demo")
+    assert machine.calls == []
+    assert not machine.venv.exists()
+    machine.modules.add("torchvision")  # it was installed in some other way
+    assert machine.run("demo")[-1] == ["examples/same_experiment.py"]
 
 
 def test_a_python_without_ensurepip_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +270,24 @@ def test_who_comes_second_waits_and_says_so(tmp_path: Path, monkeypatch: pytest.
 def test_the_lock_is_held_until_the_last_that_writes_has_ended(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     bootstrap, folder = _load(), tmp_path / ".venv"
+    started, may_end = tmp_path / "started", tmp_path / "may_end"
+    code = (
+        "import pathlib, sys, time; started, may_end = map(pathlib.Path, sys.argv[1:]); started.touch()\n"
+        f"end = time.monotonic() + {DEADLINE_S}\n"
+        "while not may_end.exists() and time.monotonic() < end: time.sleep(0.01)"
+    )
     with bootstrap.locked(folder) as held:
-        # As pip after its bootstrap was killed.
-        left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held)
+        command = [sys.executable, "-c", code, str(started), str(may_end)]
+        pip = threading.Thread(target=bootstrap.call, args=(command, held), daemon=True)
+        pip.start()
+        while not started.exists() and pip.is_alive():
+            time.sleep(0.01)
+    # Out of the block as after a kill of bootstrap alone: its pip still runs.
     with open(tmp_path / ".venv.lock") as lock:
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        left.communicate(b"\n", timeout=DEADLINE_S)
+        may_end.touch()
+        pip.join(DEADLINE_S)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -266,7 +302,7 @@ def test_arguments_of_test_go_to_pytest_but_for_fast(machine: Machine) -> None:
         "-m",
         "pytest",
         "-n",
-        "2",
+        "4",
         "--dist",
         "loadfile",
         "-k",
@@ -276,7 +312,7 @@ def test_arguments_of_test_go_to_pytest_but_for_fast(machine: Machine) -> None:
     ]
     linters = [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"]]
     fast = machine.run("test", "--fast", "-x")
-    assert fast == [*linters, ["-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "unit or ranks", "-x"]]
+    assert fast == [*linters, ["-m", "pytest", "-n", "4", "--dist", "loadfile", "-m", "unit or ranks", "-x"]]
     with pytest.raises(SystemExit):
         machine.run("demo", "--fast")
 
