@@ -3,30 +3,84 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.once_more import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
+from tests.preloaded_commands import SOCKET
+
+# Each process of the tests would compile the library anew, a second of CPU.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Before anything imports torch. Who waits at a store whose host has left first says so in C++, with a stack, now and
 # then; tests compare what programs print.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# The files that take longest are started first: two of them at the end would leave one of two processes idle.
+# The files that take longest are started first: one of them at the end would leave the other processes idle.
 LONGEST = [
     f"test_{name}.py"
     for name in (
-        *("resume", "auto", "robomimic", "docs", "launch_matrix", "convert", "group", "faults"),
-        *("selftest", "checkpoint", "audit", "report", "examples", "course"),
+        *("auto", "robomimic", "examples", "resume", "parallel", "docs", "runner", "group", "audit", "convert"),
+        *("data_kinds", "equivalence", "course", "guard", "report", "rollout", "launch_matrix", "faults", "selftest"),
+        *("packaging", "options", "background", "sampler", "slurm", "layout", "checkpoint", "sequences", "loader"),
     )
 ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would start those with the most tests first
+    if getattr(config.option, "numprocesses", None) and SOCKET not in os.environ:
+        from tests.preloaded import preloaded
+
+        os.environ[SOCKET] = preloaded().socket  # one for all of xdist's processes
+
+
+# What the tests of a file are that do not say it themselves, see `markers` in pyproject.toml; of other files: unit.
+TIERS = {
+    **dict.fromkeys(("guard", "parallel", "resume", "second_job", "sequences"), "ranks"),
+    **dict.fromkeys(("auto", "background", "bootstrap", "convert", "data_kinds", "droid", "equivalence"), "launch"),
+    **dict.fromkeys(("examples", "examples_launch", "import_cost", "launch_matrix", "once_more"), "launch"),
+    **dict.fromkeys(("packaging", "rlds", "robocasa", "robomimic", "rollout", "runner", "tfdata"), "launch"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        own = [mark.name for mark in item.iter_markers() if mark.name in ("unit", "ranks", "launch")]
+        tier = own[0] if own else TIERS.get(item.path.stem.removeprefix("test_"), "unit")
+        trains = any(item.get_closest_marker(name) for name in ("robomimic", "simulator", "upstream"))
+        item.add_marker("train" if tier == "launch" and trains else tier)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+_started: list[str] = []
+
+
+def _take_note(event: str, args: Any) -> None:
+    is_fork_server = event == "socket.connect" and isinstance(
+        args[1], (str, bytes)
+    )  # multiprocessing's, tests/ranks.py
+    if is_fork_server or event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        _started.append(event)
+
+
+sys.addaudithook(_take_note)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test of the quick tier that starts a process."""
+    _started.clear()
+    yield
+    if item.get_closest_marker("unit") and _started:
+        pytest.fail(
+            f"a test marked unit starts a process ({_started[0]}): mark it ranks or launch, see tests/conftest.py"
+        )
 
 
 @pytest.fixture(scope="session")

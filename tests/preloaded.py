@@ -3,36 +3,53 @@
 `preloaded(tree)` is that one process for the robomimic in `tree`; it lives as long as this one. What is forked from it
 is `python -m MODULE …` or `python FILE …` in all but the imports: with an environment, a folder and an end of its own.
 Where MODULE is a launcher, torchrun's own agent starts the ranks, watches and ends them, and they are forked as well.
+
+There are two ways to start one: `start` from a test, and from any other program, as a shell, the `python`, `torchrun`
+and `ddpshim` of `shell_environment` (tests/preloaded_python.py).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
 import importlib.util
 import inspect
+import json
 import os
+import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, Pipe
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, Optional
+from types import ModuleType
+from typing import Any, Callable, Optional
 
 from ddpshim.launch import EXIT_REQUEUE
+from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 HOOKS = "OBSERVED_HOOKS"  # set where the package is unpatched and ddpshim.auto is to be imported
 START_DEADLINE_S = 240.0  # the first start waits for the imports
+DEADLINE_PASSED = 124  # the exit code of what had to be killed
+TORCHS = ("torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.launcher.api")
+# What robomimic imports: a second of CPU in each process that is to import robomimic afresh.
+FOREIGN = ("h5py", "imageio", "matplotlib.pyplot", "tensorboardX", "torchvision")
+ROBOMIMICS = ("robomimic.algo", "robomimic.utils.train_utils")
 LAUNCHERS = ("ddpshim", "torch.distributed.run")
+SHOW_STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None  # all threads' to stderr
+SHOW_STACKS_DEADLINE_S = 10.0
 Command = tuple[Sequence[str], dict[str, str]]  # a module or a file of Python with its arguments, and the environment
 
 
@@ -52,11 +69,19 @@ def as_torchrun_says(num_ranks: int) -> list[dict[str, str]]:
     return [{"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in here.items()}} for here in said]
 
 
-def start_afresh(arguments: Sequence[str], environ: dict[str, str], folder: Path, deadline_s: float) -> tuple[int, str]:
-    """The exit code and the output of an interpreter of its own in `folder`; 124 where it had to be killed."""
+def start_afresh(
+    arguments: Sequence[str], environ: dict[str, str], folder: Path, deadline_s: float, is_cold: bool = False
+) -> tuple[int, str]:
+    """The exit code and the output of `python arguments…` in `folder`; 124 where it had to be killed.
+
+    It has imported torch and what robomimic imports, or with `is_cold` nothing at all.
+    """
+    python = str(sys.executable)
+    if not is_cold:
+        python, environ = str(commands() / "python"), preloaded().shell_environment(environ)
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             env=environ,
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -64,9 +89,10 @@ def start_afresh(arguments: Sequence[str], environ: dict[str, str], folder: Path
             stderr=subprocess.STDOUT,
         )
         try:
-            code = process.wait(deadline_s)
+            code = process.wait(patience(deadline_s))
         except subprocess.TimeoutExpired:
-            code = 124
+            show_stacks(folder)
+            code = DEADLINE_PASSED
         finally:
             kill_all_in(folder)
             process.wait()
@@ -88,6 +114,25 @@ def kill_all_in(folder: Path) -> None:
     for pid in working_in(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def show_stacks(folder: Path) -> None:
+    """Have each process of a job that hangs write where its threads are, to its own stderr."""
+    written: list[Path] = []
+    for pid in working_in(folder):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            caught = int(re.findall(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)[0], 16)
+            if SHOW_STACKS is not None and caught >> (SHOW_STACKS - 1) & 1:
+                written.append(Path(f"/proc/{pid}/fd/2"))
+                os.kill(pid, SHOW_STACKS)
+    before, end = -1, time.monotonic() + SHOW_STACKS_DEADLINE_S
+    while written and time.monotonic() < end:  # a kill must not cut them short
+        time.sleep(0.5)
+        now = sum(stderr.stat().st_size for stderr in written if stderr.exists())
+        if now == before:
+            return
+        before = now
 
 
 class Forked:
@@ -114,14 +159,16 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
-    def wait(self, deadline_s: float) -> int:
+    def wait(self, deadline_s: float, ends_others: bool = True) -> int:
         """The first exit code that is not 0; 124 where some had to be killed after `deadline_s`."""
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + patience(deadline_s)
         while self.pids and time.monotonic() < end:
-            self.see(end - time.monotonic())
+            self.see(end - time.monotonic(), ends_others)
         late = bool(self.pids)
+        if late:
+            show_stacks(self._folder)
         self.kill()
-        return 124 if late else next((code for code in self.codes.values() if code), 0)
+        return DEADLINE_PASSED if late else next((code for code in self.codes.values() if code), 0)
 
     def kill(self) -> None:
         """End them, and whatever else they left in their folder."""
@@ -138,24 +185,36 @@ class Preloaded:
         self._connection, theirs = Pipe()
         # One thread for each rank, as torchrun has it: on busy cores threads wait for each other.
         environ = {**environment(tree), "OMP_NUM_THREADS": "1"}
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        python = str(sys.executable)
+        if tree is not None:  # it has torch from the one without a tree
+            environ[SOCKET] = preloaded().socket
+        if SOCKET in environ:
+            python = str(commands() / "python")
+        self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
+        self.socket = os.path.join(self._folder.name, "socket")
+        listener = socket.socket(socket.AF_UNIX)  # made here: whoever asks before the imports are done waits for them
+        listener.bind(self.socket)
+        listener.listen(64)
+        self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
+        passed, kind = (theirs.fileno(), listener.fileno()), ("robomimic",) if tree else ()
         self._process = subprocess.Popen(
             # Unbuffered, as torchrun has its ranks.
-            [sys.executable, "-u", "-m", "tests.preloaded", str(theirs.fileno()), *(["robomimic"] if tree else [])],
+            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), *kind))],
             env=environ,
-            pass_fds=[theirs.fileno()],
+            pass_fds=passed,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )
         theirs.close()
+        listener.close()
         atexit.register(self._leave)
 
     def start(self, commands: Sequence[Command], folder: Path) -> Forked:
         """A process for each of `commands` in `folder`; what they print is appended to output.txt there."""
-        self._connection.send(([(list(argv), environ) for argv, environ in commands], str(folder), "output.txt"))
+        self._connection.send(([(_as_python(argv), environ) for argv, environ in commands], str(folder), "output.txt"))
         try:
-            if not self._connection.poll(START_DEADLINE_S):
+            if not self._connection.poll(patience(START_DEADLINE_S)):
                 self._process.kill()  # or its answer would be taken for that to the next question
             return Forked(self._connection, self._connection.recv(), folder)
         except (EOFError, ConnectionError) as error:
@@ -165,10 +224,16 @@ class Preloaded:
                 f"nothing is forked: the process ended, or took {START_DEADLINE_S:g} s\n{said}"
             ) from error
 
+    def shell_environment(self, environ: dict[str, str]) -> dict[str, str]:
+        """`environ`, in which `python`, `python3`, `torchrun` and `ddpshim` are forked from this process."""
+        path = os.pathsep.join([str(commands()), environ.get("PATH", os.defpath)])
+        return {**environ, "PATH": path, SOCKET: self.socket}
+
     def _leave(self) -> None:
         self._connection.close()
         self._process.wait()
         self._output.close()
+        self._folder.cleanup()
 
 
 @functools.cache
@@ -177,53 +242,149 @@ def preloaded(tree: Optional[Path] = None) -> Preloaded:
     return Preloaded(tree)
 
 
-def _serve(connection: Connection, kills: bool) -> Optional[list[str]]:
-    """The arguments of what is to be run in this process, which was forked for it; None when nobody asks any more.
-
-    `kills`: what runs then is ended.
-    """
-    running: list[int] = []
-    folder = ""
-    while True:
-        if connection.poll(0.01 if running else None):
-            try:
-                commands, folder, output = connection.recv()
-            except EOFError:
-                if kills and running:
-                    kill_all_in(Path(folder))
-                with contextlib.suppress(ChildProcessError):
-                    while os.waitpid(-1, os.WNOHANG)[0]:
-                        pass
-                return None
-            started = []
-            for argv, environ in commands:
-                pid = os.fork()
-                if not pid:
-                    connection.close()
-                    _become(environ, folder, output)
-                    return list(argv)
-                started.append(pid)
-            connection.send(started)
-            running += started
-        for pid in [*running]:
-            # An agent that has not read yet that a rank ended may signal its group, which has to be there.
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | (0 if kills else os.WNOWAIT))
-            if ended is not None:
-                running.remove(pid)
-                has_left = ended.si_code == os.CLD_EXITED
-                connection.send((pid, ended.si_status if has_left else -ended.si_status))
+def _as_python(argv: Sequence[str]) -> list[str]:
+    """The arguments of `python` for a module or a file."""
+    return [*([] if argv[0].endswith(".py") else ["-m"]), *argv]
 
 
-def _become(environ: dict[str, str], folder: str, output: Optional[str]) -> None:
+@dataclass
+class _Request:
+    """What a new process is to be."""
+
+    argv: list[str]
+    environ: dict[str, str]
+    folder: str
+    output: Optional[str] = None  # a file in its folder for what it prints
+    files: dict[int, int] = field(default_factory=dict)  # that are open in it; here under other numbers
+
+
+class _Server:
+    """The loop in which a process does nothing but copy itself."""
+
+    def __init__(self, connection: Connection, listener: Optional[socket.socket] = None) -> None:
+        """Asked through `connection` until that is closed, and at the socket `listener` by any program."""
+        self._connection, self._listener = connection, listener
+        self._running: dict[int, Callable[[int], Any]] = {}  # whom to tell the exit code
+        self._asking: dict[socket.socket, int] = {}  # a process for each; it ends when that is closed
+        self._folders: set[str] = set()
+
+    def serve(self) -> Optional[_Request]:
+        """What is to be run in this process, which was forked for it; None when nobody asks any more."""
+        while True:
+            waited: list[Any] = [self._connection, *self._asking]
+            for ready in wait([*waited, self._listener] if self._listener else waited, 0.01 if self._running else None):
+                if ready is self._listener:
+                    request = self._accept()
+                elif ready is self._connection:
+                    try:
+                        request = self._answer()
+                    except EOFError:
+                        self._end()
+                        return None
+                else:  # whoever asked is gone
+                    request = self._hang_up(ready)
+                if request is not None:
+                    return request
+            for pid in [*self._running]:
+                # An agent that has not read yet that a rank ended may signal its group, which has to be there.
+                keep = os.WNOWAIT if self._listener is None else 0
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | keep)
+                if ended is not None:
+                    has_left = ended.si_code == os.CLD_EXITED
+                    self._running.pop(pid)(ended.si_status if has_left else -ended.si_status)
+
+    def _answer(self) -> Optional[_Request]:
+        commands, folder, output = self._connection.recv()
+        started = []
+        for argv, environ in commands:
+            request = _Request(argv, environ, folder, output)
+            pid = self._fork(request)
+            if not pid:
+                return request
+            started.append(pid)
+        self._connection.send(started)
+        for pid in started:
+            self._running[pid] = functools.partial(self._tell, pid)
+        self._folders.add(folder)
+        return None
+
+    def _tell(self, pid: int, code: int) -> None:
+        self._connection.send((pid, code))
+
+    def _accept(self) -> Optional[_Request]:
+        assert self._listener is not None
+        asking, _ = self._listener.accept()
+        size, here, *_ = socket.recv_fds(asking, 8, 250)
+        with asking.makefile("rb") as message:
+            told = json.loads(message.read(int.from_bytes(size, "little")))
+        request = _Request(told["argv"], told["environ"], told["folder"], None, dict(zip(told["files"], here)))
+        self._asking[asking] = -1
+        pid = self._fork(request)
+        if not pid:
+            return request
+        for number in here:
+            os.close(number)
+        asking.sendall(f"{pid}\n".encode())
+        self._asking[asking] = pid
+        self._running[pid] = functools.partial(self._tell_asking, asking)
+        return None
+
+    def _tell_asking(self, asking: socket.socket, code: int) -> None:
+        with contextlib.suppress(OSError):
+            asking.sendall(f"{code}\n".encode())
+        self._asking.pop(asking, None)
+        asking.close()
+
+    def _hang_up(self, asking: socket.socket) -> None:
+        pid = self._asking.pop(asking)
+        if pid in self._running:
+            os.kill(pid, signal.SIGKILL)
+
+    def _fork(self, request: _Request) -> int:
+        pid = os.fork()
+        if not pid:
+            self._connection.close()
+            if self._listener is not None:
+                self._listener.close()
+            for asking in self._asking:
+                asking.close()
+            _become(request)
+        return pid
+
+    def _end(self) -> None:
+        """Nobody asks any more: what runs is ended, but for an agent's ranks, which stay as they would."""
+        if self._listener is not None:
+            for pid in self._running:
+                os.kill(pid, signal.SIGKILL)
+            for folder in self._folders if self._running else ():
+                kill_all_in(Path(folder))
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _become(request: _Request) -> None:
     os.setsid()
+    inherited, theirs = (
+        [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        for environ in (os.environ, request.environ)
+    )
+    sys.path[1:] = [*theirs, *(path for path in sys.path[1:] if path not in inherited)]
     os.environ.clear()
-    os.environ.update(environ)
+    os.environ.update(request.environ)
     tempfile.tempdir = None  # what was found by another TMPDIR
-    os.chdir(folder)
-    if output is not None:
-        opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for stream in (1, 2):
-            os.dup2(opened, stream)
+    os.chdir(request.folder)
+    opened = dict(request.files)
+    if request.output is not None:
+        opened[1] = opened[2] = os.open(request.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    # Out of the way first: one's new number may be another's old one.
+    moved = {number: os.dup(file) for number, file in opened.items()}
+    while moved and min(moved.values()) <= max(moved):
+        moved = {number: os.dup(file) for number, file in moved.items()}
+    for number, file in moved.items():
+        os.dup2(file, number)
+    for file in {*moved.values(), *opened.values()} - {*opened}:
+        os.close(file)
 
 
 class _Ranks:
@@ -237,7 +398,7 @@ class _Ranks:
         """What torch's SubprocessHandler starts as the command `args`."""
         python, unbuffered, *argv = args
         assert (python, unbuffered) == (sys.executable, "-u"), args
-        self._connection.send(([(argv[argv[0] == "-m" :], environ)], os.getcwd(), None))
+        self._connection.send(([(argv, environ)], os.getcwd(), None))
         while True:
             answer = self._connection.recv()
             if isinstance(answer, list):
@@ -273,15 +434,15 @@ class _Rank:
             os.kill(self.pid, number)
 
 
-def _fork_ranks() -> Optional[list[str]]:
+def _fork_ranks() -> Optional[_Request]:
     """None in the agent; in each of its ranks what is to be run there."""
     ours, theirs = Pipe()
     if not os.fork():
         ours.close()
         with contextlib.suppress(ConnectionError):  # the agent is gone, and its ranks are left as they would be
-            argv = _serve(theirs, kills=False)
-            if argv:
-                return argv
+            request = _Server(theirs).serve()
+            if request:
+                return request
         os._exit(0)
     theirs.close()
     # torch calls it to name its events, and what it finds in thousands of modules costs an agent seconds.
@@ -293,28 +454,41 @@ def _fork_ranks() -> Optional[list[str]]:
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    for name in ("torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.launcher.api"):
+    connection, listener = Connection(int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))
+    for name in TORCHS:
         importlib.import_module(name)
-    for name in ("robomimic.algo", "robomimic.utils.train_utils") if "robomimic" in sys.argv else ():
-        importlib.import_module(name)
+    measured = Path(listener.getsockname()).with_name(f"{IMPORT_S}.part")
+    measured.write_text(str(time.monotonic() - float(sys.argv[3])))
+    measured.rename(measured.with_suffix(""))
+    for name in ROBOMIMICS if "robomimic" in sys.argv else FOREIGN:
+        with contextlib.suppress(ModuleNotFoundError) if name in FOREIGN else contextlib.nullcontext():
+            importlib.import_module(name)
     # As in a terminal: a shell without job control has what it starts in the background ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if SHOW_STACKS is not None:
+        faulthandler.register(SHOW_STACKS, 2)
     # What is imported is not looked through once more at the end of each process: a second of CPU.
     gc.collect()
     gc.freeze()
-    argv: Any = _serve(connection, kills=True)
-    if argv is None:
-        return
-    if argv[0] in LAUNCHERS:
-        argv = _fork_ranks() or argv
-    sys.argv = argv
-    if argv[0].endswith(".py"):
-        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
+    request = _Server(connection, listener).serve()
+    if request is not None and request.argv[0] == "-m" and request.argv[1] in LAUNCHERS:
+        request = _fork_ranks() or request
+    if request is not None:
+        _run(request.argv)
+
+
+def _run(argv: list[str]) -> None:
+    """Do what `python argv…` does."""
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    elif argv[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *argv[2:]], ""
+        sys.modules["__main__"] = program = ModuleType("__main__")
+        exec(compile(argv[1], "<string>", "exec"), program.__dict__)
     else:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        sys.argv, sys.path[0] = argv, os.path.dirname(os.path.abspath(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ group's timeout) and outside (the processes are killed); the first failure in ti
 
 from __future__ import annotations
 
+import functools
 import io
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import socket
 import tempfile
@@ -17,12 +19,36 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any, Callable, Optional
 
 import torch
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run"])
+from tests.preloaded_commands import SOCKET, commands, patience
+
+_MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run"]
+
+
+class _Context(multiprocessing.context.ForkServerContext):
+    """Processes that are forked from a server with torch imported, which is started with the first of them."""
+
+    def Process(self, *args: Any, **kwargs: Any) -> Any:
+        _start_server()
+        return multiprocessing.context.ForkServerProcess(*args, **kwargs)
+
+
+@functools.cache
+def _start_server() -> None:
+    _server.set_forkserver_preload(_MODULES)
+    if SOCKET in os.environ:  # tests/conftest.py has started a process in which they are imported already
+        resource_tracker.ensure_running()
+        own = spawn.get_executable()
+        spawn.set_executable(str(commands() / "python"))
+        forkserver.ensure_running()
+        spawn.set_executable(own)
+
+
+_server = _Context()
 
 
 class RankFailure(AssertionError):
@@ -109,7 +135,7 @@ def run_ranks(
             pipes.append(receive)
         results: dict[int, Any] = {}
         failures: list[tuple[float, int, str]] = []
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + patience(timeout_s)
         grace_s = 3.0
         while len(results) + len(failures) < num_ranks and time.monotonic() < end:
             done = {rank for _, rank, _ in failures} | set(results)

@@ -54,6 +54,7 @@ def audit(folder: Path, *mistakes: str, options: str = "--to-end") -> Ran:
     return Ran(folder, f"audit --json {options}", [str(TRAINER), str(folder), *mistakes])
 
 
+@pytest.mark.launch
 def test_a_correct_trainer_has_no_findings_and_computes_the_same(tmp_path: Path) -> None:
     looked_at = audit(tmp_path / "audit")
     alone = Ran(tmp_path / "run", "run --nproc 2", [str(TRAINER), str(tmp_path / "run")])
@@ -72,6 +73,7 @@ def test_a_correct_trainer_has_no_findings_and_computes_the_same(tmp_path: Path)
     assert "body.1.running_mean" in looked_at.report["notes"][0]
 
 
+@pytest.mark.launch
 def test_the_job_ends_after_the_steps_that_were_asked_for(tmp_path: Path) -> None:
     ran = audit(tmp_path, options="--steps 2")
     assert (ran.code, ran.report["findings"], ran.report["exit_code"]) == (0, [], 0)
@@ -80,6 +82,7 @@ def test_the_job_ends_after_the_steps_that_were_asked_for(tmp_path: Path) -> Non
     assert any("set_epoch" in what for what in ran.report["not_looked_at"])
 
 
+@pytest.mark.launch
 def test_weights_streams_order_and_files(tmp_path: Path) -> None:
     mistakes = ("own weights", "one seed", "no set_epoch", "files of all")
     ran = audit(tmp_path, *mistakes, options="--to-end --single-batch 8")
@@ -97,6 +100,7 @@ def test_weights_streams_order_and_files(tmp_path: Path) -> None:
     assert "delete old at" in ran.found["DDP404"]
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("mistakes", "found"),
     [
@@ -131,6 +135,7 @@ def test_mistakes(tmp_path: Path, mistakes: tuple[str, ...], found: dict[str, st
         assert said in ran.found[code]
 
 
+@pytest.mark.launch
 def test_a_job_that_hangs_is_ended_and_each_rank_named(tmp_path: Path) -> None:
     ran = audit(tmp_path, "uneven share", options="--to-end --timeout 8")
     assert ran.code == 1
@@ -178,12 +183,14 @@ def test_a_rank_is_given_the_time_to_say_where_it_is(tmp_path: Path, monkeypatch
     assert running._read(tmp_path, 1)[0][1:] == [{"kind": "batch"}, {"kind": "stack", "place": "/t/train.py:3"}]
 
 
+@pytest.mark.launch
 def test_a_trainer_that_was_migrated_with_ddpshim_has_no_findings(tmp_path: Path) -> None:
     ran = Ran(tmp_path, "audit --json --to-end", [str(ROOT / "examples" / "train_after.py")])
     assert (ran.code, ran.report["findings"]) == (0, [])
     assert ran.report["facts"]["batch of a step"] == "100 samples (50 + 50)"
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_the_patched_robomimic_has_no_findings(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None:
@@ -196,6 +203,7 @@ def test_the_patched_robomimic_has_no_findings(tmp_path: Path, releases: Path) -
     assert ran.report["facts"]["batch of a step"] == "100 samples (50 + 50)"
 
 
+@pytest.mark.launch
 def test_the_example_in_the_docs_prints_what_they_say(tmp_path: Path) -> None:
     _, program, printed = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs" / "audit.md").read_text(), re.M | re.S)
     (tmp_path / "train.py").write_text(program)

@@ -40,6 +40,7 @@ def given_back() -> Iterator[None]:
     swapping.swap_back()
 
 
+@pytest.mark.unit
 @pytest.mark.usefixtures("given_back")
 def test_who_held_a_function_before_gets_the_stand_in() -> None:
     held, signature, code = _greet, inspect.signature(_greet), _greet.__code__
@@ -59,12 +60,14 @@ def test_who_held_a_function_before_gets_the_stand_in() -> None:
     assert (inspect.signature(held), held.__code__) == (signature, code)
 
 
+@pytest.mark.unit
 @pytest.mark.usefixtures("given_back")
 def test_a_stand_in_reaches_the_original_through_what_others_put_around_it() -> None:
     swapping.swap("tests.greet", _greet, lambda original, name: f"<{(lambda n: _greet(n))(name)}>", lambda names: True)
     assert _greet("you") == "<hello you!>"
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("function", "text"),
     [
@@ -125,6 +128,7 @@ def _set(tmp_path: Path) -> patchset.PatchSet:
     return patchset.load_sets(tmp_path / "patches")[0]
 
 
+@pytest.mark.unit
 def test_a_loaded_module_does_what_the_patched_file_says(area: types.ModuleType, tmp_path: Path) -> None:
     one = area.Area()
     of, half = area.Area.of, area.Area.half.fget.__code__
@@ -148,6 +152,7 @@ def test_a_loaded_module_does_what_the_patched_file_says(area: types.ModuleType,
     assert Path(area.__file__).read_text() == _FILE
 
 
+@pytest.mark.unit
 def test_a_module_of_another_content_is_refused_by_name(area: types.ModuleType, tmp_path: Path) -> None:
     sets = (_set(tmp_path),)
     assert patched_code.fitting(sets, tmp_path / "areas") == sets
@@ -164,6 +169,7 @@ def test_a_module_of_another_content_is_refused_by_name(area: types.ModuleType, 
 # Epochs that are told again.
 
 
+@pytest.mark.unit
 def test_a_trainer_is_told_again_what_it_was_told() -> None:
     here, asked = World(device=torch.device("cpu")), []
 
@@ -285,11 +291,11 @@ def _job(folder: Path, releases: Path, **settings: Any) -> tuple[Path, Path]:
     return tree, config
 
 
-def _run(tree: Path, folder: Path, *command: str, forked: bool = True) -> tuple[int, str]:
-    """The exit code and the output of `run`, with ranks that are `forked`, or interpreters of their own."""
-    if forked:
+def _run(tree: Path, folder: Path, *command: str, has_robomimic: bool = True, **how: Any) -> tuple[int, str]:
+    """The exit code and the output of `run`, in a process that `has_robomimic` imported already, or not."""
+    if has_robomimic:
         return fork(tree, ["ddpshim", "run", *command], folder, None, {}, START_DEADLINE_S)
-    return start_afresh(["-m", "ddpshim", "run", *command], environment(tree), folder, START_DEADLINE_S)
+    return start_afresh(["-m", "ddpshim", "run", *command], environment(tree), folder, START_DEADLINE_S, **how)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -301,7 +307,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_run_distributes_a_trainer_without_a_line_in_it(tmp_path: Path, releases: Path) -> None:
     tree, config = _job(tmp_path, releases)
     command = ("--nproc=2", "-m", "robomimic.scripts.train", "--config", str(config))
-    code, said = _run(tree, tmp_path, *command, forked=False)
+    code, said = _run(tree, tmp_path, *command, has_robomimic=False, is_cold=True)
     assert code == 0, said[-3000:]
     assert "world of 2" in said
     assert "global batch 100 = 2 ranks x 50" in said
@@ -415,7 +421,7 @@ def test_an_algorithm_that_is_not_a_releases_is_refused_by_name(tmp_path: Path) 
     with open(tree / "robomimic" / "algo" / "td3_bc.py", "a") as file:
         file.write("# edited\n")
     command = ("--nproc=1", "-m", "robomimic.scripts.train", "--config", str(config))
-    code, said = _run(tree, tmp_path, *command, forked=False)
+    code, said = _run(tree, tmp_path, *command, has_robomimic=False)
     assert code == 1
     assert re.search(r"HookError: \S+/algo/td3_bc\.py has the content \w+, not that of a release that is known", said)
 
@@ -447,6 +453,7 @@ def test_a_trainer_that_minds_ranks_itself_is_left_alone(tmp_path: Path, release
     assert printed.strip().splitlines()[-1] == said
 
 
+@pytest.mark.unit
 def test_another_signature_is_refused_with_nothing_hooked(given_back: None) -> None:
     module = types.ModuleType("robomimic.utils.torch_utils")
     exec("def get_torch_device(try_to_use_cuda, index): return 'cpu'", vars(module))

@@ -67,6 +67,7 @@ def _written(obj: Any, folder: Path, buffer: snapshot.Buffer) -> bytes:
     return (folder / "a.pth").read_bytes()
 
 
+@pytest.mark.unit
 def test_the_file_is_that_of_torch_to_the_byte(tmp_path: Path, buffer: snapshot.Buffer) -> None:
     for make in (_training_state, _odd_tensors, lambda: 1, lambda: "ünï" * 1000, _training_state):
         obj = make()
@@ -75,6 +76,7 @@ def test_the_file_is_that_of_torch_to_the_byte(tmp_path: Path, buffer: snapshot.
     assert checkpoint.find_damage(tmp_path / "ours" / "a.pth") is None
 
 
+@pytest.mark.unit
 def test_what_shared_memory_shares_it_again(tmp_path: Path, buffer: snapshot.Buffer) -> None:
     _written(_odd_tensors(), tmp_path / "ours", buffer)
     loaded = torch.load(tmp_path / "ours" / "a.pth", weights_only=False)
@@ -83,6 +85,7 @@ def test_what_shared_memory_shares_it_again(tmp_path: Path, buffer: snapshot.Buf
     assert part[0] == turned[3, 0] == -1
 
 
+@pytest.mark.unit
 def test_what_changes_later_is_not_in_the_snapshot(tmp_path: Path, buffer: snapshot.Buffer) -> None:
     state = {"weights": torch.zeros(1000), "seen": [1]}
     taken = snapshot.take(state, buffer, 0)
@@ -94,6 +97,7 @@ def test_what_changes_later_is_not_in_the_snapshot(tmp_path: Path, buffer: snaps
     assert loaded["weights"].eq(0).all()
 
 
+@pytest.mark.unit
 def test_memory_that_a_thread_grows_meanwhile_is_copied_to_all_the_same(
     tmp_path: Path, buffer: snapshot.Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +112,7 @@ def test_memory_that_a_thread_grows_meanwhile_is_copied_to_all_the_same(
     assert _written(_odd_tensors(), tmp_path / "ours", buffer) == (tmp_path / "a.pth").read_bytes()
 
 
+@pytest.mark.unit
 def test_memory_that_is_given_back_grows_no_more(tmp_path: Path) -> None:
     buffer = snapshot.Buffer()
     number = buffer.descriptor
@@ -416,6 +421,7 @@ def _rank_saves(path: str) -> None:
     ddpshim.cleanup()
 
 
+@pytest.mark.ranks
 def test_the_main_rank_saves_and_cleanup_raises_what_it_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"rank 0 of 2 failed first:(?s:.*)CheckpointError: .*could not be written"):
         run_ranks(_rank_saves, 2, str(tmp_path / "a.pth"))

@@ -66,6 +66,7 @@ def test_every_benchmark_is_found_and_an_unknown_one_refused(capsys: pytest.Capt
     assert "nothing is no benchmark" in capsys.readouterr().err
 
 
+@pytest.mark.launch
 def test_a_benchmark_that_fails_is_a_target_that_does_not_hold(tmp_path: Path) -> None:
     (found,) = front.measure("results", quick=True)  # a module without `run`
     assert found.holds is False

@@ -103,6 +103,7 @@ def _fill_the_disk(path: str, way: str, failed: Any) -> None:
     failed.close()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("way", "num_bytes"), [("save", "4,000,000 bytes needed"), ("copy", "4,00")])
 def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, way: str, num_bytes: str) -> None:
     receive, send = ranks._server.Pipe(duplex=False)
@@ -129,6 +130,7 @@ def _save_for_ever(path: str, first: int, started: Any) -> None:
         number += 1
 
 
+@pytest.mark.ranks
 def test_a_loadable_file_is_there_whenever_the_process_is_killed(tmp_path: Path) -> None:
     path, newest, chance = tmp_path / "last.pth", -1, random.Random(0)
     caught = 0
@@ -212,6 +214,7 @@ def _save_on_every_rank(folder: str) -> list[str]:
     return [file.name for file in checkpoint.keep_newest(path, "[ab].pth", 1)]
 
 
+@pytest.mark.ranks
 def test_the_main_rank_writes_and_removes(tmp_path: Path) -> None:
     removed = run_ranks(_save_on_every_rank, 2, str(tmp_path))
     assert removed == [["a.pth"], []]
@@ -253,6 +256,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return files
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("reader", ["bare", "DataParallel"])
 def test_code_without_ddpshim_loads(saved: dict[str, Path], writer: str, reader: str) -> None:
@@ -267,6 +271,7 @@ def test_code_without_ddpshim_loads(saved: dict[str, Path], writer: str, reader:
     net.load_state_dict(portable_keys(state, net))
 
 
+@pytest.mark.ranks
 def test_ddpshim_loads_what_anyone_wrote(saved: dict[str, Path]) -> None:
     for loaded in run_ranks(_load_with_ddpshim, 2, [str(saved[writer]) for writer in WRITERS]):
         assert loaded == [True, True, True]
@@ -291,6 +296,7 @@ def _load_released(path: str) -> list[Any]:
     return [torch.equal(again[key], held["model"][key]) for key in again]
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_networks_that_are_reduced_load_what_the_release_wrote(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None or importlib.util.find_spec("robomimic") is None:
@@ -397,6 +403,7 @@ def _check_resumed(whole: Any, resumed: Any, tolerance: float) -> None:
     assert sorted(left) == ["config.json", "ddpshim", "last.pth", "last_bak.pth", "logs", "models", "videos"]
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 @pytest.mark.robomimic
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -404,6 +411,7 @@ def test_a_killed_training_resumes_on_any_number_of_ranks(trainings: Trainings, 
     _check_resumed(trainings.whole("bc"), trainings.resumed("bc", num_ranks), 1e-6)
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 @pytest.mark.robomimic
 def test_a_training_that_was_left_before_its_first_checkpoint_resumes(trainings: Trainings) -> None:
@@ -421,6 +429,7 @@ def test_a_training_that_was_left_before_its_first_checkpoint_resumes(trainings:
     assert resumed.losses() == pytest.approx(whole.losses(), rel=1e-5)
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 @pytest.mark.robomimic
 def test_the_best_rollouts_so_far_survive_another_number_of_ranks(trainings: Trainings) -> None:
@@ -439,6 +448,7 @@ def test_the_best_rollouts_so_far_survive_another_number_of_ranks(trainings: Tra
     assert best[1] > max(epoch["Success_Rate"] for epoch in every[2:]), "the best came after the break"
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 @pytest.mark.robomimic
 @pytest.mark.parametrize("variant", ["td3_bc", "diffusion_policy"])
@@ -465,6 +475,7 @@ def _only_load(trainings: Trainings, name: str, start: Path, num_ranks: Optional
     return dict(_last(run)["model"]["nets"])
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 @pytest.mark.robomimic
 def test_the_release_and_the_patched_release_start_from_each_others_files(trainings: Trainings) -> None:

@@ -22,7 +22,6 @@ import pytest
 
 import ddpshim.__main__ as command_line
 
-pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
 Command = tuple[str, ...]

@@ -8,11 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,7 +20,7 @@ from ddpshim import convert, rank, rank_log, runner
 from ddpshim.errors import LaunchError
 from ddpshim.runner import Job
 from ddpshim.streams import TwoStreams
-from tests import ranks
+from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "convert" / "train_dataparallel.py"
@@ -69,19 +64,6 @@ torch.manual_seed(7)
 """
 
 
-def _enter(argv: list[str], folder: str, environ: dict[str, str], is_plain: bool) -> None:
-    os.chdir(folder)
-    os.environ.update(environ)
-    torch.set_num_threads(1)
-    if is_plain:
-        rank_log.redirect_output()
-        del os.environ["RANK"]  # it named the log
-        sys.argv = argv
-        runpy.run_path(argv[0], run_name="__main__")
-    else:
-        rank.main(argv)
-
-
 class Ran:
     """What the ranks of one script left: exit codes, logs, and the folder."""
 
@@ -102,27 +84,17 @@ def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain
     file = Path(script) if script.endswith(".py") else folder / "train.py"
     if file.parent == folder:
         file.write_text(HEAD + script)
-    common = {
-        **{"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GLOO_SOCKET_IFNAME": "lo"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port()), rank.CONVERT: "dataparallel"},
-        **{rank_log.LOG_DIR: str(folder), rank.RUN_DIR: str(folder / "job"), **environ},
-    }
     if is_plain:
-        common = {rank_log.LOG_DIR: str(folder), "RANK": "0"}
-    processes = []
-    for number in range(num_ranks):
-        own = {} if is_plain else {"RANK": str(number), "LOCAL_RANK": str(number)}
-        process = ranks._server.Process(target=_enter, args=([str(file)], str(folder), {**common, **own}, is_plain))
-        process.start()
-        processes.append(process)
-    end = time.monotonic() + DEADLINE_S
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-    ran = Ran(folder, num_ranks, [process.exitcode for process in processes])
+        job = preloaded().start([([str(file)], {**environment(), **environ})], folder)
+    else:
+        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", rank.CONVERT: "dataparallel", **environ}
+        common |= {rank_log.LOG_DIR: str(folder), rank.RUN_DIR: str(folder / "job")}
+        places = [{**common, **place} for place in as_torchrun_says(num_ranks)]
+        job = preloaded().start([(["ddpshim.rank", str(file)], place) for place in places], folder)
+    late = job.wait(DEADLINE_S, ends_others=False) == DEADLINE_PASSED
+    if is_plain:
+        (folder / "output.txt").rename(folder / "rank_0.log")
+    ran = Ran(folder, num_ranks, [job.codes.get(number) for number in range(num_ranks)])
     assert not late, "\n".join(ran.logs)
     return ran
 
@@ -476,20 +448,13 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
     (tmp_path / "package").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / "package" / name).write_text(text)
-    command = [sys.executable, "-m", "ddpshim", "run", "--nproc-per-node", "2", "--convert", "dataparallel"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = ["-m", "ddpshim", "run", "--nproc-per-node", "2", "--convert", "dataparallel"]
+    environ = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"  # more workers than a machine of one core has
     environ.pop("PYTHONHASHSEED", None)
-    ran = subprocess.run(
-        [*command, "--log-dir", "logs", "-m", "package.train", "--convert", "x"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    program = ["-m", "package.train", "--convert", "x"]
+    code, said = start_afresh([*command, "--log-dir", "logs", *program], environ, tmp_path, 300)
+    assert code == 0, said
     logs = [(tmp_path / "logs" / f"rank_{number}.log").read_text() for number in (0, 1)]
     lines = [[line for line in log.splitlines() if not line.startswith("ddpshim")] for log in logs]
     assert lines[0] == lines[1]
@@ -510,6 +475,7 @@ def test_without_convert_nothing_is_there(tmp_path: Path) -> None:
     assert plain.said(0, "homes") == [[*torchs, "posix", "torch._tensor"]]
 
 
+@pytest.mark.unit
 def test_what_run_tells_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for before, after in ((None, "0"), ("random", "0"), ("5", "5")):
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -535,6 +501,7 @@ def _loss(make: Any) -> set[tuple[str, bool, bool]]:
 F = nn.functional
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -559,6 +526,7 @@ def test_sums_in_a_loss(make: Any, expected: set[tuple[str, bool, bool]]) -> Non
     assert _loss(make) == expected
 
 
+@pytest.mark.unit
 def test_which_orders_are_drawn() -> None:
     items = list(range(8))
     sequential, random = SequentialSampler(items), RandomSampler(items)
@@ -578,6 +546,7 @@ def test_which_orders_are_drawn() -> None:
     assert not any(convert._is_drawn(loader) for loader in given)  # type: ignore[arg-type]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("visible", "local_rank", "seen"),
     [(None, 1, "1"), ("", 1, ""), ("2,3", 0, "2"), ("2, 3", 1, "3"), ("GPU-a", 1, "GPU-a")],
@@ -592,6 +561,7 @@ def test_a_rank_sees_one_gpu(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
+@pytest.mark.unit
 def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     convert._show_gpus(4)
@@ -599,6 +569,7 @@ def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatc
     assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
 
 
+@pytest.mark.unit
 def test_two_streams() -> None:
     outer = torch.get_rng_state()
     torch.manual_seed(5)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 
 from ddpshim.group import World
 from tests.equivalence import copy_release, make_run_config
-from tests.preloaded import environment, kill_all_in
+from tests.preloaded import environment, kill_all_in, preloaded
 
 ROOT = Path(__file__).parent.parent
 RELEASE = "0.3.0"
@@ -43,12 +41,10 @@ def _section(title: str) -> list[Block]:
 def _run(commands: str, folder: Path, tree: Optional[Path] = None) -> str:
     """What a shell prints that stops at the first command with another exit code than is written behind it."""
     checked = _EXPECTED.sub(r"code=0; \1 || code=$?; [ $code = \2 ] || { echo exit code $code; exit 1; }", commands)
-    environ = environment(tree)
-    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
     process = subprocess.Popen(
         ["bash", "-e", "-u", "-o", "pipefail", "-c", checked],
         cwd=folder,
-        env=environ,
+        env=preloaded().shell_environment(environment(tree)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,6 +78,7 @@ def test_a_diff_that_does_not_fit_is_seen() -> None:
         _apply("-a\n+b\n", "a\na\n")
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_robomimic_as_released(tmp_path: Path) -> None:
     tree = copy_release(RELEASE, tmp_path, patched=False)
@@ -94,6 +91,7 @@ def test_robomimic_as_released(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_a_fork_of_robomimic(tmp_path: Path) -> None:
     plain = copy_release(RELEASE, tmp_path, patched=False)
@@ -116,6 +114,7 @@ def test_a_fork_of_robomimic(tmp_path: Path) -> None:
     assert "my fork" in said
 
 
+@pytest.mark.launch
 def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
     source = (ROOT / "examples" / "migration" / "trainer.py").read_text()
     (tmp_path / "trainer.py").write_text(source)

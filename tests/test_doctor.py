@@ -71,6 +71,7 @@ def _patch(path: Path) -> None:
     subprocess.run(patch, input=check(path).diff(), cwd=folder, check=True, timeout=60)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("code", FIXED)
 def test_the_printed_fix_applies_and_leaves_nothing_to_find(code: str, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
@@ -83,6 +84,7 @@ def test_the_printed_fix_applies_and_leaves_nothing_to_find(code: str, tmp_path:
         assert "main(  network" in path.read_text()
 
 
+@pytest.mark.launch
 def test_a_fix_touches_its_own_line_only_whatever_the_file_looks_like(tmp_path: Path) -> None:
     body = (
         TRAINER.replace("    ", "\t") + "\tos.makedirs( folder , 0o755 )  # è\n\ttorch.save(\n\t\tbatches, folder\n\t)"
@@ -98,6 +100,7 @@ def test_a_fix_touches_its_own_line_only_whatever_the_file_looks_like(tmp_path: 
     assert _found(tmp_path / "train.py") == []
 
 
+@pytest.mark.launch
 def test_the_command_prints_the_diff_and_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(_examples("DDP604")[0])
@@ -135,6 +138,7 @@ def test_ignore_comments_select_and_ignore(tmp_path: Path) -> None:
     assert check(path, ignore=["DDP4"]).findings == ()
 
 
+@pytest.mark.launch
 def test_json_has_a_stable_schema(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(_examples("DDP203")[0])
@@ -165,6 +169,7 @@ def test_json_has_a_stable_schema(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.launch
 def test_exit_codes_and_what_is_printed(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(_examples("DDP604")[0])
@@ -286,6 +291,7 @@ def test_what_a_framework_does_is_not_asked_for(framework: str, tmp_path: Path) 
     assert _found(path) == []
 
 
+@pytest.mark.launch
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_examples("DDP203")[0])
     code = (

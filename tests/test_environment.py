@@ -35,6 +35,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.mark.launch
 def test_versions_are_those_of_the_distributions_and_import_nothing() -> None:
     code = (
         "import sys; from ddpshim.environment import describe; print(describe()['versions']['torch']);"

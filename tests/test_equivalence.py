@@ -95,6 +95,7 @@ def test_a_deviation_is_reported(wrong: dict[str, Any]) -> None:
     assert deviations([{**GOOD, **wrong}])[0].startswith("**unexplained** ")
 
 
+@pytest.mark.unit
 def test_other_releases_keep_their_section(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "equivalence.md"
     for release, text in (("0.5.0", "five"), ("0.3.0", "old"), ("0.3.0", "three")):

@@ -86,12 +86,14 @@ def words_shown(command: str) -> str:
 # The page
 
 
+@pytest.mark.unit
 def test_the_page_lists_the_examples_and_nothing_else() -> None:
     there = {str(p.relative_to(FOLDER)) for p in FOLDER.rglob("*") if p.suffix in (".py", ".sh")}
     listed = [row.file for row in (*TABLE, *OTHERS)]
     assert sorted(listed) == sorted(there)
 
 
+@pytest.mark.unit
 def test_each_takes_less_than_a_minute_of_one_core_and_is_shown() -> None:
     for row in TABLE:
         measured = re.fullmatch(r"\d+ \((\d+)\)", row.last)
@@ -100,6 +102,7 @@ def test_each_takes_less_than_a_minute_of_one_core_and_is_shown() -> None:
     assert list(shown(PAGE.read_text())) == [row.command for row in TABLE]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "row", [row for row in (*TABLE, *OTHERS) if f"{row.file}".count("/") == 0], ids=lambda r: r.file
 )
@@ -111,6 +114,7 @@ def test_commands_name_their_file_and_docstrings_their_command(row: Row) -> None
         assert row.command in commands_of(name)
 
 
+@pytest.mark.unit
 def test_what_is_measured_is_written_into_the_page() -> None:
     page = PAGE.read_text()
     row = TABLE[3]
@@ -142,6 +146,7 @@ def test_torchrun_does_the_same(output: Callable[[str], str]) -> None:
     assert output(torchrun) == output("python -m ddpshim run --nproc 2 examples/iterable.py")
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", [*LAUNCHED, "resume", "two_nodes"])
 def test_the_doctor_finds_nothing(name: str) -> None:
     assert check(FOLDER / f"{name}.py").findings == ()
@@ -280,6 +285,7 @@ def test_two_agents_make_two_nodes(
     assert lines[6] == "samples seen: 400 of 400"
 
 
+@pytest.mark.unit
 def test_two_agents_are_ended_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 

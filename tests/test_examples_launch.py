@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded import environment, preloaded
+from tests.preloaded_commands import commands
 from tests.test_launch_matrix import SCRIPT, _reports
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +18,8 @@ TEMPLATES = sorted(file.name for file in FOLDER.glob("*.sh"))
 
 
 def start(name: str, folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, **settings}
+    forked = preloaded().shell_environment(environment())
+    environ = {**forked, "PYTHON": str(commands() / "python"), **settings}
     return subprocess.run(
         ["bash", str(FOLDER / name)], cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
     )
@@ -62,6 +63,7 @@ def test_a_dry_run_shows_the_command_and_starts_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py", *written]
 
 
+@pytest.mark.unit
 def test_every_template_is_shown_by_a_test() -> None:
     assert sorted(name for name, _, _ in SHOWN) == TEMPLATES
 

@@ -35,6 +35,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in NAMES], ids=lambda fault: fault.name)
 def test_a_fault_ends_the_job_as_the_table_says(fault: Fault, work: Path) -> None:

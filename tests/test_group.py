@@ -30,6 +30,7 @@ import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, failure, group, records, rendezvous, setup
 from ddpshim.devices import choose_backend
 from tests.preloaded import preloaded
+from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, _server, free_port, run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -278,6 +279,7 @@ def _numbers() -> None:
     assert here.broadcast(_Opaque(torch.arange(3)) if rank == 0 else None).value.tolist() == [0, 1, 2]
 
 
+@pytest.mark.ranks
 def test_numbers_are_exact() -> None:
     run_ranks(_numbers, 3)
 
@@ -313,6 +315,7 @@ def _odd_values() -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.ranks
 def test_values_that_do_not_add_raise_on_every_rank() -> None:
     assert max(run_ranks(_odd_values, 2)) < 30
 
@@ -334,6 +337,7 @@ def _on_main() -> tuple[Any, ...]:
     return result, len(ran)
 
 
+@pytest.mark.ranks
 def test_run_on_main() -> None:
     assert run_ranks(_on_main, 3) == [(0.1 + 0.2, 1), (0.1 + 0.2, 0), (0.1 + 0.2, 0)]
 
@@ -354,6 +358,7 @@ def _adopted() -> tuple[int, int, int]:
     return int(tensor), again.local_rank, again.local_world_size
 
 
+@pytest.mark.ranks
 def test_adopts_and_leaves_the_users_group() -> None:
     assert run_ranks(_adopted, 2) == [(1, 0, 2), (1, 1, 2)]
 
@@ -366,6 +371,7 @@ def _streams() -> list[float]:
     return [built, first, torch.rand(1).item(), random.random()]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("seed", [0, None])
 def test_random_streams_split_once(seed: Optional[int]) -> None:
     first, second = run_ranks(_streams, 2, seed=seed)
@@ -413,7 +419,7 @@ def run_environs(
         processes.append(process)
         pipes.append(receive)
     answers: dict[Any, Any] = {}
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patience(DEADLINE_S)
     try:
         while len(answers) < len(pipes) and time.monotonic() < end:
             for pipe in multiprocessing.connection.wait([p for p in pipes if p not in answers], timeout=0.5):
@@ -479,6 +485,7 @@ def _slurm(rank: int, port: int) -> dict[str, str]:
     return {"SLURM_JOB_ID": str(port), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "node1", **step, **task}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("launcher", "environ"), [("torchrun", _by_hand), ("openmpi", _open_mpi), ("slurm", _slurm)])
 def test_two_processes_of(launcher: str, environ: Callable[[int, int], dict[str, str]], tmp_path: Path) -> None:
     port = free_port()
@@ -514,6 +521,7 @@ def _leave_right_after_a_message(num_worlds: int) -> int:
     return num_worlds
 
 
+@pytest.mark.ranks
 def test_cleanup_right_after_a_message(tmp_path: Path) -> None:
     # With torch 2.1.2 every second or third of them hung, as long as cleanup did not wait for gloo's threads.
     port = free_port()
@@ -521,6 +529,7 @@ def test_cleanup_right_after_a_message(tmp_path: Path) -> None:
     assert found == [8, 8]
 
 
+@pytest.mark.ranks
 def test_side_work_outlasts_the_timeout_of_training(tmp_path: Path) -> None:
     found, _ = run_environs(_patient, [{"PART": "0"}, {"PART": "1"}], tmp_path, free_port())
     assert [launcher for launcher, _ in found] == ["explicit", "explicit"]
@@ -540,6 +549,7 @@ def _ranks_on_gpus() -> tuple[str, Optional[str]]:
     return str(here.device), here.backend
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("gpus", "said"), [("11", "2 ranks share 1 GPU: gloo instead"), ("10", "1 of 2 ranks have no GPU: gloo instead")]
 )
@@ -570,6 +580,7 @@ def _impossible(environs: list[dict[str, str]], asked: dict[str, Any]) -> list[s
     return found
 
 
+@pytest.mark.ranks
 def test_impossible_environments_fail_at_once(tmp_path: Path) -> None:
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     two = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -604,6 +615,7 @@ def _alone_at(port: int) -> str:
     return str(setup(device="cpu").sum(1)) * 2
 
 
+@pytest.mark.ranks
 def test_a_world_of_one_needs_no_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -630,6 +642,7 @@ def _fail_and_abort(bad: int, waits_in: str) -> None:
         ddpshim.abort(error)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("bad", "waits_in", "said"),
     [
@@ -660,6 +673,7 @@ def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
     ddpshim.abort(RuntimeError("closed by peer"))
 
 
+@pytest.mark.ranks
 def test_a_rank_that_the_launcher_ends_has_written_down_why_first(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run_environs(_abort_while_the_launcher_ends_this_rank, [{}], tmp_path, folder, exit_code=-signal.SIGTERM)
@@ -706,7 +720,7 @@ class Job:
         """Until a rank has made this file."""
         while not (self._folder / name).exists():
             assert self._agents.pids, self.log
-            assert time.monotonic() < self._started + DEADLINE_S, self.log
+            assert time.monotonic() < self._started + patience(DEADLINE_S), self.log
             self._agents.see(0.02)
         self._restart_clock()
 
@@ -717,7 +731,7 @@ class Job:
         """The exit code, when the job and all its ranks have ended."""
         while self._agents.pids:
             self._agents.see(1.0, ends_others=False)
-            assert time.monotonic() < self._started + DEADLINE_S, f"still busy at the deadline:\n{self.log}"
+            assert time.monotonic() < self._started + patience(DEADLINE_S), f"still busy at the deadline:\n{self.log}"
         self.seconds = time.monotonic() - self._started
         assert not [path.name for path in (self._folder / "pids").glob("*") if _runs(int(path.name))]
         return next((code for code in self._agents.codes.values() if code), 0)
@@ -756,6 +770,7 @@ def read_facts(tmp_path: Path, num_ranks: int) -> list[Any]:
     return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("size", [1, 2])
 def test_torchrun(size: int, tmp_path: Path) -> None:
     write_script(tmp_path, FACTS)
@@ -768,6 +783,7 @@ def test_torchrun(size: int, tmp_path: Path) -> None:
     assert job.log.count("ddpshim:") == job.log.count(line) == 2, job.log
 
 
+@pytest.mark.launch
 def test_two_nodes(tmp_path: Path) -> None:
     write_script(tmp_path, FACTS)
     options = ("--nnodes=2", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
@@ -803,6 +819,7 @@ FAILING = """
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("bad", "wait", "in_finally", "lingering", "user_group"),
     [
@@ -837,6 +854,7 @@ def _check_blame(log: str, bad: int, said: str) -> None:
     assert said in root, log
 
 
+@pytest.mark.launch
 def test_the_main_rank_is_to_blame_for_what_it_alone_runs(tmp_path: Path) -> None:
     body = """
         world = ddpshim.setup(device="cpu", side_timeout_s=50)
@@ -851,6 +869,7 @@ def test_the_main_rank_is_to_blame_for_what_it_alone_runs(tmp_path: Path) -> Non
     _check_blame(job.log, 0, "ValueError: boom of rank 0")
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "wait"])
 def test_a_rank_that_leaves_ends_the_job(end: str, tmp_path: Path) -> None:
     body = f"""

@@ -51,6 +51,7 @@ def _sum(tensor: torch.Tensor) -> int:
     return int(guard.checksum(tensor, torch.device("cpu"))[0])
 
 
+@pytest.mark.unit
 def test_the_checksum_sees_every_bit_but_not_which_nan() -> None:
     kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int32, torch.bool]
     seen = set()

@@ -1,7 +1,7 @@
 """Every way to launch trains the same: a few exact steps (tests/matrix_train.py), by real launchers where there are.
 
-Emulated by their variables: SLURM and a launched world of one. Those ranks are forked from the test launcher's server;
-those of `run` and of two nodes by torchrun's agents (tests/preloaded.py).
+Emulated by their variables: SLURM and a launched world of one. Those ranks are forked (tests/preloaded.py);
+those of `run` and of two nodes by torchrun's agents.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import runpy
 import shutil
 import socket
 import subprocess
@@ -22,11 +21,10 @@ import pytest
 from ddpshim.launch import read_launch_env
 from tests import ranks
 from tests.equivalence import copy_release, fork, make_config, make_data, source
-from tests.preloaded import kill_all_in, preloaded
+from tests.preloaded import environment, kill_all_in, preloaded
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "tests" / "matrix_train.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 DEADLINE_S = 120
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 Reports = list[dict[str, Any]]
@@ -60,30 +58,11 @@ def agents(folder: Path, launcher: str, *options: str, num_nodes: int = 1) -> Re
     return _reports(folder)
 
 
-def _train(folder: str, environ: dict[str, str]) -> None:
-    os.environ.update(environ)
-    os.chdir(folder)
-    screen = os.open("screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(screen, 1)
-    os.dup2(screen, 2)
-    sys.argv = [SCRIPT, folder]
-    runpy.run_path(SCRIPT, run_name="__main__")
-
-
 def forked(folder: Path, *environs: dict[str, str]) -> Reports:
     """What one process for each of `environs` wrote."""
-    base = {"GLOO_SOCKET_IFNAME": "lo"}
-    started = [
-        ranks._server.Process(target=_train, args=(str(folder), {**base, **environ}), daemon=True)
-        for environ in environs
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(DEADLINE_S)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in started] == [0] * len(environs), (folder / "screen").read_text()
+    said = [{**environment(), "GLOO_SOCKET_IFNAME": "lo", **environ} for environ in environs]
+    job = preloaded().start([([SCRIPT, str(folder)], environ) for environ in said], folder)
+    assert job.wait(DEADLINE_S) == 0, (folder / "output.txt").read_text()
     return _reports(folder)
 
 
@@ -114,8 +93,8 @@ def test_plain(tmp_path: Path, one: dict[str, Any]) -> None:
 
 
 def test_torchrun(tmp_path: Path, one: dict[str, Any]) -> None:
-    command = (*TORCHRUN, "--standalone", "--nproc_per_node=2", SCRIPT, str(tmp_path))
-    check(launched(tmp_path, *command), one, 1, 2, "torchrun")
+    reports = agents(tmp_path, "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    check(reports, one, 1, 2, "torchrun")
 
 
 def test_torchrun_on_two_nodes(tmp_path: Path, one: dict[str, Any]) -> None:
@@ -183,7 +162,7 @@ def test_one_process_in_an_allocation_says_so(tmp_path: Path, one: dict[str, Any
     """An sbatch script or a shell in an allocation, from which nobody started several tasks."""
     allocation = {"SLURM_JOB_ID": "42", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu[1-2]"}
     check(forked(tmp_path, allocation), one, 1, 1, "none")
-    assert (tmp_path / "screen").read_text() == (
+    assert (tmp_path / "output.txt").read_text() == (
         "ddpshim: SLURM variables (SLURM_JOB_ID='42', SLURM_NTASKS='4'), but not of an srun with several tasks: "
         "this process runs alone\n"
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddpshim
+from tests.preloaded import environment, start_afresh
 
 ROOT = Path(__file__).parent.parent
 # Each module imports only modules above it.
@@ -185,6 +186,7 @@ def _run(*command: str, cwd: Path = ROOT) -> str:
     return ran.stdout
 
 
+@pytest.mark.launch
 def test_importing_loads_no_torch_and_using_it_no_dynamo() -> None:
     code = (
         "import sys, ddpshim; print('torch' in sys.modules); ddpshim.setup; ddpshim.wrap_parallel; ddpshim.make_loader"
@@ -235,14 +237,20 @@ def _losses(printed: str) -> list[float]:
     return [float(line.split("loss ")[1]) for line in printed.splitlines() if line.startswith("epoch")]
 
 
+@pytest.mark.launch
 def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
-    before = _losses(_run(str(ROOT / "examples" / "train_before.py"), cwd=tmp_path))
-    plain = _losses(_run(str(ROOT / "examples" / "train_after.py"), cwd=tmp_path))
+    def run(*command: str) -> list[float]:
+        code, said = start_afresh(command, environment(), tmp_path, 120)
+        assert code == 0, said
+        return _losses(said)
+
+    before = run(str(ROOT / "examples" / "train_before.py"))
+    plain = run(str(ROOT / "examples" / "train_after.py"))
     assert len(before) == 5
     assert plain == before
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
     after = str(ROOT / "examples" / "train_after.py")
-    one, two = (_losses(_run(*torchrun, f"--nproc_per_node={n}", after, cwd=tmp_path)) for n in (1, 2))
+    one, two = (run(*torchrun, f"--nproc_per_node={n}", after) for n in (1, 2))
     assert two == pytest.approx(one, abs=2e-4)
     assert len(two) == 5
 
@@ -251,6 +259,7 @@ def test_version_stands_in_one_place() -> None:
     assert f"## {ddpshim.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.launch
 def test_nothing_is_tracked_that_a_run_writes() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout")

@@ -124,6 +124,7 @@ def numbers():
 # --- without a launcher -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_without_a_launcher_it_is_torchs_loader(num_workers):
     data = TensorDataset(torch.arange(20.0), torch.arange(20))
@@ -181,6 +182,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("source", SOURCES)
 def test_global_batches_are_those_of_a_world_of_one(source, num_workers):
@@ -239,6 +241,7 @@ def test_an_abandoned_pass_is_not_replayed():
     assert len(seen) > 350
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("persistent", [False, True])
 def test_set_epoch_is_honoured_by_every_name(persistent):
     kwargs = {"num_workers": 2, "persistent_workers": True} if persistent else {}
@@ -328,6 +331,7 @@ def noise_of(loader):
     return torch.cat(list(loader)).tolist()
 
 
+@pytest.mark.ranks
 def test_workers_are_seeded_by_rank_worker_and_epoch():
     loaders = make_loaders(2, Noise, 4, num_workers=2)
     drawn = [noise_of(one) for one in loaders for _ in range(2)]
@@ -342,6 +346,7 @@ def test_workers_are_seeded_by_rank_worker_and_epoch():
 # --- iterable datasets ------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_stream_is_split_once_over_ranks_and_workers(noisy, drop_last):
@@ -379,6 +384,7 @@ class Epochal(IterableDataset):
         return iter([self.epoch * 100 + number for number in range(8)])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("kwargs", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_a_stream_hears_of_its_epoch_also_in_workers_that_live_on(kwargs):
     [loader] = make_loaders(1, Epochal, 4, **kwargs)
@@ -402,6 +408,7 @@ def test_a_streams_draws_do_not_leak_into_the_steps_between():
     assert len(set(consumer[0])) == 4
 
 
+@pytest.mark.ranks
 def test_worker_info_comes_back_after_a_read():
     seen = []
 
@@ -422,6 +429,7 @@ def test_length_of_a_stream_counts_global_steps():
         len(unsized)
 
 
+@pytest.mark.ranks
 def test_ready_batches_of_a_stream():
     with pytest.raises(DataError, match=r"batch_size=None on 2 ranks: .* already_sharded=True"):
         make_loaders(2, lambda: Numbers(6), None)
@@ -579,6 +587,7 @@ def _on_two_ranks():
     return seen, errors
 
 
+@pytest.mark.ranks
 def test_one_draw_and_one_failure_on_two_processes():
     (seen0, errors0), (seen1, errors1) = run_ranks(_on_two_ranks, 2)
     assert sorted(index for batch in seen0 + seen1 for index in batch) == list(range(8))

@@ -195,6 +195,7 @@ def _what_a_loader_says() -> str:
     return out.getvalue()
 
 
+@pytest.mark.ranks
 def test_make_loader_advises_once_and_on_the_main_rank() -> None:
     main, other = run_ranks(_what_a_loader_says, 2)
     assert main.count("2 ranks x 1 worker on 1 core") == 1

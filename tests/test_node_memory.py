@@ -22,7 +22,7 @@ from ddpshim import advice, datasets, demos, machine, node_memory, sequences
 from ddpshim.errors import DataError, WorldError
 from ddpshim.group import World
 from ddpshim.node_memory import SharedArrays, shared_arrays
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure, _server, run_ranks
 
 MEGABYTES = 32
 SPECS = {
@@ -31,7 +31,6 @@ SPECS = {
     "big": ((MEGABYTES << 18,), torch.float32),
     "flags": ((7,), torch.bool),
 }
-_server = multiprocessing.get_context("forkserver")
 
 
 def _fill(arrays: Mapping[str, torch.Tensor], part: int, num_parts: int) -> None:
@@ -63,6 +62,7 @@ def _share_and_measure() -> tuple[bool, int, list[str]]:
     return is_equal, kilobytes, list(arrays)
 
 
+@pytest.mark.ranks
 def test_ranks_share_one_copy() -> None:
     found = run_ranks(_share_and_measure, 2)
     assert [(is_equal, names) for is_equal, _, names in found] == [(True, sorted(SPECS))] * 2
@@ -78,6 +78,7 @@ def _look(arrays: SharedArrays, out: Any) -> None:
     signal.pause()  # the parent looks at its own share while this process has its own
 
 
+@pytest.mark.ranks
 def test_workers_share_it_forked_or_not() -> None:
     arrays = shared_arrays(SPECS, _fill, world=World())
     assert _own_kilobytes() >= MEGABYTES * 1024
@@ -108,6 +109,7 @@ def _die_in(directory: str) -> None:
     shared_arrays(SPECS, fill, directory=directory, budget_bytes=1)
 
 
+@pytest.mark.ranks
 def test_a_file_on_disk_has_no_name_and_is_gone_with_its_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "place"
     with pytest.raises(RankFailure):
@@ -126,6 +128,7 @@ def _fail_to_fill() -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.ranks
 def test_a_part_that_fails_is_an_error_on_all_ranks() -> None:
     first, second = run_ranks(_fail_to_fill, 2)
     assert second == "KeyError: 'demo_7'"
@@ -143,6 +146,7 @@ def _does_not_fit() -> tuple[str, str]:
     return str(small.value), str(unlike.value)
 
 
+@pytest.mark.ranks
 def test_no_room_and_unlike_specs_are_told_on_all_ranks() -> None:
     first, second = run_ranks(_does_not_fit, 2)
     assert second[0] == f"on rank 0: {first[0]}"
@@ -298,6 +302,7 @@ def _read(dataset: Any, out: Any) -> None:
     out.send(({index: dataset[index] for index in (0, 8, -1)}, "memfd:ddpshim" in maps))
 
 
+@pytest.mark.ranks
 def test_a_spawned_worker_gets_the_dataset(tmp_path: Path) -> None:
     path = _write_demos(tmp_path / "demos.hdf5")
     upstream = _make(path, "all")

@@ -272,6 +272,7 @@ def test_logs_hold_what_a_rank_prints(alone: None, tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == "to stdout\nlater\n"
 
 
+@pytest.mark.launch
 def test_logs_hold_the_traceback_that_ends_a_rank(tmp_path: Path) -> None:
     program = (
         "import ddpshim\nddpshim.setup()\ntry:\n    raise ValueError('on purpose')\nfinally:\n    ddpshim.cleanup()"
@@ -318,6 +319,7 @@ def _seen_by_a_rank() -> dict[str, Any]:
     }
 
 
+@pytest.mark.ranks
 def test_what_is_not_given_is_as_the_options_say_and_arguments_win() -> None:
     optioned, default = (run_ranks(_seen_by_a_rank, 2, environ=environ) for environ in (WRAPPING, {}))
     assert optioned[0] == {
@@ -350,6 +352,7 @@ def _differ(name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ranks
 def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
     texts = run_ranks(_differ, 2, "accumulation_steps")
     assert texts[0] == texts[1]
@@ -373,6 +376,7 @@ def _all_gradients() -> list[list[float]]:
     return [_gradients(steps) for steps in (1, 2, 3)]
 
 
+@pytest.mark.ranks
 def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
     first, second = run_ranks(_all_gradients, 2)
     assert first == second
@@ -400,6 +404,7 @@ def test_every_option_is_read_somewhere() -> None:
     assert unread == set()
 
 
+@pytest.mark.launch
 def test_the_command_prints_the_table_without_torch() -> None:
     code = "import sys; from ddpshim.__main__ import main; main(['options']); print('torch' in sys.modules)"
     environ = {"PYTHONPATH": str(ROOT), "PATH": ""}
@@ -516,6 +521,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
     return {run.folder.name: run for run in made}
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_a_batch_for_each_rank_with_a_rule_is_one_process_with_that_rate(runs: dict[str, Run]) -> None:
     one, two = runs["one"], runs["two"]
@@ -528,6 +534,7 @@ def test_a_batch_for_each_rank_with_a_rule_is_one_process_with_that_rate(runs: d
     assert "ddpshim" not in config
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_metrics_are_averaged_as_often_as_the_option_says(runs: dict[str, Run]) -> None:
     one, two = runs["one"].losses(), runs["two"].losses()
@@ -537,6 +544,7 @@ def test_metrics_are_averaged_as_often_as_the_option_says(runs: dict[str, Run]) 
     assert two[0] == pytest.approx(one[0], rel=0.2)
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_each_rank_has_a_log(runs: dict[str, Run]) -> None:
     logs = [runs["two"].folder.parent / "logs" / f"rank_{rank}.log" for rank in (0, 1)]
@@ -544,6 +552,7 @@ def test_each_rank_has_a_log(runs: dict[str, Run]) -> None:
         assert log.read_text().count("\nTrain Epoch 2\n") == 1
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_the_profile_of_a_training_adds_up_to_upstreams_own_times(runs: dict[str, Run]) -> None:
     run = runs["two"]
@@ -561,6 +570,7 @@ def test_the_profile_of_a_training_adds_up_to_upstreams_own_times(runs: dict[str
     assert "Profile_Steps_Per_Second" not in runs["one"].metrics()[0]
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_bf16_on_two_ranks_is_bf16_in_one_process(runs: dict[str, Run]) -> None:
     one, two = runs["one in bf16"], runs["two in bf16"]

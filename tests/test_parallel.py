@@ -477,13 +477,14 @@ except ddpshim.WorldError as error:
 """
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads in /proc")
 @pytest.mark.skipif(not ENDS_THREADS, reason="before torch 2.8 they live as long as the process")
 def test_cleanup_ends_the_threads_of_gloo(tmp_path: Path) -> None:
     """One that is alive when Python ends may abort a finished job; in an interpreter of its own, as imports matter."""
     (tmp_path / "leaves.py").write_text(_LEAVES)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, START_DEADLINE_S)
+    code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, START_DEADLINE_S, True)
     assert code == 0, output
     assert "rank 1 of 2 left its job with cleanup()" in output
 
@@ -743,6 +744,7 @@ def test_what_no_rank_used_has_no_gradient_and_any_buffer_is_the_main_ranks() ->
     assert others == [first, first]
 
 
+@pytest.mark.unit
 def test_the_hook_of_a_parameter_begins_a_pass_once_and_drops_no_error() -> None:
     begun = []
     going = _Pass(lambda: not begun.append(1))
@@ -755,6 +757,7 @@ def test_the_hook_of_a_parameter_begins_a_pass_once_and_drops_no_error() -> None
         getattr(_Pass(lambda: (_ for _ in ()).throw(AttributeError("nothing like that"))), "is_begun", "a")
 
 
+@pytest.mark.unit
 def test_the_size_of_a_bucket() -> None:
     sizes = [1, 4 * 2**20, 32 * 2**20, 10**10]  # of parameters
     nets = [nn.ParameterList([nn.Parameter(torch.empty(size, device="meta"))]) for size in sizes]
@@ -901,6 +904,7 @@ def test_what_users_do_equals_one_process() -> None:
             assert (p - first).abs().max() < 1e-12, way.__name__
 
 
+@pytest.mark.unit
 def test_accumulate_is_there_in_every_wrapper() -> None:
     for wrapper in (BareModule, DataParallelModule):
         net = wrapper(nn.Linear(2, 2))
@@ -1032,10 +1036,12 @@ def test_sync_batchnorm_on_the_cpu_is_an_error() -> None:
         assert without == "Linear"
 
 
+@pytest.mark.unit
 def test_sync_batchnorm_in_one_process_is_batchnorm() -> None:
     assert type(ddpshim.wrap_parallel(WithBatchNorm(), sync_batchnorm=True).norm) is nn.BatchNorm1d
 
 
+@pytest.mark.unit
 def test_sync_batchnorm_keeps_parameters_and_keys() -> None:
     """The conversion alone, on torch's meta device; that it normalises over ranks needs GPUs, and was not tested."""
     net = nn.ModuleDict({"a": WithBatchNorm(), "b": nn.BatchNorm2d(3)}).to("meta")
@@ -1059,6 +1065,7 @@ def one() -> BareModule:
     return ddpshim.wrap_parallel(_new_policy())
 
 
+@pytest.mark.unit
 def test_one_process_passes_everything_through(one: BareModule) -> None:
     net = one.module
     assert type(net) is Policy
@@ -1090,6 +1097,7 @@ def test_one_process_passes_everything_through(one: BareModule) -> None:
     assert one.double() is one
 
 
+@pytest.mark.unit
 def test_indexing_reaches_containers() -> None:
     nets = ddpshim.wrap_parallel(nn.ModuleDict({"policy": nn.Linear(2, 2)}))
     assert isinstance(nets["policy"], nn.Linear)
@@ -1098,6 +1106,7 @@ def test_indexing_reaches_containers() -> None:
     assert len(ddpshim.wrap_parallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))) == 2
 
 
+@pytest.mark.launch
 def test_copies_and_pickles_are_bare(one: BareModule, tmp_path) -> None:
     assert type(copy.deepcopy(one)) is Policy
     assert type(copy.deepcopy(nn.ModuleDict({"a": one}))["a"]) is Policy
@@ -1118,6 +1127,7 @@ class WithChildCalledModule(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2))
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("net", "keys"),
     [
@@ -1145,6 +1155,7 @@ def test_keys_with_and_without_prefixes_load(net: nn.Module, keys: list[str]) ->
     assert [v.flatten()[0].item() for v in net.state_dict().values()] == list(range(10, 10 + len(keys)))
 
 
+@pytest.mark.unit
 def test_hooks_of_a_wrapped_child_run_when_its_parent_loads() -> None:
     child, seen = nn.Linear(2, 2), []
     wrapped = ddpshim.wrap_parallel(child)
@@ -1157,11 +1168,13 @@ def test_hooks_of_a_wrapped_child_run_when_its_parent_loads() -> None:
     assert seen == ["child", "wrapper"] * 2
 
 
+@pytest.mark.unit
 def test_unknown_keys_are_torchs_error(one: BareModule) -> None:
     with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
         one.load_state_dict({**one.state_dict(), "nonsense": torch.zeros(1)})
 
 
+@pytest.mark.unit
 def test_another_wrapper_is_refused() -> None:
     class Pretend(DistributedDataParallel):
         def __init__(self) -> None:
@@ -1173,6 +1186,7 @@ def test_another_wrapper_is_refused() -> None:
     assert ddpshim.wrap_parallel(DataParallel(inner)).module is inner
 
 
+@pytest.mark.unit
 def test_the_seams_of_torch_that_we_stand_on() -> None:
     """Private parts of torch's DDP; a torch that lacks one must fail here, not in a training."""
     from torch._C._distributed_c10d import Reducer

@@ -497,6 +497,7 @@ def test_a_failure_to_put_back_can_be_completed(toy: Toy, monkeypatch: pytest.Mo
     assert not list(toy.package.rglob(".*"))
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(("work", "files"), [(apply, PATCHED), (revert, ORIGINAL)])
 def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: dict[str, str]) -> None:
     script = (
@@ -584,6 +585,7 @@ def test_a_live_lock_is_respected(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> 
         assert contents(toy.package) == before
 
 
+@pytest.mark.launch
 def test_the_lock_of_a_dead_process_is_taken_over(toy: Toy) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -609,6 +611,7 @@ def test_a_lock_that_another_took_over_meanwhile_is_left_alone(toy: Toy, monkeyp
     assert lock.read_text() == "the winner's"
 
 
+@pytest.mark.launch
 def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
     # Starting from a stale lock, so that the take-over is contended too.
     dead = subprocess.Popen([sys.executable, "-c", ""])
@@ -781,6 +784,7 @@ def test_git_headers_and_crlf_patch_files_are_read() -> None:
         assert apply_diff(diff, b"a\n") == b"b\n"
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(shutil.which("diff") is None, reason="needs diff")
 @pytest.mark.parametrize("context", [0, 1, 3])
 def test_what_diff_makes_is_applied(tmp_path: Path, context: int) -> None:
@@ -798,6 +802,7 @@ def test_what_diff_makes_is_applied(tmp_path: Path, context: int) -> None:
     assert apply_diff(diff, new.encode(), reverse=True) == old.encode()
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs GNU patch")
 def test_the_manual_commands_of_the_readme_do_the_same(toy: Toy) -> None:
     diffs = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
@@ -865,6 +870,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.launch
 def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> None:
     # Only these modules, with package data beside them: nothing else is needed, torch least of all.
     package = tmp_path / "lib" / "ddpshim"

@@ -134,6 +134,7 @@ def test_meters_inside_each_other_count_the_same(clock: Any) -> None:
     assert _is_in_place() == (False,) * 4
 
 
+@pytest.mark.ranks
 def test_workers_are_waited_for() -> None:
     counted = Meter()
     counted.start()
@@ -246,6 +247,7 @@ def _profiled(folder: str, slow_rank: int, guilty: str) -> dict[str, Any]:
     return {"ranks": counted.ranks, "around": time.perf_counter() - start, "reductions": one.num_reductions}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("guilty", ["compute", "collective"])
 def test_a_slow_rank_makes_the_other_wait_in_communication(guilty: str, tmp_path: Path) -> None:
     found = run_ranks(_profiled, 2, str(tmp_path), 1, guilty)
@@ -273,6 +275,7 @@ def _failing(folder: str) -> None:
             raise ValueError("on purpose")
 
 
+@pytest.mark.ranks
 def test_a_rank_that_fails_is_not_kept_from_it(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:\n(.|\n)*ValueError: on purpose"):
         run_ranks(_failing, 2, str(tmp_path))

@@ -13,6 +13,7 @@ import ddpshim
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
 
+@pytest.mark.launch
 def test_the_page_is_what_the_docstrings_give() -> None:
     pytest.importorskip("griffe")
     from tests.reference import page

@@ -304,6 +304,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.launch
 def test_nothing_to_report_is_said_without_torch(tmp_path: Path) -> None:
     code = "import sys; from ddpshim.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -343,6 +344,7 @@ def test_records_are_appended_whole(tmp_path: Path) -> None:
     assert found[1]["own"] == {"Loss": 0.1}
 
 
+@pytest.mark.ranks
 @pytest.mark.usefixtures("closed")
 def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     records.begin(tmp_path, 0, start=1)
@@ -482,6 +484,7 @@ def _recorded(folder: str, is_broken: bool = False) -> list[float]:
     return losses
 
 
+@pytest.mark.ranks
 def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
     found = run_ranks(_recorded, 2, str(tmp_path))
     assert found[0] != found[1]
@@ -497,6 +500,7 @@ def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
     assert verdict(run).level == "good"
 
 
+@pytest.mark.ranks
 def test_a_guards_word_is_in_the_records(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="SyncError"):
         run_ranks(_recorded, 2, str(tmp_path), True)
@@ -535,6 +539,7 @@ def _train(releases: Path, folder: Path, hooked: bool, **how: Any) -> Any:
     return train(tree, config, folder / "run", 2, forked=True, **how)
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 @pytest.mark.parametrize("hooked", [False, True], ids=["patched", "hooked"])
 def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_path: Path, hooked: bool) -> None:
@@ -565,6 +570,7 @@ def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_
         assert trained.losses() == without.losses()
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_a_killed_rank_is_told(releases: Path, tmp_path: Path) -> None:
     environ = {"DDPSHIM_FAULT": "kill@model:1:15"}
@@ -575,6 +581,7 @@ def test_a_killed_rank_is_told(releases: Path, tmp_path: Path) -> None:
     assert [epoch.mean for epoch in run.epochs] == trained.losses()[:1]
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_without_a_launcher_nothing_is_written(releases: Path, tmp_path: Path) -> None:
     if source("0.3.0") is None:

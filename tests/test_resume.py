@@ -117,6 +117,7 @@ def test_a_damaged_file_is_set_aside_and_the_one_before_it_used(tmp_path: Path) 
     assert len(rest[0][0]) == EPOCHS * (N // B) - int(epoch) * (N // B) - int(step)
 
 
+@pytest.mark.unit
 def test_what_was_set_aside_is_said_and_kept(tmp_path: Path, capfd: Any) -> None:
     whole, cut = tmp_path / "epoch_000000_step_000000001.pth", tmp_path / "epoch_000000_step_000000002.pth"
     torch.save({"a": torch.zeros(1000)}, whole)
@@ -157,6 +158,7 @@ def test_later_files_of_a_run_that_was_given_up_are_removed(tmp_path: Path) -> N
     assert run_ranks(_rank_saves, 2, str(tmp_path), [3]) == [kept, kept]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("wrong", [{"every_s": 0}, {"num_kept": 0}, {"every_s": float("nan")}])
 def test_nothing_to_go_on_from_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="nothing to go on from"):
@@ -210,6 +212,7 @@ def test_a_share_that_only_the_dataset_knows_cannot_be_entered() -> None:
 # Signals
 
 
+@pytest.mark.unit
 def test_listening_gives_the_signals_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     preemption.listen()
@@ -223,6 +226,27 @@ def test_listening_gives_the_signals_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
+@pytest.mark.launch
+def test_a_request_to_save_does_not_end_a_training_that_is_complete(tmp_path: Path) -> None:
+    program = """
+import os, signal
+import ddpshim
+ddpshim.setup(seed=1)
+training = ddpshim.Resumable("progress", {})
+training.finish()
+os.kill(os.getpid(), signal.SIGUSR1)
+ddpshim.cleanup()
+os.kill(os.getpid(), signal.SIGUSR1)
+print("nothing left to save", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    (tmp_path / "program.py").write_text(program)
+    ended, said = equivalence.fork(None, [str(tmp_path / "program.py")], tmp_path, 1, {}, 60)
+    assert "nothing left to save" in said
+    assert ended == -signal.SIGTERM
+
+
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("claimed", "code", "text"),
     [
@@ -274,6 +298,7 @@ print(len(seen), preemption.asked(), child.exitcode)
 """
 
 
+@pytest.mark.launch
 def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tmp_path: Path) -> None:
     program = tmp_path / "group.py"
     program.write_text(GROUP)
@@ -285,6 +310,7 @@ def test_a_signal_to_all_processes_ends_neither_the_data_workers_nor_the_loop(tm
 # The real trainer
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_a_training_that_is_ended_again_and_again(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None:
@@ -300,6 +326,7 @@ def test_a_training_that_is_ended_again_and_again(tmp_path: Path, releases: Path
     assert "resume" not in found["left on disk"]
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 @pytest.mark.parametrize("variant", ["diffusion_policy", "td3_bc"])
 def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(
@@ -315,6 +342,7 @@ def test_on_as_many_ranks_noise_and_averages_go_on_to_the_last_bit(
     assert found["largest difference of a metric"] < 1e-12
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None:

@@ -25,6 +25,7 @@ def frames_of(reading, name):
     return sum(count for (dataset, _), count in reading.episodes.items() if dataset == name)
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 def test_each_rank_reads_its_own_trajectories_of_one_mixture(folder):
     ranks = pipeline.readings("ddpshim", 2, folder, num_frames=1500, shuffle_buffer_size=40)
@@ -44,6 +45,7 @@ def test_each_rank_reads_its_own_trajectories_of_one_mixture(folder):
     assert ranks[0].length == ranks[1].length == int(0.7 * droid * 48 / 51 + 0.3 * lab * 19 / 20) // 2
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 def test_unsharded_ranks_read_the_same_trajectories(folder):
     ranks = pipeline.readings("octo", 2, folder, num_frames=1500, shuffle_buffer_size=40)

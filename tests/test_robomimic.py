@@ -248,6 +248,7 @@ def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer,
 UPSTREAM = ["0.4.0", "0.5.0", "master", "robocasa"]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("release", [RELEASE, *UPSTREAM])
 def test_the_patch_set_applies_and_reverts_byte_for_byte(release: str, tmp_path: Path) -> None:
     _require(release)

@@ -181,6 +181,7 @@ class _Held:
         vars(self).update(held)
 
 
+@pytest.mark.unit
 def test_generators_are_found_through_wrappers_and_seeded_in_place() -> None:
     shared, old = np.random.default_rng(1), np.random.RandomState(1)
     env = _Held(np_random=shared, env=_Held(rng=shared, np_random="not a generator", env=_Held(rng=old)))
@@ -195,6 +196,7 @@ def test_generators_are_found_through_wrappers_and_seeded_in_place() -> None:
     assert list(rollout._own_generators(loop)) == [shared]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("visible", "gpu", "expected"),
     [(None, 1, "1"), ("", 1, "1"), ("4,6", 1, "6"), ("GPU-8f3a,GPU-11c0", 1, None)],
@@ -210,6 +212,7 @@ def test_renderers_use_the_gpu_of_the_rank(
     assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "9", "what the user set is gone"
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(("which", "plays"), [("all", [True, True]), ("main", [True, False])])
 def test_the_option_says_who_plays(monkeypatch: pytest.MonkeyPatch, which: str, plays: list[bool]) -> None:
     options = Options(rollouts=which)

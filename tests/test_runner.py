@@ -30,6 +30,7 @@ from ddpshim.launch import EXIT_REQUEUE
 from ddpshim.runner import Job
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -146,14 +147,14 @@ class Running:
         self.process.start()
 
     def wait_for(self, *names: str) -> None:
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + patience(DEADLINE_S)
         while not all((self.folder / name).exists() for name in names):
             assert self.process.is_alive(), self.screen
             assert time.monotonic() < end, self.screen
             multiprocessing.connection.wait([self.process.sentinel], timeout=0.02)
 
     def exit_code(self) -> int:
-        self.process.join(DEADLINE_S)
+        self.process.join(patience(DEADLINE_S))
         assert self.process.exitcode is not None, self.screen
         return self.process.exitcode
 
@@ -238,6 +239,7 @@ def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path, n
     assert f"rank {1 - number} failed first" not in broken.screen
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("said", "seen", "first"),
     [
@@ -256,6 +258,7 @@ def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int]) -> None:
     assert runner._first(ends, own) == first
 
 
+@pytest.mark.unit
 def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rank.RUN_DIR, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
@@ -384,6 +387,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "job",
     [
@@ -417,6 +421,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(("job", "message"), REFUSED)
 def test_check_refuses(here: Path, job: Job, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
@@ -425,6 +430,7 @@ def test_check_refuses(here: Path, job: Job, message: str) -> None:
     assert len(re.split(r": |\. ", str(caught.value))) >= 3
 
 
+@pytest.mark.unit
 def test_check_names_all_that_is_wrong(here: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         runner.check(Job("absent.py", node_rank=1), {"RANK": "0", "WORLD_SIZE": "2", "DDPSHIM_LAUNCHER": "none"})
@@ -435,6 +441,7 @@ def test_check_names_all_that_is_wrong(here: Path) -> None:
     assert alone.startswith("--node-rank=1")
 
 
+@pytest.mark.unit
 def test_node_0_needs_its_port_free(here: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -445,6 +452,7 @@ def test_node_0_needs_its_port_free(here: Path) -> None:
             runner.check(job, {})
 
 
+@pytest.mark.unit
 def test_refused_is_exit_code_1_and_wrong_usage_2(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,6 +464,7 @@ def test_refused_is_exit_code_1_and_wrong_usage_2(
             command_line.main(wrong)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("nproc", "num_gpus", "message"),
     [
@@ -472,6 +481,7 @@ def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: i
         runner._check_gpus(nproc)
 
 
+@pytest.mark.unit
 def test_a_log_dir_that_cannot_be_written_to(here: Path) -> None:
     with pytest.raises(LaunchError, match=r"train.py cannot be written to .* --no-logs"):
         runner.run(Job("train.py", log_dir="train.py"))
@@ -489,6 +499,7 @@ STEP = {
 }
 
 
+@pytest.mark.unit
 def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
     job = runner._nodes_of_scheduler(Job("train.py"), STEP)
     assert (job.nnodes, job.node_rank, job.master_addr) == (2, 1, "gpu1")
@@ -500,6 +511,7 @@ def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
         runner._nodes_of_scheduler(Job("train.py"), crowded)
 
 
+@pytest.mark.unit
 def test_a_log_gets_a_second_name_in_the_experiments_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_log.link_log(str(tmp_path / "without"))
     assert not (tmp_path / "without").exists()
@@ -516,6 +528,7 @@ def test_a_log_gets_a_second_name_in_the_experiments_directory(tmp_path: Path, m
     assert {p.name: p.read_text() for p in logs.iterdir()} == {"rank_1.log": "first", "rank_1.2.log": "second goes on"}
 
 
+@pytest.mark.unit
 def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: object, target: object) -> None:
         raise OSError(18, "Invalid cross-device link")
@@ -528,6 +541,7 @@ def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "logs" / "rank_0.log").readlink() == tmp_path / "rank_0.log"
 
 
+@pytest.mark.unit
 def test_a_log_that_is_written_in_the_last_moment_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with runner._shown_on_screen(tmp_path / "rank_0.log"):
         time.sleep(0.02)  # it has looked for the log, most probably, and looks again later

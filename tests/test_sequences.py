@@ -44,6 +44,7 @@ def test_every_kind_of_dataset_gives_the_same_batches(folder: Path) -> None:
     assert len(found) == 3 * len(demos.KINDS)
 
 
+@pytest.mark.launch
 @pytest.mark.upstream
 @pytest.mark.parametrize("release", ["0.4.0", "0.5.0", "master", "robocasa"])
 def test_every_kind_of_dataset_of_other_releases(tmp_path: Path, release: str) -> None:
@@ -73,6 +74,7 @@ def test_the_comparison_can_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not hasattr(dataset, "__getitems__")
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("what", ["dtype", "key order", "one bit", "shape"])
 def test_batches_are_compared_to_the_last_bit(what: str) -> None:
     one = {"a": torch.ones(2, 2), "b": {"c": torch.tensor([0.0, float("nan")])}}
@@ -253,6 +255,7 @@ def test_two_passes_at_once(folder: Path) -> None:
     assert _is_same_passes([list(batches) for batches in found], expected)
 
 
+@pytest.mark.unit
 def test_a_batch_that_is_too_large_for_its_place_is_sent() -> None:
     batch = {"a": torch.arange(100), "b": {"c": torch.tensor([True, False]), "d": torch.zeros(2, 0)}}
     for num_bytes in (64, 4096):

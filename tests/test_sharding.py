@@ -28,11 +28,13 @@ def read(share, num_workers=0, **options):
     return [item for batch in DataLoader(share, batch_size=2, num_workers=num_workers, **options) for item in batch]
 
 
+@pytest.mark.ranks
 def test_unsharded_ranks_and_workers_read_everything_again():
     times_read = Counter(int(item) for _ in range(2) for item in read(Shuffled(10), num_workers=2))
     assert times_read == dict.fromkeys(range(10), 4)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("num_ranks", "num_read"), [(1, 11), (2, 10), (4, 8)])
 def test_each_item_of_a_whole_round_goes_to_one_rank_and_worker(num_ranks, num_read, num_workers):
@@ -74,6 +76,7 @@ def test_passes_differ_alike_on_all_ranks():
     assert [list(shares[0]), list(shares[0])] == [passes[0][0], passes[1][0]]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_hear_of_the_epoch(persistent_workers):
     here = shard_iterable(Shuffled(12), world=worlds(2)[0])

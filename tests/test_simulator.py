@@ -96,6 +96,7 @@ def test_checkpoints_of_equal_weights_are_found(tmp_path: Path) -> None:
     assert equal_weights(paths) == [[paths[0], paths[2]], [paths[1]]]
 
 
+@pytest.mark.launch
 @pytest.mark.robomimic
 @pytest.mark.parametrize("arm", ARMS[2:], ids=lambda arm: arm.fault)
 def test_a_broken_control_is_broken(tmp_path: Path, releases: Path, arm: Arm) -> None:

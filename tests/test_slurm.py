@@ -233,6 +233,7 @@ def test_a_signal_that_would_come_too_early(settings: dict[str, Any]) -> None:
         batch_script(cpu_job("train.py", **settings))
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_script_passes_the_checkers(tmp_path: Path, launcher: str) -> None:
     file = tmp_path / "job.sh"
@@ -243,6 +244,7 @@ def test_the_script_passes_the_checkers(tmp_path: Path, launcher: str) -> None:
         assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (3, False), (75, True)])
 def test_exit_codes(tmp_path: Path, batch: Starter, code: int, requeued: bool) -> None:
     job = batch(cpu_job("train.py", str(code), cpus_per_rank="2"))
@@ -252,6 +254,7 @@ def test_exit_codes(tmp_path: Path, batch: Starter, code: int, requeued: bool) -
     assert "srun option --cpus-per-task=2" in job.screen
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("also_the_shell", [False, True])
 def test_the_ranks_are_signalled_save_and_the_job_is_requeued(
     tmp_path: Path, batch: Starter, also_the_shell: bool
@@ -269,6 +272,7 @@ def test_the_ranks_are_signalled_save_and_the_job_is_requeued(
         assert job.screen.count(f"rank {number} of 4 saved on SIGUSR1") == 1
 
 
+@pytest.mark.launch
 def test_run_inside_finds_its_nodes_and_passes_the_signal_on(tmp_path: Path, batch: Starter) -> None:
     job = batch(cpu_job("train.py", "--wait", "a b", launcher="torchrun"))
     job.wait_for("tasks", "ready_0", "ready_1")
@@ -279,6 +283,7 @@ def test_run_inside_finds_its_nodes_and_passes_the_signal_on(tmp_path: Path, bat
     assert job.screen.count("rank 0 of 2 saved on SIGUSR1") == 1, job.screen
 
 
+@pytest.mark.launch
 def test_it_trains_on_two_emulated_nodes(tmp_path: Path, batch: Starter) -> None:
     job = batch(cpu_job(str(ROOT / "tests" / "matrix_train.py"), "."))
     assert job.exit_code() == 0, job.screen

@@ -1,0 +1,65 @@
+"""What a shell of the tests finds as `python`: it asks tests/preloaded.py for a fork that has imported torch already.
+
+The fork has this process's arguments, environment, folder and open files; signals are passed on to it, and its exit
+code is this one's. Only the standard library is imported here, in an interpreter without site-packages: milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+
+PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+def main(argv: list[str]) -> None:
+    """Be `python argv…`."""
+    asked = list(argv)
+    while asked[:1] in (["-u"], ["-B"]):  # the fork is unbuffered, and has its bytecode
+        asked.pop(0)
+    where = os.environ.get("PRELOADED_SOCKET")
+    if where is None or not asked or (asked[0].startswith("-") and asked[0] not in ("-m", "-c")):
+        os.execv(sys.executable, [sys.executable, *argv])
+    numbers = {getattr(signal, name) for name in PASSED_ON}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until it is known to whom they go
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(where)
+        files = [int(name) for name in os.listdir("/dev/fd")]
+        files = [file for file in files if file != server.fileno() and _is_open(file) and os.get_inheritable(file)]
+        request = {"argv": asked, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
+        message = json.dumps(request).encode()
+        socket.send_fds(server, [len(message).to_bytes(8, "little")], files)
+        server.sendall(message)
+        with server.makefile("r") as answers:
+            pid = int(answers.readline())
+
+            def pass_on(number: int, frame: object) -> None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+            for number in numbers:
+                signal.signal(number, pass_on)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+            code = int(answers.readline() or 255)  # nothing, if the server was killed
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _is_open(file: int) -> bool:
+    """Not the one through which the folder of files was read."""
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
