@@ -44,8 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 TIERS = {
     **dict.fromkeys(("guard", "parallel", "resume", "second_job", "sequences"), "ranks"),
     **dict.fromkeys(("auto", "background", "bootstrap", "convert", "data_kinds", "droid", "equivalence"), "launch"),
-    **dict.fromkeys(("examples", "examples_launch", "import_cost", "launch_matrix", "once_more"), "launch"),
-    **dict.fromkeys(("packaging", "rlds", "robocasa", "robomimic", "rollout", "runner", "tfdata"), "launch"),
+    **dict.fromkeys(
+        ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging"), "launch"
+    ),
+    **dict.fromkeys(("preloaded", "rlds", "robocasa", "robomimic", "rollout", "runner", "tfdata"), "launch"),
 }
 
 
@@ -62,9 +64,8 @@ _started: list[str] = []
 
 
 def _take_note(event: str, args: Any) -> None:
-    is_fork_server = event == "socket.connect" and isinstance(
-        args[1], (str, bytes)
-    )  # multiprocessing's, tests/ranks.py
+    # By the name of a file one connects to the server that tests/ranks.py forks from.
+    is_fork_server = event == "socket.connect" and isinstance(args[1], (str, bytes))
     if is_fork_server or event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
         _started.append(event)
 

@@ -55,5 +55,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _passes(nodeid: str, config: pytest.Config) -> bool:
     root = Path(config.rootpath)
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", nodeid]
-    ran = subprocess.run(command, cwd=root, env={**os.environ, _AGAIN: "1"}, timeout=_DEADLINE_S, check=False)
+    try:
+        ran = subprocess.run(command, cwd=root, env={**os.environ, _AGAIN: "1"}, timeout=_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
     return ran.returncode == 0

@@ -314,9 +314,13 @@ class _Server:
     def _accept(self) -> Optional[_Request]:
         assert self._listener is not None
         asking, _ = self._listener.accept()
-        size, here, *_ = socket.recv_fds(asking, 8, 250)
-        with asking.makefile("rb") as message:
-            told = json.loads(message.read(int.from_bytes(size, "little")))
+        try:
+            size, here, *_ = socket.recv_fds(asking, 8, 250)
+            with asking.makefile("rb") as message:
+                told = json.loads(message.read(int.from_bytes(size, "little")))
+        except (OSError, ValueError):  # it was killed while it asked
+            asking.close()
+            return None
         request = _Request(told["argv"], told["environ"], told["folder"], None, dict(zip(told["files"], here)))
         self._asking[asking] = -1
         pid = self._fork(request)
@@ -324,7 +328,8 @@ class _Server:
             return request
         for number in here:
             os.close(number)
-        asking.sendall(f"{pid}\n".encode())
+        with contextlib.suppress(OSError):  # it is gone already: the loop sees that, and ends the process
+            asking.sendall(f"{pid}\n".encode())
         self._asking[asking] = pid
         self._running[pid] = functools.partial(self._tell_asking, asking)
         return None
@@ -460,9 +465,11 @@ def main() -> None:
     measured = Path(listener.getsockname()).with_name(f"{IMPORT_S}.part")
     measured.write_text(str(time.monotonic() - float(sys.argv[3])))
     measured.rename(measured.with_suffix(""))
-    for name in ROBOMIMICS if "robomimic" in sys.argv else FOREIGN:
-        with contextlib.suppress(ModuleNotFoundError) if name in FOREIGN else contextlib.nullcontext():
+    for name in FOREIGN:
+        with contextlib.suppress(Exception):  # absent, or not for this torch: whoever imports it is told
             importlib.import_module(name)
+    for name in ROBOMIMICS if "robomimic" in sys.argv else ():
+        importlib.import_module(name)
     # As in a terminal: a shell without job control has what it starts in the background ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if SHOW_STACKS is not None:

@@ -1,7 +1,7 @@
 """Every way to launch trains the same: a few exact steps (tests/matrix_train.py), by real launchers where there are.
 
-Emulated by their variables: SLURM and a launched world of one. Those ranks are forked (tests/preloaded.py);
-those of `run` and of two nodes by torchrun's agents.
+Emulated by their variables: SLURM and a launched world of one. Those ranks are forked (tests/preloaded.py), and so are
+torchrun's own agents and their ranks.
 """
 
 from __future__ import annotations

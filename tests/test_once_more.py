@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import once_more
 from tests.once_more import _AGAIN
 
 ROOT = Path(__file__).parent.parent
@@ -70,3 +71,12 @@ def test_what_fails_again_fails(tmp_path: Path) -> None:
     assert code == 1
     assert "FLAKY" not in said
     assert "1 failed, 2 passed" in said.splitlines()[-1]
+
+
+@pytest.mark.unit
+def test_what_comes_to_no_end_alone_fails(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    def late(*args: object, **options: object) -> None:
+        raise subprocess.TimeoutExpired("pytest", 600)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    assert once_more._passes("test_it.py::test_marked", pytestconfig) is False
