@@ -35,6 +35,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Optional
 
+from ddpshim.group import settle_rounding
 from ddpshim.launch import EXIT_REQUEUE
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
 from tests.ranks import free_port
@@ -470,6 +471,7 @@ def main() -> None:
             importlib.import_module(name)
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
+    settle_rounding()  # or one plain run in fifty is not the other, to the last digit
     # As in a terminal: a shell without job control has what it starts in the background ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if SHOW_STACKS is not None:

@@ -87,6 +87,15 @@ def test_plain_process_starts_nothing_and_everything_works(capfd: pytest.Capture
     cleanup()
 
 
+def test_rounding_is_settled_before_the_first_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    tanh, asked = torch.tanh, []
+    monkeypatch.setattr(torch, "tanh", lambda x: asked.append(x.dtype) or tanh(x))
+    ddpshim.setup()
+    assert asked == [torch.float32, torch.float64]
+    ddpshim.setup()
+    assert len(asked) == 2, "once is enough"
+
+
 def test_world_without_setup() -> None:
     assert ddpshim.world() == World(device=ddpshim.world().device)
 
