@@ -19,8 +19,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
-from ddpshim import checkpoint
-from ddpshim.machine import num_cores
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.job.machine import num_cores
 
 _WIDTH = 1000  # a layer of 1M parameters, as a policy's larger ones
 

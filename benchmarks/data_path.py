@@ -89,7 +89,7 @@ class _Arm:
 
 def _measure(path: str, cache_mode: Optional[str], num_workers: int, num_rounds: int, num_batches: int) -> Any:
     """Seconds a batch and a restart of both loaders, round by round."""
-    from ddpshim.datasets import loader
+    from ddpshim.robomimic.datasets import loader
 
     options: Any = {"batch_size": BATCH_SIZE, "shuffle": True, "num_workers": num_workers, "drop_last": True}
     released = _Arm(DataLoader(_dataset(path, cache_mode), **options))

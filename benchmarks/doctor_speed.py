@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.results import Result
-from ddpshim.doctor.checking import check
+from ddpshim.tools.doctor.checking import check
 
 
 def run(quick: bool) -> list[Result]:

@@ -19,7 +19,7 @@ from torch import nn
 
 import ddpshim
 from benchmarks.results import Result, main, ratio
-from ddpshim import guard
+from ddpshim.model import guard
 from tests.ranks import run_ranks
 
 D_IN, HIDDEN, D_OUT, NUM_HIDDEN = 64, 1100, 14, 4  # 4.9 M parameters

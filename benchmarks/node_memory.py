@@ -30,7 +30,7 @@ from tests import ranks
 from tests.ranks import run_ranks
 
 # Ranks are forked from a process that has imported it; that takes seconds, and memory that is not the data's.
-ranks._server.set_forkserver_preload(["torch", "robomimic.utils.train_utils", "ddpshim.datasets"])
+ranks._server.set_forkserver_preload(["torch", "robomimic.utils.train_utils", "ddpshim.robomimic.datasets"])
 
 BENCHMARK = "node_memory"
 NUM_RANKS, NUM_WORKERS, SEQ_LENGTH = 4, 2, 10
@@ -80,7 +80,7 @@ def _config(path: str, cache_mode: str) -> Any:
 
 
 def _load(config: Any) -> Any:
-    from ddpshim import datasets
+    from ddpshim.robomimic import datasets
 
     with _quiet():
         return datasets.load_data_for_training(config, [*LOW_DIM, "image"])[0]

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import ddpshim
 from benchmarks.guard_cost import D_IN, D_OUT, _policy
 from benchmarks.results import Result, alternate, main, ratio
-from ddpshim.recording import Recorder
+from ddpshim.observe.recording import Recorder
 from tests.ranks import run_ranks
 
 

@@ -28,8 +28,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results import Result, alternate, main, ratio
-from ddpshim import group, rollout
-from ddpshim.machine import num_cores
+from ddpshim.job import group
+from ddpshim.job.machine import num_cores
+from ddpshim.robomimic import rollout
 from tests.equivalence import DATA, source
 from tests.ranks import run_ranks
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
-from ddpshim import guard
+from ddpshim.model import guard
 from tests.ranks import free_port, run_ranks
 
 D_OBS, D_ACTION, BATCH_SIZE_PER_RANK = 64, 14, 64

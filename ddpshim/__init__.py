@@ -18,53 +18,52 @@ from ddpshim.errors import (
     SyncError,
     WorldError,
 )
+from ddpshim.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from ddpshim.accumulation import accumulate as accumulate
-    from ddpshim.failure import abort as abort
-    from ddpshim.group import World as World
-    from ddpshim.group import cleanup as cleanup
-    from ddpshim.group import setup as setup
-    from ddpshim.group import split_random_streams as split_random_streams
-    from ddpshim.group import world as world
-    from ddpshim.guard import check_equal_steps as check_equal_steps
-    from ddpshim.loader import make_loader as make_loader
-    from ddpshim.loader import scale_lr as scale_lr
-    from ddpshim.node_memory import shared_arrays as shared_arrays
+    from ddpshim.checkpoint.resume import Resumable as Resumable
+    from ddpshim.data.iterable import shard_iterable as shard_iterable
+    from ddpshim.data.loader import make_loader as make_loader
+    from ddpshim.data.loader import scale_lr as scale_lr
+    from ddpshim.data.node_memory import shared_arrays as shared_arrays
+    from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
+    from ddpshim.job.failure import abort as abort
+    from ddpshim.job.group import World as World
+    from ddpshim.job.group import cleanup as cleanup
+    from ddpshim.job.group import setup as setup
+    from ddpshim.job.group import split_random_streams as split_random_streams
+    from ddpshim.job.group import world as world
+    from ddpshim.job.random_streams import shared_random_streams as shared_random_streams
+    from ddpshim.model.accumulation import accumulate as accumulate
+    from ddpshim.model.guard import check_equal_steps as check_equal_steps
+    from ddpshim.model.parallel import wrap_parallel as wrap_parallel
+    from ddpshim.model.transparent import unwrap as unwrap
+    from ddpshim.observe.profiling import profile as profile
+    from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
-    from ddpshim.parallel import wrap_parallel as wrap_parallel
-    from ddpshim.profiling import profile as profile
-    from ddpshim.recording import record as record
-    from ddpshim.resume import Resumable as Resumable
-    from ddpshim.sharding import shard_iterable as shard_iterable
-    from ddpshim.streams import shared_random_streams as shared_random_streams
-    from ddpshim.tfdata import shard_tfdata as shard_tfdata
-    from ddpshim.transparent import unwrap as unwrap
-
-__version__ = "0.1.0"
 
 # Loaded when first used: the patch command must answer without the seconds that importing torch takes.
 _HOMES = {
     "Options": "options",
-    "World": "group",
-    "abort": "failure",
-    "accumulate": "accumulation",
-    "cleanup": "group",
-    "setup": "group",
-    "split_random_streams": "group",
-    "world": "group",
-    "check_equal_steps": "guard",
-    "make_loader": "loader",
-    "scale_lr": "loader",
-    "profile": "profiling",
-    "wrap_parallel": "parallel",
-    "Resumable": "resume",
-    "record": "recording",
-    "shard_iterable": "sharding",
-    "shared_arrays": "node_memory",
-    "shared_random_streams": "streams",
-    "shard_tfdata": "tfdata",
-    "unwrap": "transparent",
+    "World": "job.group",
+    "abort": "job.failure",
+    "accumulate": "model.accumulation",
+    "cleanup": "job.group",
+    "setup": "job.group",
+    "split_random_streams": "job.group",
+    "world": "job.group",
+    "check_equal_steps": "model.guard",
+    "make_loader": "data.loader",
+    "scale_lr": "data.loader",
+    "profile": "observe.profiling",
+    "wrap_parallel": "model.parallel",
+    "Resumable": "checkpoint.resume",
+    "record": "observe.recording",
+    "shard_iterable": "data.iterable",
+    "shared_arrays": "data.node_memory",
+    "shared_random_streams": "job.random_streams",
+    "shard_tfdata": "data.tfdata",
+    "unwrap": "model.transparent",
 }
 
 __all__ = [

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Optional
 from ddpshim.errors import DdpShimError, LaunchError
 
 if TYPE_CHECKING:
-    from ddpshim.patching import Status
+    from ddpshim.trainers.patching.files import Status
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -122,7 +122,7 @@ def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _env(arguments: argparse.Namespace) -> int:
-    from ddpshim.environment import as_text, describe
+    from ddpshim.observe.environment import as_text, describe
 
     report = describe(with_names=arguments.names)
     print(json.dumps(report, indent=2) if arguments.json else as_text(report))
@@ -145,7 +145,7 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
-    from ddpshim.selftest import Options, coloured, run
+    from ddpshim.tools.selftest.running import Options, coloured, run
 
     names = ("nproc", "device", "nnodes", "node_rank", "master_addr", "master_port", "timeout_s")
     try:
@@ -174,8 +174,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from ddpshim.doctor.checking import check
-    from ddpshim.doctor.printing import as_json, as_text
+    from ddpshim.tools.doctor.checking import check
+    from ddpshim.tools.doctor.printing import as_json, as_text
 
     try:
         report = check(arguments.path, select=arguments.select, ignore=arguments.ignore, exclude=arguments.exclude)
@@ -204,7 +204,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ddpshim.report.writing import write
+    from ddpshim.observe.report.writing import write
 
     if not arguments.folder.is_dir():
         found = "is no folder" if arguments.folder.exists() else "does not exist"
@@ -238,9 +238,9 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from ddpshim.audit.recording import Settings
-    from ddpshim.audit.running import as_json, as_text, audit
-    from ddpshim.runner import Job
+    from ddpshim.launch.runner import Job
+    from ddpshim.tools.audit.recording import Settings
+    from ddpshim.tools.audit.running import as_json, as_text, audit
 
     job = Job(
         program=arguments.program,
@@ -261,7 +261,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _codes(text: str) -> list[str]:
-    from ddpshim.doctor.findings import CODES
+    from ddpshim.tools.doctor.findings import CODES
 
     out = [code.strip() for code in text.split(",") if code.strip()]
     for code in out:
@@ -271,7 +271,7 @@ def _codes(text: str) -> list[str]:
 
 
 def _patch_list(arguments: argparse.Namespace) -> int:
-    from ddpshim.patchset import load_sets
+    from ddpshim.trainers.patching.patchset import load_sets
 
     for patch_set in load_sets():
         changed = patch_set.num_added + patch_set.num_removed
@@ -285,14 +285,14 @@ def _patch_list(arguments: argparse.Namespace) -> int:
 
 
 def _patch_status(arguments: argparse.Namespace) -> int:
-    from ddpshim.patching import status
+    from ddpshim.trainers.patching.files import status
 
     _print_status(status(arguments.target, arguments.set))
     return 0
 
 
 def _patch_check(arguments: argparse.Namespace) -> int:
-    from ddpshim.patching import check
+    from ddpshim.trainers.patching.files import check
 
     found, changed = check(arguments.target, arguments.set)
     would = f"would change {len(changed)} files" if changed else "already applied"
@@ -301,7 +301,7 @@ def _patch_check(arguments: argparse.Namespace) -> int:
 
 
 def _patch_apply(arguments: argparse.Namespace) -> int:
-    from ddpshim.patching import apply
+    from ddpshim.trainers.patching.files import apply
 
     found, changed = apply(arguments.target, arguments.set)
     print(f"{found.patch_set.name}: {'applied' if changed else 'already applied, nothing to do'}")
@@ -310,7 +310,7 @@ def _patch_apply(arguments: argparse.Namespace) -> int:
 
 
 def _patch_revert(arguments: argparse.Namespace) -> int:
-    from ddpshim.patching import revert
+    from ddpshim.trainers.patching.files import revert
 
     found, changed = revert(arguments.target, arguments.set)
     print(f"{found.patch_set.name}: {'reverted' if changed else 'not applied, nothing to do'}")
@@ -319,7 +319,7 @@ def _patch_revert(arguments: argparse.Namespace) -> int:
 
 
 def _patch_manifest(arguments: argparse.Namespace) -> int:
-    from ddpshim.patchset import build_manifest
+    from ddpshim.trainers.patching.patchset import build_manifest
 
     manifest = build_manifest(arguments.directory, arguments.source, arguments.base)
     print(f"{arguments.directory / 'manifest.json'}: {len(manifest['patches'])} patches")
@@ -359,7 +359,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ddpshim.runner import Job, run
+    from ddpshim.launch.runner import Job, run
 
     return run(
         Job(
@@ -381,7 +381,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from ddpshim.slurm import Settings
+    from ddpshim.launch.slurm import Settings
 
     slurm = commands.add_parser(
         "slurm",
@@ -406,8 +406,8 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _slurm(arguments: argparse.Namespace) -> int:
-    from ddpshim.runner import Job, problems_of_program
-    from ddpshim.slurm import Settings, batch_script
+    from ddpshim.launch.runner import Job, problems_of_program
+    from ddpshim.launch.slurm import Settings, batch_script
 
     settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
     print(batch_script(Settings(**settings)), end="")

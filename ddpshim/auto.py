@@ -3,7 +3,7 @@
 Started by `python -m ddpshim run` a trainer needs not even the line. In one process nothing changes.
 """
 
-from ddpshim.hooking import activate, deactivate, is_active, report
+from ddpshim.trainers.import_hook import activate, deactivate, is_active, report
 
 __all__ = ["activate", "deactivate", "is_active", "report"]
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
+from ddpshim import variables
 from ddpshim.errors import OptionsError
+from ddpshim.variables import PREFIX
 
-PREFIX = "DDPSHIM_"
 SECTION = "ddpshim"
 _FILE = f"{PREFIX}CONFIG"
 # Variables of ours that are no options: who launched, what `run` tells its ranks, and what the tests read.
-_OTHERS = ("LAUNCHER", "UPSTREAM", "FAULT", "RANK_LOGS", "RUN_DIR", "HOOKS", "CONVERT", "AUDIT")
-_OTHER_VARIABLES = {_FILE, *(PREFIX + name for name in _OTHERS)}
+_OTHER_VARIABLES = {_FILE, *variables.ALL}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from robomimic.algo import RolloutPolicy
 from robomimic.envs.wrappers import EnvWrapper
 
 import ddpshim
-from ddpshim.rollout import rollout_with_stats
+from ddpshim.robomimic.rollout import rollout_with_stats
 
 NUM_EPISODES, HORIZON = 20, 30
 

@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ddpshim import patching
+from ddpshim.trainers.patching import files as patching
 from tests.equivalence import DATA, ROOT, Run
 from tests.preloaded import start_afresh
 

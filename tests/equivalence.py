@@ -25,7 +25,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
-from ddpshim import patching
+from ddpshim.trainers.patching import files as patching
 from tests.preloaded import as_torchrun_says, preloaded, start_afresh
 from tests.preloaded import environment as _environ
 from tests.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
-from ddpshim.rank_log import has_log
+from ddpshim.job.rank_log import has_log
 from tests.preloaded import HOOKS
 
 SKEW_S = 3 * 3600.0
@@ -145,7 +145,7 @@ def _use_toy_env() -> None:
 
 def _let_the_peer_speak() -> None:
     """Have the rank that fails first stay until a peer has said why it stops: torchrun ends those who are left."""
-    from ddpshim import failure
+    from ddpshim.job import failure
 
     record = failure._record_for_torchrun
 
@@ -163,7 +163,7 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
     import robomimic.utils.torch_utils as TorchUtils
     import torch
 
-    import ddpshim.robomimic as adapter
+    import ddpshim.robomimic.calls as adapter
 
     prepare = adapter.prepare
 
@@ -202,8 +202,8 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
 
 def _break_sync() -> None:
     """Leave the reduction of gradients out for good: each rank trains a model of its own."""
-    import ddpshim.robomimic as adapter
-    from ddpshim import parallel
+    import ddpshim.robomimic.calls as adapter
+    from ddpshim.model import parallel
 
     prepare = adapter.prepare
 
@@ -218,7 +218,7 @@ def _break_sync() -> None:
 
 def _break_split() -> None:
     """Give every rank the shard of the main one: the rest of each global batch is seen by nobody."""
-    from ddpshim.sampler import Split
+    from ddpshim.data.sampler import Split
 
     positions = Split.positions
 
@@ -236,7 +236,7 @@ def install() -> None:
     if kind == "code" and is_here:
         sys.path.insert(0, os.environ["FAULT_OTHER_TREE"])
     if kind == "skip":
-        from ddpshim import guard
+        from ddpshim.model import guard
 
         guard.check_equal_steps.__defaults__ = ("the epoch", 2.0)
     if kind == "toy_env":

@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from ddpshim.group import settle_rounding
+from ddpshim.job.group import settle_rounding
 
 
 def odd_processes(num_processes: int, settled: bool) -> int:

@@ -39,7 +39,7 @@ KINDS = ["SIGKILL to one", "SIGTERM to one", "SIGUSR1 to one", "SIGTERM to all"]
 
 def _write_down_steps(path: Path) -> None:
     """Have this rank append (epoch, step, samples) of each batch before it is trained on."""
-    from ddpshim.resume import Resumable
+    from ddpshim.checkpoint.resume import Resumable
 
     steps = Resumable.steps
     file = path.open("a", buffering=1)

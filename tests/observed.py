@@ -130,7 +130,7 @@ def _arguments(names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[An
 
 
 def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
-    import ddpshim.robomimic as adapter
+    import ddpshim.robomimic.calls as adapter
 
     prepare, end_training = adapter.prepare, adapter.end_training
 
@@ -252,7 +252,7 @@ def _with_act() -> None:
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
     """Every parameter and buffer of an Algo by name: networks, target networks, the EMA, those of inner algorithms."""
-    from ddpshim.algo import algos
+    from ddpshim.robomimic.algo import algos
 
     out = {}
     for number, algo in enumerate(algos(model)):

@@ -35,8 +35,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, Optional
 
-from ddpshim.group import settle_rounding
-from ddpshim.launch import EXIT_REQUEUE
+from ddpshim.job.group import settle_rounding
+from ddpshim.job.launch_env import EXIT_REQUEUE
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
 from tests.ranks import free_port
 

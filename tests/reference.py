@@ -21,14 +21,14 @@ CHAPTERS = {
     "Model": ("wrap_parallel", "unwrap", "accumulate", "split_random_streams", "shared_random_streams"),
     "Data": (
         "make_loader",
-        "loader.ShardedLoader",
+        "data.loader.ShardedLoader",
         "scale_lr",
         "check_equal_steps",
         "shard_iterable",
-        "sharding.ShardedIterable",
+        "data.iterable.ShardedIterable",
         "shard_tfdata",
         "shared_arrays",
-        "node_memory.SharedArrays",
+        "data.node_memory.SharedArrays",
     ),
     "Checkpoints": (
         "Resumable",
@@ -41,7 +41,7 @@ CHAPTERS = {
         "checkpoint.find_latest",
         "checkpoint.find_damage",
     ),
-    "Profile and records": ("profile", "profiling.Profile", "record", "recording.Recorder"),
+    "Profile and records": ("profile", "observe.profiling.Profile", "record", "observe.recording.Recorder"),
     "robomimic without an edit": ("auto.activate", "auto.deactivate", "auto.is_active", "auto.report"),
     "Errors": (
         "DdpShimError",

@@ -3,7 +3,7 @@
     DDPSHIM_UPSTREAM=… python -m tests.rlds
 
 reads with one process, and with two ranks in three ways: as octo has it, with `.shard` where a migration by hand would
-put it, and through `ddpshim.rlds`. It prints a table of what was read twice, the mixture, and memory. Needs
+put it, and through `ddpshim.droid.rlds`. It prints a table of what was read twice, the mixture, and memory. Needs
 requirements/rlds.txt, and the trees octo, dlimp and droid-9a29c83 in DDPSHIM_UPSTREAM.
 """
 
@@ -122,7 +122,8 @@ def read(way: str, folder: str, num_frames: int, weights: dict[str, float], opti
     add_sources()
     import octo.data.dataset as octo_data
 
-    from ddpshim import rlds, world
+    from ddpshim import world
+    from ddpshim.droid import rlds
 
     num_statistics = 0
     compute = octo_data.get_dataset_statistics

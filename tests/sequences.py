@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from ddpshim import sequences
+from ddpshim.robomimic import batches
 
 LOW_DIM, IMAGE = ("eef_pos", "eef_quat", "object"), "agentview_image"
 LENGTHS = (12, 6, 7, 9)
@@ -129,7 +129,7 @@ def kinds() -> dict[str, dict[str, Any]]:
 def fetch(dataset: Any, indices: list[int]) -> Any:
     """What torch's fetcher makes of them."""
     samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
-    return sequences.Collate()(samples)
+    return batches.Collate()(samples)
 
 
 def is_same_batch(dataset: Any, other: Any) -> bool:
@@ -138,7 +138,7 @@ def is_same_batch(dataset: Any, other: Any) -> bool:
     indices = [*range(len(other)), *draw.integers(0, len(other), 10).tolist()]
     draw.shuffle(indices)
     expected = default_collate([other[index] for index in indices])
-    return sequences._is_same(fetch(dataset, indices), expected)
+    return batches._is_same(fetch(dataset, indices), expected)
 
 
 def look_at(folder: Path) -> dict[str, str]:
@@ -147,7 +147,7 @@ def look_at(folder: Path) -> dict[str, str]:
     found = {}
     for (name, settings), cache_mode in itertools.product(kinds().items(), ("all", "low_dim", None)):
         dataset, other = (make(folder, cache_mode, **settings) for _ in range(2))
-        reason = sequences.attach(dataset)
+        reason = batches.attach(dataset)
         found[f"{name}, {cache_mode}"] = reason or ("same" if is_same_batch(dataset, other) else "different")
     module: Any = importlib.import_module("robomimic.utils.dataset")
     if hasattr(module, "MetaDataset"):
@@ -159,7 +159,7 @@ def look_at(folder: Path) -> dict[str, str]:
                 parts = [make(folder, cache_mode, file=file, **normal) for file in (None, "other.hdf5")]
                 with _silent():
                     metas.append(module.MetaDataset(parts, [1.0, 2.0]))
-            reason = sequences.attach(metas[0])
+            reason = batches.attach(metas[0])
             same = "same" if reason is None and is_same_batch(*metas) else "different"
             found[f"several, {cache_mode}"] = reason or same
     return found

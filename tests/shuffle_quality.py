@@ -18,8 +18,8 @@ from typing import Any, Callable
 
 import torch
 
-from ddpshim.permutation import Permutation
-from ddpshim.streams import derive_seed
+from ddpshim.data.permutation import Permutation
+from ddpshim.job.random_streams import derive_seed
 
 BINS, NUM_WINDOWS, BATCH_SIZE, NUM_FIRST = 16, 16, 256, 64
 Order = Any  # gives an int64 tensor for a slice

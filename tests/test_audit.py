@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import ddpshim.__main__ as command_line
-from ddpshim.audit import running
-from ddpshim.audit.fingerprints import checksums, samples_of, streams
-from ddpshim.audit.judging import judge
-from ddpshim.audit.recording import SHOW_STACK, is_program
+from ddpshim.tools.audit import running
+from ddpshim.tools.audit.fingerprints import checksums, samples_of, streams
+from ddpshim.tools.audit.judging import judge
+from ddpshim.tools.audit.recording import SHOW_STACK, is_program
 from tests.equivalence import copy_release, make_config, make_data, source
 from tests.preloaded import environment, preloaded
 

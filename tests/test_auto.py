@@ -14,10 +14,12 @@ from typing import Any, Callable
 import pytest
 import torch
 
-from ddpshim import hooks, patched_code, patchset, swapping
 from ddpshim.errors import HookError
-from ddpshim.group import World
-from ddpshim.replay import Replay
+from ddpshim.job.group import World
+from ddpshim.robomimic import stand_ins
+from ddpshim.robomimic.replay import Replay
+from ddpshim.trainers import swapping
+from ddpshim.trainers.patching import loaded_code, patchset
 from tests import equivalence
 from tests.equivalence import Run, batches, copy_release, fork, largest_difference, make_run_config, train_all
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
@@ -133,7 +135,7 @@ def test_a_loaded_module_does_what_the_patched_file_says(area: types.ModuleType,
     one = area.Area()
     of, half = area.Area.of, area.Area.half.fget.__code__
     assert one.of(1) == pytest.approx(3.14159, abs=1e-5)
-    patched = patched_code.patch_module(area, "areas/area.py", (_set(tmp_path),))
+    patched = loaded_code.patch_module(area, "areas/area.py", (_set(tmp_path),))
     assert patched is not None
     assert one.of(1) == pytest.approx(6.28319, abs=1e-5)
     assert [function for function, _ in patched.functions] == [of]
@@ -155,15 +157,15 @@ def test_a_loaded_module_does_what_the_patched_file_says(area: types.ModuleType,
 @pytest.mark.unit
 def test_a_module_of_another_content_is_refused_by_name(area: types.ModuleType, tmp_path: Path) -> None:
     sets = (_set(tmp_path),)
-    assert patched_code.fitting(sets, tmp_path / "areas") == sets
+    assert loaded_code.fitting(sets, tmp_path / "areas") == sets
     assert area.__file__ is not None
     Path(area.__file__).write_text(_CHANGED)
-    assert patched_code.patch_module(area, "areas/area.py", sets) is None, "done in the file already"
+    assert loaded_code.patch_module(area, "areas/area.py", sets) is None, "done in the file already"
     Path(area.__file__).write_text(_FILE + "\n")
     with pytest.raises(HookError, match=r"area\.py has the content [0-9a-f]{12}, not that of .* \(areas/1\)"):
-        patched_code.patch_module(area, "areas/area.py", sets)
-    assert patched_code.fitting(sets, tmp_path / "areas") == ()
-    assert patched_code.patch_module(area, "areas/other.py", sets) is None
+        loaded_code.patch_module(area, "areas/area.py", sets)
+    assert loaded_code.fitting(sets, tmp_path / "areas") == ()
+    assert loaded_code.patch_module(area, "areas/other.py", sets) is None
 
 
 # Epochs that are told again.
@@ -460,7 +462,7 @@ def test_another_signature_is_refused_with_nothing_hooked(given_back: None) -> N
     logs = types.ModuleType("robomimic.utils.log_utils")
     exec("class PrintLogger:\n    def __init__(self, log_file): pass", vars(logs))
     with pytest.raises(HookError, match=r"torch_utils\.get_torch_device\(try_to_use_cuda, index\).*'index' is new"):
-        hooks.hook([module])
+        stand_ins.hook([module])
     with pytest.raises(HookError, match=r"log_utils\.DataLogger\.__init__ is None, not a plain function"):
-        hooks.hook([logs])
+        stand_ins.hook([logs])
     assert module.get_torch_device(1, 2) == "cpu"

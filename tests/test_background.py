@@ -23,9 +23,11 @@ import torch
 from torch import nn
 
 import ddpshim
-from ddpshim import checkpoint, failure, snapshot
-from ddpshim.background import Background, JobFailed
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint import snapshot
+from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError
+from ddpshim.job import failure
 from tests.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no memory without a name")
@@ -201,7 +203,7 @@ def test_it_ends_when_it_is_let_go_whoever_holds_the_connection() -> None:
 
 PARENT = """
 import functools, os, signal, sys, time
-from ddpshim.background import Background
+from ddpshim.checkpoint.background import Background
 background = Background("ddpshim.errors")
 background.do(os.getpid, "start")
 background.wait()

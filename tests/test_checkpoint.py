@@ -22,7 +22,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim import checkpoint
-from ddpshim.transparent import portable_keys
+from ddpshim.model.transparent import portable_keys
 from tests import equivalence, ranks
 from tests.equivalence import batches, copy_release, largest_difference, make_config, make_data, source
 from tests.ranks import run_ranks
@@ -282,7 +282,7 @@ def _load_released(path: str) -> list[Any]:
     warnings.simplefilter("ignore")  # what torchvision and robomimic say when imported
     import robomimic.utils.file_utils as FileUtils
 
-    import ddpshim.robomimic as adapter
+    import ddpshim.robomimic.calls as adapter
 
     torch.load = functools.partial(torch.load, weights_only=False)
     policy, held = FileUtils.policy_from_checkpoint(ckpt_path=path, device=torch.device("cpu"))

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from ddpshim import convert, rank, rank_log, runner
+from ddpshim import variables
 from ddpshim.errors import LaunchError
-from ddpshim.runner import Job
-from ddpshim.streams import TwoStreams
+from ddpshim.job.random_streams import TwoStreams
+from ddpshim.launch import runner
+from ddpshim.launch.runner import Job
+from ddpshim.trainers.dataparallel import convert
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
@@ -87,10 +89,10 @@ def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain
     if is_plain:
         job = preloaded().start([([str(file)], {**environment(), **environ})], folder)
     else:
-        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", rank.CONVERT: "dataparallel", **environ}
-        common |= {rank_log.LOG_DIR: str(folder), rank.RUN_DIR: str(folder / "job")}
+        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", variables.CONVERT: "dataparallel", **environ}
+        common |= {variables.RANK_LOGS: str(folder), variables.RUN_DIR: str(folder / "job")}
         places = [{**common, **place} for place in as_torchrun_says(num_ranks)]
-        job = preloaded().start([(["ddpshim.rank", str(file)], place) for place in places], folder)
+        job = preloaded().start([(["ddpshim.launch.rank", str(file)], place) for place in places], folder)
     late = job.wait(DEADLINE_S, ends_others=False) == DEADLINE_PASSED
     if is_plain:
         (folder / "output.txt").rename(folder / "rank_0.log")
@@ -470,7 +472,7 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
 def test_without_convert_nothing_is_there(tmp_path: Path) -> None:
     names = "nn.DataParallel, DataLoader, torch.save, torch.load, os.mkdir, torch.Tensor.backward"
     script = f"say('homes', [f.__module__ for f in ({names})])"
-    plain = succeeded(run(tmp_path, script, 1, **{rank.CONVERT: ""}))
+    plain = succeeded(run(tmp_path, script, 1, **{variables.CONVERT: ""}))
     torchs = ["torch.nn.parallel.data_parallel", "torch.utils.data.dataloader", *["torch.serialization"] * 2]
     assert plain.said(0, "homes") == [[*torchs, "posix", "torch._tensor"]]
 
@@ -481,11 +483,11 @@ def test_what_run_tells_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
         if before is not None:
             monkeypatch.setenv("PYTHONHASHSEED", before)
-        monkeypatch.setenv(rank.CONVERT, "left over")
+        monkeypatch.setenv(variables.CONVERT, "left over")
         runner._tell_conversion(Job("train.py"))
-        assert (os.environ.get(rank.CONVERT), os.environ.get("PYTHONHASHSEED")) == (None, before)
+        assert (os.environ.get(variables.CONVERT), os.environ.get("PYTHONHASHSEED")) == (None, before)
         runner._tell_conversion(Job("train.py", convert="dataparallel"))
-        assert (os.environ[rank.CONVERT], os.environ["PYTHONHASHSEED"]) == ("dataparallel", after)
+        assert (os.environ[variables.CONVERT], os.environ["PYTHONHASHSEED"]) == ("dataparallel", after)
     with pytest.raises(LaunchError, match=r"--convert dataparallel with -m robomimic\.scripts\.train"):
         runner.check(Job("robomimic.scripts.train", is_module=True, convert="dataparallel"), {})
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpshim.doctor.checking import check
-from ddpshim.doctor.findings import CODES, SEVERITIES
+from ddpshim.tools.doctor.checking import check
+from ddpshim.tools.doctor.findings import CODES, SEVERITIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "doctor"

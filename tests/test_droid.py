@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpshim import droid as adapter
-from ddpshim import patching
-from ddpshim.loader import make_loader
-from ddpshim.parallel import wrap_parallel
+from ddpshim.data.loader import make_loader
+from ddpshim.droid import calls as adapter
+from ddpshim.model.parallel import wrap_parallel
+from ddpshim.trainers.patching import files as patching
 from tests.droid import (
     BATCH_SIZE,
     DROID,

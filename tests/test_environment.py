@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import ddpshim
-from ddpshim import environment
 from ddpshim.__main__ import main
-from ddpshim.environment import as_text, describe
+from ddpshim.observe import environment
+from ddpshim.observe.environment import as_text, describe
 
 ROOT = Path(__file__).parent.parent
 SLURM = {
@@ -38,7 +38,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.launch
 def test_versions_are_those_of_the_distributions_and_import_nothing() -> None:
     code = (
-        "import sys; from ddpshim.environment import describe; print(describe()['versions']['torch']);"
+        "import sys; from ddpshim.observe.environment import describe; print(describe()['versions']['torch']);"
         "print([name for name in ('robomimic', 'h5py', 'diffusers', 'torch._dynamo') if name in sys.modules])"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 import pytest
 
-from ddpshim.doctor.checking import check
+from ddpshim.tools.doctor.checking import check
 from examples import resume, two_nodes
 from tests.equivalence import copy_release, source
 from tests.examples import PAGE, ROOT, Row, printed, rows, shown, written

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddpshim import failure
+from ddpshim.job import failure
 from tests.equivalence import source
 from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
 

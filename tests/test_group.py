@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 import ddpshim
-from ddpshim import LaunchError, World, WorldError, cleanup, failure, group, records, rendezvous, setup
-from ddpshim.devices import choose_backend
+from ddpshim import LaunchError, World, WorldError, cleanup, setup
+from ddpshim.job import failure, group, records, rendezvous
+from ddpshim.job.devices import choose_backend
 from tests.preloaded import preloaded
 from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, _server, free_port, run_ranks

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddpshim
-from ddpshim import group, guard
 from ddpshim.errors import SyncError
+from ddpshim.job import group
+from ddpshim.model import guard
 from tests.ranks import RankFailure, free_port, run_ranks
 
 B, D_IN, D_OUT = 8, 5, 3

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from ddpshim.errors import LaunchError
-from ddpshim.launch import LaunchEnv, check_port, expand_nodelist, read_launch_env
+from ddpshim.job.launch_env import LaunchEnv, check_port, expand_nodelist, read_launch_env
 from tests.ranks import free_port
 
 TORCHRUN = {

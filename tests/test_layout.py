@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import os
 import subprocess
 import sys
@@ -15,166 +16,88 @@ import ddpshim
 from tests.preloaded import environment, start_afresh
 
 ROOT = Path(__file__).parent.parent
-# Each module imports only modules above it.
-ROOMS = [
-    "errors",
-    "swapping",
-    "options",
-    "launch",
-    "slurm",
-    "rank_log",
-    "streams",
-    "output",
-    "meter",
-    "records",
-    "failure",
-    "preemption",
-    "snapshot",
-    "background",
-    "machine",
-    "advice",
-    "reduction",
-    "devices",
-    "rendezvous",
-    "group",
-    "node_memory",
-    "transparent",
-    "guard",
-    "parallel",
-    "permutation",
-    "weighted",
-    "sampler",
-    "sharding",
-    "tfdata",
-    "mailbox",
-    "sequences",
-    "loader",
-    "accumulation",
-    "checkpoint",
-    "onewriter",
-    "convert",
-    "resume",
-    "profiling",
-    "unidiff",
-    "patchset",
-    "replacing",
-    "patching",
-    "environment",
-    "recording",
-    "rollout",
-    "algo",
-    "demos",
-    "datasets",
-    "rlds",
-    "sameness",
-    "robomimic",
-    "droid",
-    "patched_code",
-    "replay",
-    "hooks",
-    "hooking",
-    "auto",
-    "audit",
-    "audit.fingerprints",
-    "audit.recording",
-    "rank",
-    "runner",
-    "checks",
-    "selftest",
-    "report",
-    "report.words",
-    "report.run",
-    "report.findings",
-    "report.tables",
-    "report.charts",
-    "report.page",
-    "report.writing",
-    "doctor",
-    "doctor.findings",
-    "doctor.source",
-    "doctor.tree",
-    "doctor.meaning",
-    "doctor.rules",
-    "doctor.training",
-    "doctor.data",
-    "doctor.files",
-    "doctor.control",
-    "doctor.devices",
-    "doctor.checkpoints",
-    "doctor.fixes",
-    "doctor.checking",
-    "doctor.printing",
-    "audit.verdict",
-    "audit.witness",
-    "audit.divergence",
-    "audit.overlap",
-    "audit.judging",
-    "audit.running",
-    "__main__",
-]
+# Each folder imports only those above it, and itself. The files beside them, which may import nothing else, are open to
+# all; the faces may import anything, inside functions.
+WINGS = ["job", "model", "data", "checkpoint", "trainers", "observe", "robomimic", "droid", "launch", "tools"]
+OPEN = ["adapters", "errors", "options", "variables", "version"]
+FACES = ["__init__", "__main__", "auto"]
+CHOOSE_BY_NAME = {"launch.rank": {"tools"}}  # inside functions
 TRAINERS = (
-    "tfdata",
-    "sequences",
-    "rollout",
-    "algo",
-    "datasets",
-    "rlds",
-    "sameness",
-    "robomimic",
-    "hooks",
-    "droid",
-    "report.charts",
+    "data.tfdata",
+    "droid.calls",
+    "droid.rlds",
+    "observe.report.charts",
+    "robomimic.algo",
+    "robomimic.batches",
+    "robomimic.calls",
+    "robomimic.datasets",
+    "robomimic.rollout",
+    "robomimic.same_experiment",
+    "robomimic.stand_ins",
 )  # these import the trainer's packages, or matplotlib, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 
 def _imports(source: str) -> list[tuple[str, bool]]:
-    """Each imported module, and whether the import stands at the top level of the file."""
+    """Each imported module or name, and whether it is imported as the file is: at its top level, not for types only."""
     tree = ast.parse(source)
     out = []
     for node in ast.walk(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            is_package = node.module in ("ddpshim", "ddpshim.audit", "ddpshim.doctor", "ddpshim.report")
-            names = [f"{node.module}.{a.name}" for a in node.names] if is_package else [node.module]
+            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "ddpshim" else [node.module]
         out += [(name, node in tree.body) for name in names]
     return out
 
 
-def _wrong_imports(room: str, source: str) -> list[str]:
+def _modules() -> dict[str, Path]:
+    """The files of the package by dotted name; a folder's own file by that of the folder."""
+    files = {path.relative_to(ROOT / "ddpshim").with_suffix(""): path for path in (ROOT / "ddpshim").rglob("*.py")}
+    return {".".join(at.parts).replace(".__init__", ""): path for at, path in files.items()}
+
+
+MODULES = _modules()
+
+
+def _wrong_imports(module: str, source: str) -> list[str]:
     out = []
+    wing = module.partition(".")[0]
     for name, top_level in _imports(source):
         package, _, inner = name.partition(".")
-        below = package == "ddpshim" and inner in ROOMS and ROOMS.index(inner) >= ROOMS.index(room)
-        foreign = ALLOWED is not None and package not in ALLOWED and (top_level or room not in TRAINERS)
-        if below or foreign:
+        other = inner.partition(".")[0]
+        if package == "ddpshim" and wing not in FACES:
+            named = () if top_level else CHOOSE_BY_NAME.get(module, ())
+            below = WINGS[: WINGS.index(wing) + 1] if wing in WINGS else []
+            wrong = other not in [*OPEN, *below, *named] or (other in OPEN and wing in OPEN and module == other)
+        else:
+            wrong = package != "ddpshim" and ALLOWED is not None and package not in ALLOWED
+            wrong = wrong and (top_level or module not in TRAINERS)
+        if wrong:
             out.append(name)
     return out
 
 
-def _file(room: str) -> Path:
-    path = ROOT / "ddpshim" / room.replace(".", "/")
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+def test_all_files_are_in_a_wing() -> None:
+    assert {module.partition(".")[0] for module in MODULES} == {*WINGS, *OPEN, *FACES}
+    assert {p.name for p in (ROOT / "ddpshim").glob("*.py")} == {f"{name}.py" for name in (*OPEN, *FACES)}
 
 
-def test_rooms_are_all_there_are() -> None:
-    there = {*(ROOT / "ddpshim").glob("*.py"), *(ROOT / "ddpshim").glob("*/*.py")}
-    assert there == {ROOT / "ddpshim" / "__init__.py", *map(_file, ROOMS)}
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_module_imports_only_modules_above_it(room: str) -> None:
-    assert _wrong_imports(room, _file(room).read_text()) == []
+@pytest.mark.parametrize("module", MODULES)
+def test_a_wing_imports_only_those_above_it(module: str) -> None:
+    assert _wrong_imports(module, MODULES[module].read_text()) == []
 
 
 def test_the_check_of_imports_can_fail() -> None:
-    assert _wrong_imports("group", "from ddpshim.parallel import wrap_parallel") == ["ddpshim.parallel"]
-    assert _wrong_imports("group", "from ddpshim import loader") == ["ddpshim.loader"]
+    assert _wrong_imports("job.group", "from ddpshim.model.parallel import wrap_parallel") == ["ddpshim.model.parallel"]
+    assert _wrong_imports("job.group", "def f():\n    from ddpshim import data") == ["ddpshim.data"]
+    assert _wrong_imports("options", "from ddpshim.job import group") == ["ddpshim.job"]
+    assert _wrong_imports("launch.rank", "from ddpshim.tools import audit") == ["ddpshim.tools"]
+    assert _wrong_imports("launch.rank", "def f():\n    from ddpshim.tools import audit") == []
+    assert _wrong_imports("data.loader", "from ddpshim.robomimic import batches") == ["ddpshim.robomimic"]
     if ALLOWED:
-        assert _wrong_imports("group", "def f():\n    import numpy") == ["numpy"]
-        assert _wrong_imports("robomimic", "import robomimic") == ["robomimic"]
-        assert _wrong_imports("rollout", "import robomimic") == ["robomimic"]
-        assert _wrong_imports("robomimic", "def f():\n    import robomimic.algo") == []
+        assert _wrong_imports("job.group", "def f():\n    import numpy") == ["numpy"]
+        assert _wrong_imports("robomimic.rollout", "import robomimic") == ["robomimic"]
+        assert _wrong_imports("robomimic.rollout", "def f():\n    import robomimic.algo") == []
 
 
 def _run(*command: str, cwd: Path = ROOT) -> str:
@@ -203,13 +126,12 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
-EXAMPLES = [room for room in ROOMS if ">>> " in _file(room).read_text()]
+EXAMPLES = [module for module, path in MODULES.items() if ">>> " in path.read_text()]
 
 
-@pytest.mark.parametrize("room", EXAMPLES)
-def test_examples_in_docstrings(room: str) -> None:
-    module = __import__(f"ddpshim.{room}", fromlist=["_"])
-    failed, attempted = doctest.testmod(module)
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_examples_in_docstrings(module: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(f"ddpshim.{module}"))
     assert failed == 0
     assert attempted > 0
 

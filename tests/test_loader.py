@@ -18,10 +18,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpshim import loader as loader_module
+from ddpshim.data import loader as loader_module
+from ddpshim.data.loader import ShardedLoader, make_loader, scale_lr
 from ddpshim.errors import DataError
-from ddpshim.group import World
-from ddpshim.loader import ShardedLoader, make_loader, scale_lr
+from ddpshim.job.group import World
 from ddpshim.options import Options
 from tests.ranks import run_ranks
 

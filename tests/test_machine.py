@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import ddpshim
-from ddpshim import advice, datasets, machine
-from ddpshim.advice import Share
+from ddpshim.data import advice
+from ddpshim.data.advice import Share
+from ddpshim.job import machine
+from ddpshim.robomimic import datasets
 from tests.ranks import run_ranks
 
 GB = 10**9

@@ -18,10 +18,12 @@ import torch
 from torch.utils.data import default_collate
 
 import ddpshim
-from ddpshim import advice, datasets, demos, machine, node_memory, sequences
+from ddpshim.data import advice, node_memory
+from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError, WorldError
-from ddpshim.group import World
-from ddpshim.node_memory import SharedArrays, shared_arrays
+from ddpshim.job import machine
+from ddpshim.job.group import World
+from ddpshim.robomimic import batches, datasets, node_cache
 from tests.ranks import RankFailure, _server, run_ranks
 
 MEGABYTES = 32
@@ -254,14 +256,14 @@ def test_a_dataset_reads_the_same(
     tmp_path: Path, mode: str, options: dict[str, Any], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_known:
-        monkeypatch.setattr(demos, "_KNOWN", "another release")
+        monkeypatch.setattr(node_cache, "_KNOWN", "another release")
     path = _write_demos(tmp_path / "demos.hdf5")
     upstream = _make(path, mode, **options)
-    with demos.without_cache(type(upstream)) as waiting:
+    with node_cache.without_cache(type(upstream)) as waiting:
         shared = _make(path, mode, **options)
     assert [loader._is_known for _, loader, _ in waiting.datasets] == [is_known]
-    assert demos.share(waiting, World()) is None
-    demos.trim(waiting)
+    assert node_cache.share(waiting, World()) is None
+    node_cache.trim(waiting)
     assert (shared.hdf5_cache_mode, len(shared), str(shared)) == (mode, len(upstream), str(upstream))
     assert dict(shared._index_to_demo_id) == upstream._index_to_demo_id
     for index in range(len(upstream)):
@@ -278,12 +280,12 @@ def test_batches_come_from_the_same_copy(tmp_path: Path) -> None:
     path = _write_demos(tmp_path / "demos.hdf5")
     for mode in ("all", "low_dim"):
         upstream = _make(path, mode)
-        with demos.without_cache(type(upstream)) as waiting:
+        with node_cache.without_cache(type(upstream)) as waiting:
             shared = _make(path, mode)
-        assert demos.share(waiting, World()) is None
-        flat = demos.Flat(shared)
-        assert sequences.attach(shared, arrays=flat) is None
-        demos.trim(waiting)
+        assert node_cache.share(waiting, World()) is None
+        flat = node_cache.Flat(shared)
+        assert batches.attach(shared, arrays=flat) is None
+        node_cache.trim(waiting)
         assert sorted(flat) == sorted(
             [
                 "actions",
@@ -293,7 +295,7 @@ def test_batches_come_from_the_same_copy(tmp_path: Path) -> None:
         )
         indices = [7, 0, len(upstream) - 1]
         _assert_equal(
-            sequences.Collate()(shared.__getitems__(indices)), default_collate([upstream[index] for index in indices])
+            batches.Collate()(shared.__getitems__(indices)), default_collate([upstream[index] for index in indices])
         )
 
 
@@ -306,11 +308,11 @@ def _read(dataset: Any, out: Any) -> None:
 def test_a_spawned_worker_gets_the_dataset(tmp_path: Path) -> None:
     path = _write_demos(tmp_path / "demos.hdf5")
     upstream = _make(path, "all")
-    with demos.without_cache(type(upstream)) as waiting:
+    with node_cache.without_cache(type(upstream)) as waiting:
         shared = _make(path, "all")
-    assert demos.share(waiting, World()) is None
-    assert sequences.attach(shared, arrays=demos.Flat(shared)) is None
-    demos.trim(waiting)
+    assert node_cache.share(waiting, World()) is None
+    assert batches.attach(shared, arrays=node_cache.Flat(shared)) is None
+    node_cache.trim(waiting)
     receive, send = _server.Pipe(duplex=False)
     worker = _server.Process(target=_read, args=(shared, send), daemon=True)
     worker.start()
@@ -334,9 +336,9 @@ def test_demonstrations_that_are_not_alike_stay_upstreams(tmp_path: Path) -> Non
         del file["data/demo_2/obs/eef"]
         file["data/demo_2/obs/eef"] = values
     kind = type(_make(path, "low_dim"))
-    with demos.without_cache(kind) as waiting:
+    with node_cache.without_cache(kind) as waiting:
         _make(path, "all")
-    problem = demos.share(waiting, World())
+    problem = node_cache.share(waiting, World())
     assert problem is not None
     assert problem.startswith(f"{path}: obs/eef of demo_2 is <f4[2, 3], not <f8[2, 3] as after demo_0")
 
@@ -362,7 +364,7 @@ def test_a_launched_training_shares_where_it_can(
     keys = [*OBS, "lang"]
     found = datasets._load_once_a_node(load, keys, kind, config)
     assert keys == list(OBS)
-    assert [isinstance(dataset.hdf5_cache, demos.Demos) for dataset in found] == [place == "auto"] * 2
+    assert [isinstance(dataset.hdf5_cache, node_cache.Demos) for dataset in found] == [place == "auto"] * 2
     assert [type(dataset.getitem_cache) is list for dataset in found] == [place == "off"] * 2
     with h5py.File(path, "r+") as file:
         file["data/demo_1/obs/extra"] = 1  # not loaded

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import ddpshim
-from ddpshim import group, options
+from ddpshim import options
 from ddpshim.errors import DataError, OptionsError
+from ddpshim.job import group
 from ddpshim.options import Options
 from tests.equivalence import (
     Run,
@@ -399,7 +400,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_every_option_is_read_somewhere() -> None:
-    code = "".join(p.read_text() for p in (ROOT / "ddpshim").glob("*.py") if p.name != "options.py")
+    code = "".join(p.read_text() for p in (ROOT / "ddpshim").rglob("*.py") if p.name != "options.py")
     unread = {name for name in options.names() if not re.search(rf"(options|given|chosen)\.{name}\b", code)}
     assert unread == set()
 
@@ -427,7 +428,7 @@ def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from robomimic.config import config_factory
     from robomimic.config.base_config import BaseConfig
 
-    import ddpshim.robomimic as adapter
+    import ddpshim.robomimic.calls as adapter
 
     monkeypatch.setattr(adapter, "_run", adapter._Run())
     adapter.keep_the_section()
@@ -444,7 +445,7 @@ def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_robomimics_config_file_may_have_our_section(robomimic_config: Any) -> None:
-    import ddpshim.robomimic as adapter
+    import ddpshim.robomimic.calls as adapter
 
     config = robomimic_config({"profile": True, "precision": "bf16"})
     assert "ddpshim" not in config
@@ -465,14 +466,14 @@ def test_robomimics_config_file_may_have_our_section(robomimic_config: Any) -> N
     ],
 )
 def test_robomimic_is_refused_what_it_cannot_do(robomimic_config: Any, section: Any, text: str) -> None:
-    import ddpshim.robomimic as adapter
+    import ddpshim.robomimic.calls as adapter
 
     with pytest.raises(OptionsError, match=re.escape(text)):
         adapter.start(robomimic_config(section), torch.device("cpu"))
 
 
 def test_learning_rates_of_optimizers_and_their_schedules_are_scaled() -> None:
-    import ddpshim.robomimic as adapter
+    import ddpshim.robomimic.calls as adapter
 
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]

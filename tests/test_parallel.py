@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ddpshim
-from ddpshim import guard
 from ddpshim.errors import SyncError
-from ddpshim.group import ENDS_THREADS
-from ddpshim.parallel import BareModule, DataParallelModule, _Pass, _with_sync_batchnorm, best_bucket_cap_mb
-from ddpshim.transparent import portable_keys
+from ddpshim.job.group import ENDS_THREADS
+from ddpshim.model import guard
+from ddpshim.model.parallel import BareModule, DataParallelModule, _Pass, _with_sync_batchnorm, best_bucket_cap_mb
+from ddpshim.model.transparent import portable_keys
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import RankFailure, run_ranks
 

@@ -18,13 +18,17 @@ from typing import NamedTuple
 
 import pytest
 
-from ddpshim import patching, patchset, replacing
+import ddpshim
 from ddpshim.__main__ import main
 from ddpshim.errors import PatchError
-from ddpshim.patching import apply, check, revert, status
-from ddpshim.patchset import build_manifest, load_sets
-from ddpshim.unidiff import apply_diff, parse_diff
+from ddpshim.trainers.patching import files as patching
+from ddpshim.trainers.patching import patchset, replacing
+from ddpshim.trainers.patching.files import apply, check, revert, status
+from ddpshim.trainers.patching.patchset import build_manifest, load_sets
+from ddpshim.trainers.patching.unidiff import apply_diff, parse_diff
 
+LIBRARY = Path(ddpshim.__file__).parent
+PATCHING = ("files", "patchset", "replacing", "unidiff")  # all that the patch command needs of trainers/patching
 TRAIN = "import torch\n\n\ndef train(model):\n    model.fit()\n    return model\n"
 TRAIN_PATCHED = "import torch\nimport ddpshim\n\n\ndef train(model):\n    ddpshim.fit(model)\n    return model\n"
 LOOP = "one\ntwo\nthree"  # no newline at the end
@@ -618,7 +622,7 @@ def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
     dead.wait()
     (toy.package / replacing.LOCK).write_text(f"{dead.pid} {platform.node()}\n")
     script = (
-        "import sys, pathlib; from ddpshim.patching import apply\n"
+        "import sys, pathlib; from ddpshim.trainers.patching.files import apply\n"
         "print(len(apply(sys.argv[1], None, pathlib.Path(sys.argv[2])).changed))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(patching.__file__).parent.parent)}
@@ -633,7 +637,7 @@ def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
 def test_the_default_root_is_package_data_or_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "ddpshim"
     package.mkdir()
-    monkeypatch.setattr(patchset, "__file__", str(package / "patchset.py"))
+    monkeypatch.setattr(patchset, "__file__", str(package / "trainers" / "patching" / "patchset.py"))
     assert patchset.default_patches_root() == tmp_path / "patches"
     (package / "patches").mkdir()
     assert patchset.default_patches_root() == package / "patches"
@@ -875,9 +879,13 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
     # Only these modules, with package data beside them: nothing else is needed, torch least of all.
     package = tmp_path / "lib" / "ddpshim"
     package.mkdir(parents=True)
-    for name in ("__main__", "errors", "launch", "patching", "patchset", "replacing", "slurm", "unidiff"):
-        shutil.copy(Path(patching.__file__).with_name(f"{name}.py"), package)
-    (package / "__init__.py").write_text("")
+    modules = ("__main__", "errors", "variables", "job.launch_env", "launch.slurm")
+    for module in (*modules, *(f"trainers.patching.{name}" for name in PATCHING)):
+        at = Path(*module.split(".")).with_suffix(".py")
+        (package / at).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(LIBRARY / at, package / at)
+        for folder in [package, *(package / parent for parent in at.parents)]:
+            (folder / "__init__.py").touch()
     (tmp_path / "lib" / "torch.py").write_text("raise SystemError('torch was imported')\n")
     shutil.copytree(toy.patches, package / "patches")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "lib"), str(toy.root)])}
@@ -896,8 +904,8 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
 
 
 def test_patching_imports_only_the_standard_library() -> None:
-    for name in ("__main__", "patching", "patchset", "replacing", "unidiff"):
-        tree = ast.parse(Path(patching.__file__).with_name(f"{name}.py").read_text())
+    for at in ("__main__.py", *(f"trainers/patching/{name}.py" for name in PATCHING)):
+        tree = ast.parse((LIBRARY / at).read_text())
         found = {
             (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
             for node in ast.walk(tree)

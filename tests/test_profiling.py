@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
-from ddpshim import checkpoint, meter, profiling
-from ddpshim.meter import PARTS, Meter
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.job import meter
+from ddpshim.job.meter import PARTS, Meter
+from ddpshim.observe import profiling
 from tests.ranks import RankFailure, run_ranks
 
 TORCHS_NEXT = _BaseDataLoaderIter.__next__

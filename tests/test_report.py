@@ -22,12 +22,15 @@ from torch.utils.data import DataLoader
 
 import ddpshim
 from ddpshim import __main__ as command_line
-from ddpshim import checkpoint, recording, records, robomimic
+from ddpshim import checkpoint
 from ddpshim.errors import ReportError, SyncError
-from ddpshim.report.findings import findings, verdict
-from ddpshim.report.run import Run, load
-from ddpshim.report.tables import headline, tables
-from ddpshim.report.writing import markdown, write
+from ddpshim.job import records
+from ddpshim.observe import recording
+from ddpshim.observe.report.findings import findings, verdict
+from ddpshim.observe.report.run import Run, load
+from ddpshim.observe.report.tables import headline, tables
+from ddpshim.observe.report.writing import markdown, write
+from ddpshim.robomimic import calls as robomimic
 from tests.equivalence import copy_release, largest_difference, make_config, make_data, source, train
 from tests.ranks import RankFailure, run_ranks
 

@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, TensorDataset
 
 import ddpshim
-from ddpshim import checkpoint, preemption, resume
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint import resume
+from ddpshim.checkpoint.resume import Resumable, find_progress
 from ddpshim.errors import CheckpointError
-from ddpshim.group import World
-from ddpshim.launch import EXIT_REQUEUE
-from ddpshim.resume import Resumable, find_progress
+from ddpshim.job import preemption
+from ddpshim.job.group import World
+from ddpshim.job.launch_env import EXIT_REQUEUE
 from tests import equivalence
 from tests.equivalence import copy_release, source
 from tests.interruptions import interrupt
@@ -279,7 +281,7 @@ GROUP = """
 import multiprocessing, os, signal
 import ddpshim
 from ddpshim import preemption
-from ddpshim.group import World
+from ddpshim.job.group import World
 from tests.test_resume import NUMBERS
 
 preemption.listen()

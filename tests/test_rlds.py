@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch.utils.data import IterableDataset
 
-from ddpshim import DataError, World, rlds
+from ddpshim import DataError, World
+from ddpshim.droid import rlds
 from tests import rlds as pipeline
 
 

@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 
-from ddpshim import patching
+from ddpshim.trainers.patching import files as patching
 from tests.equivalence import (
     Run,
     batches,

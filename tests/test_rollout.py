@@ -10,9 +10,9 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
-from ddpshim import rollout
-from ddpshim.group import World
+from ddpshim.job.group import World
 from ddpshim.options import Options
+from ddpshim.robomimic import rollout
 from tests.equivalence import Run, copy_release, make_config, make_data, source, train
 
 RELEASE = "0.3.0"

@@ -24,10 +24,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 
 import ddpshim.__main__ as command_line
-from ddpshim import rank, rank_log, runner
+from ddpshim import variables
 from ddpshim.errors import LaunchError
-from ddpshim.launch import EXIT_REQUEUE
-from ddpshim.runner import Job
+from ddpshim.job import rank_log
+from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.launch import rank, runner
+from ddpshim.launch.runner import Job
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
 from tests.preloaded_commands import patience
@@ -260,7 +262,7 @@ def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int]) -> None:
 
 @pytest.mark.unit
 def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(rank.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
     lost = RuntimeError("Connection reset by peer")
     with monkeypatch.context() as ended:
@@ -520,7 +522,7 @@ def test_a_log_gets_a_second_name_in_the_experiments_directory(tmp_path: Path, m
     for job in ("first", "second"):  # the second resumes the first one's experiment
         (tmp_path / job).mkdir()
         (tmp_path / job / "rank_1.log").write_text(job)
-        monkeypatch.setenv(rank_log.LOG_DIR, str(tmp_path / job))
+        monkeypatch.setenv(variables.RANK_LOGS, str(tmp_path / job))
         rank_log.link_log(str(logs))
         rank_log.link_log(str(logs))
     with (tmp_path / "second" / "rank_1.log").open("a") as file:
@@ -535,7 +537,7 @@ def test_a_log_on_another_disk_is_a_symbolic_link(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(rank_log.LOG_DIR, str(tmp_path))
+    monkeypatch.setenv(variables.RANK_LOGS, str(tmp_path))
     (tmp_path / "rank_0.log").write_text("said")
     rank_log.link_log(str(tmp_path / "logs"))
     assert (tmp_path / "logs" / "rank_0.log").readlink() == tmp_path / "rank_0.log"

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ddpshim import permutation
-from ddpshim import sampler as sampler_module
-from ddpshim.errors import DataError
-from ddpshim.permutation import Computed, Permutation
-from ddpshim.sampler import (
+from ddpshim.data import permutation
+from ddpshim.data import sampler as sampler_module
+from ddpshim.data.permutation import Computed, Permutation
+from ddpshim.data.sampler import (
     DrawnOrder,
     EpochCounter,
     SequentialOrder,
@@ -26,8 +25,9 @@ from ddpshim.sampler import (
     draws_by_weight,
     layers,
 )
-from ddpshim.streams import PrivateRandom
-from ddpshim.weighted import WeightedDraws, Weights
+from ddpshim.data.weighted import WeightedDraws, Weights
+from ddpshim.errors import DataError
+from ddpshim.job.random_streams import PrivateRandom
 from tests.shuffle_quality import ours, quality, randperm, windows
 
 

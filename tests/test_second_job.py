@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from ddpshim import group, guard
+from ddpshim.job import group
+from ddpshim.model import guard
 from tests.ranks import free_port, run_ranks
 
 NUM_JOBS, NUM_STEPS, B = 5, 3, 8

@@ -15,11 +15,13 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 
-from ddpshim import checks, failure, selftest
 from ddpshim.__main__ import main
-from ddpshim.checks import Place, Report, run_rank
 from ddpshim.errors import LaunchError, WorldError
-from ddpshim.selftest import Options, SelfTestFailed, coloured, run
+from ddpshim.job import failure
+from ddpshim.tools.selftest import checks
+from ddpshim.tools.selftest import running as selftest
+from ddpshim.tools.selftest.checks import Place, Report, run_rank
+from ddpshim.tools.selftest.running import Options, SelfTestFailed, coloured, run
 from tests.preloaded_commands import patience
 from tests.ranks import free_port
 
@@ -50,15 +52,15 @@ def test_the_gpu_checks_are_in_their_places() -> None:
 
 
 def _with_the_shares_of_rank_0(place: Place, out: Any) -> None:
-    import ddpshim.sampler
+    import ddpshim.data.sampler
 
-    fair = ddpshim.sampler.Split.__init__
+    fair = ddpshim.data.sampler.Split.__init__
     if place.rank == 1:
 
         def unfair(self: Any, global_batch_size: int, rank: int, *args: Any, **options: Any) -> None:
             fair(self, global_batch_size, 0, *args, **options)
 
-        ddpshim.sampler.Split.__init__ = unfair  # type: ignore[method-assign]
+        ddpshim.data.sampler.Split.__init__ = unfair  # type: ignore[method-assign]
     run_rank(place, out)
 
 
@@ -98,10 +100,10 @@ def test_a_rank_that_trains_another_model() -> None:
 
 
 def _with_equal_noise(place: Place, out: Any) -> None:
-    import ddpshim.group
+    import ddpshim.job.group
 
     def split() -> None:
-        ddpshim.group.seed_everything(7)
+        ddpshim.job.group.seed_everything(7)
 
     checks.wrap_parallel.__globals__["split_random_streams"] = split
     os.environ["DDPSHIM_GUARD"] = "0"

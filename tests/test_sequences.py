@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from ddpshim import advice, datasets, mailbox, sequences
-from ddpshim.loader import make_loader
+from ddpshim.data import advice, mailbox
+from ddpshim.data.loader import make_loader
 from ddpshim.options import Options
+from ddpshim.robomimic import batches as sequences
+from ddpshim.robomimic import datasets
 from tests import sequences as demos
 from tests.equivalence import ROOT, source
 from tests.preloaded import environment

@@ -20,7 +20,7 @@ import pytest
 
 import ddpshim.__main__ as command_line
 from ddpshim.errors import LaunchError
-from ddpshim.slurm import Settings, _seconds, batch_script
+from ddpshim.launch.slurm import Settings, _seconds, batch_script
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 120
@@ -56,7 +56,7 @@ sys.exit(max(task.wait() for task in tasks))
 # What a trainer does when it is told to leave, without the seconds of a real one.
 TRAINER = """
 import os, pathlib, signal, sys
-from ddpshim.launch import read_launch_env
+from ddpshim.job.launch_env import read_launch_env
 env = read_launch_env(os.environ)
 def leave(signum, frame):
     print(f"rank {env.rank} of {env.world_size} saved on {signal.Signals(signum).name}", flush=True)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from ddpshim.streams import PrivateRandom, derive_seed, seed_everything, seed_own_streams, shared_random_streams
+from ddpshim.job.random_streams import (
+    PrivateRandom,
+    derive_seed,
+    seed_everything,
+    seed_own_streams,
+    shared_random_streams,
+)
 
 
 def _states() -> tuple[Any, ...]:

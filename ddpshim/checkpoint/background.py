@@ -1,0 +1,199 @@
+"""A process that does jobs one after the other, while the one that gives them goes on.
+
+It is started, not forked: a fork of a process that holds threads or a GPU may hang at the first lock. A thread
+would not do: it would take turns with the training at Python's interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Callable, Optional
+
+from ddpshim.errors import DdpShimError
+from ddpshim.job.preemption import SIGNALS
+
+Job = Callable[[], Any]
+_READY = "ready"
+_NICE = 5
+_LOOK_EVERY_S = 1.0
+_END_DEADLINE_S = 5.0
+# Whoever signals all processes of a job means the rank. Before torch is imported, which takes seconds.
+# Training is not to wait for a core that this process has.
+_PROGRAM = """
+import os, signal, sys
+os.nice({nice})
+for name in {names}:
+    hasattr(signal, name) and signal.signal(getattr(signal, name), signal.SIG_IGN)
+sys.path[:] = {path}
+from ddpshim.checkpoint import background
+background._serve({module!r}, {descriptor}, {parent})
+"""
+
+
+class JobFailed(Exception):
+    """A job could not be done; those that were given after it and before this was said were left out."""
+
+
+class Background:
+    """A process of one's own that does jobs: functions that can be pickled, without what they return. Local.
+
+    Its start takes seconds, for which nobody waits: jobs are taken from the beginning. It ends with the process that
+    made it, after the jobs that it was given. Where it cannot be started, its jobs are done by `wait`.
+
+    Args:
+        module: what to import before the first job.
+        descriptors: open files that jobs use.
+    """
+
+    def __init__(self, module: str, descriptors: Iterable[int] = ()) -> None:
+        self._owner = os.getpid()
+        self._waiting: deque[tuple[Job, str]] = deque()
+        self._failed: list[str] = []  # why a job failed, and what was left out because of it
+        self._is_ready = False
+        self.did_not_start = False
+        self._ours, theirs = multiprocessing.Pipe()
+        program = _PROGRAM.format(
+            nice=_NICE,
+            names=("SIGINT", *SIGNALS),
+            path=sys.path,
+            module=module,
+            descriptor=theirs.fileno(),
+            parent=self._owner,
+        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=(theirs.fileno(), *descriptors),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has started it, and not one that this one was forked from."""
+        return self._owner == os.getpid()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job may be undone, or one has failed and `wait` has not said so."""
+        return bool(self._waiting or self._failed)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def do(self, job: Job, what: str) -> None:
+        """Have `job` done after those before it, if they all succeed; `what` names it in errors."""
+        self._waiting.append((job, what))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds that it has ended
+            self._ours.send(job)
+
+    def wait(self, timeout_s: Optional[float] = None) -> bool:
+        """Whether all jobs are done by the end of `timeout_s`; waits for them.
+
+        Raises JobFailed where one failed or the process has ended; there is no job left then.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._waiting:
+            if end is not None and not self._ours.poll(max(0.0, end - time.monotonic())):
+                return False
+            try:
+                said = self._ours.recv()
+            except (EOFError, ConnectionResetError):
+                self._ended()
+                break
+            if said == _READY:
+                self._is_ready = True
+                continue
+            _, what = self._waiting.popleft()
+            if self._failed or said is not None:
+                self._failed.append(said or what)
+        if self._failed:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._ours.send(None)
+            (why, *left_out), self._failed = self._failed, []
+            raise JobFailed(f"{why} Left out because of it: {', '.join(left_out)}." if left_out else why)
+        return True
+
+    def end(self) -> None:
+        """Let it go: it ends, after the jobs that it was given. Local."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._ours.fileno())) as connection:
+            connection.shutdown(socket.SHUT_WR)  # closing is not enough while a data worker holds it, too
+        self._ours.close()
+        if not self._waiting:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_DEADLINE_S)
+
+    def _ended(self) -> None:
+        """The process is gone: jobs of one that never worked are done here, those of one that did are lost."""
+        code, jobs = self._process.wait(), list(self._waiting)
+        self._waiting.clear()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if self._is_ready:
+            self._failed.append(
+                f"the process that writes in the background (pid {self.pid}) ended ({how}) before this was done: "
+                f"{', '.join(what for _, what in jobs)}. What was there before is as it was, the newer state is lost. "
+                "If memory ran out (dmesg tells), set DDPSHIM_BACKGROUND_SAVE=no."
+            )
+            return
+        self.did_not_start = True
+        warnings.warn(
+            f"the process that writes in the background did not start ({how}, {sys.executable}); training waits for "
+            "what is written. Its error is above; DDPSHIM_BACKGROUND_SAVE=no does not try.",
+            stacklevel=2,
+        )
+        for job, _ in jobs:
+            job()
+
+
+def _serve(module: str, descriptor: int, parent: int) -> None:
+    """What the process does."""
+    connection = Connection(descriptor)
+    importlib.import_module(module)
+    with contextlib.suppress(EOFError, ConnectionResetError):  # the parent is gone, or wants no more
+        for said in itertools.chain([_READY], _jobs(connection, parent)):
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # what it gave before is done all the same
+                connection.send(said)
+    os._exit(0)
+
+
+def _jobs(connection: Connection, parent: int) -> Iterator[Optional[str]]:
+    """Do the jobs that come, as long as the parent lives: why each failed, or None."""
+    has_failed = False
+    # Workers of the parent hold its end of the connection, too, and may outlive it.
+    while connection.poll(_LOOK_EVERY_S) or os.getppid() == parent:
+        if not connection.poll():
+            continue
+        job = connection.recv()
+        if job is None:
+            has_failed = False  # the parent knows
+        elif has_failed:
+            yield None
+        else:
+            try:
+                job()
+                yield None
+            except Exception as error:
+                has_failed = True
+                yield str(error) if isinstance(error, DdpShimError) else traceback.format_exc()

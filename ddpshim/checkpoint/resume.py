@@ -1,0 +1,350 @@
+"""A training that goes on where it was: in the middle of an epoch, on any number of ranks, after a signal or a kill."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Callable, NoReturn, Optional, Protocol
+
+import torch
+
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.data.loader import Enterable
+from ddpshim.errors import CheckpointError, DataError, SyncError
+from ddpshim.job import preemption, records
+from ddpshim.job.group import cleanup, on_cleanup, world
+from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.job.random_streams import derive_seed, global_states, restore_global_states, seed_everything
+
+_LOOK_EVERY_S = 0.5
+_STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by then all have told
+_LOCKSTEP_DEADLINE_S = 120.0
+_MAX_STEPS_BETWEEN_LOOKS = 64  # steps may become slower than they were
+_PATTERN = "epoch_*_step_*.pth"
+
+
+class Stateful(Protocol):
+    """What has a state to go on from: networks, optimizers, schedulers, scalers, ..."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Resumable:
+    """The progress of a training, in files that a later start of it continues from.
+
+    ::
+
+        training = ddpshim.Resumable("out/resume", {"net": net, "optimizer": optimizer})
+        training.restore()
+        for epoch in range(training.epoch, 10):
+            for batch in training.steps(loader, epoch):
+                ...
+            schedule.step()
+        training.finish()
+
+    Between two steps ranks look up together, about twice a second. They save when it is time to by the main
+    rank's clock, and when SIGTERM or SIGUSR1 has reached any of them: then all leave with exit code 75, for
+    which a scheduler starts the job again. A run that goes on sees exactly the samples that were left, in the same
+    order, also on another number of ranks; on the same number each rank's random streams go on as well.
+
+    What comes after the steps of an epoch is done again by a run that was left in it: call `look` there before
+    schedules are stepped and `values` changed, not after.
+
+    Without a launcher nothing listens to signals and progress is kept at the start of an epoch only: torch's own
+    order of samples cannot be entered in the middle.
+
+    Args:
+        folder: for the files, on a disk that the main rank sees also next time.
+        objects: what has a state, by name. After `wrap_parallel`, and alike on all ranks.
+        every_s, every_n_steps: what lies between two saves; default the options `checkpoint_every_s` and
+            `checkpoint_every_n_steps`.
+        num_kept: how many files are kept; an older one serves where the newest is damaged. Default `keep_checkpoints`.
+        before_save: called on every rank before each save, for what is to be in `values`; it may be collective.
+        before_exit: called on every rank before it leaves because of a signal: flush a logger here.
+
+    Attributes:
+        epoch: where to go on; 0 in a new training.
+        step: of that epoch, how many were made.
+        values: anything else that belongs to it and can be pickled, as the best loss so far. The main rank's counts.
+    """
+
+    def __init__(
+        self,
+        folder: checkpoint.PathLike,
+        objects: Mapping[str, Stateful],
+        *,
+        every_s: Optional[float] = None,
+        every_n_steps: Optional[int] = None,
+        num_kept: Optional[int] = None,
+        before_save: Optional[Callable[[], None]] = None,
+        before_exit: Optional[Callable[[], None]] = None,
+    ) -> None:
+        self._world = world()
+        chosen = self._world.options
+        self._every_s = chosen.checkpoint_every_s if every_s is None else every_s
+        self._every_n_steps = chosen.checkpoint_every_n_steps if every_n_steps is None else every_n_steps
+        self._num_kept = chosen.keep_checkpoints if num_kept is None else num_kept
+        if any(n is not None and not n > 0 for n in (every_s, every_n_steps, num_kept)):
+            raise CheckpointError(
+                f"every_s={every_s!r}, every_n_steps={every_n_steps!r}, num_kept={num_kept!r}: there would be nothing "
+                "to go on from. Use numbers above 0."
+            )
+        self.folder = Path(folder)
+        self.epoch = self.step = 0
+        self.values: dict[str, Any] = {}
+        self._objects = objects
+        self._before_save, self._before_exit = before_save, before_exit
+        self._is_ready = False  # for a save in the background
+        self._restored: Optional[dict[str, Any]] = None  # what of a file is not in place yet
+        self._facts: dict[str, Any] = {}
+        self._last_save, self._num_unsaved = time.monotonic(), 0
+        # Looking up together: at which boundary next, and when and where the last time was.
+        self._num_boundaries = self._next_look = 0
+        self._interval = 1
+        self._last_look = (0, time.monotonic())
+        self._told: Optional[Callable[[float], list[list[int]]]] = None  # what ranks tell each other, on its way
+        self._delay = 0 if self._world.world_size == 1 else _STEPS_UNTIL_HEARD
+        self._in_background = self._world.is_main and self._world.is_launched and chosen.background_save
+        if self._world.is_launched:
+            preemption.listen()
+            on_cleanup(preemption.leave)
+
+    def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
+        """Whether there was a file to go on from, beyond `later_than` (epoch, step); then it is in place (collective).
+
+        The main rank reads; a file that is truncated or damaged is set aside with a warning, and the one before used.
+        """
+        found = self._world.run_on_main(self._read, later_than)
+        if found is None:
+            return False
+        for name, stateful in self._objects.items():
+            stateful.load_state_dict(found["objects"].pop(name))
+        self.epoch, self.step, self.values = found["epoch"], found["step"], found["values"]
+        self._restored = found
+        if self._world.is_main:
+            ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
+            self._say(f"goes on at epoch {self.epoch}, step {self.step}, of a run on {ranks} ({self.folder})")
+        return True
+
+    def steps(self, loader: Any, epoch: int, num_steps: Optional[int] = None) -> Iterator[Any]:
+        """The batches of `epoch` that are left: all, or in the epoch that is gone on with those after `step`.
+
+        Collective, as ranks look up together. `num_steps` is the length of an epoch, else that of `loader`, which
+        is begun again where it is shorter.
+
+        Raises DataError where the epoch was begun with another dataset or global batch.
+        """
+        length = len(loader)
+        total = length if num_steps is None else num_steps
+        can_enter = isinstance(loader, Enterable)
+        start = self.step if epoch == self.epoch else 0
+        facts = {
+            "steps of an epoch": total,
+            "steps of a pass over the data": getattr(loader, "num_steps_of_a_pass", length),
+            "global batch": getattr(loader, "global_batch_size", None),
+        }
+        if self._restored is not None and epoch == self.epoch:
+            self._enter(start, facts, can_enter)
+        self._facts = facts
+        self.epoch, self.step = epoch, start
+        if can_enter:
+            loader.set_epoch(epoch * math.ceil(total / length) + start // length, start_step=start % length)
+        return self._left(loader, start, total, can_enter)
+
+    def _left(self, loader: Any, start: int, total: int, can_enter: bool) -> Iterator[Any]:
+        batches = iter(loader) if start < total else iter(())
+        for step in range(start, total):
+            self.step = step
+            if can_enter or step == 0:
+                self._look(_LOCKSTEP_DEADLINE_S)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                batch = next(batches)
+            self._num_unsaved += 1
+            yield batch
+            if self._in_background and not self._is_ready:
+                self._is_ready = True  # a step was made: optimizers have their state
+                checkpoint.get_ready({name: stateful.state_dict() for name, stateful in self._objects.items()})
+        self.end_epoch(total)
+
+    def end_epoch(self, num_steps: int) -> None:
+        """Take note that all steps of the epoch are made; `steps` does where it is exhausted. Local."""
+        self.step = num_steps
+
+    def look(self) -> None:
+        """Save or leave here, where ranks agree that it is time to. Collective: call it between two steps.
+
+        At a few of the calls ranks tell each other whether it is, and at the next call they act: nobody waits for a
+        rank that is a step behind. The distance to the next time is agreed on as well.
+
+        Raises SyncError where a rank does not come within `timeout_s`.
+        """
+        self._look(self._world.options.timeout_s)
+
+    def _look(self, deadline_s: float) -> None:
+        if self._every_n_steps is not None and self._num_unsaved >= self._every_n_steps:
+            self.save()
+        here, now = self._num_boundaries, time.monotonic()
+        self._num_boundaries += 1
+        if here == self._next_look:
+            last, then = self._last_look
+            wanted = int(_LOOK_EVERY_S * (here - last) / max(now - then, 1e-6)) if here > last else 1
+            wanted = max(1, min(wanted, 2 * self._interval, _MAX_STEPS_BETWEEN_LOOKS))
+            due = self._world.is_main and self._every_s is not None and now - self._last_save > self._every_s
+            signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
+            if signal:
+                preemption.heard()
+            self._last_look, self._told = (here, now), self._world.begin_gather([signal, due, wanted])
+        if self._told is None or here < self._last_look[0] + self._delay:
+            return
+        told, self._told = self._told, None
+        try:
+            reports = told(deadline_s)
+        except RuntimeError as error:
+            raise SyncError(
+                f"another rank did not come to step {self.step - self._delay} of epoch {self.epoch} within "
+                f"{deadline_s:g} s of rank {self._world.rank}, which is a step further; it waits for "
+                "gradients that nobody will send, or its data. Give every rank equally many batches, and skip no step "
+                "on one rank alone."
+            ) from error
+        self._interval = min(interval for _, _, interval in reports)
+        self._next_look = here + self._interval
+        signals = {rank: preemption.SIGNALS[signal - 1] for rank, (signal, _, _) in enumerate(reports) if signal}
+        if signals:
+            self.leave(", ".join(f"{asked} on rank {rank}" for rank, asked in signals.items()))
+        if any(is_due for _, is_due, _ in reports):
+            self.save()
+
+    def save(self) -> None:
+        """Write down where the training is, and keep the newest files. Collective; the main rank writes.
+
+        With the option `background_save` it writes while training goes on (`checkpoint.save_in_background`).
+
+        Raises CheckpointError on the main rank where the file cannot be written, or that of the last call; those
+        before it are as they were.
+        """
+        checkpoint.flush()
+        if self._before_save is not None:
+            self._before_save()
+        states = self._world.gather(_random_state(self._world.device))
+        self._last_save, self._num_unsaved = time.monotonic(), 0
+        if not self._world.is_main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "world_size": self._world.world_size,
+            "objects": {name: stateful.state_dict() for name, stateful in self._objects.items()},
+            "values": self.values,
+            "random": states,
+            "facts": self._facts,
+        }
+        for left in self.folder.glob(".epoch_*.partial"):
+            left.unlink()  # of a process that was killed while it wrote
+        written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
+        save = checkpoint.save_in_background if self._in_background else checkpoint.save
+        save(content, written)
+        checkpoint.afterwards(_keep_newest, written, self._num_kept)
+
+    def leave(self, reason: str) -> NoReturn:
+        """Save, and end this process with exit code 75, on all ranks (collective)."""
+        preemption.heard()
+        self.save()
+        checkpoint.flush()
+        self._world.barrier()  # a launcher that sees one rank end kills those that are still writing
+        if self._world.is_main:
+            self._say(
+                f"{reason}: epoch {self.epoch}, step {self.step} is saved in {self.folder}; "
+                f"leaving with exit code {EXIT_REQUEUE}"
+            )
+        records.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
+        if self._before_exit is not None:
+            try:
+                self._before_exit()
+            except Exception:  # all is saved: a logger that fails must not keep the job from being started again
+                traceback.print_exc()
+        cleanup()
+        raise SystemExit(EXIT_REQUEUE)
+
+    def finish(self) -> None:
+        """The training is complete: its progress is removed. SIGTERM ends the process again, not SIGUSR1. Local."""
+        preemption.unlisten(is_complete=True)
+        if self._world.is_main:
+            checkpoint.flush()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self, later_than: tuple[int, int]) -> Optional[dict[str, Any]]:
+        path = find_progress(self.folder)
+        if path is None:
+            return None
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+        return found if (found["epoch"], found["step"]) > later_than else None
+
+    def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> None:
+        """Check that the epoch is the one that was left, and go on with this rank's random streams."""
+        found, self._restored = self._restored or {}, None
+        odd = [name for name in facts if found["facts"] and found["facts"][name] != facts[name]]
+        if (start or self._world.options.per_rank_batch) and odd:
+            was, now = found["facts"][odd[0]], facts[odd[0]]
+            raise DataError(
+                f"epoch {self.epoch} was left at step {start} with {odd[0]} {was}, and is to go on with {now}; samples "
+                f"would be seen twice or not at all. Go on with the same data and batch, or remove {self.folder}."
+            )
+        if start and not can_enter:
+            raise DataError(
+                f"epoch {self.epoch} was left at step {start}, and this loader cannot be entered in the middle; "
+                "samples would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, also for one process)."
+            )
+        states, here = found["random"], self._world
+        if len(states) == here.world_size:
+            _restore_random_state(states[here.rank], here.device)
+        else:
+            seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"ddpshim: {text}", file=sys.__stderr__ or sys.stderr, flush=True)
+
+
+def _keep_newest(written: Path, num_kept: int) -> None:
+    """Remove all progress beside `written` but the newest; by name, as the clock of another node may be behind."""
+    there = sorted((p for p in written.parent.glob(_PATTERN) if p.suffix == ".pth"), reverse=True)
+    later = [path for path in there if path > written]  # of a run that was given up: not to be taken for this one's
+    for path in later + there[len(later) + num_kept :]:
+        path.unlink()
+
+
+def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
+    """The newest whole file of a `Resumable` in `folder`, or None. Damaged ones are renamed, with a warning. Local."""
+    checkpoint.flush()
+    for path in sorted(Path(folder).glob(_PATTERN), reverse=True):
+        damage = checkpoint.find_damage(path)
+        if damage is None:
+            return path
+        aside = path.with_name(path.name + ".damaged")
+        os.replace(path, aside)
+        Resumable._say(f"{path} is damaged ({damage}); the one before it is used, if any. It is kept as {aside.name}")
+    return None
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """This rank's random streams."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {**global_states(), "cuda": cuda}
+
+
+def _restore_random_state(states: dict[str, Any], device: torch.device) -> None:
+    restore_global_states({name: state for name, state in states.items() if name != "cuda"})
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,1 @@
+"""One order of samples, each rank's share of it, and the loaders and memory that give it."""

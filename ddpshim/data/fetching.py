@@ -1,0 +1,33 @@
+"""Batches that a dataset gives by itself, in place of one call for each sample; adapters know which datasets can."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Protocol
+
+from ddpshim import adapters
+
+
+class Collate(Protocol):
+    """A `collate_fn` that also takes what a fetcher's dataset gives for a whole batch."""
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch, as torch's default collate makes it."""
+
+    def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
+        """Make room for the batches of workers that stay for all epochs. Local."""
+
+
+class Fetcher(Protocol):
+    """Gives whole batches of one dataset, with the values, types and order of keys that torch's collate gives."""
+
+    def attach(self) -> Optional[str]:
+        """Have torch's loaders fetch the dataset by the batch. Local. Returns why not, if it can't be."""
+
+    def collate(self) -> Collate:
+        """For the loader; it takes samples that came one by one as well."""
+
+
+def fetcher_of(dataset: Any) -> Optional[Fetcher]:
+    """What gives whole batches of `dataset`; None where no adapter does. Local."""
+    found = (offer(dataset) for offer in adapters.functions_for(dataset, "fetcher"))
+    return next((fetcher for fetcher in found if fetcher is not None), None)

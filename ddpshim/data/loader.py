@@ -1,0 +1,531 @@
+"""Data loaders that give every rank its share of the global batch that one process would have had."""
+
+import functools
+import math
+import os
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
+from torch.utils.data._utils import signal_handling as torch_signals
+
+from ddpshim.data import advice
+from ddpshim.data.fetching import Collate, fetcher_of
+from ddpshim.data.iterable import ShardedIterable, ShardedStream, length, refuse_unlike
+from ddpshim.data.sampler import (
+    DrawnOrder,
+    EpochCounter,
+    SequentialOrder,
+    ShardedBatchSampler,
+    ShardedSampler,
+    ShuffledOrder,
+    Split,
+    SplitBatchSampler,
+    WeightedOrder,
+    draws_by_weight,
+    layers,
+)
+from ddpshim.errors import DataError
+from ddpshim.job import preemption
+from ddpshim.job.group import World, current_or_new_world
+from ddpshim.job.group import world as current_world
+from ddpshim.job.random_streams import derive_seed
+
+_announced: set[tuple[int, int]] = set()
+_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
+
+
+def make_loader(
+    dataset: Any,
+    batch_size: Optional[int] = 1,
+    shuffle: Optional[bool] = None,
+    sampler: Optional[Iterable[Any]] = None,
+    batch_sampler: Optional[Iterable[list[Any]]] = None,
+    num_workers: int = 0,
+    collate_fn: Optional[Callable[[list[Any]], Any]] = None,
+    pin_memory: bool = False,
+    drop_last: bool = True,
+    timeout: float = 0,
+    worker_init_fn: Optional[Callable[[int], None]] = None,
+    multiprocessing_context: Any = None,
+    generator: Optional[torch.Generator] = None,
+    *,
+    prefetch_factor: Optional[int] = None,
+    persistent_workers: bool = False,
+    pin_memory_device: str = "",
+    per_rank_batch: Optional[bool] = None,
+    seed: Optional[int] = None,
+    already_sharded: bool = False,
+    world: Optional[World] = None,
+    **newer: Any,
+) -> "DataLoader[Any]":
+    """Return a DataLoader that gives this rank its share of each global batch.
+
+    Takes what torch's DataLoader takes, in its order; `drop_last` defaults to True. Without a launcher it
+    *is* that DataLoader, with torch's order and random draws. Launched, also as a world of one, it is a
+    :class:`ShardedLoader`, and the call is collective, as is `iter()` where the order comes from the user's
+    sampler or batch_sampler: every rank makes it, with equal arguments.
+
+    The order is a function of (seed, epoch), so step t consumes the same samples at any world size. The
+    epoch advances with each `iter()`, also when the pass before was abandoned. Iterating leaves the global
+    random states alone; only what a map-style dataset draws in this process (`num_workers=0`) comes from
+    them, as always. Workers are seeded by rank, worker and epoch; persistent ones go on with their stream.
+
+    10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
+
+    Args:
+        dataset: map-style or iterable. An iterable one is read in full by every rank and worker, each of
+            which keeps its share; so it must give the same items wherever (seed, epoch) are the same: what
+            it draws from the global generators is, entropy of its own is not. `get_worker_info()` is None
+            in it, lest it shards a second time; one that shards by rank wants `already_sharded`, and one
+            that reads too slowly :func:`ddpshim.shard_iterable`. Its `set_epoch`, if it has one, is called.
+        batch_size: of all ranks together. None takes items as ready batches.
+        sampler: keeps its meaning; one draw of it is split over the ranks.
+        batch_sampler: each of its lists is a global batch. `drop_last` says nothing about it.
+        drop_last: False fills the last global batch up to a multiple of the ranks, with samples from the
+            start of the order (iterable: of that batch). Those count twice in a mean over the pass.
+        collate_fn: without one, robomimic's sequence datasets are fetched by the batch, with the same values
+            (option `batched_fetch`).
+        generator: only its `initial_seed()` is used, where `seed` is None; else the seed is the world's.
+        per_rank_batch: `batch_size` is that of each rank; see :func:`scale_lr`. Default: the world's option.
+        already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch is
+            divided. An iterable one must then give equally many batches on every rank, and minds its workers.
+        newer: parameters of a torch newer than 2.1 (`in_order`), handed to DataLoader as they are.
+
+    Raises:
+        DataError: the batch, dataset or sampler does not split over the ranks, or would give no step; on
+            every rank, also where the fault is another rank's.
+        ValueError: torch's own, for combinations that it refuses.
+    """
+    here = current_or_new_world() if world is None else world
+    options = dict(
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        pin_memory=pin_memory,
+        timeout=timeout,
+        worker_init_fn=worker_init_fn,
+        multiprocessing_context=multiprocessing_context,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        pin_memory_device=pin_memory_device,
+        **newer,
+    )
+    # torch refuses drop_last where it has no batches to make; our default must not trip over that.
+    drop_last = drop_last and batch_sampler is None and batch_size is not None
+    if not here.is_launched:
+        return DataLoader(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            drop_last=drop_last,
+            generator=generator,
+            **options,
+        )
+    if seed is None:
+        seed = generator.initial_seed() if generator is not None else here.seed or 0
+    parts = _Parts(
+        here,
+        dataset,
+        batch_size,
+        bool(shuffle),
+        sampler,
+        batch_sampler,
+        drop_last,
+        seed,
+        here.options.per_rank_batch if per_rank_batch is None else per_rank_batch,
+        already_sharded,
+    )
+    collate: Optional[Collate] = None
+    makes_batches = batch_size is not None or batch_sampler is not None
+    if makes_batches and collate_fn in (None, default_collate) and here.options.batched_fetch:
+        options["collate_fn"] = collate = _fetch_batches(here, dataset)
+    loader = _make_alike(parts, options)
+    if collate is not None and persistent_workers and loader.batch_size:
+        collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
+    _announce(here, loader.global_batch_size)
+    return loader
+
+
+def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
+    """The collate_fn for a dataset that an adapter knows; it gives whole batches from here on, if it can. Else None."""
+    fetcher = fetcher_of(dataset)
+    if fetcher is None:
+        return None
+    reason = fetcher.attach()
+    if reason is not None and world.is_main:
+        advice.say(
+            f"{type(dataset).__name__} is fetched sample by sample, many times slower than by the batch: {reason}"
+        )
+    return fetcher.collate()
+
+
+def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:
+    """Return the learning rate that goes with `per_rank_batch=True`.
+
+    There, W ranks make the batch W times as large and the steps 1/W as many. "linear" multiplies by W (SGD:
+    Goyal et al. 2017, with a warm-up), "sqrt" by the root of W (Adam and its kin), "none" leaves it. With
+    the global batch, which is the default of :func:`make_loader`, batch and steps stay: use "none". Local;
+    with one process every rule returns `lr`.
+
+    >>> scale_lr(1e-4, "linear", world_size=4)
+    0.0004
+    >>> scale_lr(1e-4, "sqrt", world_size=4)
+    0.0002
+
+    Args:
+        rule: else the world's option where its `per_rank_batch` is on, else linear.
+        world_size: W, else the current world's.
+
+    Raises:
+        DataError: another rule.
+    """
+    if rule is None:
+        options = current_world().options
+        rule = options.lr_rule if options.per_rank_batch else "linear"
+    size = current_world().world_size if world_size is None else world_size
+    factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
+    if rule not in factors:
+        raise DataError(f"rule={rule!r} is no learning-rate rule; the rate would be a guess. Use linear, sqrt or none.")
+    return lr * factors[rule]
+
+
+class Enterable:
+    """A loader whose passes can be begun at any step."""
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """The number of steps of an epoch."""
+        raise NotImplementedError
+
+
+class ShardedLoader(DataLoader[Any], Enterable):
+    """A DataLoader over one rank's share; made by :func:`make_loader`.
+
+    `len()` is the number of steps, equal on every rank. `batch_size` is this rank's,
+    `global_batch_size` that of all (None where a batch_sampler does not say).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream]",
+        global_batch_size: Optional[int],
+        seed: int,
+        shown: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        # torch draws the seed of the workers from this generator, and without it from the global one.
+        if options.get("num_workers"):
+            options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
+        super().__init__(dataset, generator=torch.Generator(), **options)
+        self.global_batch_size = global_batch_size
+        self._source = source
+        self._worker_seed = seed
+        # What users read off a loader. torch forbids setting these because its batches are made already; so
+        # are ours, and `shown` says how.
+        for name, value in shown.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass that runs, or of the first one to come."""
+        return self._source.epochs.current
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next `iter()` use `epoch`, and those after it the epochs that follow. Local.
+
+        With `start_step` that pass begins there: its batches are those that the whole pass has from this step on.
+        """
+        self._source.epochs.set(epoch, start_step)
+
+    def __iter__(self) -> Any:
+        epoch = self._source.epochs.advance()
+        start = self._source.epochs.start_step
+        self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
+        self._source.begin(epoch)
+        batches = super().__iter__()
+        if self.num_workers:
+            _with_workers.add(batches)
+            _dismiss_workers_with(os.getpid())
+        return batches
+
+    def __len__(self) -> int:
+        return self._source.num_steps()
+
+
+def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
+    """What a worker does first, and the user's `start`."""
+    preemption.ignore_in_worker()
+    if start is not None:
+        start(worker)
+
+
+@functools.lru_cache(maxsize=1)
+def _dismiss_workers_with(process: int) -> None:
+    """Have the workers that are left leave when this process ends."""
+    Finalize(None, _dismiss_workers, exitpriority=0)
+
+
+def _dismiss_workers() -> None:
+    # Python would end them by a signal that they ignore, and wait for ever. torch's own way is closed by then.
+    for batches in list(_with_workers):
+        if batches._worker_pids_set:
+            torch_signals._remove_worker_pids(id(batches))  # else torch takes their end for a failure
+            batches._worker_pids_set = False
+        for worker in batches._workers:
+            worker.kill()
+
+
+@dataclass
+class _Parts:
+    """What a ShardedLoader is made of. Everything here is local; see :func:`_make_alike`."""
+
+    world: World
+    dataset: Any
+    batch_size: Optional[int]
+    shuffle: bool
+    sampler: Optional[Iterable[Any]]
+    batch_sampler: Optional[Iterable[list[Any]]]
+    drop_last: bool
+    seed: int
+    per_rank_batch: bool
+    already_sharded: bool
+    epochs: EpochCounter = field(default_factory=EpochCounter)
+
+    def __post_init__(self) -> None:
+        # One rank's share is split no further: as in a world of one, but with draws of its own.
+        alone = self.already_sharded
+        self.num_shares = 1 if alone else self.world.world_size
+        self.share = 0 if alone else self.world.rank
+        self.order_seed = derive_seed(self.seed, "share", self.world.rank) if alone else self.seed
+        self.run_on_main = None if alone else self.world.run_on_main
+        self.gather = None if alone else self.world.gather
+
+    def facts(self, loader: ShardedLoader) -> dict[str, Any]:
+        """Return what has to be equal on all ranks for them to step together."""
+        return {
+            "number of samples": None if self.already_sharded else length(self.dataset),
+            "number of steps": length(loader),
+            "global batch": loader.global_batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def make(self, options: dict[str, Any]) -> ShardedLoader:
+        """Return the loader, having refused what does not split. Local."""
+        is_stream = isinstance(self.dataset, IterableDataset)
+        if not is_stream and self.sampler is None and self.batch_sampler is None:
+            self._refuse_too_small(self.dataset, "dataset")
+        # Only for torch's own refusals (shuffle with a sampler, a negative batch, ...), in torch's words.
+        DataLoader(self.dataset, self.batch_size, self.shuffle or None, self.sampler, self.batch_sampler)
+        if options.get("in_order", True) is False and options["num_workers"] > 0:
+            raise DataError(
+                "in_order=False with workers: each rank would get its batches in an order of its own, and "
+                "a step would mix global batches. Drop in_order."
+            )
+        if self.batch_sampler is not None:
+            return self._over_batch_sampler(options)
+        split = self._split()
+        if is_stream:
+            return self._over_stream(split, options)
+        return self._over_samples(split, options)
+
+    def _split(self) -> Split:
+        if self.batch_size is None:
+            if self.num_shares > 1:
+                raise DataError(
+                    f"batch_size=None on {self.num_shares} ranks: the items are ready batches, which only "
+                    "the dataset could divide; every rank would train on all of them. Give batch_size=, "
+                    "or a dataset of this rank's batches with already_sharded=True."
+                )
+            return Split(1, 0, 1, drop_last=True)
+        per_rank = self.batch_size
+        if not self.per_rank_batch:
+            per_rank = divide(self.batch_size, self.world.world_size)
+        return Split(per_rank * self.num_shares, self.share, self.num_shares, self.drop_last)
+
+    def _over_samples(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
+        order: Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder]
+        if self.sampler is not None:
+            if draws_by_weight(self.sampler):
+                order = WeightedOrder(self.sampler, self.order_seed, self.gather, self.run_on_main)
+            else:
+                order = DrawnOrder(self.sampler, self.order_seed, self.run_on_main)
+            self._refuse_shards(self.sampler)
+            self._refuse_too_small(self.sampler, "sampler")
+        elif self.shuffle:
+            order = ShuffledOrder(len(self.dataset), self.order_seed)
+        else:
+            order = SequentialOrder(len(self.dataset))
+        self._refuse_no_step(len(order), split)
+        sharded = ShardedSampler(order, split, self.epochs)
+        if self.batch_size is None:
+            return self._loader(self.dataset, sharded, None, {}, options, batch_size=None, sampler=sharded)
+        per_rank = split.global_batch_size // split.world_size
+        shown = {"batch_size": per_rank, "drop_last": self.drop_last, "sampler": sharded}
+        batches = ShardedBatchSampler(sharded)
+        return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=batches)
+
+    def _over_batch_sampler(self, options: dict[str, Any]) -> ShardedLoader:
+        assert self.batch_sampler is not None
+        if self.per_rank_batch:
+            raise DataError(
+                "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size "
+                "would be read in two ways. Drop per_rank_batch and let the batch_sampler give larger "
+                "lists."
+            )
+        order = DrawnOrder(self.batch_sampler, self.order_seed, self.run_on_main)
+        self._refuse_shards(self.batch_sampler)
+        if len(order) == 0:
+            raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
+        declared = getattr(self.batch_sampler, "batch_size", None)
+        per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
+        sharded = SplitBatchSampler(order, self.share, self.num_shares, self.epochs)
+        shown = {"sampler": sharded}
+        return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=sharded)
+
+    def _over_stream(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
+        if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
+            raise DataError(
+                f"{type(self.dataset).__name__} is this rank's share already; split over {self.num_shares} ranks "
+                "again, most samples would never be seen. Pass already_sharded=True, or the whole dataset."
+            )
+        num_samples = length(self.dataset)
+        if num_samples is not None:
+            self._refuse_too_small(self.dataset, "dataset")
+            self._refuse_no_step(num_samples, split)
+        stream = ShardedStream(
+            self.dataset,
+            split,
+            self.order_seed,
+            self.epochs,
+            is_split=not self.already_sharded,
+            persistent_workers=options["persistent_workers"],
+        )
+        # torch shards a pipe by itself, if it can see that it is one.
+        as_is = self.already_sharded and isinstance(self.dataset, IterDataPipe)
+        per_rank = None if self.batch_size is None else split.global_batch_size // split.world_size
+        batching = {"batch_size": per_rank, "drop_last": self.drop_last}
+        return self._loader(self.dataset if as_is else stream, stream, per_rank, {}, options, **batching)
+
+    def _loader(
+        self,
+        dataset: Any,
+        source: Union[ShardedSampler, SplitBatchSampler, ShardedStream],
+        batch_size_per_rank: Optional[int],
+        shown: dict[str, Any],
+        options: dict[str, Any],
+        **batching: Any,
+    ) -> ShardedLoader:
+        worker_seed = derive_seed(self.seed, "rank", self.world.rank)
+        global_batch_size = batch_size_per_rank * self.world.world_size if batch_size_per_rank else None
+        return ShardedLoader(dataset, source, global_batch_size, worker_seed, shown, **batching, **options)
+
+    def _refuse_too_small(self, sized: Any, name: str) -> None:
+        num_samples = length(sized)
+        if num_samples is None:
+            raise DataError(
+                f"The {name} ({type(sized).__name__}) has no __len__; ranks could not agree on the number "
+                "of steps and would wait for each other. Give it a __len__, or make the dataset an "
+                "IterableDataset."
+            )
+        if num_samples == 0:
+            raise DataError(
+                f"The {name} ({type(sized).__name__}) is empty; a pass would have no step. Check its filter."
+            )
+        if num_samples < self.num_shares:
+            raise DataError(
+                f"The {name} ({type(sized).__name__}) has {num_samples} samples for {self.num_shares} "
+                f"ranks; some would train on none. Use at most {num_samples} ranks, or more samples."
+            )
+
+    def _refuse_no_step(self, num_samples: int, split: Split) -> None:
+        if split.num_steps(num_samples) == 0:
+            whose = "This rank's batch" if self.already_sharded else "Global batch"
+            largest = num_samples // split.world_size
+            raise DataError(
+                f"{whose} {split.global_batch_size} is larger than the {num_samples} samples; with "
+                f"drop_last=True a pass would have no step. Use at most {largest * split.world_size} "
+                f"({largest} for each rank), or drop_last=False."
+            )
+
+    def _refuse_shards(self, sampler: Any) -> None:
+        for layer in layers(sampler):
+            num_replicas = getattr(layer, "num_replicas", None)
+            is_shard = isinstance(num_replicas, int) and num_replicas > 1 and hasattr(layer, "rank")
+            if is_shard and not self.already_sharded:
+                raise DataError(
+                    f"{type(layer).__name__} already takes one share of {num_replicas} (rank "
+                    f"{layer.rank}), and make_loader splits over {self.num_shares} rank(s): it would be "
+                    "sharded twice and most samples never seen. Drop it and pass shuffle= instead."
+                )
+
+
+def divide(batch_size: int, world_size: int) -> int:
+    """Each rank's part of a global batch. Raises DataError where it does not split. Local."""
+    left_over = batch_size % world_size
+    if left_over:
+        lower = batch_size - left_over
+        nearest = f"{lower} or {lower + world_size}" if lower > 0 else f"{world_size}"
+        raise DataError(
+            f"Global batch {batch_size} does not split over {world_size} ranks ({left_over} left over); "
+            f"ranks would step on unequal shards. Use {nearest}."
+        )
+    return batch_size // world_size
+
+
+def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
+    """Return the loader, once all ranks have made one that steps alike; collective.
+
+    A rank whose dataset alone is short would end its pass first, and the others would wait in the next
+    all-reduce; so what decides the steps is compared here, where an error can still be raised on all ranks.
+    """
+    loader: Optional[ShardedLoader] = None
+    problem: Optional[Exception] = None
+    facts: dict[str, Any] = {}
+    try:
+        loader = parts.make(options)
+        facts = parts.facts(loader)
+    except Exception as error:
+        # Raised below: peers are on their way to the same gather.
+        problem = error
+    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+    reports = parts.world.gather((said, facts, advice.own_share(options["num_workers"])))
+    if problem is not None:
+        raise problem
+    assert loader is not None
+    for rank, (failure, _, _) in enumerate(reports):
+        if failure is not None:
+            raise DataError(
+                f"Rank {rank} could not make its loader ({failure}); this rank would wait for it for ever. "
+                f"See the traceback of rank {rank}."
+            )
+    refuse_unlike(
+        [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
+    )
+    if parts.world.is_main:
+        advice.say(advice.on_workers([share for _, _, share in reports]))
+    return loader
+
+
+def _announce(world: World, global_batch_size: Optional[int]) -> None:
+    if not world.is_main or global_batch_size is None or (global_batch_size, world.world_size) in _announced:
+        return
+    _announced.add((global_batch_size, world.world_size))
+    ranks = f"{world.world_size} rank{'s' * (world.world_size > 1)}"
+    print(
+        f"ddpshim: global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}",
+        file=sys.stderr,
+        flush=True,
+    )

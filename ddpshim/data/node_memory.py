@@ -1,0 +1,268 @@
+"""Arrays of which a node has one copy, in memory or in a file on disk, however many ranks and data workers read them.
+
+What they lie in has no name. The ranks of a node open it through the one that made it, workers inherit it or are handed
+its descriptor, and the kernel frees it with the last of them, however that one ends: after a crash nothing is left.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import reduction
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+
+from ddpshim.errors import DataError, WorldError
+from ddpshim.job import failure, machine
+from ddpshim.job.group import World
+from ddpshim.job.group import world as current_world
+
+_ALIGNMENT = 64
+_SHARED_MEMORY = "/dev/shm"
+
+Spec = tuple[Sequence[int], torch.dtype]
+
+
+def is_supported() -> bool:
+    """Whether processes of this system can open each other's files, as on Linux. Local."""
+    return os.path.exists("/proc/self/fd") and os.path.exists("/proc/self/ns/pid")
+
+
+def shared_arrays(
+    specs: Mapping[str, Spec],
+    fill: Callable[[SharedArrays, int, int], None],
+    *,
+    directory: Optional[str] = None,
+    budget_bytes: Optional[float] = None,
+    world: Optional[World] = None,
+) -> SharedArrays:
+    """Return arrays that every process of this node sees, filled once (collective; one process does the same).
+
+    They are for reading: a write is seen by all ranks and workers of the node, at some moment. Spawned and forked
+    workers get the same memory where the arrays are handed to them, not views of these.
+
+    Args:
+        specs: (shape, dtype) by name; the same on every rank.
+        fill: called on each rank as `fill(arrays, part, num_parts)`, `num_parts` being the ranks of its node; it writes
+            its part. What nobody writes is zero.
+        directory: where the arrays lie, as a file, if memory has no room for them.
+        budget_bytes: of memory; default what is available, with the limit of a container.
+
+    Raises:
+        DataError: there is no room, or the specs differ between ranks; on every rank.
+        WorldError: `fill` failed on another rank. There, its own exception is raised.
+    """
+    here = current_world() if world is None else world
+    specs = dict(sorted(specs.items()))  # names that come from a set have another order on each rank
+    num_bytes = _layout(specs)[1]
+    looks = here.gather((_node(), [(name, tuple(shape), str(dtype)) for name, (shape, dtype) in specs.items()]))
+    odd = next((rank for rank, look in enumerate(looks) if look[1] != looks[0][1]), None)
+    if odd is not None:
+        raise DataError(
+            f"shared_arrays of {len(looks[0][1])} arrays on rank 0 and of others on rank {odd} "
+            f"({sorted(set(looks[0][1]) ^ set(looks[odd][1]))[:2]}); a rank would read one array as another. Give "
+            "every rank the same specs, and every node the same files."
+        )
+    ranks = [rank for rank, look in enumerate(looks) if look[0] == _node()]
+    arrays: Optional[SharedArrays] = None
+
+    def make() -> tuple[int, int]:
+        nonlocal arrays
+        arrays = SharedArrays(_make(num_bytes, directory, budget_bytes), specs)
+        return os.getpid(), arrays.descriptor
+
+    def see() -> None:
+        nonlocal arrays
+        if arrays is None:
+            pid, descriptor = made[ranks[0]]
+            arrays = SharedArrays(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), specs)
+
+    made = _on_each(here, make if here.rank == ranks[0] else _nothing)
+    _on_each(here, see)
+    assert arrays is not None
+    _on_each(here, fill, arrays, ranks.index(here.rank), len(ranks))
+    return arrays
+
+
+class SharedArrays(Mapping[str, torch.Tensor]):
+    """Tensors by name, over one file. Made by `shared_arrays`; handed to another process, they stay where they are."""
+
+    def __init__(self, descriptor: int, specs: Mapping[str, Spec]) -> None:
+        self.descriptor, self._specs = descriptor, dict(specs)
+        weakref.finalize(self, os.close, descriptor)
+        self._offsets, num_bytes = _layout(specs)
+        memory = mmap.mmap(descriptor, num_bytes)
+        self._arrays = {
+            name: torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=self._offsets[name]).view(*shape)
+            if math.prod(shape)
+            else torch.empty(*shape, dtype=dtype)  # torch refuses a buffer of nothing
+            for name, (shape, dtype) in specs.items()
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def write(self, name: str, start: int, data: Any) -> None:
+        """Put the bytes of `data`, anything contiguous with a buffer, into an array from its byte `start` on. Local.
+
+        Half the time of copying into the tensor, whose pages would first be mapped, and cleared.
+        """
+        left, at = memoryview(data).cast("B"), self._offsets[name] + start
+        while left:
+            written = os.pwrite(self.descriptor, left, at)
+            left, at = left[written:], at + written
+
+    def copy(self, name: str, start: int, source: int, offset: int, num_bytes: int) -> None:
+        """Like `write`, of bytes that lie in the open file `source` from `offset` on; they never leave the kernel."""
+        os.lseek(self.descriptor, self._offsets[name] + start, os.SEEK_SET)
+        while num_bytes:
+            try:
+                copied = os.sendfile(self.descriptor, source, offset, num_bytes)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                    raise
+                # A file system of the network may not know how.
+                copied = os.write(self.descriptor, os.pread(source, min(num_bytes, 1 << 24), offset))
+            if not copied:
+                raise OSError(f"a file ends at byte {offset}, {num_bytes} bytes before its contents do")
+            offset, num_bytes = offset + copied, num_bytes - copied
+
+    def __reduce__(self) -> Any:
+        # multiprocessing's own way to hand over a file, which spawn, forkserver and its queues know.
+        return _handed_over, (reduction.DupFd(self.descriptor), self._specs)
+
+    def __deepcopy__(self, memo: Any) -> SharedArrays:
+        return self
+
+
+def _handed_over(descriptor: Any, specs: Mapping[str, Spec]) -> SharedArrays:
+    return SharedArrays(descriptor.detach(), specs)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _layout(specs: Mapping[str, Spec]) -> tuple[dict[str, int], int]:
+    """Where each array begins, and the bytes of all; at least 1, as nothing cannot be mapped."""
+    offsets, end = {}, 0
+    for name, (shape, dtype) in specs.items():
+        offsets[name] = end
+        end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return offsets, max(1, end)
+
+
+def _node() -> tuple[str, int]:
+    """What processes have in common that can open each other's files: the machine's boot, and a namespace of pids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip(), os.stat("/proc/self/ns/pid").st_ino
+
+
+def _on_each(here: World, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function` returned on each rank (collective); what it raised on one is an error on all."""
+    error: Optional[BaseException] = None
+    value = None
+    try:
+        value = function(*args)
+    except BaseException as raised:
+        error = raised
+    told = None if error is None else (isinstance(error, DataError), f"{type(error).__name__}: {error}", str(error))
+    everyones = here.gather((value, told))
+    if error is not None:
+        raise error
+    for rank, (_, problem) in enumerate(everyones):
+        if problem is not None:
+            is_ours, shown, text = problem
+            raise failure.caused_by(
+                rank,
+                DataError(f"on rank {rank}: {text}")
+                if is_ours
+                else WorldError(
+                    f"the arrays that a node shares could not be made on rank {rank} ({shown}); rank {here.rank} would "
+                    "read what is not there. See that rank's traceback."
+                ),
+            )
+    return [value for value, _ in everyones]
+
+
+class _Place(NamedTuple):
+    """Where arrays may lie: what there is of it, in words too, and how an empty file without a name is made."""
+
+    name: str
+    left_bytes: float
+    left: str
+    open: Callable[[], int]
+
+
+def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float]) -> int:
+    """The descriptor of a file of this size in the first place that has room for it. Local.
+
+    Raises DataError where none has.
+    """
+    places = list(_places(directory, budget_bytes))
+    for place in places:
+        if num_bytes <= place.left_bytes:
+            descriptor = place.open()
+            try:
+                # Not so in memory without a name: its pages need not be there before they are filled.
+                (os.ftruncate if place.name == "memory" else _reserve)(descriptor, num_bytes)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
+    left = ", ".join(f"{place.name} has {_size(place.left_bytes)} {place.left}" for place in places)
+    way_out = "Make room" if directory else "Name a directory on a local disk, for a file (the option node_memory)"
+    raise DataError(
+        f"one copy of the data for this node takes {_size(num_bytes)}, and {left}; the kernel would kill a rank that "
+        f"loads it. {way_out}, raise the budget if it has one, or load less (robomimic: "
+        "train.hdf5_cache_mode='low_dim', or null)."
+    )
+
+
+def _places(directory: Optional[str], budget_bytes: Optional[float]) -> Iterator[_Place]:
+    limits = [(math.inf, "left")]
+    limits += [(float(most), words) for most, words in _limits(budget_bytes) if most is not None]
+    # Python of conda-forge may lack memfd_create, which needs no /dev/shm: a Docker container's has 64 MB.
+    if hasattr(os, "memfd_create"):
+        yield _Place("memory", *min(limits), lambda: os.memfd_create("ddpshim"))
+    elif os.path.isdir(_SHARED_MEMORY):
+        limits.append((shutil.disk_usage(_SHARED_MEMORY).free, "left"))
+        yield _Place(_SHARED_MEMORY, *min(limits), lambda: _nameless(_SHARED_MEMORY))
+    if directory is not None:
+        folder = os.path.expanduser(directory)
+        os.makedirs(folder, exist_ok=True)
+        yield _Place(folder, shutil.disk_usage(folder).free, "left", lambda: _nameless(folder))
+
+
+def _limits(budget_bytes: Optional[float]) -> Iterator[tuple[Optional[float], str]]:
+    memory = machine.memory()
+    within = "" if memory.limit_bytes is None else f", with its limit of {_size(memory.limit_bytes)} for a container"
+    yield memory.available_bytes, f"available{within}"
+    yield budget_bytes, "of budget"
+
+
+def _nameless(directory: str) -> int:
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.dup(file.fileno())
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    # A full disk is an error here; found out later, by a write to a page, it is a bus error.
+    os.posix_fallocate(descriptor, 0, num_bytes)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,437 @@
+"""One order of samples for each epoch, and each rank's share of it.
+
+An order (sequential, shuffled, weighted, or drawn by the user's own sampler) is a function of (seed, epoch), so
+it is the same at any world size. What a rank takes of it is arithmetic: :meth:`Split.positions` maps (step, rank)
+to positions of the order, without state, so any step of any epoch can be named directly. Shuffled and weighted
+orders are computed there and only there: nothing is held of them, and nothing waits for the steps before.
+"""
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch.utils.data import Sampler, WeightedRandomSampler
+
+from ddpshim import adapters
+from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
+from ddpshim.data.weighted import WeightedDraws, Weights, fingerprint
+from ddpshim.errors import DataError
+from ddpshim.job.random_streams import PrivateRandom, derive_seed
+
+# What an order is held in: int64 tensors are an eighth of a list of ints; a list holds what is no int.
+Indices = Union[range, Computed, torch.Tensor, list[Any]]
+_NUM_SORTED = 2**12
+
+
+@dataclass(frozen=True)
+class Split:
+    """One rank's positions in an order of samples, for any step, by arithmetic alone.
+
+    Step t consumes positions [t*B, (t+1)*B) of the order and rank r every W-th of them, from the r-th on
+    (B: global batch, W: ranks; W divides B). With `drop_last` only whole global batches count; without, the
+    last one is filled up to a multiple of W from the start of the order, as torch's DistributedSampler does.
+    Local.
+
+    10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
+
+    >>> split = Split(global_batch_size=4, rank=1, world_size=2, drop_last=False)
+    >>> [split.take(range(9), step) for step in range(split.num_steps(9))]
+    [[1, 3], [5, 7], [0]]
+    """
+
+    global_batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return the number of global batches in `num_samples`, equal on every rank."""
+        rounding = 0 if self.drop_last else self.global_batch_size - 1
+        return (num_samples + rounding) // self.global_batch_size
+
+    def num_samples_per_rank(self, num_samples: int) -> int:
+        """Return how many samples each rank sees in one pass, repeats for the last batch included."""
+        if self.drop_last:
+            return self.num_steps(num_samples) * self.global_batch_size // self.world_size
+        return -(-num_samples // self.world_size)
+
+    def positions(self, step: int, num_samples: int, num_steps: int = 1) -> range:
+        """Return this rank's positions from step `step` on; one at or past `num_samples` wraps to the start."""
+        start = step * self.global_batch_size
+        padded = num_samples if self.drop_last else -(-num_samples // self.world_size) * self.world_size
+        return range(start + self.rank, min(start + num_steps * self.global_batch_size, padded), self.world_size)
+
+    def take(self, order: Indices, step: int, num_steps: int = 1) -> list[Any]:
+        """Return this rank's indices of `num_steps` steps of `order`, from `step` on."""
+        where = self.positions(step, len(order), num_steps)
+        inside = order[where.start : where.stop : where.step]
+        taken = inside.tolist() if isinstance(inside, torch.Tensor) else list(inside)
+        for position in where[len(taken) :]:
+            index = order[position % len(order)]
+            taken.append(index.item() if isinstance(index, torch.Tensor) else index)
+        return taken
+
+    def batches(self, order: Indices, start_step: int = 0) -> Iterator[list[Any]]:
+        """Give this rank's indices of each step of `order`, from `start_step` on.
+
+        The first step is taken alone, for it is waited for; then many at once, which costs less for each.
+        """
+        batch_size = self.global_batch_size // self.world_size
+        left, at_once = range(start_step, self.num_steps(len(order))), 1
+        while left:
+            taken = self.take(order, left[0], len(left[:at_once]))
+            yield from (taken[start : start + batch_size] for start in range(0, len(taken), batch_size))
+            left, at_once = left[at_once:], max(1, NUM_AT_ONCE // batch_size)
+
+
+class EpochCounter:
+    """The epoch of the pass that runs, or of the first one to come, and its first step. Local, alike on all ranks."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.start_step = 0
+        self._is_set = True
+
+    def set(self, epoch: int, start_step: int = 0) -> None:
+        """Make the next pass use `epoch`, from `start_step` on, and those after it the epochs that follow, whole."""
+        self.current, self.start_step = operator.index(epoch), operator.index(start_step)
+        self._is_set = True
+
+    def advance(self) -> int:
+        """Begin a pass and return its epoch."""
+        if not self._is_set:
+            self.current += 1
+            self.start_step = 0
+        self._is_set = False
+        return self.current
+
+
+class SequentialOrder:
+    """0, 1, 2, ... in every epoch."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def draw(self, epoch: int) -> Indices:
+        """Return the order of `epoch`. Local."""
+        return range(self._num_samples)
+
+
+class ShuffledOrder:
+    """A permutation for each (seed, epoch), the same on every machine and with every torch."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples = num_samples
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def draw(self, epoch: int) -> Indices:
+        """Return the order of `epoch`. Local: every rank computes the same one."""
+        key = derive_seed(self._seed, "shuffle", epoch)
+        if self._num_samples <= _NUM_SORTED:
+            return Permutation(2**53, key)[: self._num_samples].argsort()
+        return Permutation(self._num_samples, key)
+
+
+class WeightedOrder:
+    """What torch's WeightedRandomSampler means by its weights, replacement included: draws for each (seed, epoch).
+
+    torch's own way of drawing would make all of them on one rank before the first, of at most 2**24 categories. The
+    weights are looked at as each pass begins, and count for all of it. Where ranks have different ones, the
+    main rank's count.
+
+    Args:
+        sampler: see `draws_by_weight`.
+        seed: equal on all ranks.
+        gather, run_on_main: those of `World`. None: the weights are this rank's alone.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        seed: int,
+        gather: Optional[Callable[[Any], list[Any]]] = None,
+        run_on_main: Optional[Callable[[Callable[[], Any]], Any]] = None,
+    ) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._gather = gather
+        self._run_on_main = run_on_main
+        self._made: tuple[str, Optional[Weights]] = "", None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def draw(self, epoch: int) -> Indices:
+        """Return the order of `epoch`. Collective, unless the draw is local.
+
+        Raises:
+            DataError: there is no drawing by such weights; alike on every rank.
+        """
+        weights = torch.as_tensor(self._sampler.weights, dtype=torch.float64, device="cpu").detach().contiguous()
+        found = fingerprint(weights)
+        if self._gather is not None and self._run_on_main is not None:
+            mains, *others = self._gather(found)
+            if any(other != mains for other in others):
+                found, weights = mains, self._run_on_main(lambda: weights)
+        known, made = self._made
+        if made is None or known != found:
+            self._made = "", None  # else both would be held while the new ones are made
+            made = Weights(weights)
+            self._made = found, made
+        return WeightedDraws(made, len(self), derive_seed(self._seed, "draw", epoch))
+
+
+class DrawnOrder:
+    """What the user's own sampler draws: once for each epoch, and the same on all ranks.
+
+    The draw is made with the global generators (and the sampler's own `generator`, if it is torch's) seeded
+    from (seed, epoch) and restored afterwards. A sampler with private entropy still gives one order, though
+    not the same one in another run.
+
+    Args:
+        sampler: any iterable of indices that has a length; its `set_epoch`, if it has one, is called.
+        seed: equal on all ranks.
+        run_on_main: `World.run_on_main`: calls a function on the main rank alone and hands the result, or
+            the failure, to all. None keeps the draw local.
+
+    Raises:
+        DataError: the sampler has no length.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        seed: int,
+        run_on_main: Optional[Callable[[Callable[[int], Any], int], Any]] = None,
+    ) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._run_on_main = run_on_main
+        if not hasattr(sampler, "__len__"):
+            raise DataError(
+                f"{type(sampler).__name__} has no __len__; ranks could not agree on the number of steps and "
+                "would wait for each other. Give it a __len__ that returns the number of indices of an epoch."
+            )
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+    def draw(self, epoch: int) -> Indices:
+        """Return the order of `epoch`. Collective, unless the draw is local.
+
+        Raises:
+            DataError: the sampler gave fewer indices than its length; alike on every rank.
+            Exception: on the main rank, whatever the sampler raised; WorldError on the others.
+        """
+        if self._run_on_main is None:
+            num_expected, packed = self._draw_here(epoch)
+        else:
+            num_expected, packed = self._run_on_main(self._draw_here, epoch)
+        order = _unpack(packed)
+        if len(order) < num_expected:
+            raise DataError(
+                f"{type(self._sampler).__name__} gave {len(order)} indices in epoch {epoch} where its "
+                f"__len__ says {num_expected}; the pass would end before len(loader). Make the two agree."
+            )
+        return order
+
+    def _draw_here(self, epoch: int) -> tuple[int, Any]:
+        seed = derive_seed(self._seed, "draw", epoch)
+        with PrivateRandom(seed).swapped_in(), _seeded_generators(self._sampler, seed):
+            for layer in layers(self._sampler):
+                if callable(getattr(layer, "set_epoch", None)):
+                    layer.set_epoch(epoch)
+            num_expected = len(self)
+            return num_expected, _pack(list(islice(iter(self._sampler), num_expected)))
+
+
+def draws_by_weight(sampler: Any) -> bool:
+    """Whether a WeightedOrder is what `sampler` means: torch's own, and those that an adapter knows to be like it."""
+    if not isinstance(sampler, WeightedRandomSampler) or not sampler.replacement:
+        return False
+    offered = adapters.functions_for(sampler, "draws_by_weight")
+    return type(sampler) is WeightedRandomSampler or any(is_like(sampler) for is_like in offered)
+
+
+def layers(sampler: Any) -> Iterator[Any]:
+    """Give `sampler` and the samplers that it wraps under the name `sampler`, as a BatchSampler does."""
+    seen: set[int] = set()
+    while sampler is not None and id(sampler) not in seen:
+        seen.add(id(sampler))
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+@contextlib.contextmanager
+def _seeded_generators(sampler: Any, seed: int) -> Iterator[None]:
+    found = [getattr(layer, "generator", None) for layer in layers(sampler)]
+    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+
+
+def _as_int(index: Any) -> int:
+    if type(index) is int:
+        return index
+    if getattr(index, "ndim", 0) != 0:
+        raise TypeError(f"{type(index).__name__} is not one index")
+    return operator.index(index)
+
+
+def _pack(indices: list[Any]) -> Any:
+    """Return an int64 tensor for ints, (lengths, flat) tensors for lists of ints, else the list itself."""
+    with contextlib.suppress(TypeError, OverflowError):
+        return torch.tensor([_as_int(index) for index in indices], dtype=torch.int64)
+    if all(isinstance(batch, list) for batch in indices):
+        with contextlib.suppress(TypeError, OverflowError):
+            flat = [_as_int(index) for batch in indices for index in batch]
+            lengths = [len(batch) for batch in indices]
+            return torch.tensor(lengths, dtype=torch.int64), torch.tensor(flat, dtype=torch.int64)
+    return indices
+
+
+def _unpack(message: Any) -> Indices:
+    if isinstance(message, tuple):
+        lengths, flat = message
+        return [part.tolist() for part in flat.split(lengths.tolist())]
+    order: Indices = message
+    return order
+
+
+class _Epochs:
+    """What the samplers of one rank know of epochs."""
+
+    epochs: EpochCounter
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass that runs, or of the first one to come."""
+        return self.epochs.current
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass use `epoch`, and those after it the epochs that follow. Local."""
+        self.epochs.set(epoch)
+
+
+class ShardedSampler(_Epochs, Sampler[Any]):
+    """One rank's indices, in the order of the current epoch.
+
+    `len()` is the number of samples of this rank in a pass. Iterating gives the pass that :meth:`begin`
+    began; the epoch advances with the loader's `iter()`, not with this one, because torch asks a loader's
+    sampler for more than one iterator for one pass.
+
+    >>> split = Split(global_batch_size=4, rank=0, world_size=2, drop_last=True)
+    >>> list(ShardedSampler(SequentialOrder(10), split))
+    [0, 2, 4, 6]
+    """
+
+    def __init__(
+        self,
+        order: Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder],
+        split: Split,
+        epochs: Optional[EpochCounter] = None,
+    ) -> None:
+        self.split = split
+        self.epochs = epochs if epochs is not None else EpochCounter()
+        self._order = order
+        self._drawn: Optional[Indices] = None
+
+    def begin(self, epoch: int) -> None:
+        """Draw the order of `epoch`. Collective where it is that of the user's sampler."""
+        self._drawn = self._order.draw(epoch)
+
+    def num_steps(self) -> int:
+        """Return the number of steps of a pass, equal on every rank."""
+        return self.split.num_steps(len(self._order))
+
+    def batches(self) -> Iterator[list[Any]]:
+        """Give this rank's batches of the pass that was begun, from its first step on."""
+        return self.split.batches(self._begun(), self.epochs.start_step)
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(self.batches())
+
+    def __len__(self) -> int:
+        return self.split.num_samples_per_rank(len(self._order))
+
+    def _begun(self) -> Indices:
+        if self._drawn is None:
+            self.begin(self.epoch)
+        assert self._drawn is not None
+        return self._drawn
+
+
+class ShardedBatchSampler(Sampler[list[Any]]):
+    """The batches of a :class:`ShardedSampler`; `len()` is the number of steps."""
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass use `epoch`, and those after it the epochs that follow. Local."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.sampler.batches()
+
+    def __len__(self) -> int:
+        return self.sampler.num_steps()
+
+
+class SplitBatchSampler(_Epochs, Sampler[list[Any]]):
+    """One rank's share of each batch of the user's batch sampler: every W-th index, from the r-th on.
+
+    Each batch that `order` draws is a global batch. [[0, 1, 2, 3]], 2 ranks: rank 1 sees [[1, 3]].
+    """
+
+    def __init__(self, order: DrawnOrder, rank: int, world_size: int, epochs: EpochCounter) -> None:
+        self.epochs = epochs
+        self._order = order
+        self._rank = rank
+        self._world_size = world_size
+        self._batches: Optional[list[list[Any]]] = None
+
+    def begin(self, epoch: int) -> None:
+        """Draw the batches of `epoch`. Collective.
+
+        Raises:
+            DataError: a batch does not split over the ranks; alike on every rank.
+        """
+        drawn: Any = self._order.draw(epoch)
+        batches = [list(batch) for batch in drawn]
+        for step, batch in enumerate(batches):
+            if len(batch) == 0 or len(batch) % self._world_size:
+                raise DataError(
+                    f"Batch {step} of the batch_sampler has {len(batch)} indices, which do not split over "
+                    f"{self._world_size} ranks; ranks would step on unequal shards. Make every batch a "
+                    f"multiple of {self._world_size} (drop_last=True drops a short last one)."
+                )
+        self._batches = [batch[self._rank :: self._world_size] for batch in batches]
+
+    def num_steps(self) -> int:
+        """Return the number of steps of a pass, equal on every rank."""
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        if self._batches is None:
+            self.begin(self.epoch)
+        return islice(self._batches or [], self.epochs.start_step, None)
+
+    def __len__(self) -> int:
+        return self.num_steps()

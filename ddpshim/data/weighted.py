@@ -1,0 +1,97 @@
+"""Draws by weight, with replacement: of any number of categories, and from any position on."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+
+import torch
+
+from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
+from ddpshim.errors import DataError
+
+_ROW = 16  # weights that are searched together; of a row only its sum is kept in double precision
+_NUM_SEARCHED = 2**13  # at once: their rows as float64 take 1 MB
+_BITS = 53
+
+
+class Weights:
+    """Weights as they are now, made ready to be searched; 4.5 bytes for each. Local.
+
+    They are scaled by a power of two and rounded up to whole numbers that sum up to less than 2**53. Sums of such
+    numbers are exact in float64, in whatever order a machine adds: the draws are alike on all. Of each weight the
+    first 24 bits are kept.
+
+    Args:
+        weights: (N,), float64, on the CPU.
+
+    Raises:
+        DataError: one is negative, infinite or not a number, or none is positive.
+    """
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        lowest, largest = (float(one) for one in weights.aminmax()) if len(weights) else (0.0, 0.0)
+        if not (lowest >= 0 and 0 < largest < math.inf):
+            raise DataError(
+                f"The sampler has {len(weights)} weights, from {lowest} to {largest}; they don't say how often to "
+                "draw which sample. Make them finite, none of them negative, and one at least positive."
+            )
+        self._rows = torch.zeros(-(-len(weights) // _ROW), _ROW)
+        exponent = 51 - math.frexp(largest)[1] - len(weights).bit_length()
+        # Twice: only the first sum says how large the scale may be.
+        exponent += 52 - math.frexp(self._fill(weights, exponent))[1]
+        self._total = self._fill(weights, exponent)
+
+    def _fill(self, weights: torch.Tensor, exponent: int) -> float:
+        """Keep `weights` times 2**exponent, and where in their sum each row begins; return the sum."""
+        scale, flat = 2.0 ** min(exponent, 1023), self._rows.view(-1)
+        # Both made once: what is allocated and freed in turns leaves holes that take more memory than the weights.
+        scaled = torch.empty(min(NUM_AT_ONCE, len(weights)), dtype=torch.float64)
+        self._starts = torch.zeros(len(self._rows) + 1, dtype=torch.float64)
+        for start in range(0, len(weights), NUM_AT_ONCE):
+            some = weights[start : start + NUM_AT_ONCE]
+            torch.mul(some, scale, out=scaled[: len(some)])
+            flat[start : start + len(some)] = scaled[: len(some)].ceil_()
+            rows = self._rows[start // _ROW : (start + NUM_AT_ONCE) // _ROW]
+            torch.sum(rows, 1, dtype=torch.float64, out=self._starts[1 + start // _ROW :][: len(rows)])
+        self._starts.cumsum_(0)
+        return float(self._starts[-1])
+
+    def find(self, fractions: torch.Tensor) -> torch.Tensor:
+        """Return where the running sum of the weights passes each of `fractions` of it, in [0, 1), float64."""
+        return torch.cat([self._find(some) for some in fractions.split(_NUM_SEARCHED)])
+
+    def _find(self, fractions: torch.Tensor) -> torch.Tensor:
+        sought = fractions * self._total
+        row = torch.searchsorted(self._starts, sought, right=True) - 1
+        inside = self._rows.index_select(0, row).double().cumsum_(1)
+        left_over = (sought - self._starts.index_select(0, row)).unsqueeze_(1)
+        return row * _ROW + torch.searchsorted(inside, left_over, right=True).squeeze_(1)
+
+
+class WeightedDraws(Computed):
+    """The draws of one pass. What stands at a position depends on `key`, the position and the weights alone.
+
+    >>> WeightedDraws(Weights(torch.tensor([1, 2, 3.0])), 10**12, key=1)[10**11 : 10**11 + 8].tolist()
+    [2, 1, 1, 1, 2, 0, 2, 0]
+    """
+
+    def __init__(self, weights: Weights, num_draws: int, key: int) -> None:
+        self._weights = weights
+        self._num_draws = num_draws
+        self._numbers = Permutation(2**_BITS, key)
+
+    def __len__(self) -> int:
+        return self._num_draws
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return what stands at `positions`, which are int64 on the CPU and all inside."""
+        return self._weights.find(self._numbers.at(positions).double().mul_(2.0**-_BITS))
+
+
+def fingerprint(weights: torch.Tensor) -> str:
+    """A hash of `weights` (contiguous, on the CPU), for telling whether they changed. Local."""
+    size = weights.numel() * weights.element_size()
+    # The bytes where they are: neither a copy of them, nor numpy, which torch would need to show them.
+    return hashlib.blake2b((ctypes.c_char * size).from_address(weights.data_ptr()), digest_size=16).hexdigest()

@@ -1,0 +1,5 @@
+"""What the patch sets of DROID's trainers call beside `ddpshim.robomimic`."""
+
+from ddpshim.droid.calls import Epochs, cuda, data_parallel, load_checkpoint, run_epoch, tokenize
+
+__all__ = ["Epochs", "cuda", "data_parallel", "load_checkpoint", "run_epoch", "tokenize"]

@@ -1,0 +1,128 @@
+"""What the patch sets of DROID's trainers call beside `ddpshim.robomimic`, each in place of the line it stands for.
+
+Without a launcher every function here does exactly what that line did. DROID's package is called robomimic, too;
+it is imported inside the functions only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Optional, Union
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import ddpshim.robomimic.calls as adapter
+from ddpshim.data.loader import Enterable, ShardedLoader
+from ddpshim.job.devices import bind_device
+from ddpshim.job.group import world
+from ddpshim.job.launch_env import read_launch_env
+
+
+def cuda() -> Union[str, torch.device]:
+    """What "cuda" means for this rank, also before `start`: a GPU of its own, and the CPU where there is none. Local.
+
+    From here on a bare "cuda" and `.cuda()` mean the same GPU. Without a launcher it is the current one.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    env = read_launch_env(os.environ)
+    return bind_device(env.rank, env.local_rank) if env.is_launched else "cuda"
+
+
+class _Held(nn.Module):
+    """A network where DataParallel would hold it: the same keys, the same `.module`, the same calls; one device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
+    """torch's DataParallel with upstream's arguments; launched, what has its `.module` and its keys, on one device.
+
+    Local: the gradients are reduced by `ddpshim.robomimic.prepare`. Published checkpoints have these keys.
+    """
+    return _Held(module) if world().is_launched else nn.DataParallel(module, **options)
+
+
+def tokenize(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+    """`tokenizer(texts, padding=True)`, padded to the longest text of the whole batch (collective).
+
+    Upstream adds up what the language model says of every token, of padding as well: what a text means to the
+    policy depends on the longest one beside it.
+    """
+    here = world()
+    if here.world_size > 1:
+        own = tokenizer(texts, **{**options, "padding": False, "return_tensors": None})["input_ids"]
+        everyones = here.begin_gather([max(map(len, own))])(here.options.timeout_s)
+        options.update(padding="max_length", max_length=max(longest for [longest] in everyones))
+    return tokenizer(texts, **options)
+
+
+def load_checkpoint(path: str) -> Any:
+    """The checkpoint at `path`, as upstream reads it; launched, into memory of the CPU. Local.
+
+    Its tensors say cuda:0, where each rank would keep a copy for as long as it trains.
+    """
+    from robomimic.utils.file_utils import maybe_dict_from_checkpoint
+
+    if world().is_launched:
+        return torch.load(os.path.expanduser(path), map_location="cpu")
+    return maybe_dict_from_checkpoint(ckpt_path=path)
+
+
+class Epochs(Enterable):
+    """`loader` in epochs of `num_steps` steps, each of which goes on in the pass where the one before it ended.
+
+    So does upstream's trainer, which keeps its iterator. A stream goes on where it is, and a training that is started
+    again begins it anew. `len()` is `num_steps`; other attributes are the loader's.
+    """
+
+    def __init__(self, loader: Any, num_steps: int) -> None:
+        self._loader, self._num_steps = loader, num_steps
+        self._next = 0  # which step of all, from the first epoch on
+        self._batches: Any = None
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    @property
+    def num_steps_of_a_pass(self) -> Optional[int]:
+        """How many steps the loader has; None for a stream, which cannot be entered either."""
+        is_stream = isinstance(self._loader.dataset, IterableDataset)
+        return len(self._loader) if isinstance(self._loader, ShardedLoader) and not is_stream else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        wanted = epoch * self._num_steps + start_step
+        if wanted != self._next:
+            self._next, self._batches = wanted, None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            if self.num_steps_of_a_pass is not None:
+                self._loader.set_epoch(*divmod(self._next, self.num_steps_of_a_pass))
+            self._batches = iter(self._loader)
+        while True:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = iter(self._loader)
+                batch = next(self._batches)
+            self._next += 1
+            yield batch
+
+
+def run_epoch(*, data_loader: Any, data_loader_iter: Epochs, **options: Any) -> tuple[dict[str, float], Epochs]:
+    """Upstream's run_epoch with `ddpshim.robomimic.run_epoch`'s arguments, and what to hand to the next one."""
+    return adapter.run_epoch(data_loader=data_loader_iter, **options), data_loader_iter

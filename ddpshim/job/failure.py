@@ -1,0 +1,239 @@
+"""How a failing rank ends its job: the first one is named, once, with its traceback, and nobody hangs.
+
+(torch's elastic agent takes the failure with the smallest timestamp for the root cause; ranks that fail
+because another one did must therefore leave after it.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Callable, NoReturn, Optional, TypeVar
+
+from packaging.version import Version
+
+from ddpshim.job import records
+
+T = TypeVar("T")
+
+_EXIT_HANDLERS_DEADLINE_S = 5.0
+_STORE_DEADLINE_S = 5.0
+_LAUNCHER_DEADLINE_S = 5.0
+_TIMEOUTS_APART_S = 3.0
+
+
+class _State:
+    """Who this rank is and whom it can ask, from `arm` on; both outlive the process group."""
+
+    rank: int = 0
+    world_size: int = 1
+    store: Any = None
+    previous_hook: Any = None
+    is_told_to_end: bool = False  # a SIGTERM came
+
+
+_state = _State()
+
+
+def arm(rank: int, store: Any, world_size: int = 1) -> None:
+    """Have an exception that nobody catches end the job. `store`: the job's own key-value store. Local."""
+    _state.rank, _state.store, _state.world_size, _state.is_told_to_end = rank, store, world_size, False
+    if sys.excepthook is not _excepthook:
+        _state.previous_hook, sys.excepthook = sys.excepthook, _excepthook
+
+
+def disarm() -> None:
+    """Leave exceptions to Python again. Local."""
+    if _state.previous_hook is not None and sys.excepthook is _excepthook:
+        sys.excepthook = _state.previous_hook
+    _state.previous_hook = _state.store = None
+
+
+def is_there(store: Any, key: str) -> bool:
+    """Whether `store` holds `key`. Local."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        if hasattr(store, "check"):
+            return bool(store.check([key]))
+        store.wait([key], timedelta(seconds=0.1))  # torch 2.1: a busy store's late answer is taken for a no
+        return True
+    return False
+
+
+def claim(store: Any, key: str, value: str) -> str:
+    """What `key` of `store` holds: `value`, unless another process claimed it before. Local."""
+    import torch  # not above: the self-test's ranks import it while this process does
+
+    # torch before 2.4 makes compare_set's answer without Python's lock in its hand. One of a single character, as most
+    # ranks are, ends Python 3.10 with a segmentation fault; with other threads about, no Python is safe.
+    if Version(torch.__version__).release >= (2, 4):
+        return str(store.compare_set(key, "", value).decode())
+    if store.add(f"{key}/claims", 1) == 1:
+        store.set(key, value)
+    return str(store.get(key).decode())  # waits for the first to have set it
+
+
+def rank() -> int:
+    """The rank that `arm` was told. Local."""
+    return _state.rank
+
+
+def first() -> Optional[int]:
+    """The rank that failed first, if any has said so. Local; any thread may ask."""
+
+    claimed = _ask_store(lambda store: store.get("first_failure") if is_there(store, "first_failure") else None)
+    return None if claimed is None else int(claimed)
+
+
+def told_to_end() -> None:
+    """Take note that a launcher ends this rank, for `abort` not to wait for that. Local; for signal handlers."""
+    _state.is_told_to_end = True
+
+
+def on_the_way_out() -> bool:
+    """Whether this rank is failing just now, for code in a `finally`; it then claims the failure. Local."""
+    error = sys.exc_info()[1]
+    if _state.store is None or error is None or (isinstance(error, SystemExit) and not error.code):
+        return False
+    # Now, because peers fail as soon as this rank's connections close, and would claim to be the first.
+    if _claim(error) == _state.rank and isinstance(error, SystemExit):
+        _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
+    return True
+
+
+def caused_by(rank: int, error: Exception) -> Exception:
+    """`error`, marked as a consequence of the failure of `rank`. Local."""
+    error.__dict__["first_failure"] = rank
+    return error
+
+
+def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
+    """End this rank now, and with it the job: one traceback on stderr, non-zero exit. Local.
+
+    The first rank to fail claims the job's store and prints its traceback (also into torchrun's error
+    file); a rank that fails because of it, or after it, prints one line. Exit handlers get five
+    seconds, so that a logger's thread cannot keep peers waiting. In one process it ends that.
+
+    Args:
+        error: what is reported, with its own traceback.
+        exit_code: of this process, not 0.
+    """
+    told: list[int] = []
+    with contextlib.suppress(ValueError):  # not the main thread
+        # A launcher that has seen another rank end sends this: only the records are still to be written.
+        signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+        # torch raises here when a data worker ends, and a launcher may have ended them with this rank.
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _ask_store(lambda store: store.set(f"failed/{_state.rank}", "1"))
+    rank, first = _state.rank, _claim(error)
+    records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+    stream = sys.__stderr__ or sys.stderr
+    if first == rank and lost_a_peer(error):
+        # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.
+        print(f"ddpshim: rank {rank} lost a peer ({type(error).__name__})", file=stream, flush=True)
+        if _state.is_told_to_end:
+            os._exit(exit_code)
+        time.sleep(_LAUNCHER_DEADLINE_S)
+    if first == rank and _is_timeout(error):
+        silent = _silent_ranks()
+        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "no rank in particular"
+        print(f"ddpshim: {who} did not answer rank {rank} in time", file=stream, flush=True)
+    if first == rank:
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        print(f"ddpshim: rank {rank} ({socket.gethostname()}) failed:\n{lines}", file=stream, flush=True)
+        if isinstance(error, Exception):
+            _record_for_torchrun(error)
+    else:
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        print(f"ddpshim: rank {rank} stops because rank {first} failed first ({said})", file=stream, flush=True)
+        # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
+        # the earliest second: not before the first has told its traceback and left.
+        _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
+        time.sleep(1.1)
+    handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    handlers.start()
+    handlers.join(_EXIT_HANDLERS_DEADLINE_S)
+    for out in (sys.stdout, sys.stderr, stream):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            out.flush()
+    if first == rank:
+        _ask_store(lambda store: store.set("left", "1"))
+    os._exit(exit_code)
+
+
+def _claim(error: BaseException) -> int:
+    """The rank that failed first: this one, unless another has said so in the store."""
+    if "first_failure" in error.__dict__:
+        return int(error.__dict__["first_failure"])
+    claimed = _ask_store(lambda store: claim(store, "first_failure", str(_state.rank)))
+    if claimed is not None:
+        return int(claimed)
+    # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.
+    return 0 if _state.store is not None and lost_a_peer(error) else _state.rank
+
+
+def lost_a_peer(error: Optional[BaseException]) -> bool:
+    """Whether gloo or nccl says that another process is gone, in `error` or in what it was raised on top of. Local."""
+    while error is not None:
+        if any(sign in str(error) for sign in ("by peer", "remote process exited")):
+            return True
+        if isinstance(error, RuntimeError) and "Broken pipe" in str(error):  # not a pipe of the program's own
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether gloo says that it waited too long for another rank."""
+    return "Timed out waiting" in str(error) or "Application timeout" in str(error)
+
+
+def _silent_ranks() -> list[int]:
+    """The ranks that do not fail as well within a moment: those that wait together give up at about the same time."""
+    others = [rank for rank in range(_state.world_size) if rank != _state.rank]
+    end = time.monotonic() + _TIMEOUTS_APART_S
+    while others and time.monotonic() < end:
+        others = [rank for rank in others if not is_there(_state.store, f"failed/{rank}")]
+        time.sleep(0.1)
+    return others
+
+
+def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:
+    """The store's answer, or None where it died with its host: nobody can be asked any more."""
+    if _state.store is None:
+        return None
+    try:
+        _state.store.set_timeout(timedelta(seconds=_STORE_DEADLINE_S))
+        return ask(_state.store)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Tell torchrun's agent the traceback, so that its summary names the root cause."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.initialize()
+        try:
+            raise error
+        except Exception:  # torch writes down the exception that is being handled
+            handler.record_exception(error)
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+    abort(error.with_traceback(trace), 130 if issubclass(kind, KeyboardInterrupt) else 1)

@@ -1,0 +1,127 @@
+"""How the ranks of a job find each other: one store, in which each of them calls its name."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from datetime import timedelta
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from ddpshim.errors import LaunchError
+from ddpshim.job import failure
+from ddpshim.job.launch_env import LaunchEnv, check_port
+
+
+class _State:
+    """The store of this job, kept after `cleanup()`: its server must outlive its clients."""
+
+    address: Optional[tuple[Any, ...]] = None
+    store: Any = None
+
+
+_state = _State()
+
+
+def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
+    """A store in which all ranks of the job are, under `prefix` (collective).
+
+    Raises LaunchError where nobody answers, some ranks do not come, or ranks were told different sizes of the world.
+    """
+    store = dist.PrefixStore(prefix, _root_store(env, timedelta(seconds=timeout_s)))
+    _call_the_roll(store, env, timeout_s)
+    return store
+
+
+def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
+    """The store through which the ranks of this job find each other; the same one again after `cleanup`."""
+    if env.world_size == 1 and not env.agent_store:
+        return dist.HashStore()  # nobody to meet, and no port to take
+    address = (env.master_addr, env.master_port, env.rank, env.world_size)
+    if _state.address != address:
+        check_port(env)
+        where = str(env.master_addr), int(env.master_port or 0)
+        serves = env.rank == 0 and not env.agent_store
+        try:
+            if env.launcher == "torchrun" and env.agent_store:
+                # Follows torchrun's restarts.
+                store = next(dist.rendezvous("env://", timeout=timeout))[0]
+            else:
+                # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
+                # It does not wait for the others: `_call_the_roll` does, and can say who is missing.
+                store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
+        _state.address, _state.store = address, _of_this_start(store, env, timeout)
+    _state.store.set_timeout(timeout)
+    return _state.store
+
+
+def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
+    """`store` under a prefix that only the ranks of this start know; rank 0 tells it to each of them.
+
+    torchrun's agent keeps one store over all its restarts, and new ranks would take the addresses of dead ones from
+    it. Its count of restarts is no help: each node has its own.
+    """
+    if not env.agent_store:
+        return store
+    mine, end = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    if env.rank > 0:
+        store.set(f"ddpshim/hello/{env.rank}", mine)
+        store.wait([f"ddpshim/answer/{mine}"], timeout)
+        prefix = store.get(f"ddpshim/answer/{mine}").decode()
+        store.set(f"ddpshim/heard/{prefix}/{mine}", "")
+        return dist.PrefixStore(prefix, store)
+    for rank in range(1, env.world_size):
+        is_heard = False
+        while not is_heard:
+            store.wait([f"ddpshim/hello/{rank}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+            theirs = store.get(f"ddpshim/hello/{rank}").decode()  # perhaps of a rank that is dead, and will not hear
+            store.set(f"ddpshim/answer/{theirs}", mine)
+            patience = 0.5 if time.monotonic() < end else 0.0
+            with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
+                store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
+                is_heard = True
+    return dist.PrefixStore(mine, store)
+
+
+def _nobody_answers(env: LaunchEnv, timeout_s: float, error: RuntimeError) -> str:
+    where = f"MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port}"
+    said = str(error).splitlines()[0][:160]
+    return (
+        f"nobody answers at {where}, where rank {env.rank} of {env.world_size} has to meet the others (waited for up "
+        f"to {timeout_s:g} s; {said}); it cannot train alone. Look whether rank 0 started, and whether all ranks have "
+        "its address."
+    )
+
+
+def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
+    """Wait until every rank of the job is here (collective).
+
+    Raises LaunchError, on all that are here, where one was told another number of ranks, or where some do not come.
+    """
+    store.set(f"here/{env.rank}", socket.gethostname())
+    num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
+    first = failure.claim(store, "first", me)
+    if first.partition(" ")[0] != me.partition(" ")[0]:
+        # The key for which all wait: those that came before hear of it as well.
+        store.set("complete", f"{first}, but {me}: each would wait for ranks that the other does not know of")
+    elif num_here == env.world_size:
+        store.set("complete", "")
+    try:
+        store.wait(["complete"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank in range(env.world_size) if not failure.is_there(store, f"here/{rank}")]
+        ranks = (
+            f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} {'are' if missing[1:] else 'is'} missing"
+        )
+        raise LaunchError(
+            f"{env.world_size - len(missing)} of {env.world_size} ranks came within {timeout_s:g} s; {ranks}, and the "
+            "others cannot train without. Look why they did not start, or give them longer (DDPSHIM_TIMEOUT_S)."
+        ) from error
+    wrong = store.get("complete").decode()
+    if wrong:
+        raise LaunchError(f"{wrong}. Start every rank with the same number of ranks.")

@@ -1,0 +1,1 @@
+"""`run`, the process of a rank, and sbatch scripts."""

@@ -1,0 +1,457 @@
+"""`python -m ddpshim run`: torchrun with a preflight, a log for each rank, and the first failure last on the screen.
+
+torchrun's agent, in this process, launches and watches; nothing here does. Exit code: that of the first failing
+rank, 128 + N where signal N ended it; 1 where the preflight refused; 0 where every rank ended well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import tokenize
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import FrameType
+from typing import Any, Optional
+
+from ddpshim import variables
+from ddpshim.errors import LaunchError
+from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
+from ddpshim.launch import rank as rank_module
+
+_NUM_LINES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, and where. None: as `run` finds best."""
+
+    program: str  # a file, or with is_module the name of a module
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    nproc: str = "auto"  # a number of ranks on this node, or what torchrun understands: gpu, cpu, auto
+    nnodes: Optional[int] = None
+    node_rank: Optional[int] = None
+    master_addr: Optional[str] = None
+    master_port: Optional[int] = None
+    max_restarts: int = 0
+    log_dir: Optional[str] = None
+    has_logs: bool = True
+    grace_s: float = 60.0
+    convert: Optional[str] = None  # see ddpshim.trainers.dataparallel.convert
+    audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.tools.audit.recording
+
+
+def run(job: Job) -> int:
+    """The exit code of `job`, when all its ranks on this node have ended.
+
+    Signals that this process gets are passed on to the ranks, once each; after SIGTERM, SIGINT, SIGHUP or SIGQUIT they
+    have `grace_s` to end by themselves. Raises LaunchError where the job could not have run; nothing was started then.
+    """
+    job = _nodes_of_scheduler(job, os.environ)
+    check(job, os.environ)
+    log_dir = _make_log_dir(job) if job.has_logs else None
+    from torch.distributed import run as torchrun  # seconds, so after what can be found out without it
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _check_gpus(job.nproc)
+    with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
+        os.environ[variables.RUN_DIR] = run_dir
+        _tell_conversion(job)
+        os.environ.pop(variables.AUDIT, None)
+        if job.audit is not None:
+            os.environ[variables.AUDIT] = job.audit
+        screen: AbstractContextManager[None] = contextlib.nullcontext()
+        if log_dir is not None:
+            os.environ[variables.RANK_LOGS] = str(log_dir)
+            print(f"ddpshim: each rank's output goes to {log_dir}/rank_N.log", file=sys.stderr, flush=True)
+            if not job.node_rank:
+                screen = _shown_on_screen(log_dir / "rank_0.log")
+        logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
+        with _signals_passed_on(job.grace_s) as received, screen:
+            try:
+                options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
+                # Not through its parser, which finds `--nproc` or `--log` of the program's own ambiguous.
+                options.training_script_args = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
+                torchrun.run(options)
+                return 0
+            except ChildFailedError as error:
+                failures = error.failures
+        first, code = _first(failures, rank_module.failures(run_dir))
+        if code == EXIT_REQUEUE:  # no failure
+            print(f"ddpshim: the ranks have saved and left, to be started again (exit code {code})", file=sys.stderr)
+        elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
+            where = "" if log_dir is None else f"; what they did last is in {log_dir}"
+            name = signal.Signals(-code if code < 0 else code - 128).name
+            print(f"ddpshim: the ranks were ended by {name}, as asked{where}", file=sys.stderr, flush=True)
+        else:
+            _report(first, code, log_dir)
+        return 128 - code if code < 0 else code
+
+
+def check(job: Job, environ: Mapping[str, str]) -> None:
+    """Nothing, if `job` can start here. Local: reads files, opens and closes a socket, imports no torch.
+
+    Raises LaunchError, a line for each thing that is wrong.
+    """
+    problems = [*_problems_of_environment(environ), *problems_of_program(job), *_problems_of_nodes(job)]
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
+    seen = ", ".join(f"{name}={environ[name]!r}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ)
+    if seen:
+        yield (
+            f"{seen} set already: this is a rank of a job, and each of its ranks would start a job of its own. "
+            "Call `run` once, outside of torchrun, or unset them."
+        )
+    forced = environ.get("DDPSHIM_LAUNCHER") or "torchrun"
+    if forced != "torchrun":
+        yield (
+            f"DDPSHIM_LAUNCHER={forced!r}, but `run` launches through torchrun: the ranks would look for another "
+            "launcher's variables, or train alone. Unset DDPSHIM_LAUNCHER."
+        )
+
+
+def _tell_conversion(job: Job) -> None:
+    os.environ.pop(variables.CONVERT, None)
+    if job.convert is not None:
+        os.environ[variables.CONVERT] = job.convert
+        # Sets of strings have one order in all ranks: a script may number its classes by it.
+        if os.environ.get("PYTHONHASHSEED", "random") == "random":
+            os.environ["PYTHONHASHSEED"] = "0"
+
+
+def problems_of_program(job: Job) -> Iterator[str]:
+    """Why no rank could run the program of `job`, a line for each reason. Local; reads files, imports nothing."""
+    if job.convert is not None and job.is_module and job.program.partition(".")[0] == "robomimic":
+        yield (
+            f"--convert {job.convert} with -m {job.program}: metrics, checkpoints and rollouts of robomimic would be "
+            "taken for those of one process. Leave --convert out: ddpshim has its own way with robomimic (README.md)."
+        )
+    source = _module_file(job.program) if job.is_module else job.program
+    if source is None:
+        yield (
+            f"-m {job.program}: no such module, or a package without __main__.py; every rank would fail at it. "
+            "Check the spelling, install it, or set PYTHONPATH."
+        )
+    elif not os.path.isfile(source):
+        kind = "a folder" if os.path.isdir(source) else "no file"
+        yield (
+            f"{source} is {kind} (seen from {os.getcwd()}): every rank would fail at it. "
+            "Give the path of a script, or -m and the name of a module."
+        )
+    elif source.endswith(".py"):
+        try:
+            with tokenize.open(source) as file:
+                compile(file.read(), source, "exec", dont_inherit=True)
+        except OSError as error:
+            yield f"{source} cannot be read ({error}): every rank would fail at it. Make it readable."
+        except (SyntaxError, ValueError) as error:
+            yield f"{source} does not compile ({error}): every rank would fail at it. Correct it."
+
+
+def _module_file(name: str) -> Optional[str]:
+    """The file that `python -m name` runs, found without importing the packages above it."""
+    first, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+        for part in rest:
+            spec = _find_inside(spec, part)
+    except ValueError:  # an empty part of the name
+        return None
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_inside(spec, "__main__")
+    return spec.origin if spec is not None else None
+
+
+def _find_inside(package: Optional[ModuleSpec], name: str) -> Optional[ModuleSpec]:
+    # By the last name alone: with the whole one, a folder without __init__.py needs the package above it imported.
+    inside = package.submodule_search_locations if package is not None else None
+    return importlib.machinery.PathFinder.find_spec(name, inside) if inside is not None else None
+
+
+def _problems_of_nodes(job: Job) -> Iterator[str]:
+    nnodes, node_rank = job.nnodes or 1, job.node_rank or 0
+    if nnodes == 1:
+        given = {"--master-addr": job.master_addr, "--master-port": job.master_port, "--node-rank": job.node_rank}
+        alone = [f"{name}={value}" for name, value in given.items() if value]
+        if alone:
+            yield (
+                f"{' '.join(alone)} without --nnodes: this node would start a job of its own, and not meet the others. "
+                "Give --nnodes, the same on every node; on one node leave them out."
+            )
+        return
+    if node_rank >= nnodes:
+        yield (
+            f"--node-rank={node_rank} is not below --nnodes={nnodes}: the nodes would wait for one that never comes. "
+            f"Number them from 0 to {nnodes - 1}."
+        )
+    missing = [
+        name for name, value in (("--node-rank", job.node_rank), ("--master-addr", job.master_addr)) if value is None
+    ]
+    if missing:
+        yield (
+            f"--nnodes={nnodes} without {' and '.join(missing)}: the nodes would not find each other. Give every node "
+            "the address of node 0, and a number of its own from 0 up."
+        )
+    if job.master_addr is not None:
+        try:
+            socket.getaddrinfo(job.master_addr, job.master_port)
+        except OSError as error:
+            yield (
+                f"--master-addr={job.master_addr} does not resolve ({error}): this node would never reach node 0. "
+                "Give a name or an IP address that this node knows."
+            )
+        else:
+            if node_rank == 0:
+                try:
+                    check_port(_served(job))
+                except LaunchError as error:
+                    yield str(error)
+
+
+def _served(job: Job) -> LaunchEnv:
+    """What node 0 has to serve, in the words of `check_port`."""
+    return LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, "arguments of run")
+
+
+def _nodes_of_scheduler(job: Job, environ: Mapping[str, str]) -> Job:
+    """`job` with its place among the nodes, where srun or mpirun started one `run` on each node of several."""
+    if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
+        return _with_port(job)
+    env = read_launch_env(environ)
+    if env.world_size == 1:
+        return job
+    if env.local_world_size > 1:
+        raise LaunchError(
+            f"{env.reason}: {env.local_world_size} tasks on this node, and each would start all its ranks. Start one "
+            "`run` on each node (srun --ntasks-per-node=1), or the program itself with srun."
+        )
+    master_port = job.master_port or env.master_port
+    return replace(
+        job,
+        nnodes=env.world_size,
+        node_rank=env.rank,
+        master_addr=job.master_addr or env.master_addr,
+        master_port=master_port,
+    )
+
+
+def _with_port(job: Job) -> Job:
+    """All nodes have to know the port: torchrun's own where nobody has said one."""
+    return replace(job, master_port=29500) if (job.nnodes or 1) > 1 and job.master_port is None else job
+
+
+def _make_log_dir(job: Job) -> Path:
+    log_dir = Path(job.log_dir or f"ddpshim-logs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=log_dir):
+            return log_dir
+    except OSError as error:
+        raise LaunchError(
+            f"{log_dir} cannot be written to ({error}): what the ranks print would be lost. "
+            "Give --log-dir another folder, or --no-logs."
+        ) from error
+
+
+def _check_gpus(nproc: str) -> None:
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if nproc == "gpu" and num_gpus == 0:
+        raise LaunchError(
+            "--nproc=gpu, but torch sees no GPU: no rank could start. Check the driver and CUDA_VISIBLE_DEVICES, or "
+            "give --nproc a number to train on the CPU."
+        )
+    if nproc.isdigit() and 0 < num_gpus < int(nproc):
+        raise LaunchError(
+            f"--nproc={nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, slower than "
+            f"fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
+        )
+
+
+def _torchrun_arguments(job: Job, run_dir: str) -> list[str]:
+    if (job.nnodes or 1) == 1:
+        # The kernel chooses a free port. The address is stated: the host's own name may not resolve.
+        meet = ["--standalone", "--local-addr=127.0.0.1"]
+    else:
+        meet = [f"--nnodes={job.nnodes}", f"--node-rank={job.node_rank}"]
+        meet += [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
+    how = [f"--nproc-per-node={job.nproc}", f"--max-restarts={job.max_restarts}", "--monitor-interval=0.1"]
+    return [*meet, *how, f"--log-dir={run_dir}", "-m", "ddpshim.launch.rank"]
+
+
+@contextlib.contextmanager
+def _shown_on_screen(log: Path) -> Iterator[None]:
+    """What is appended to `log` meanwhile appears on stdout, byte for byte, so that progress bars still move."""
+    start = log.stat().st_size if log.exists() else 0
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not log.exists():
+            if ended.wait(0.05) and not log.exists():  # a rank that ended within this moment has written
+                return
+        # A closed pipe (`| head`) ends the display, not the training.
+        with log.open("rb") as file, contextlib.suppress(BrokenPipeError):
+            file.seek(start)
+            while True:
+                is_last = ended.is_set()  # asked before reading: what comes later is not lost
+                for chunk in iter(lambda: file.read(1 << 16), b""):
+                    sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+                if is_last:
+                    return
+                ended.wait(0.05)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
+    """Meanwhile signals go to the ranks themselves, and torch's agent goes on watching them until they have ended.
+
+    Yields the signals that came, a list that grows.
+
+    The agent by itself would end in a traceback at SIGTERM, give the ranks half a minute, and drop their exit codes; at
+    SIGUSR1 it would die and leave them alone. Only the ranks: their data workers would die of it, and then the ranks.
+    """
+    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    agents_start = PContext.start
+    running: list[PContext] = []  # the ranks that there are, or were before a restart
+    received: list[int] = []
+    too_early: list[int] = []  # for ranks that were not there yet
+
+    def pass_on(signum: int, frame: Optional[FrameType]) -> None:
+        name = signal.Signals(signum).name
+        if signum in received:
+            if signum == signal.SIGINT:
+                _signal_ranks(running[-1], signal.SIGKILL)
+            return
+        received.append(signum)
+        asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # of these the ranks make what they like
+        patience = f", which have {grace_s:g} s to end" if asks_to_end else ""
+        print(f"ddpshim: {name}, passed on to the ranks{patience}", file=sys.stderr, flush=True)
+        if running[-1].pids():
+            _signal_ranks(running[-1], signum)
+        else:  # they are only just being started
+            too_early.append(signum)
+        if asks_to_end:
+            timer = threading.Timer(grace_s, give_up, [name])
+            timer.daemon = True
+            timer.start()
+
+    def give_up(name: str) -> None:
+        print(f"ddpshim: ranks still run {grace_s:g} s after {name}: killed", file=sys.stderr, flush=True)
+        _signal_ranks(running[-1], signal.SIGKILL)
+
+    def start(context: PContext) -> None:
+        if running:  # the agent is about to restart the ranks
+            ended = running[-1].wait(0)
+            failures = ended.failures if ended is not None else {}
+            if received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
+                by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
+                raise ChildFailedError(context.name, by_rank)
+            rank_module.forget_failures(os.environ[variables.RUN_DIR])
+        launch = context._start
+
+        def listen_and_launch() -> None:
+            running.append(context)
+            for signum, handler in before.items():  # over the agent's own handlers, which it has just set
+                # Under nohup, SIGHUP stays ignored: the agent's handler would end the job at the logout.
+                signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
+            launch()  # at a signal in the middle of it the agent would leave the ranks that there are alone
+            for signum in too_early:
+                _signal_ranks(context, signum)
+
+        context._start = listen_and_launch  # type: ignore[method-assign]
+        agents_start(context)
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in names)}
+    # Until there are ranks: torch waits for other nodes in C++, where Python's own handler of Ctrl-C is not reached.
+    if before[signal.SIGINT] == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    PContext.start = start  # type: ignore[method-assign,assignment]
+    try:
+        yield received
+    finally:
+        PContext.start = agents_start  # type: ignore[method-assign]
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _signal_ranks(context: Any, signum: int) -> None:
+    for pid in context.pids().values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _first(seen: Mapping[int, Any], said: Mapping[int, rank_module.Failure]) -> tuple[int, int]:
+    """The rank that failed first, and its exit code, from what the agent has seen and what ranks said themselves."""
+
+    def order(rank: int) -> tuple[int, int, bool, float]:
+        # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
+        # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
+        # same one it was the rank that had something to say.
+        own = said.get(rank)
+        if own is not None:
+            return int(own.lost_a_peer), int(own.moment), False, own.moment
+        return 2 * (seen[rank].exitcode == -signal.SIGTERM), int(seen[rank].timestamp), True, 0.0
+
+    first = min({*seen, *said}, key=order)
+    return first, said[first].exit_code if first in said else seen[first].exitcode
+
+
+def _report(rank: int, code: int, log_dir: Optional[Path]) -> None:
+    """Say which rank failed first, and end with its traceback."""
+    said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if log_dir is None:
+        print(f"ddpshim: rank {rank} failed first: it {said}", file=sys.stderr, flush=True)
+        return
+    log = log_dir / f"rank_{rank}.log"
+    lines = _last_lines(log) if log.exists() else []
+    traceback = _last_traceback(lines) if code > 0 else []
+    if rank == 0:
+        if not traceback:  # else it is the last thing on the screen already
+            print(f"ddpshim: rank 0 failed first: it {said} (above, and in {log})", file=sys.stderr, flush=True)
+        return
+    shown = traceback or lines[-_NUM_LINES_SHOWN:]
+    print(f"ddpshim: rank {rank} failed first: it {said}; {log} ends:", file=sys.stderr)
+    print("\n".join(shown), file=sys.stderr, flush=True)
+
+
+def _last_lines(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (1 << 16)))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _last_traceback(lines: list[str]) -> list[str]:
+    """From the start of the last traceback on, the exceptions that led to it included."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    while len(starts) > 1 and lines[starts[-1] - 2].endswith(("another exception occurred:", "following exception:")):
+        starts.pop()
+    return lines[starts[-1] :] if starts else []

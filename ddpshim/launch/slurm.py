@@ -1,0 +1,158 @@
+"""`python -m ddpshim slurm`: an sbatch script that survives its time limit, preemption and a full queue."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from ddpshim.errors import LaunchError
+from ddpshim.job.launch_env import EXIT_REQUEUE
+
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<rest>\d+(?::\d+){0,2}))"
+)
+_NEVER_SENT_S = 65535  # SLURM's own limit of --signal
+
+
+def _option(metavar: str, text: str, default: Optional[str] = None) -> Any:
+    return field(default=default, metadata={"metavar": metavar, "help": text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user said, as text: `batch_script` checks all of it at once. None: the site's default."""
+
+    program: str
+    arguments: list[str] = field(default_factory=list)
+    module: bool = False
+    nodes: str = _option("N", "nodes", "1")
+    gpus_per_node: str = _option("N", "GPUs of each node, 0 for the CPU", "1")
+    ranks_per_node: Optional[str] = _option("N", "ranks on each node (one for each GPU)")
+    cpus_per_rank: Optional[str] = _option("N", "cores of each rank, its data workers included")
+    time: Optional[str] = _option("TIME", "limit, in sbatch's notation: 2-12, 12:00:00, 30")
+    partition: Optional[str] = _option("NAME", "the queue")
+    account: Optional[str] = _option("NAME", "who pays")
+    job_name: str = _option("NAME", "the job's name", "ddpshim")
+    output: str = _option("PATTERN", "where the output goes", "%x-%j.out")
+    signal_before: str = _option("S", "seconds before the limit at which the ranks get SIGUSR1", "120")
+    launcher: str = _option("srun|torchrun", "what starts the ranks of a node", "srun")
+
+
+def batch_script(settings: Settings) -> str:
+    """The text of an sbatch script.
+
+    The ranks, and not the batch shell, get SIGUSR1 `signal_before` seconds before the limit and SIGTERM at preemption;
+    where they end with exit code 75 the job goes back into the queue. Raises LaunchError, a line for each thing wrong.
+    """
+    problems = [*_problems(settings)]
+    if problems:
+        raise LaunchError("\n".join(problems))
+    ranks = int(settings.ranks_per_node or settings.gpus_per_node)
+    by_torchrun = settings.launcher == "torchrun"
+    tasks = 1 if by_torchrun else ranks
+    cores = settings.cpus_per_rank and int(settings.cpus_per_rank) * ranks // tasks
+    directives = {
+        "job-name": settings.job_name,
+        "nodes": settings.nodes,
+        "ntasks-per-node": tasks,
+        "gpus-per-node": settings.gpus_per_node if int(settings.gpus_per_node) else None,
+        "cpus-per-task": cores,
+        "time": settings.time,
+        "partition": settings.partition,
+        "account": settings.account,
+        "output": settings.output,
+        "open-mode": "append",
+        "signal": f"USR1@{settings.signal_before}",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
+    # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
+    srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([f"--cpus-per-task={cores}"] if cores else [])]
+    python = ["python", "-m", "ddpshim", "run", f"--nproc={ranks}"] if by_torchrun else ["python", "-u"]
+    program = [*(["-m"] if settings.module else []), settings.program, *settings.arguments]
+    return _TEMPLATE.format(
+        directives="\n".join(lines),
+        command=shlex.join([*srun, *python, *program]),
+        requeue=EXIT_REQUEUE,
+    )
+
+
+# --wait and not --kill-on-bad-exit: that would kill the rank that still saves when another has left with code 75.
+_TEMPLATE = """\
+#!/bin/bash
+{directives}
+#SBATCH --requeue
+
+# The site's own lines go here: module load ..., source .../bin/activate
+
+set -euo pipefail
+echo "job $SLURM_JOB_ID (restart ${{SLURM_RESTART_COUNT:-0}}) on $SLURM_JOB_NODELIST, in $PWD"
+
+# --signal without "B:" reaches the ranks and not this shell. Where a site signals both, the shell outlives it.
+trap : TERM USR1
+
+# --wait: when one rank has ended the others have a minute, where they would wait for it half an hour.
+code=0
+{command} || code=$?
+
+# The trainer has saved and wants to go on later.
+if [ "$code" -eq {requeue} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def _problems(settings: Settings) -> Iterator[str]:
+    numbers = {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "cpus_per_rank": 1, "signal_before": 1}
+    for name, least in numbers.items():
+        value = getattr(settings, name)
+        if value is not None and not (re.fullmatch("[0-9]{1,6}", value) and int(value) >= least):
+            yield (
+                f"{_flag(name)}={value!r} is not a whole number from {least} up: sbatch would refuse the script. "
+                "Correct it."
+            )
+    if settings.gpus_per_node == "0" and settings.ranks_per_node is None:
+        yield "--gpus-per-node=0 without --ranks-per-node: no rank would be started. Say how many ranks a node gets."
+    for name in ("partition", "account", "job_name", "output"):
+        value = getattr(settings, name)
+        if value is not None and not re.fullmatch(r"[\w%@+=:,./-]+", value):
+            yield (
+                f"{_flag(name)}={value!r} is empty or has other signs than letters, digits and %@+=:,./-: sbatch would "
+                "read something else. Change it."
+            )
+    if settings.launcher not in ("srun", "torchrun"):
+        yield f"--launcher={settings.launcher!r} is unknown: nothing would start the ranks. Use srun or torchrun."
+    limit_s = None if settings.time is None else _seconds(settings.time)
+    if settings.time is not None and not limit_s:
+        yield (
+            f"--time={settings.time!r} is no time limit: sbatch would refuse the script. "
+            "Write minutes, H:MM:SS or D-HH:MM:SS, more than zero."
+        )
+    if settings.signal_before.isdigit():
+        most = min(_NEVER_SENT_S, limit_s - 1 if limit_s else _NEVER_SENT_S)
+        if int(settings.signal_before) > most:
+            yield (
+                f"--signal-before={settings.signal_before} is more than {most} seconds: the ranks would get it at "
+                "the start, or never. Make it a few minutes, and the limit longer."
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _seconds(text: str) -> Optional[int]:
+    """The seconds of a limit in sbatch's notation; None where it is none."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    if match["rest"] is None:
+        days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    parts = [int(part) for part in match["rest"].split(":")]
+    # Two numbers are minutes and seconds, one is minutes.
+    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return (hours * 60 + minutes) * 60 + seconds

@@ -1,0 +1,52 @@
+"""Gradient accumulation: the parts of a batch, whose backward passes add up to that of the whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.errors import DataError
+from ddpshim.job.group import world
+
+
+def accumulate(batch: Any, *networks: Any, steps: Optional[int] = None) -> Iterator[Any]:
+    """The equal parts of `batch`, one after the other; gradients are reduced in the backward pass of the last.
+
+    Local. With one part it is the batch itself. Call `backward()` on a k-th of the mean loss of each part, step after
+    the loop: `for part in accumulate(batch, policy, steps=k): (loss(part) / k).backward()`.
+
+    Args:
+        batch: tensors in nested mappings, lists and tuples, split along their first dimension; other values are
+            in every part.
+        networks: what `wrap_parallel` returned; all that the loss trains.
+        steps: the number of parts k; default the world's option `accumulation_steps`.
+
+    Raises:
+        DataError: the batch does not split into `steps` parts of one size.
+    """
+    k = world().options.accumulation_steps if steps is None else steps
+    for number in range(k):
+        with contextlib.ExitStack() as unreduced:
+            for network in networks:
+                unreduced.enter_context(network.accumulate(is_last=number == k - 1))
+            yield _part(batch, number, k)
+
+
+def _part(value: Any, number: int, k: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        size, left_over = divmod(len(value), k)
+        if left_over or not size:
+            raise DataError(
+                f"a batch of {len(value)} does not split into {k} equal parts (accumulation_steps); their mean losses "
+                f"would weigh samples unequally. Use a batch for each rank that {k} divides."
+            )
+        return value[number * size : (number + 1) * size]
+    if isinstance(value, Mapping):
+        return {key: _part(inner, number, k) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        inner = [_part(item, number, k) for item in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+    return value

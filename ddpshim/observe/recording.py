@@ -1,0 +1,258 @@
+"""What a rank writes down of its training while it goes on, for `python -m ddpshim report`.
+
+Nothing is added to a step but a few additions: no collective, no wait for a GPU. Lines are written at the end of an
+epoch, and now and then inside a long one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from numbers import Real
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.job import failure, machine, records
+from ddpshim.job.group import World, on_cleanup, world
+from ddpshim.job.meter import Meter
+from ddpshim.observe import environment
+
+_PROGRESS_EVERY_S = 30.0
+_GPU_LOOK_EVERY_S = 5.0
+_MOST_POINTS = 32  # of a curve inside an epoch; a power of 2
+
+
+@contextlib.contextmanager
+def record(folder: checkpoint.PathLike) -> Iterator[Recorder]:
+    """Write down what the training in this block does, in `folder`, for `python -m ddpshim report folder`.
+
+    Collective at the start; `Recorder.epoch` is local. Each rank appends to a file of its own, a later start of the
+    same run to the same file. Losses, gradients and random streams are not touched, and a full disk ends the
+    recording, not the training. robomimic's trainers, launched, do so by themselves. Nothing is written with the option
+    `record` off (DDPSHIM_RECORD=no).
+    """
+    recorder = Recorder(folder)
+    recorder.start_counting()
+    try:
+        yield recorder
+    except BaseException as error:
+        recorder.stop_counting()
+        if isinstance(error, SystemExit) and not error.code:
+            records.end("finished")
+        else:
+            failure.on_the_way_out()
+            records.end("failed", error=f"{type(error).__name__}: {error}", first=failure.first())
+        raise
+    recorder.stop_counting()
+    records.end("finished")
+
+
+class Recorder:
+    """The records of this rank's training, in `folder`/ddpshim/rank_N.jsonl."""
+
+    def __init__(self, folder: checkpoint.PathLike) -> None:
+        """Begin them, or go on with those of an earlier start (collective)."""
+        here = world()
+        self.is_on = here.options.record
+        self.first_step = 0  # of this epoch, where an earlier start was left in it
+        self._device = here.device
+        self._uses_events = here.backend == "nccl"
+        self._meter: Optional[Meter] = None
+        self._counted: dict[str, Any] = {}
+        self._curve = _Curve()
+        self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
+        self._next_look = 0.0
+        self._gpu_use: list[int] = []
+        if self.is_on:
+            number = here.run_on_main(_number, folder)
+            self.is_on = records.begin(folder, here.rank, start=number, **_facts(here))
+            on_cleanup(_left_without_a_word)
+
+    def step(self, loss: float) -> None:
+        """Take note of this rank's loss of a step. Local. A loss on a GPU would be waited for: give it as a number."""
+        if not self.is_on:
+            return
+        self._curve.add(float(loss))
+        now = time.monotonic()
+        if now > self._next_look and self._device.type == "cuda":
+            self._look_at_gpu(now)
+        if now > self._next_progress:
+            records.note("progress", steps=self._curve.num_steps, loss=self._curve.last_mean)
+            self._next_progress = now + _PROGRESS_EVERY_S
+
+    def step_of(self, metrics: Mapping[str, Any]) -> None:
+        """As `step`, of the loss among `metrics`, if there is one. Local."""
+        name = records.main_loss(metrics)
+        if name is not None:
+            self.step(metrics[name])
+
+    def epoch(
+        self,
+        epoch: int,
+        *,
+        loss: Optional[float] = None,
+        valid: Optional[float] = None,
+        num_samples: Optional[int] = None,
+        **metrics: float,
+    ) -> None:
+        """Write down an epoch that has ended, and where the time since the last call went. Local.
+
+        Args:
+            epoch: its number; one that a later start does again replaces it in the report.
+            loss: this rank's mean training loss. The report shows every rank's, and their mean.
+            valid: this rank's validation loss.
+            num_samples: how many samples this rank saw.
+            metrics: anything else that is a number.
+        """
+        if not self.is_on:
+            return
+        self.stop_counting()
+        own = {**({} if loss is None else {"Loss": loss}), **metrics}
+        self.write_epoch(epoch, "training", own, num_samples=num_samples)
+        if valid is not None:
+            self.write_epoch(epoch, "validation", {"Loss": valid})
+        self.start_counting()
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count where the time of this block goes, for the next `write_epoch`. Local."""
+        self.start_counting()
+        try:
+            yield
+        finally:
+            self.stop_counting()
+
+    def start_counting(self) -> None:
+        """From here on time is counted. Local."""
+        if self.is_on:
+            self._meter = Meter(self._uses_events)
+            self._meter.start()
+
+    def stop_counting(self) -> None:
+        """Keep what was counted for the next `write_epoch`. Local."""
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.stop()
+            seconds = {part: round(s, 6) for part, s in meter.seconds.items()}
+            self._counted = {"steps": meter.num_batches, "seconds": seconds}
+
+    def write_epoch(
+        self,
+        epoch: int,
+        phase: str,
+        own: Mapping[str, Any],
+        mean: Optional[Mapping[str, Any]] = None,
+        *,
+        batch_size: Optional[int] = None,
+        num_samples: Optional[int] = None,
+    ) -> None:
+        """Write down a pass over data: this rank's metrics and, where somebody has taken it, their mean over ranks."""
+        if not self.is_on:
+            return
+        curve, self._curve = self._curve, _Curve()
+        counted, self._counted = self._counted, {}
+        first_step, self.first_step = self.first_step, 0
+        if batch_size is not None and "steps" in counted:
+            num_samples = batch_size * counted["steps"]
+        records.note(
+            "epoch",
+            epoch=epoch,
+            phase=phase,
+            own=numbers(own),
+            mean=None if mean is None else numbers(mean),
+            samples=num_samples,
+            first_step=first_step,
+            curve=[float(f"{mean:.6g}") for mean in curve.means] if phase == "training" else [],
+            memory=self._memory(),
+            **counted,
+        )
+        self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
+
+    def _memory(self) -> dict[str, Any]:
+        now, most = machine.resident_bytes()
+        memory: dict[str, Any] = {"rss": now, "peak_rss": most}
+        if self._device.type == "cuda":
+            memory["gpu_allocated"] = torch.cuda.max_memory_allocated(self._device)
+            memory["gpu_reserved"] = torch.cuda.max_memory_reserved(self._device)
+            memory["gpu_total"] = torch.cuda.get_device_properties(self._device).total_memory
+        if self._gpu_use:
+            memory["gpu_use"] = sum(self._gpu_use) / len(self._gpu_use)
+            self._gpu_use.clear()
+        return memory
+
+    def _look_at_gpu(self, now: float) -> None:
+        self._next_look = now + _GPU_LOOK_EVERY_S
+        try:
+            self._gpu_use.append(torch.cuda.utilization(self._device))
+        except Exception:  # no pynvml, or an error of its own: this machine does not tell, and will not
+            self._next_look = float("inf")
+
+
+class _Curve:
+    """The losses of any number of steps, as at most `_MOST_POINTS` means over equally many steps each."""
+
+    def __init__(self) -> None:
+        self.means: list[float] = []
+        self.num_steps = 0
+        self._width, self._sum, self._num = 1, 0.0, 0
+
+    @property
+    def last_mean(self) -> Optional[float]:
+        return self.means[-1] if self.means else None
+
+    def add(self, loss: float) -> None:
+        self.num_steps += 1
+        self._sum, self._num = self._sum + loss, self._num + 1
+        if self._num < self._width:
+            return
+        self.means.append(self._sum / self._num)
+        self._sum, self._num = 0.0, 0
+        if len(self.means) == _MOST_POINTS:
+            self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2])]
+            self._width *= 2
+
+
+def _number(folder: checkpoint.PathLike) -> int:
+    try:
+        return records.num_starts(folder) + 1
+    except OSError:  # `records.begin` meets it as well, and says so
+        return 1
+
+
+def _facts(here: World) -> dict[str, Any]:
+    facts = {
+        "world_size": here.world_size,
+        "local_world_size": here.local_world_size,
+        "node_rank": here.node_rank,
+        "backend": here.backend,
+        "device": str(here.device),
+        "launcher": here.launcher,
+        "num_restarts": here.num_restarts,
+        "seed": here.seed,
+        "options": asdict(here.options),
+    }
+    if here.device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(here.device)
+    return {**facts, "environment": environment.describe()} if here.is_main else facts
+
+
+def _left_without_a_word() -> None:
+    """At `cleanup`, after which nobody will say how it ended: with what is on its way out, or nothing."""
+    error = sys.exc_info()[1]
+    if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        failure.on_the_way_out()
+        records.end("failed", error=f"{type(error).__name__}: {error}", first=failure.first())
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What of `metrics` is a number, as one of Python's."""
+    return {name: float(value) for name, value in metrics.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)

@@ -1,0 +1,260 @@
+"""How a run ended, and what there is to look at, in sentences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from typing import NamedTuple, Optional
+
+from ddpshim.job.records import Record
+from ddpshim.observe.report.run import Epoch, Run
+from ddpshim.observe.report.words import (
+    clock,
+    count,
+    duration,
+    first_line,
+    ms,
+    number,
+    percent,
+    ranks_called,
+    size,
+    span,
+)
+
+_MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
+_UNEVEN = 1.15
+_MUCH_GROWTH, _LEAST_GROWTH_BYTES = 1.3, 200e6
+_QUIET_S = 120.0
+
+
+class Finding(NamedTuple):
+    """A sentence for those who look: "bad" is to be seen to, "note" may be, "good" is as it should be."""
+
+    level: str
+    text: str
+
+
+def verdict(run: Run) -> Finding:
+    """How the run ended, in a sentence."""
+    start, ends = run.last, run.last.ends()
+    silent = [rank for rank in range(start.world_size) if rank not in ends]
+    left = [end for end in ends.values() if end.get("how") == "left"]
+    failed = {rank: end for rank, end in ends.items() if end.get("how") in ("failed", "stopped")}
+    if failed:
+        own = {r: e for r, e in failed.items() if e.get("first") in (None, r) and not _lost_a_peer(e)}
+        named = {e["first"] for e in failed.values() if isinstance(e.get("first"), int)}
+        if own:
+            rank = min(own, key=lambda r: float(own[r]["time"]))
+            return Finding("bad", f"Failed: rank {rank}: {first_line(own[rank].get('error'))}")
+        if silent:
+            rank = next((r for r in silent if r in named), silent[0])
+            return Finding(
+                "bad", f"Failed: {ranks_called(silent)} ended without a word, killed perhaps (out of memory?)"
+            )
+        rank = min(failed, key=lambda r: float(failed[r]["time"]))
+        return Finding("bad", f"Failed: rank {rank}: {first_line(failed[rank].get('error'))}")
+    if left:
+        where = f"epoch {left[0].get('epoch', '?')}, step {left[0].get('step', '?')}"
+        return Finding(
+            "note",
+            f"Interrupted ({left[0].get('reason', 'a signal')}): saved at {where}, counted from 0; left with exit code "
+            f"{left[0].get('exit_code', 75)} and goes on when it is started again",
+        )
+    if not silent:
+        return Finding("good", "Finished: every rank came to the end of the training")
+    quiet_s = time.time() - start.ended
+    if quiet_s < _QUIET_S and not ends:
+        return Finding("note", f"Still running, as it seems: the last record is {quiet_s:.0f} s old")
+    last = clock(start.ended)
+    who = "No rank" if not ends else f"{ranks_called(silent)} of {start.world_size} never"
+    return Finding("bad", f"{who} said how it ended (killed, or the machine went down); the last record is of {last}")
+
+
+def findings(run: Run) -> list[Finding]:
+    """What to look at, the worst first."""
+    found = [
+        *_about_records(run),
+        *_about_losses(run),
+        *_about_guards(run),
+        *_about_time(run),
+        *_about_memory(run),
+        *_about_saving(run),
+    ]
+    return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
+
+
+def _about_records(run: Run) -> Iterator[Finding]:
+    for start in run.starts:
+        if start.missing:
+            yield Finding(
+                "bad",
+                f"Of start {start.number} the records of {ranks_called(start.missing)} are not here; what follows is "
+                "of the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
+            )
+    if run.num_torn:
+        lines = count(run.num_torn, "line")
+        yield Finding("note", f"{lines} of the records could not be read (a kill in the middle of a write): left out")
+    progress = run.unfinished()
+    if progress is not None:
+        said = "" if progress.get("loss") is None else f", loss {number(progress['loss'])}"
+        yield Finding("note", f"After the last whole epoch {progress.get('steps')} more steps were written down{said}")
+    if len(run.starts) > 1:
+        sizes = ", ".join(str(start.world_size) for start in run.starts)
+        yield Finding("note", f"The run was started {len(run.starts)} times, on {sizes} ranks")
+
+
+def _about_losses(run: Run) -> Iterator[Finding]:
+    rows = [(epoch, rank, row.loss) for epoch in run.epochs for rank, row in epoch.training.items()]
+    odd = [(epoch, rank) for epoch, rank, loss in rows if loss is not None and not math.isfinite(loss)]
+    if odd:
+        epoch, rank = odd[0]
+        yield Finding(
+            "bad",
+            f"The loss is not finite from epoch {epoch.number} on (rank {rank}): lower the learning rate, clip "
+            "gradients, or look for broken samples",
+        )
+    gap = largest_gap(run)
+    if gap is not None:
+        epoch, rank, share = gap
+        if share == 0:
+            yield Finding(
+                "note",
+                "All ranks report exactly the same losses: they were averaged before they were written down, or every "
+                "rank sees the same samples",
+            )
+        else:
+            yield Finding(
+                "good",
+                "The ranks' losses differ, as they should, since each sees its own share of the samples: by at most "
+                f"{percent(share)} from their mean (rank {rank}, epoch {epoch.number})",
+            )
+    valid = [
+        (epoch.valid, epoch.number) for epoch in run.epochs if epoch.valid is not None and epoch.valid == epoch.valid
+    ]
+    if len(valid) > 2:
+        best, then = min(valid)
+        if valid[-1][0] > 1.1 * best and then != valid[-1][1]:
+            yield Finding(
+                "note",
+                f"The validation loss was lowest in epoch {then} ({number(best)}) and is {number(valid[-1][0])} now: "
+                "the policy may be overfitting",
+            )
+
+
+def largest_gap(run: Run) -> Optional[tuple[Epoch, int, float]]:
+    """Where a rank's loss is farthest from the mean over ranks: epoch, rank, and the distance over the mean."""
+    gaps = [
+        (abs(loss - centre) / abs(centre), epoch.number, -rank, epoch)
+        for epoch in run.epochs
+        if len(epoch.training) > 1
+        for rank, loss, centre in deviations(epoch)
+        if centre
+    ]
+    if not gaps:
+        return None
+    share, _, rank, epoch = max(gaps, key=lambda gap: gap[:3])
+    return epoch, -rank, share
+
+
+def deviations(epoch: Epoch) -> list[tuple[int, float, float]]:
+    """Each rank, its loss, and the mean of the ranks' losses, where those are numbers."""
+    losses = {rank: row.loss for rank, row in epoch.training.items() if row.loss is not None}
+    if not losses or not all(map(math.isfinite, losses.values())):
+        return []
+    centre = math.fsum(losses.values()) / len(losses)
+    return [(rank, loss, centre) for rank, loss in losses.items()]
+
+
+def _about_guards(run: Run) -> Iterator[Finding]:
+    guards = list(run.events("guard"))
+    failed = [(rank, record) for _, rank, record in guards if not record.get("passed")]
+    if failed:
+        rank, record = failed[0]
+        yield Finding("bad", f"A guard failed on rank {rank}: {first_line(record.get('said'))}")
+    elif guards:
+        weights, steps = (sum(r.get("check") == check for _, _, r in guards) for check in ("weights", "steps"))
+        yield Finding(
+            "good", f"No guard failed ({weights} comparisons of weights, {steps} of step counts, on all ranks)"
+        )
+    elif run.last.world_size > 1:
+        off = run.last.facts.get("options", {}).get("guard") is False
+        why = "they are switched off (DDPSHIM_GUARD)" if off else "no backward pass of a wrapped network was compared"
+        yield Finding("note", f"No guard has looked at this run: {why}")
+
+
+def _about_time(run: Run) -> Iterator[Finding]:
+    ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
+    if not any(run.is_warm(rank) for rank in ranks):
+        return
+    waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
+    if waits and min(waits.values()) > _MUCH_DATA_WAIT:
+        yield Finding(
+            "bad",
+            f"Data wait is {span(waits.values())} of the training time on every rank: raise num_workers (robomimic: "
+            "train.num_data_workers), or keep the data in memory",
+        )
+    elif waits and max(waits.values()) > _MUCH_DATA_WAIT:
+        rank = max(waits, key=lambda r: waits[r])
+        yield Finding(
+            "bad", f"Data wait is {percent(waits[rank])} of the training time on rank {rank}: look at that node's disk"
+        )
+    elif waits:
+        yield Finding("good", f"Data wait is {span(waits.values())} of the training time")
+    works = run.own_work()
+    talks = {rank: run.share(rank, ["communication"]) for rank in ranks}
+    if len(works) > 1:
+        slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
+        ratio = works[slow] / max(works[fast], 1e-9)
+        if ratio > _UNEVEN:
+            yield Finding(
+                "note",
+                f"Rank {slow} is {ratio:.1f} times slower than rank {fast} ({ms(works[slow])} against "
+                f"{ms(works[fast])} of its own work a step), and the others wait for it in communication: look for "
+                "another program on its GPU or cores, or slower data",
+            )
+        else:
+            yield Finding(
+                "good", f"The ranks are evenly fast: the slowest needs {ratio:.2f} times what the fastest does"
+            )
+    if len(talks) > 1 and min(talks.values()) > _MUCH_COMMUNICATION:
+        yield Finding(
+            "note",
+            f"Communication takes {span(talks.values())} of the training time on every rank: the network between them "
+            "is slow for this model, or a step is short; a larger batch, or fewer ranks, would use them better",
+        )
+
+
+def _about_memory(run: Run) -> Iterator[Finding]:
+    for rank in run.ranks:
+        rows = [row for row in run.rows(rank) if row.start == run.last.number]
+        held = [rss for row in rows if (rss := row.record.get("memory", {}).get("rss"))]
+        if len(held) >= 6:
+            # Caches fill in the first epochs.
+            early, late = statistics.median(held[1:4]), statistics.median(held[-3:])
+            if late > _MUCH_GROWTH * early and late - early > _LEAST_GROWTH_BYTES:
+                yield Finding(
+                    "note", f"The memory of rank {rank} grows: {size(early)} early, {size(late)} in the last epochs"
+                )
+        memory = rows[-1].record.get("memory", {}) if rows else {}
+        if memory.get("gpu_total") and memory["gpu_reserved"] > 0.92 * memory["gpu_total"]:
+            yield Finding(
+                "note",
+                f"Rank {rank} has reserved {percent(memory['gpu_reserved'] / memory['gpu_total'])} of its GPU's "
+                "memory: a larger batch may not fit",
+            )
+
+
+def _about_saving(run: Run) -> Iterator[Finding]:
+    stalled = math.fsum(float(record.get("seconds", 0.0)) for _, _, record in run.events("checkpoint"))
+    if run.wall_s and stalled > _MUCH_SAVING * run.wall_s:
+        yield Finding(
+            "note",
+            f"Training waited {duration(stalled)} for checkpoints, {percent(stalled / run.wall_s)} of the run: save "
+            "less often, or to a faster disk, with background_save on",
+        )
+
+
+def _lost_a_peer(end: Record) -> bool:
+    return bool(end.get("lost_a_peer")) or "by peer" in str(end.get("error"))

@@ -1,0 +1,282 @@
+"""A run, put together from what its ranks have written down over all of its starts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+from ddpshim.errors import ReportError
+from ddpshim.job import records
+from ddpshim.job.records import Record
+
+# What a moment of training goes into, as `ddpshim.job.meter.PARTS`, and how it is called here.
+PARTS = {
+    "data_wait": "data wait",
+    "compute": "compute",
+    "optimizer": "optimizer",
+    "communication": "communication",
+    "other": "other",
+}
+OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # what a rank does while others may wait for it
+
+
+_WARM_S = 30.0
+
+
+class Row(NamedTuple):
+    """One rank's part of an epoch, in the start that made it last."""
+
+    start: int
+    record: Record
+
+    @property
+    def loss(self) -> Optional[float]:
+        """This rank's own."""
+        return _loss(self.record.get("own"))
+
+    @property
+    def steps(self) -> int:
+        return int(self.record.get("steps", 0))
+
+    @property
+    def wall_s(self) -> float:
+        return math.fsum(self.record.get("seconds", {}).values())
+
+    def seconds(self, parts: Iterable[str]) -> float:
+        return math.fsum(self.record.get("seconds", {}).get(part, 0.0) for part in parts)
+
+
+@dataclass
+class Epoch:
+    """A pass over the training data, and over the validation data where there was one, by rank."""
+
+    number: int
+    training: dict[int, Row] = field(default_factory=dict)
+    validation: dict[int, Row] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> Optional[float]:
+        """The training loss, averaged over ranks: as the trainer did, else from what they wrote down."""
+        return _mean_of(self.training)
+
+    @property
+    def valid(self) -> Optional[float]:
+        return _mean_of(self.validation)
+
+    @property
+    def steps(self) -> int:
+        """Those that count, of an earlier start that was left in the epoch included."""
+        return max((row.steps + row.record.get("first_step", 0) for row in self.training.values()), default=0)
+
+    @property
+    def samples(self) -> int:
+        """What all ranks have seen in `steps`, where they wrote that down."""
+        rows = [row for row in self.training.values() if row.steps and row.record.get("samples")]
+        return round(self.steps * math.fsum(row.record["samples"] / row.steps for row in rows))
+
+
+@dataclass
+class Start:
+    """One start of the run: from a launcher's call to the end of its ranks."""
+
+    number: int
+    ranks: dict[int, list[Record]] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Record:
+        """The first record of the lowest rank that has one."""
+        return self.ranks[min(self.ranks)][0]
+
+    @property
+    def world_size(self) -> int:
+        return int(self.facts.get("world_size", len(self.ranks)))
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of which nothing was found."""
+        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+
+    @property
+    def began(self) -> float:
+        return min(float(records[0]["time"]) for records in self.ranks.values())
+
+    @property
+    def ended(self) -> float:
+        """When the last word was written down."""
+        return max(float(records[-1]["time"]) for records in self.ranks.values())
+
+    def ends(self) -> dict[int, Record]:
+        """How it ended, of the ranks that said so."""
+        return {rank: found[-1] for rank, found in self.ranks.items() if found[-1]["kind"] == "end"}
+
+
+@dataclass
+class Run:
+    """A run, as its ranks have written it down."""
+
+    folder: Path
+    starts: list[Start]
+    epochs: list[Epoch]
+    num_torn: int
+
+    @property
+    def last(self) -> Start:
+        return self.starts[-1]
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({rank for start in self.starts for rank in start.ranks})
+
+    @property
+    def wall_s(self) -> float:
+        """What the starts took, without what lies between them."""
+        return math.fsum(start.ended - start.began for start in self.starts)
+
+    def events(self, kind: str) -> Iterator[tuple[Start, int, Record]]:
+        """All records of a kind, with their start and rank."""
+        for start in self.starts:
+            for rank, found in start.ranks.items():
+                yield from ((start, rank, record) for record in found if record["kind"] == kind)
+
+    def unfinished(self) -> Optional[Record]:
+        """What was last written down of an epoch that has not ended, in the last start."""
+        found: Optional[Record] = None
+        for record in self.last.ranks[min(self.last.ranks)]:
+            if record["kind"] in ("progress", "epoch"):
+                found = record
+        return found if found is not None and found["kind"] == "progress" else None
+
+    def rows(self, rank: int) -> list[Row]:
+        """The training epochs of a rank."""
+        return [epoch.training[rank] for epoch in self.epochs if rank in epoch.training]
+
+    def timed(self, rank: int) -> list[Row]:
+        """The training epochs of a rank, but for the first of each start, which warms up, if there are others."""
+        rows = self.rows(rank)
+        return [row for before, row in zip(rows, rows[1:]) if row.start == before.start] or rows
+
+    def is_warm(self, rank: int) -> bool:
+        """Whether `timed` says more than how long the first steps take."""
+        return len(self.timed(rank)) < len(self.rows(rank)) or self.trained_s(rank) > _WARM_S
+
+    def steps(self, rank: int) -> int:
+        """The steps in `timed`."""
+        return sum(row.steps for row in self.timed(rank))
+
+    def trained_s(self, rank: int) -> float:
+        """The seconds in `timed`."""
+        return math.fsum(row.wall_s for row in self.timed(rank))
+
+    def share(self, rank: int, parts: Iterable[str]) -> float:
+        """What of these seconds went into `parts`."""
+        wall, parts = self.trained_s(rank), tuple(parts)
+        return math.fsum(row.seconds(parts) for row in self.timed(rank)) / wall if wall else 0.0
+
+    def own_work(self) -> dict[int, float]:
+        """The seconds of a step that are each rank's own work, in the last start that tells them of several ranks."""
+        for start in reversed(self.starts):
+            rows = {rank: [row for row in self.timed(rank) if row.start == start.number] for rank in start.ranks}
+            steps = {rank: sum(row.steps for row in own) for rank, own in rows.items()}
+            works = {
+                r: math.fsum(row.seconds(OWN_WORK) for row in own) / steps[r] for r, own in rows.items() if steps[r]
+            }
+            if len(works) > 1:
+                return works
+        return {}
+
+
+def load(folder: Union[str, os.PathLike[str]]) -> Run:
+    """The run whose records are in or just below `folder`. Local.
+
+    Raises ReportError where there are none, or those of several runs.
+    """
+    home = _find(Path(folder))
+    starts: dict[int, Start] = {}
+    num_torn = 0
+    for rank, path in records.files(home).items():
+        try:
+            found, torn = records.read(path)
+        except OSError as error:
+            raise ReportError(
+                f"{path} cannot be read ({error}); the report would pass rank {rank} over. Make it readable."
+            ) from error
+        num_torn += torn
+        current: Optional[list[Record]] = None
+        for record in found:
+            if not isinstance(record.get("time"), (int, float)):
+                num_torn += 1
+            elif record["kind"] == "start":
+                number = int(record.get("start", 1))
+                current = starts.setdefault(number, Start(number)).ranks.setdefault(rank, [])
+                current.append(record)
+            elif current is not None:
+                current.append(record)
+    if not starts:
+        raise ReportError(
+            f"the records in {home / records.FOLDER} hold no start of a run ({num_torn} lines cannot be read); there "
+            "is nothing to report. Was the run killed in its first second, or the disk full?"
+        )
+    ordered = [starts[number] for number in sorted(starts)]
+    return Run(home, ordered, _epochs(ordered), num_torn)
+
+
+def _find(folder: Path) -> Path:
+    """The folder whose `ddpshim` holds records."""
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is no folder; there is nothing to report. Name the folder of a run.")
+    near = (folder, folder.parent) if folder.name in (records.FOLDER, "logs", "models", "videos") else (folder,)
+    found = [place for place in near if records.files(place)]
+    if not found:
+        below = {
+            p.parent.parent for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{records.FOLDER}/rank_*.jsonl")
+        }
+        found = sorted(below)
+    if not found:
+        raise ReportError(
+            f"{folder} holds no records ({records.FOLDER}/rank_N.jsonl); there is nothing to report. Runs of robomimic "
+            "leave them beside config.json where a launcher started them (not with DDPSHIM_RECORD=no), other trainers "
+            "with ddpshim.record(folder)."
+        )
+    if len(found) > 1:
+        names = ", ".join(str(place) for place in found[:8]) + (", ..." if len(found) > 8 else "")
+        raise ReportError(f"{folder} holds records of {len(found)} runs; one would hide the others. Name one: {names}.")
+    return found[0]
+
+
+def _epochs(starts: Sequence[Start]) -> list[Epoch]:
+    """By number; what a later start has done again replaces what an earlier one did."""
+    epochs: dict[int, Epoch] = {}
+    for start in starts:
+        seen: set[tuple[int, str]] = set()
+        for rank, found in start.ranks.items():
+            for record in found:
+                if record["kind"] != "epoch" or not isinstance(record.get("epoch"), int):
+                    continue
+                epoch = epochs.setdefault(record["epoch"], Epoch(record["epoch"]))
+                phase = "validation" if record.get("phase") == "validation" else "training"
+                rows = getattr(epoch, phase)
+                if (epoch.number, phase) not in seen:
+                    seen.add((epoch.number, phase))
+                    rows.clear()
+                rows[rank] = Row(start.number, record)
+    return [epochs[number] for number in sorted(epochs)]
+
+
+def _loss(metrics: Any) -> Optional[float]:
+    if not isinstance(metrics, dict):
+        return None
+    name = records.main_loss(metrics)
+    return None if name is None else float(metrics[name])
+
+
+def _mean_of(rows: dict[int, Row]) -> Optional[float]:
+    for row in rows.values():
+        said = _loss(row.record.get("mean"))
+        if said is not None:
+            return said
+    losses = [row.loss for row in rows.values() if row.loss is not None]
+    return math.fsum(losses) / len(losses) if losses else None

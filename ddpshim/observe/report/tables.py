@@ -1,0 +1,190 @@
+"""All numbers of the report."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from ddpshim.job.records import Record
+from ddpshim.observe.report.run import PARTS, Run
+from ddpshim.observe.report.words import clock, duration, first_line, number, percent, shown, size
+from ddpshim.options import Options
+
+_MOST_ROWS = 100
+
+
+class Table(NamedTuple):
+    """Numbers for reading, each as text."""
+
+    name: str
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def headline(run: Run) -> list[tuple[str, str]]:
+    """The key numbers, by name."""
+    facts = run.last.facts
+    samples = sum(epoch.samples for epoch in run.epochs)
+    rates = [steps / wall for rank in run.ranks if (wall := run.trained_s(rank)) and (steps := run.steps(rank))]
+    best = min((epoch.valid for epoch in run.epochs if epoch.valid is not None), default=None)
+    last = next((epoch.mean for epoch in reversed(run.epochs) if epoch.mean is not None), None)
+    device = facts.get("gpu") or facts.get("device", "")
+    out = [
+        ("ranks", f"{run.last.world_size} ({facts.get('backend') or 'one process'} on {device})"),
+        ("epochs", str(sum(bool(epoch.training) for epoch in run.epochs))),
+        ("samples seen", f"{samples:,}" if samples else "not known"),
+        ("time", duration(run.wall_s)),
+        ("steps/s", f"{statistics.median(rates):.1f}" if rates else "not known"),
+        ("last loss", number(last)),
+    ]
+    return [*out, ("best validation", number(best))] if best is not None else out
+
+
+def tables(run: Run) -> list[Table]:
+    """All numbers of the report."""
+    made = (_losses(run), _times(run), _memories(run), _starts(run), _guards(run), _checkpoints(run), _rollouts(run))
+    return [table for table in (*made, _environment(run), _options(run)) if table.rows]
+
+
+def _losses(run: Run) -> Table:
+    ranks = run.ranks
+    has_valid = any(epoch.valid is not None for epoch in run.epochs)
+    columns = ["epoch", "steps", "mean loss", *([f"rank {rank}" for rank in ranks] if len(ranks) > 1 else [])]
+    rows = []
+    for epoch in run.epochs:
+        own = [number(epoch.training[rank].loss) if rank in epoch.training else "" for rank in ranks]
+        row = [str(epoch.number), str(epoch.steps), number(epoch.mean), *(own if len(ranks) > 1 else [])]
+        rows.append([*row, number(epoch.valid)] if has_valid else row)
+    every = math.ceil(len(rows) / _MOST_ROWS)
+    kept = rows[:: every or 1] + ([rows[-1]] if rows and (len(rows) - 1) % every else [])
+    note = f"Every {every}. of {len(rows)} epochs, and the last." if every > 1 else ""
+    return Table("loss", "Loss", [*columns, *(["validation"] if has_valid else [])], kept, note)
+
+
+def _times(run: Run) -> Table:
+    columns = ["rank", "steps", "steps/s", "ms a step", *(f"{name}" for name in PARTS.values()), "GPU use"]
+    rows = []
+    for rank in run.ranks:
+        steps, wall = run.steps(rank), run.trained_s(rank)
+        if not wall:
+            continue
+        uses = [use for row in run.rows(rank) if (use := row.record.get("memory", {}).get("gpu_use")) is not None]
+        shares = [percent(run.share(rank, [part])) for part in PARTS]
+        speed = [f"{steps / wall:.1f}", f"{1000 * wall / max(1, steps):.2f}"]
+        rows.append([str(rank), str(steps), *speed, *shares, f"{statistics.mean(uses):.0f}%" if uses else ""])
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    note = (
+        "Training epochs, but for the first of each start. Communication is what was not hidden behind compute, "
+        "waiting for slower ranks included."
+    )
+    return Table("time", "Where the time of each rank went", columns, rows, note)
+
+
+def _memories(run: Run) -> Table:
+    rows = []
+    has_gpu = any("gpu_total" in row.record.get("memory", {}) for rank in run.ranks for row in run.rows(rank))
+    for rank in run.ranks:
+        memories = [row.record.get("memory", {}) for row in run.rows(rank)]
+        if not memories:
+            continue
+        last = memories[-1]
+        most = max((m.get("peak_rss") or m.get("rss") or 0 for m in memories), default=0)
+        row = [str(rank), size(last.get("rss")), size(max(most, last.get("rss") or 0) or None)]
+        gpu = [size(last.get(key)) for key in ("gpu_allocated", "gpu_reserved", "gpu_total")]
+        rows.append([*row, *gpu] if has_gpu else row)
+    columns = ["rank", "process, last epoch", "process, most"]
+    gpu_columns = ["GPU allocated, most", "GPU reserved, most", "GPU has"] if has_gpu else []
+    return Table("memory", "Memory", [*columns, *gpu_columns], rows, "Data workers are processes of their own.")
+
+
+def _starts(run: Run) -> Table:
+    rows = []
+    for start in run.starts:
+        trained = [e.number for e in run.epochs for row in e.training.values() if row.start == start.number]
+        epochs = f"{min(trained)} to {max(trained)}" if trained else "none complete"
+        ends = start.ends()
+        said = {_how(ends.get(rank)) for rank in range(start.world_size) if rank not in start.missing}
+        num_ranks = f"{start.world_size}" + (f" ({len(start.missing)} missing)" if start.missing else "")
+        row = [str(start.number), clock(start.began), num_ranks, duration(start.ended - start.began), epochs]
+        rows.append([*row, "; ".join(sorted(said))])
+    return Table("starts", "Starts", ["start", "began (UTC)", "ranks", "took", "epochs", "how it ended"], rows)
+
+
+def _guards(run: Run) -> Table:
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for _, _, record in run.events("guard"):
+        groups.setdefault((str(record.get("check")), str(record.get("network", ""))), []).append(record)
+    rows = []
+    for (check, network), found in groups.items():
+        failed = [record for record in found if not record.get("passed")]
+        at = sorted({int(record.get("reductions", 0)) for record in found})
+        what = f"weights and random streams of {network}" if check == "weights" else "numbers of backward passes"
+        shown = ", ".join(map(str, at)) if len(at) < 8 else f"{', '.join(map(str, at[:4]))}, ..., {at[-1]}"
+        said = first_line(failed[0].get("said")) if failed else ""
+        rows.append([what, shown, str(len(found) - len(failed)), str(len(failed)), said])
+    return Table("guards", "Guards", ["compared", "after backward passes", "passed", "failed", "said"], rows)
+
+
+def _checkpoints(run: Run) -> Table:
+    rows = []
+    for start, _, record in run.events("checkpoint"):
+        path = Path(str(record.get("path")))
+        shown = path.relative_to(run.folder) if run.folder in path.parents else path
+        how = "in the background" if record.get("in_background") else "at once"
+        seconds = f"{1000 * float(record.get('seconds', 0.0)):.0f} ms"
+        moment = duration(float(record["time"]) - start.began)
+        rows.append([f"{start.number}", moment, str(shown), size(record.get("bytes")), seconds, how])
+    note = f"The last {_MOST_ROWS} of {len(rows)}." if len(rows) > _MOST_ROWS else ""
+    columns = ["start", "after", "file", "size", "training waited", "written"]
+    return Table("checkpoints", "Checkpoints", columns, rows[-_MOST_ROWS:], note)
+
+
+def _rollouts(run: Run) -> Table:
+    rows = []
+    for _, rank, record in run.events("rollout"):
+        metrics = record.get("metrics", {})
+        if rank == 0:
+            shown = [number(metrics.get("Success_Rate")), number(metrics.get("Return"))]
+            row = [str(record.get("epoch")), str(record.get("environment")), str(record.get("episodes")), *shown]
+            rows.append([*row, duration(float(record.get("seconds", 0.0)))])
+    columns = ["epoch", "environment", "episodes", "success rate", "return", "took"]
+    return Table("rollouts", "Rollouts", columns, rows[-_MOST_ROWS:])
+
+
+def _environment(run: Run) -> Table:
+    facts = run.last.facts
+    rows = [
+        [name, shown(facts.get(name))]
+        for name in ("launcher", "world_size", "local_world_size", "backend", "device", "gpu", "seed", "num_restarts")
+        if facts.get(name) is not None
+    ]
+    described = facts.get("environment", {})
+    for section in ("versions", "GPUs", "robomimic patch", "machine", "variables"):
+        content = described.get(section) if isinstance(described, dict) else None
+        if isinstance(content, dict):
+            rows += [[f"{section}: {name}", shown(value)] for name, value in content.items() if value is not None]
+        elif content is not None:
+            rows.append([section, shown(content)])
+    return Table("environment", "Environment", ["what", "value"], rows, "Of the last start, without names of machines.")
+
+
+def _options(run: Run) -> Table:
+    default, chosen = vars(Options()), run.last.facts.get("options", {})
+    rows = [
+        [name, shown(value), "" if name in default and default[name] == value else "changed"]
+        for name, value in chosen.items()
+    ]
+    return Table("options", "Options", ["option", "value", ""], sorted(rows, key=lambda row: row[2] == ""))
+
+
+def _how(end: Optional[Record]) -> str:
+    if end is None:
+        return "no word"
+    if end.get("how") == "left":
+        return f"saved and left ({end.get('reason')})"
+    return f"{end.get('how')}: {first_line(end.get('error'))}" if end.get("error") else str(end.get("how"))

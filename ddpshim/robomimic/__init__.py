@@ -1,0 +1,43 @@
+"""What the patch sets of robomimic call, each in place of the line it stands for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Loaded when first used: a process that asks what robomimic's adapter offers may have no use for a trainer's calls.
+_HOMES = {
+    "copyfile": "calls",
+    "deal_episodes": "rollout",
+    "device_or": "calls",
+    "failed": "calls",
+    "finish": "calls",
+    "get_exp_dir": "calls",
+    "has_checkpoint": "calls",
+    "is_main": "calls",
+    "load_data_for_training": "datasets",
+    "loader": "datasets",
+    "main_computes": "calls",
+    "main_decides": "calls",
+    "main_only": "calls",
+    "mean_over_ranks": "calls",
+    "plays_rollouts": "rollout",
+    "prepare": "calls",
+    "quiet": "calls",
+    "resume": "calls",
+    "rollout_with_stats": "calls",
+    "run_epoch": "calls",
+    "same_on_all_ranks": "calls",
+    "save_model": "calls",
+    "start": "calls",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddpshim.robomimic' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ddpshim.robomimic.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

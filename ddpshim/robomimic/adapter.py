@@ -1,0 +1,68 @@
+"""robomimic's adapter: what ddpshim asks of it, see :class:`ddpshim.trainers.interface.Adapter`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, Optional
+
+from ddpshim.errors import DdpShimError
+
+if TYPE_CHECKING:
+    from ddpshim.data.fetching import Collate, Fetcher
+    from ddpshim.trainers.interface import StandIns
+
+_NAMES_IN_WEIGHTED_SAMPLER = {
+    *("np", "random", "choice", "range", "len", "weights", "num_samples"),
+    *("numpy", "torch", "sum", "replacement", "from_numpy", "iter", "tolist"),
+}
+
+
+class _Batches:
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def attach(self) -> Optional[str]:
+        from ddpshim.robomimic import batches
+
+        return batches.attach(self._dataset)
+
+    def collate(self) -> Collate:
+        from ddpshim.robomimic import batches
+
+        return batches.Collate()
+
+
+def fetcher(dataset: Any) -> Optional[Fetcher]:
+    """For SequenceDataset, MetaDataset and what is derived from them."""
+    from ddpshim.robomimic import batches
+
+    return _Batches(dataset) if batches.concerns(dataset) else None
+
+
+def draws_by_weight(sampler: Any) -> bool:
+    """Whether `sampler` is robomimic 0.5's stand-in for torch's WeightedRandomSampler, for more categories."""
+    kind = type(sampler)
+    # Of a tree of its own, whose class may do something else, the names tell.
+    return (kind.__module__, kind.__name__) == ("robomimic.utils.dataset", "CustomWeightedRandomSampler") and set(
+        kind.__iter__.__code__.co_names
+    ) == _NAMES_IN_WEIGHTED_SAMPLER
+
+
+def stand_ins() -> StandIns:
+    """For the functions of an installed robomimic that nobody edits."""
+    from ddpshim.robomimic import stand_ins
+
+    return stand_ins
+
+
+def state_of_files() -> str:
+    """Of the installed package; \"not installed\" where there is none."""
+    from ddpshim.trainers.patching.files import status
+
+    if importlib.util.find_spec("robomimic") is None:
+        return "robomimic is not installed"
+    try:
+        found = status("robomimic")
+    except DdpShimError as error:
+        return str(error)
+    return f"{found.state} ({found.patch_set.name}{', the nearest' if found.state == 'unknown' else ''})"

@@ -1,0 +1,148 @@
+"""What a robomimic Algo holds: the networks that train together, and all that a later start needs to go on.
+
+robomimic is imported inside the functions only.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+from torch import nn
+
+from ddpshim.errors import CheckpointError
+from ddpshim.job.group import world
+
+
+def algos(model: Any) -> Iterator[Any]:
+    """`model` and the algorithms inside it (hbc and iris hold planners, actors and value functions)."""
+    from robomimic.algo.algo import Algo
+
+    inner = [value for value in vars(model).values() if isinstance(value, Algo)]
+    for algo in inner:
+        yield from algos(algo)
+    if "nets" in vars(model):
+        yield model
+
+
+def trained_together(algo: Any) -> Iterator[nn.Module]:
+    """The networks of `algo` that its optimizers train, cut where those cut them; no target networks."""
+    optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
+    trained = {id(p) for optimizer in flat(optimizers) for group in optimizer.param_groups for p in group["params"]}
+    for name, net in algo.nets.items():
+        cut = isinstance(net, nn.ModuleList) and isinstance(optimizers.get(name), list)
+        yield from (part for part in (net if cut else [net]) if any(id(p) in trained for p in part.parameters()))
+
+
+class AlgoState:
+    """All of an Algo that training changes: networks, EMA, optimizers, schedules, counters; of inner ones too."""
+
+    def __init__(self, model: Any) -> None:
+        self._algos = list(algos(model))
+        self._before = [_counters(algo) for algo in self._algos]
+        self._held: Optional[list[dict[str, Any]]] = None
+
+    def hold(self) -> None:
+        """Keep schedules and counters as they are now: what the trainer changes after an epoch it will change again."""
+        self._held = [self._light(*pair) for pair in zip(self._algos, self._before)]
+        self._held = copy.deepcopy(self._held)
+
+    def release(self) -> None:
+        """Take them as they are again."""
+        self._held = None
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        out = []
+        for i, algo in enumerate(self._algos):
+            light = self._light(algo, self._before[i]) if self._held is None else self._held[i]
+            ema = getattr(algo, "ema", None)
+            optimizers = [o.state_dict()["state"] for o in flat(vars(algo).get("optimizers"))]
+            heavy = {
+                "nets": algo.nets.state_dict(),
+                "ema": None if ema is None else ema.averaged_model.state_dict(),
+                "optimizers": optimizers,
+            }
+            out.append({**heavy, **light})
+        return out
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        mine = self.state_dict()
+        for kind in ("optimizers", "lr_schedulers", "ema"):
+            was, now = ([_size(part[kind]) for part in parts] for parts in (state, mine))
+            if was != now:
+                raise CheckpointError(
+                    f"the progress has {kind} of sizes {was}, the algorithm {now}; a part of it would go on as new. Go "
+                    "on with the config that the run was started with, or with DDPSHIM_RESUME=never."
+                )
+        for algo, saved in zip(self._algos, state):
+            algo.nets.load_state_dict(saved["nets"])
+            for o, held, groups in zip(flat(vars(algo).get("optimizers")), saved["optimizers"], saved["param_groups"]):
+                o.load_state_dict({"state": held, "param_groups": groups})
+            for schedule, held in zip(flat(vars(algo).get("lr_schedulers")), saved["lr_schedulers"]):
+                schedule.load_state_dict(held)
+            vars(algo).update(saved["counters"])
+            if saved["ema"] is not None:
+                algo.ema.averaged_model.load_state_dict(saved["ema"])
+                vars(algo.ema).update(saved["ema_counters"])
+
+    @staticmethod
+    def _light(algo: Any, before: dict[str, Any]) -> dict[str, Any]:
+        ema = getattr(algo, "ema", None)
+        return {
+            "param_groups": [o.state_dict()["param_groups"] for o in flat(vars(algo).get("optimizers"))],
+            "lr_schedulers": [s.state_dict() for s in flat(vars(algo).get("lr_schedulers"))],
+            # Only those that training has moved: others are the config's, which may say something new next time.
+            "counters": {name: n for name, n in _counters(algo).items() if before.get(name) != n},
+            "ema_counters": {} if ema is None else _counters(ema),
+        }
+
+
+def _size(state: Any) -> int:
+    return 0 if state is None else len(state)
+
+
+def _counters(owner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if type(value) in (int, float)}
+
+
+def flat(made: Any) -> list[Any]:
+    """The optimizers or schedules of an Algo: it keeps one by name, or a list of them, or None."""
+    values = made.values() if isinstance(made, Mapping) else made if isinstance(made, list) else [made]
+    if isinstance(made, (Mapping, list)):
+        return [inner for value in values for inner in flat(value)]
+    return [] if made is None else [made]
+
+
+class Metrics:
+    """The metrics of an epoch's steps, those from before a break included."""
+
+    def __init__(self, before: Mapping[str, tuple[float, int]]) -> None:
+        self._before = before  # mean over steps and ranks, and number of steps
+        self._now: dict[str, list[float]] = {}
+
+    @property
+    def are_of_two_starts(self) -> bool:
+        """Whether an earlier start made some of the steps."""
+        return bool(self._before)
+
+    def take(self, said: dict[str, Any]) -> dict[str, Any]:
+        """Note what was said of one step, and return it. Local."""
+        for key, value in said.items():
+            self._now.setdefault(key, []).append(float(value))
+        return said
+
+    def joined(self) -> dict[str, tuple[float, int]]:
+        """Mean and number of steps so far of each metric (collective)."""
+        now = world().mean({key: math.fsum(values) / len(values) for key, values in self._now.items()})
+        out = dict(self._before)
+        for key, mean in now.items():
+            (mean_before, num_before), num_now = self._before.get(key, (0.0, 0)), len(self._now[key])
+            num = num_before + num_now
+            out[key] = ((mean_before * num_before + mean * num_now) / num, num)
+        return out
+
+    def means(self) -> dict[str, float]:
+        """The metrics of the whole epoch (collective)."""
+        return {key: mean for key, (mean, _) in self.joined().items()}

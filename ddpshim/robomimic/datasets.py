@@ -1,0 +1,217 @@
+"""robomimic's datasets: what they would cost in memory, loaded with statistics from one rank, divided over all.
+
+robomimic and h5py are imported inside the functions only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Callable
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from ddpshim.data import advice, node_memory
+from ddpshim.data.loader import ShardedLoader, make_loader
+from ddpshim.errors import DataError
+from ddpshim.job import machine
+from ddpshim.job.group import world
+from ddpshim.robomimic import batches, node_cache
+
+
+def advise_on_cache(config: Any, num_ranks: int) -> None:
+    """Say whether the copies of the dataset in `num_ranks` processes would not fit into this node's memory. Local.
+
+    Nothing where they are one: that it fits is looked at when it is made.
+    """
+    if not _is_shared(config):
+        _advise_on_copies(config, num_ranks)
+
+
+def _advise_on_copies(config: Any, num_ranks: int) -> None:
+    if config.train.hdf5_cache_mode != "all":
+        return
+    data = config.train.data  # a path, from 0.5.0 on a list of mappings
+    paths = [os.path.expanduser(d["path"]) for d in data] if isinstance(data, (list, tuple)) else [str(data)]
+    looks = [_loaded(path, config) for path in paths]
+    num_bytes, has_images = sum(size for size, _ in looks), any(images for _, images in looks)
+    num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
+    is_off = world().options.node_memory == "off"
+    advice.say(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
+
+
+def _loaded(path: str, config: Any) -> tuple[float, bool]:
+    """(bytes on disk, whether images are among them) of what robomimic loads from a file, judged by its first demo."""
+    import h5py
+
+    loaded = {"": set(config.train.dataset_keys), "obs": set(config.all_obs_keys)}
+    if config.train.get("hdf5_load_next_obs", True):
+        loaded["next_obs"] = loaded["obs"]
+    sizes, dims = {True: 0, False: 0}, [0]
+
+    def look(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            group, _, key = name.rpartition("/")
+            is_loaded = key in loaded.get(group, ())
+            sizes[is_loaded] += item.id.get_storage_size()
+            dims.append(item.ndim if is_loaded else 0)
+
+    if not h5py.is_hdf5(path):  # upstream has its own words for a wrong path
+        return 0.0, False
+    with h5py.File(path, "r") as file:
+        for demo in list(file.get("data", {}).values())[:1]:
+            demo.visititems(look)
+    share = sizes[True] / max(1, sum(sizes.values()))
+    return share * os.path.getsize(path), max(dims) >= 4  # (T, height, width, channels)
+
+
+def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
+    """Upstream's datasets for training and validation; launched, with one cache for each node (then collective).
+
+    Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
+
+    Raises DataError where the node has no room for the cache; see the option `node_memory`.
+    """
+    import robomimic.utils.dataset as Datasets
+    import robomimic.utils.train_utils as TrainUtils
+
+    here = world()
+    load = functools.partial(TrainUtils.load_data_for_training, config, **options)
+    if not here.is_launched:
+        return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
+    kinds = [getattr(Datasets, kind) for kind in ("SequenceDataset", "MetaDataset") if hasattr(Datasets, kind)]
+    names = ("normalize_obs", "get_action_stats")
+    computed = {(kind, name): vars(kind)[name] for kind in kinds for name in names if name in vars(kind)}
+    for (kind, name), compute in computed.items():
+        setattr(kind, name, functools.partialmethod(_on_main, compute))
+    try:
+        datasets = _load_once_a_node(load, obs_keys, Datasets.SequenceDataset, config)
+        for dataset in datasets:
+            if hasattr(dataset, "get_action_normalization_stats"):
+                dataset.get_action_normalization_stats()  # upstream would compute them when they are first used
+    finally:
+        for (kind, name), compute in computed.items():
+            setattr(kind, name, compute)
+    return datasets
+
+
+def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config: Any) -> tuple[Any, Any]:
+    """What `load` makes, with one cache for each node; with upstream's own where they might differ (collective)."""
+    here, keys = world(), list(obs_keys)
+    if not _is_shared(config):
+        return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
+    with node_cache.without_cache(kind) as waiting:
+        datasets = load(obs_keys=obs_keys)
+    place, most_gb = here.options.node_memory, here.options.node_memory_gb
+    directory, budget_bytes = None if place == "auto" else place, None if most_gb is None else most_gb * 1e9
+    problem = node_cache.share(waiting, here, directory=directory, budget_bytes=budget_bytes)
+    if problem is None:
+        for dataset in filter(None, datasets):
+            if here.options.batched_fetch:  # before the loader, which would hold arrays of its own for it
+                batches.attach(dataset, arrays=node_cache.Flat(dataset))
+        node_cache.trim(waiting)
+        return datasets  # type: ignore[no-any-return]
+    if here.is_main:
+        advice.say(f"{problem}: each rank loads a copy of its own, as upstream does")
+        _advise_on_copies(config, here.local_world_size)
+    return load(obs_keys=keys)  # type: ignore[no-any-return]
+
+
+def _is_shared(config: Any) -> bool:
+    """Whether caches are made once for each node: launched, unless the user or the system says no. Local."""
+    here = world()
+    wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory != "off"
+    return wanted and here.is_launched and node_memory.is_supported()
+
+
+def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
+    """What `compute` returns on the main rank. A dataset of datasets asks each of them: DROID's has thousands."""
+    return compute(dataset) if _asking else world().run_on_main(_asked, dataset, compute)
+
+
+_asking: list[Any] = []  # the dataset that is computing, on the main rank
+
+
+def _asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
+    _asking.append(dataset)
+    try:
+        return compute(dataset)
+    finally:
+        _asking.pop()
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
+
+    There, workers stay for the next epoch where the dataset's code is known to draw no random numbers (a worker that
+    stays goes on with its stream, one that starts has a new one), and batches for a GPU are pinned.
+
+    Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
+    in one process ends in an empty StopIteration, or goes without that validation and says nothing.
+    """
+    dataset, batch_size = options["dataset"], options["batch_size"]
+    here = world()
+    if here.is_launched and here.options.batched_fetch:
+        is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
+        can_stay = bool(options.get("num_workers")) and is_plain and batches.known(dataset)
+        options["persistent_workers"] = options.get("persistent_workers") or can_stay
+        options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
+    try:
+        return make_loader(**options)
+    except DataError:
+        if len(dataset) >= batch_size:
+            raise
+        num_ranks = here.world_size
+        largest = len(dataset) // num_ranks * num_ranks
+        lower = f"lower train.batch_size to {largest}, " if largest else ""
+        raise DataError(
+            f"{_source(dataset)}: {len(dataset)} samples, fewer than a batch of {batch_size} (train.batch_size, of "
+            f"all {num_ranks} ranks together, for training and validation). robomimic drops incomplete batches, so an "
+            f"epoch would have no step. Name a filter key with more demonstrations, {lower}or, if this is the "
+            "validation set, set experiment.validate to false."
+        ) from None
+
+
+def divided(given: Any) -> DataLoader[Any]:
+    """The share of this rank in what a plain DataLoader of the trainer's gives; itself, if it is one (collective).
+
+    Raises DataError for anything else than torch's own DataLoader, or where `loader` does.
+    """
+    if isinstance(given, ShardedLoader):
+        return given
+    if type(given) is not DataLoader:
+        raise DataError(
+            f"run_epoch with a {type(given).__name__} in place of torch's DataLoader; what it reads could not be "
+            "divided, and all ranks would train on the same samples. Use ddpshim.make_loader in its place."
+        )
+    names = ["dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    names += ["multiprocessing_context", "persistent_workers", "pin_memory_device", "generator"]
+    options = {name: getattr(given, name) for name in names}
+    if given.num_workers:
+        options["prefetch_factor"] = given.prefetch_factor
+    if isinstance(given.dataset, IterableDataset):
+        return loader(batch_size=given.batch_size, drop_last=given.drop_last, **options)
+    if given.batch_size is None or type(given.batch_sampler) is not BatchSampler:
+        return loader(batch_size=given.batch_size, sampler=given.sampler, batch_sampler=given.batch_sampler, **options)
+    own, sampler = type(given.sampler) in (RandomSampler, SequentialSampler), given.sampler
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
+        own = False  # its draws are the user's choice
+    options["shuffle"] = own and type(sampler) is RandomSampler
+    options["sampler"] = None if own else sampler
+    return loader(batch_size=given.batch_size, drop_last=given.drop_last, **options)
+
+
+def _source(dataset: Any) -> str:
+    """Where the samples of `dataset` come from, as the config names it."""
+    parts = getattr(dataset, "datasets", [dataset])
+    keys = [part.filter_by_attribute for part in parts]
+    of = ["all demonstrations" if key is None else f"filter key {key!r}" for key in keys]
+    more = [f"{len(parts) - 3} more"] if len(parts) > 3 else []
+    return " + ".join([*(f"{which} of {part.hdf5_path}" for which, part in zip(of, parts[:3])), *more])

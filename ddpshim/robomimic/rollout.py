@@ -1,0 +1,419 @@
+"""Evaluation rollouts of robomimic, the episodes of each environment dealt to all ranks.
+
+Episode e is played by rank e % W, from a seed of its own: the statistics do not depend on W. robomimic and
+numpy are imported inside the functions only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import pickle
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional, Union
+
+import torch
+
+from ddpshim.errors import RolloutError
+from ddpshim.job.failure import caused_by
+from ddpshim.job.group import World, next_number, world
+from ddpshim.job.random_streams import derive_seed, seed_everything, shared_random_streams
+
+
+def plays_rollouts() -> bool:
+    """Whether this rank plays episodes, and needs environments; call it before they are made. Local.
+
+    All ranks do, unless the option `rollouts` is "main". Where the rank computes on a GPU, renderers
+    that open a display through EGL are pointed at the same one (MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID are set
+    in `os.environ`, where nobody has set them).
+    """
+    here = world()
+    if not here.is_launched:
+        return True
+    if here.device.type == "cuda":
+        _render_on(here.device.index or 0)
+    return _on_all_ranks() or here.is_main
+
+
+def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """The functions that make the environments of a vector environment, each seeded for the episodes it will play.
+
+    In turn t of an evaluation, which is played by rank t % W, the i-th of n environments plays episode t * n + i, from
+    the seed of that episode. Without it all ranks would play the same ones: upstream seeds its i-th environment alike
+    in each process, and nobody reaches its generators in a process of its own. Local; without a launcher `make`.
+    """
+    here = world()
+    if not here.is_launched:
+        return list(make)
+    rank, num_ranks = (here.rank, here.world_size) if _on_all_ranks() else (0, 1)
+    episodes = [range(rank * len(make) + i, sys.maxsize, num_ranks * len(make)) for i in range(len(make))]
+    return [functools.partial(_make_seeded, one, own, here.seed or 0) for one, own in zip(make, episodes)]
+
+
+def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) -> Any:
+    env, left = make(), iter(episodes)
+    reset = env.reset
+
+    def seeded_reset(**options: Any) -> Any:
+        own = _seed_of_environment(seed, env.name, next(left))
+        seed_everything(own)
+        _seed_generators(env, own)
+        return reset(**options)
+
+    env.reset = seeded_reset
+    return env
+
+
+def rollout_with_stats(
+    *,
+    policy: Any,
+    envs: Union[Mapping[str, Any], Iterable[Any]],
+    is_told_to_end: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
+    """Upstream's rollout_with_stats on all ranks: the same statistics on every rank (collective).
+
+    Without a launcher it is upstream's function. With the option rollouts=main the main rank calls it alone, and
+    other ranks return at once, with nothing. `video_paths` is empty on all but the main rank: what it names is
+    there, to be kept or removed there.
+
+    An episode's random numbers (torch's, numpy's and random's global generators, and numpy generators that an
+    environment holds as `rng` or `np_random`) depend on the seed of the world, `epoch`, the environment's name
+    and the episode. An environment with randomness elsewhere, or that remembers earlier episodes, has
+    statistics that depend on the number of ranks.
+
+    "Time_Episode" is the sum over all episodes, as upstream has it: W ranks take about a W-th of it.
+
+    Where `is_told_to_end` turns true on a rank, ranks finish the episode they are in and raise Interrupted.
+
+    Raises RolloutError on all ranks where an episode fails on one, naming environment, episode and rank; peers
+    finish the episode they are in. An environment without episodes is left out.
+
+    Where `envs` makes one environment after the other (robocasa), it is as there: each is made from one seed for each
+    evaluation, so all evaluations start from the same states; one that cannot be made is left out; an episode that
+    fails is printed, and the statistics are those of the episodes before it, -1 without any.
+    """
+    import robomimic.utils.train_utils as TrainUtils
+
+    here = world()
+    if not here.is_launched:
+        return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options)  # type: ignore[no-any-return]
+    plays = plays_rollouts()  # before environments are made, which robocasa does only now
+    if not _on_all_ranks():
+        return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options) if plays else ({}, {})
+    return _Evaluation(here, policy, is_told_to_end=is_told_to_end, **options).run(envs)
+
+
+class Interrupted(Exception):
+    """The evaluation was left because a rank was told to end; on all ranks alike."""
+
+
+@dataclass
+class _Evaluation:
+    """One call of rollout_with_stats, with its arguments."""
+
+    here: World
+    policy: Any
+    horizon: Union[int, list[int]]  # a list: one for each environment
+    use_goals: bool = False
+    num_episodes: int = 0
+    render: bool = False
+    video_dir: Optional[str] = None
+    video_path: Optional[str] = None
+    epoch: Optional[int] = None
+    video_skip: int = 5
+    terminate_on_success: bool = False
+    verbose: bool = False
+    del_envs_after_rollouts: bool = False
+    data_logger: Any = None
+    is_told_to_end: Callable[[], bool] = lambda: False
+
+    def run(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+        """What upstream returns."""
+        seed = self.here.broadcast(torch.initial_seed() if self.here.seed is None else self.here.seed)
+        videos = _Videos() if self.here.is_main else None
+        in_turn = not isinstance(envs, Mapping)
+        logs: dict[str, Any] = {}
+        try:
+            for name, env, horizon in self._each(envs):
+                with contextlib.closing(env) if self.del_envs_after_rollouts else contextlib.nullcontext():
+                    turns, frames = self._play(name, env, horizon, seed, in_turn)
+                if self.video_dir or self.video_path:
+                    self._write(videos, name, frames, len(turns))
+                if turns:
+                    logs[name] = _mean(list(itertools.chain(*turns)))
+                elif in_turn:
+                    logs[name] = dict.fromkeys(("Time_Episode", "Return", "Success_Rate", "time"), -1)
+                if self.data_logger is not None:
+                    self._record(name, logs[name])
+        finally:
+            if videos is not None:
+                videos.close()
+        return logs, videos.written if videos is not None else {}
+
+    def _each(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> Iterator[tuple[str, Any, int]]:
+        """Name, environment and horizon, the same names on all ranks (collective)."""
+        if isinstance(envs, Mapping):
+            self._check_names(list(envs))
+            yield from ((name, env, self.horizon) for name, env in envs.items())  # type: ignore[misc]
+            return
+        horizons = self.horizon if isinstance(self.horizon, list) else [self.horizon]
+        for env, horizon in zip(envs, horizons):
+            name: Any = env.get_env_attr(key="name", id=0)[0] if _is_vector(env) else getattr(env, "name", None)
+            self._check_names([name])
+            if env is not None:
+                yield name, env, horizon
+
+    def _check_names(self, mine: list[Any]) -> None:
+        names = self.here.gather(mine)
+        if any(other != names[0] for other in names):
+            raise RolloutError(
+                f"ranks evaluate different environments ({names}, in rank order); episodes would be played twice or "
+                "not at all. Make the environments on every rank: under `plays_rollouts()`. None is one that could "
+                "not be made: that rank's output says why."
+            )
+
+    def _play(
+        self, name: str, env: Any, horizon: int, seed: int, in_turn: bool
+    ) -> tuple[list[list[dict[str, float]]], dict[int, bytes]]:
+        """The results of the episodes of each turn, in order, and the packed frames of this rank's turns.
+
+        A turn is what plays at once: an episode, or one in each part of a vector environment.
+        """
+        import robomimic.utils.log_utils as LogUtils
+
+        here, num_episodes = self.here, self.num_episodes
+        num_at_once = len(env) if _is_vector(env) else 1
+        num_turns = math.ceil(num_episodes / num_at_once)
+        counter = f"rollouts/{next_number('rollouts')}"
+        print(
+            f"rollout: env={name}, horizon={horizon}, use_goals={self.use_goals}, "
+            f"num_episodes={num_episodes}, ranks={here.world_size}"
+        )
+        results: dict[int, list[dict[str, float]]] = {}
+        packing: dict[int, Future[bytes]] = {}
+        packer = ThreadPoolExecutor(1)  # while the next turn is played
+        found: Optional[Exception] = None
+        failed_at, text = num_turns, ""
+        bar = LogUtils.custom_tqdm(total=num_turns, disable=self.verbose or not here.is_main)
+        for turn in range(here.rank, num_turns, here.world_size):
+            if here.count(f"{counter}/told to end", self.is_told_to_end()):
+                break
+            # In turn, the turns before the one that failed are still wanted.
+            if here.count(f"{counter}/failed") and not in_turn:
+                break
+            try:
+                own = derive_seed(seed, "rollout", str(self.epoch), name, turn)
+                of_env = _seed_of_environment(seed, name, turn) if in_turn else own
+                results[turn], shown = self._play_turn(env, horizon, own, of_env)
+                if shown:
+                    packing[turn] = packer.submit(_pack, shown)
+            except Exception as error:
+                here.count(f"{counter}/failed", 1)
+                found, failed_at = error, turn
+                text = (
+                    f"environment {name!r}, episode {turn * num_at_once} failed on rank {here.rank} "
+                    f"({type(error).__name__}: {error}); statistics without it would not be those of "
+                    f"{num_episodes} episodes. See that rank's traceback."
+                )
+                break
+            bar.update(here.count(f"{counter}/played", 1) - bar.n)
+        packer.shutdown()
+        frames = {turn: packed.result() for turn, packed in packing.items()}
+        outcomes = here.gather((results, failed_at, text))
+        failed = [rank for rank, (_, _, said) in enumerate(outcomes) if said]
+        bar.update(0 if failed else num_turns - bar.n)
+        bar.close()
+        if failed and not in_turn:
+            failure = RolloutError(outcomes[failed[0]][2])
+            raise (failure if failed[0] == here.rank else caused_by(failed[0], failure)) from found
+        if here.count(f"{counter}/told to end"):
+            raise Interrupted(f"a signal during the rollouts in {name!r}")
+        if found is not None:
+            traceback.print_exception(type(found), found, found.__traceback__)
+        num_kept = min(before for _, before, _ in outcomes)
+        if num_kept < num_turns and here.is_main:
+            said = next(said for _, before, said in outcomes if before == num_kept)
+            print(
+                f"ddpshim: {said} As without ddpshim, they are of the {num_kept * num_at_once} before it.",
+                file=sys.__stderr__ or sys.stderr,
+                flush=True,
+            )
+        results = {turn: result for part, _, _ in outcomes for turn, result in part.items()}
+        ordered = [results[turn] for turn in range(num_kept)]
+        if self.verbose:
+            for number, result in enumerate(itertools.chain(*ordered)):
+                print(f"Episode {number + 1}", json.dumps(result, sort_keys=True, indent=4, default=float))
+        return ordered, frames
+
+    def _play_turn(
+        self, env: Any, horizon: int, seed: int, seed_of_env: int
+    ) -> tuple[list[dict[str, float]], list[Any]]:
+        """Upstream's results of a turn's episodes, and their frames."""
+        import robomimic.utils.train_utils as TrainUtils
+
+        shown = _Frames() if self.video_dir or self.video_path else None
+        start = time.time()
+        with shared_random_streams(seed):
+            _seed_generators(env, seed_of_env)
+            result = TrainUtils.run_rollout(
+                policy=self.policy,
+                env=env,
+                horizon=horizon,
+                use_goals=self.use_goals,
+                render=self.render,
+                video_writer=shown,
+                video_skip=self.video_skip,
+                terminate_on_success=self.terminate_on_success,
+            )
+        frames = shown.frames if shown is not None else []
+        if not _is_vector(env):
+            return [{**result, "time": time.time() - start}], frames
+        share = (time.time() - start) / len(env)
+        return [{**{key: of[i] for key, of in result.items()}, "time": share} for i in range(len(env))], frames
+
+    def _path(self, name: str) -> str:
+        """The video of an environment, named as upstream names it."""
+        suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
+        return self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")
+
+    def _write(self, videos: Optional[_Videos], name: str, frames: dict[int, bytes], num_turns: int) -> None:
+        """Have the main rank append all turns to the video of `name`, one in memory at a time (collective)."""
+        failed: list[Exception] = []
+        for turn in range(num_turns):
+            src, packed = turn % self.here.world_size, frames.pop(turn, b"")
+            if src != 0:  # the main rank has its own
+                packed = self.here.broadcast(packed, src=src)
+            if videos is not None and not failed:
+                try:
+                    videos.append(name, self._path(name), _unpack(packed))
+                except Exception as error:  # others go on sending what they have
+                    failed.append(error)
+        self.here.run_on_main(_write_video, failed)
+
+    def _record(self, name: str, statistics: Mapping[str, float]) -> None:
+        """Log what robocasa's rollout_with_stats logs itself; others leave it to the trainer. Local."""
+        for key, value in statistics.items():
+            if key.startswith("Time_"):
+                self.data_logger.record(f"Timing_Stats/Rollout_{name}_{key[5:]}", value, self.epoch)
+            else:
+                self.data_logger.record(f"Rollout/{key}/{name}", value, self.epoch, log_stats=True)
+        print(f"\nEpoch {self.epoch} Rollouts took {statistics['time']}s (avg) with results:")
+        print(f"Env: {name}\n{json.dumps(statistics, sort_keys=True, indent=4)}")
+
+
+class _Frames:
+    """A video writer for upstream that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+
+    def append_data(self, frame: Any) -> None:
+        self.frames.append(frame)
+
+
+@dataclass
+class _Videos:
+    """The video files of an evaluation, on the main rank: opened for the first frame, as ffmpeg makes no empty file."""
+
+    written: dict[str, str] = field(default_factory=dict)
+    _writers: dict[str, Any] = field(default_factory=dict)
+
+    def append(self, name: str, path: str, frames: list[Any]) -> None:
+        import imageio
+
+        for frame in frames:
+            if path not in self._writers:
+                self._writers[path] = imageio.get_writer(path, fps=20)
+            self.written[name] = path
+            self._writers[path].append_data(frame)
+
+    def close(self) -> None:
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+
+def _pack(frames: list[Any]) -> bytes:
+    """Small, because a rank keeps them until all episodes of the environment are played."""
+    return zlib.compress(pickle.dumps(frames), 1)
+
+
+def _unpack(packed: bytes) -> list[Any]:
+    return pickle.loads(zlib.decompress(packed)) if packed else []
+
+
+def _write_video(failed: list[Exception]) -> None:
+    """Raise on all ranks what the main rank met when it wrote a video."""
+    if failed:
+        raise failed[0]
+
+
+def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:
+    """The statistics that upstream makes of its episodes, in their order: float sums depend on it."""
+    import numpy
+
+    columns = {key: [episode[key] for episode in episodes] for key in episodes[0]}
+    minutes = numpy.sum(columns["time"]) / 60.0
+    return {**{key: numpy.mean(column) for key, column in columns.items()}, "Time_Episode": minutes}
+
+
+def _is_vector(env: Any) -> bool:
+    """Whether `env` is tianshou's, which plays several episodes at once in processes of their own."""
+    return hasattr(env, "get_env_attr")
+
+
+def _seed_of_environment(seed: int, name: str, episode: int) -> int:
+    """Of the environment in an episode: the same in every evaluation."""
+    return derive_seed(seed, "rollout", name, episode)
+
+
+def _seed_generators(env: Any, seed: int) -> None:
+    for number, generator in enumerate(_own_generators(env)):
+        _reseed(generator, derive_seed(seed, "environment", number))
+
+
+def _own_generators(env: Any) -> Iterator[Any]:
+    """The numpy generators held by `env` and by the environments that it wraps (robosuite 1.5, gymnasium)."""
+    import numpy
+
+    seen: dict[int, Any] = {}
+    layer = env
+    while layer is not None and id(layer) not in seen:
+        seen[id(layer)] = layer
+        for name in ("rng", "np_random"):
+            held = getattr(layer, name, None)
+            if isinstance(held, (numpy.random.Generator, numpy.random.RandomState)) and id(held) not in seen:
+                seen[id(held)] = held
+                yield held
+        layer = getattr(layer, "env", None)
+
+
+def _reseed(generator: Any, seed: int) -> None:
+    """Seed a numpy generator in place: parts of the environment hold the same object."""
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed % 2**32)
+
+
+def _on_all_ranks() -> bool:
+    return world().options.rollouts == "all"
+
+
+def _render_on(gpu: int) -> None:
+    """Point EGL renderers at the GPU that torch numbers `gpu`; they count as if all were visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    number = visible[gpu].strip() if gpu < len(visible) and visible[0].strip() else str(gpu)
+    if number.isdigit():  # not a UUID, which EGL does not know
+        os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", number)
+        os.environ.setdefault("EGL_DEVICE_ID", number)

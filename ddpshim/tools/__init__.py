@@ -1,0 +1,1 @@
+"""Commands that look at a trainer or a machine: doctor, audit, selftest."""

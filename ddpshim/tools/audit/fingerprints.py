@@ -1,0 +1,103 @@
+"""Short names for what ranks hold, to be compared elsewhere: tensors, samples of a batch, random streams.
+
+Imports torch when it is first asked; draws nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+_MAX_PARTS = 1024  # numbers of a sample that are looked at
+
+
+def checksums(tensors: Sequence[Any]) -> list[Any]:
+    """For each tensor its bits in a number, and its sum; None for None. One transfer from each device.
+
+    Parts of tensors that are split over ranks (DTensor) are all told as one number: a sum would be a collective.
+    """
+    import torch
+
+    from ddpshim.model import guard
+
+    out: list[Any] = [None] * len(tensors)
+    by_device: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if hasattr(tensor, "placements"):
+            out[i] = [0, 0.0]
+        elif tensor is not None:
+            by_device.setdefault(tensor.device, []).append(i)
+    for device, places in by_device.items():
+        rows = torch.stack([torch.stack(guard.checksum(tensors[i], device)) for i in places]).cpu()
+        totals = rows[:, 1].contiguous().view(torch.float64).tolist()
+        for i, bits, total in zip(places, rows[:, 0].tolist(), totals):
+            out[i] = [bits, total]
+    return out
+
+
+def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
+    """How many samples a batch holds, and a short name for each by its content; (0, None) where it has no tensors.
+
+    A sample is a row of every tensor whose first dimension is that of the first one.
+    """
+    import torch
+
+    with torch.no_grad():
+        tensors = [t.detach() for t in _tensors(batch) if t.dim() and _is_plain(t)]
+        if not tensors or not len(tensors[0]):
+            return 0, None
+        size = len(tensors[0])
+        names = torch.zeros(size, dtype=torch.int64, device="cpu")  # whatever the program has for a default
+        for i, t in enumerate(t for t in tensors if len(t) == size):
+            rows = t.flatten(1) if t.dim() > 1 else t[:, None]
+            rows = rows[:, :: max(1, rows.shape[1] // _MAX_PARTS)]
+            if rows.is_floating_point() or rows.is_complex():
+                rows = (
+                    (torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows)
+                    .double()
+                    .view(torch.int64)
+                )
+            bits = rows.to("cpu", torch.int64)
+            # Odd numbers without an order, so that equal parts at other places are another sample.
+            weights = torch.arange(i + 1, i + 1 + bits.shape[1], device="cpu") * 0x5851F42D4C957F2D + (2 * i + 1)
+            names += ((bits ^ (bits >> 31)) * (weights | 1)).sum(1)
+        return size, [f"{name & 0xFFFFFFFFFFFF:x}" for name in names.tolist()]
+
+
+def _is_plain(t: Any) -> bool:
+    import torch
+
+    return t.layout == torch.strided and not (t.is_nested or t.is_quantized or t.is_meta)
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def streams() -> dict[str, int]:
+    """Where each random stream of this process stands."""
+    import torch
+
+    out = {
+        "torch": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+        "random": zlib.crc32(repr(random.getstate()).encode()),
+    }
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        out["numpy.random"] = zlib.crc32(pickle.dumps(numpy_random.get_state(legacy=False)))
+    if torch.cuda.is_initialized():
+        out["torch.cuda"] = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())
+    return out

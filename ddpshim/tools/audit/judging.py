@@ -1,0 +1,148 @@
+"""What the records of an audited job say: facts, findings, and what could not be looked at. Pure: from lists to lists.
+
+Records are those of ddpshim/tools/audit/recording.py, by rank and in the order in which each rank wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Optional
+
+from ddpshim.tools.audit.divergence import divergences
+from ddpshim.tools.audit.overlap import overlaps
+from ddpshim.tools.audit.verdict import Finding, error, found, named, of_ranks
+from ddpshim.tools.audit.witness import Record, Seen, common_steps, usual
+
+_SEVERITIES = ("error", "warning")
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `audit` prints."""
+
+    facts: dict[str, str]
+    findings: list[Finding]
+    notes: list[str]
+    not_looked_at: list[str]
+
+
+def judge(
+    records: Mapping[int, Sequence[Record]], is_stalled: bool = False, single_batch: Optional[int] = None
+) -> Report:
+    """The report on a job whose ranks left these `records`."""
+    ranks = [Seen(rank, records[rank]) for rank in sorted(records)]
+    # How it ended comes last: what was found before may be why.
+    findings = chain(divergences(ranks), overlaps(ranks, single_batch), _ends(ranks, is_stalled))
+    return Report(
+        _facts(ranks),
+        sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)),
+        list(_notes(ranks)),
+        list(_not_looked_at(ranks)),
+    )
+
+
+def _ends(ranks: Sequence[Seen], is_stalled: bool) -> Iterator[Finding]:
+    steps = {seen.rank: seen.num_steps() for seen in ranks}
+    counts = of_ranks({rank: f"{count} steps" for rank, count in steps.items()})
+    well = [seen for seen in ranks if seen.exit_code == 0]
+    failed = [seen for seen in ranks if seen.exit_code != 0 and not seen.has_stopped]
+    if is_stalled:
+        where = "; ".join(f"{named([seen.rank])}: {_position(seen)}" for seen in ranks)
+        yield error(
+            "stalled",
+            f"no rank came any further, and the job was ended. {where}. A rank that is over, or is somewhere else, "
+            "leaves its peers waiting in a collective until the timeout of the process group.",
+            "Let every rank come to each collective (a backward pass of the wrapped network is one) equally often.",
+        )
+    elif failed:
+        for seen in well:
+            if seen.num_left or seen.num_steps() < max(steps[other.rank] for other in failed):
+                yield found(
+                    "DDP503",
+                    f"{named([seen.rank])} ended with exit code 0 after {seen.num_steps()} steps, in the middle of "
+                    f"one, and {named([other.rank for other in failed])} failed. A launcher that sees code 0 waits "
+                    "for the others, or takes the job for done.",
+                )
+    elif len(set(steps.values())) > 1:
+        yield error(
+            "uneven-steps",
+            f"{counts}, and every exit code is 0. Where each step is a collective the longer ranks hang or fail at "
+            "their next one; where it is none, the models are different ones.",
+            "See what the log of the shortest rank ends with: an exception that was caught and printed looks like "
+            "this. Else give all ranks equally many batches, and let none leave the loop by a value of its own.",
+        )
+    if not is_stalled and not failed and not any(steps.values()):
+        yield error(
+            "no-steps",
+            "no rank made a step of a torch.optim.Optimizer; weights, gradients and random streams could not be "
+            "compared, and nothing found means nothing.",
+            "Audit the program that trains, with arguments that make it train.",
+        )
+
+
+def _position(seen: Seen) -> str:
+    place = f", at {seen.stack}" if seen.stack else ""
+    if seen.exit_code is not None:
+        return f"was over (exit code {seen.exit_code}) after {seen.num_steps()} steps"
+    if seen.has_stopped:
+        return f"had made the {seen.num_steps()} steps that were asked for"
+    return f"{seen.num_steps()} steps and {seen.num_left} batches after the last{place}"
+
+
+def _facts(ranks: Sequence[Seen]) -> dict[str, str]:
+    out = {"ranks": str(len(ranks))}
+    out["steps"] = of_ranks({seen.rank: seen.num_steps() for seen in ranks})
+    first = next((seen.steps[0] for seen in ranks if seen.steps), None)
+    if first is None:
+        return out
+    out["optimizer"] = f"{first['type']}, learning rate {', '.join(f'{lr:g}' for lr in dict.fromkeys(first['lr']))}"
+    sizes = [usual(seen.sizes) for seen in ranks]
+    if all(sizes):
+        out["batch of a step"] = f"{sum(sizes)} samples ({' + '.join(map(str, sizes))})"
+        out["samples"] = of_ranks({s.rank: sum(len(p.samples) for p in s.training) for s in ranks})
+        out["passes"] = of_ranks(
+            {s.rank: f"{len(s.training)} begun, {sum(p.has_ended for p in s.training)} ended" for s in ranks}
+        )
+    mine = ranks[0].optimizers.values()
+    wrapped = sum(sum(each["is_wrapped"]) for each in mine)
+    if wrapped:
+        out["in DistributedDataParallel"] = f"{wrapped} of {sum(len(each['names']) for each in mine)} parameters"
+    unused = [
+        ranks[0].optimizers[number]["names"][i] or f"number {i}"
+        for number, places in ranks[0].without_gradient().items()
+        for i in places
+    ]
+    if unused:
+        shown = ", ".join(unused[:_MAX_NAMED]) + (" ..." if len(unused) > _MAX_NAMED else "")
+        out["without a gradient"] = f"{len(unused)} parameters: {shown}"
+    return out
+
+
+def _notes(ranks: Sequence[Seen]) -> Iterator[str]:
+    for key, steps in common_steps(ranks):
+        tables = [step.get("buffers") or {} for step in steps]
+        names = [name for name in tables[0] if any(table.get(name, [0])[0] != tables[0][name][0] for table in tables)]
+        if names:
+            yield (
+                f"buffers differ between ranks ({', '.join(names[:_MAX_NAMED])}), from step {key[1]} on: statistics "
+                "of each rank's own share, as torch's DDP has them (rank 0's are saved). SyncBatchNorm makes them one."
+            )
+            return
+
+
+def _not_looked_at(ranks: Sequence[Seen]) -> Iterator[str]:
+    yield "losses, metrics and what is done with them; evaluation; samples that were not read"
+    yield "files that C++ writes by itself (HDF5, videos), other machines, and what is logged over the network"
+    training = [each for seen in ranks for each in seen.training]
+    if not training:
+        yield "shares, order and number of batches, and noise: no step was made on a batch of a torch DataLoader"
+        return
+    if not all(any(each.has_ended for each in seen.training) for seen in ranks):
+        yield "the number of batches in an epoch: none ended on every rank (more --steps, or --to-end)"
+    if not all(len(seen.training) > 1 for seen in ranks):
+        yield "the order of the second epoch (set_epoch): it did not begin (more --steps, or --to-end)"
+    if not all(each.tells_samples_apart for each in training):
+        yield "shares and order of batches whose samples look alike, or hold no tensors"

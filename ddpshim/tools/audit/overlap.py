@@ -1,0 +1,176 @@
+"""What ranks read and write without a share of their own. Pure: from what they wrote down to findings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Optional
+
+from ddpshim.tools.audit.verdict import Finding, error, found, named, of_ranks
+from ddpshim.tools.audit.witness import Pass, Record, Seen, usual
+
+_SELDOM = 0.01  # this share of equal samples is no sign of anything
+
+
+def overlaps(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Finding]:
+    """`single_batch`: the samples of a step in the training of one process, if they are to be compared."""
+    yield from _shares(ranks)
+    yield from _orders(ranks)
+    yield from _lengths(ranks)
+    yield from _files(ranks)
+    yield from _folders(ranks)
+    if single_batch is not None:
+        yield from _batch(ranks, single_batch)
+
+
+def _training_passes(ranks: Sequence[Seen]) -> Iterator[tuple[int, list[Pass]]]:
+    """The first, second, ... pass that each rank trained on."""
+    for number, passes in enumerate(zip(*(seen.training for seen in ranks)), start=1):
+        yield number, list(passes)
+
+
+def _shares(ranks: Sequence[Seen]) -> Iterator[Finding]:
+    """At most one: what was wrong in the first pass is in the second."""
+    for number, passes in _training_passes(ranks):
+        code = "DDP205" if passes[0].record["is_iterable"] else "DDP204"
+        for (one, first), (other, second) in combinations(zip(ranks, passes), 2):
+            pair = named([one.rank, other.rank])
+            num = min(len(first.batches), len(second.batches))
+            equal = [_content(a) == _content(b) for a, b in zip(first.batches, second.batches)]
+            if not first.tells_samples_apart or not second.tells_samples_apart:
+                continue
+            if num > 1 and all(equal):
+                yield found(
+                    code,
+                    f"{pair} read the same samples in all of the first {num} batches of {first.place} (pass {number}):"
+                    f" the result of one process, and {len(ranks)} times its work.",
+                )
+                return
+            mine, theirs = set(first.samples), set(second.samples)
+            both, least = len(mine & theirs), min(len(mine), len(theirs))
+            # Drawing with replacement, or standing still, gives equal samples within a rank as well.
+            within = max(1 - len(set(each.samples)) / len(each.samples) for each in (first, second))
+            by_chance = 2 * within + 2 * _SELDOM + 3 * math.sqrt(within / least)
+            if both > max(len(ranks), by_chance * least):
+                yield found(
+                    code,
+                    f"{pair} read {both} of the same samples among the {least} that each read from {first.place} "
+                    f"(pass {number}): they have no shares of their own, and an epoch has up to {len(ranks)} times "
+                    "the samples.",
+                )
+                return
+
+
+def _content(batch: Record) -> Optional[list[str]]:
+    return None if batch["samples"] is None else sorted(batch["samples"])
+
+
+def _orders(ranks: Sequence[Seen]) -> Iterator[Finding]:
+    """At most one."""
+    for seen in ranks:
+        for number, (first, second) in enumerate(zip(seen.training, seen.training[1:]), start=1):
+            if first.record["data"] != second.record["data"]:
+                continue
+            length = min(len(first.samples), len(second.samples))
+            num = min(len(first.batches), len(second.batches))
+            has_same = first.samples[:length] == second.samples[:length] and len(set(first.samples[:length])) > 1
+            sampler, shuffles = second.record["sampler"], second.record["shuffles"]
+            # Random augmentation makes other samples of the same ones; then the sampler's word is all there is.
+            is_other = set(first.samples).isdisjoint(second.samples)
+            epochs = first.record["epoch"], second.record["epoch"]
+            stands = bool(shuffles) and is_other and epochs[0] is not None and epochs[0] == epochs[1]
+            if sampler == "SequentialSampler" or second.record["is_iterable"] or not ((num > 1 and has_same) or stands):
+                continue
+            code = {True: "DDP203", False: "DDP202", None: "DDP302"}[shuffles]
+            epoch = f", its epoch {epochs[1]} in both" if shuffles and epochs[0] == epochs[1] else ""
+            what = f"the same {num} batches in the same order" if has_same else "samples in the same order"
+            yield found(
+                code,
+                f"in passes {number} and {number + 1} over {second.place} {named([seen.rank])} read {what} "
+                f"({sampler}{epoch}); every epoch is a copy of the first.",
+            )
+            return
+
+
+def _lengths(ranks: Sequence[Seen]) -> Iterator[Finding]:
+    for number, passes in _training_passes(ranks):
+        counts = [len(each.batches) for each in passes]
+        ended = [count for count, each in zip(counts, passes) if each.has_ended]
+        if ended and max(counts) > min(ended):
+            said = of_ranks({seen.rank: f"{count} batches" for seen, count in zip(ranks, counts)})
+            yield error(
+                "uneven-batches",
+                f"pass {number} over {passes[0].place} had {said}; the ranks with more wait for gradients that never "
+                "come, or take those of the next epoch.",
+                "Split the data evenly (DistributedSampler pads, drop_last=True leaves out), or train under "
+                "torch's Join.",
+            )
+            return
+
+
+def _batch(ranks: Sequence[Seen], single_batch: int) -> Iterator[Finding]:
+    sizes = [usual(seen.sizes) for seen in ranks]
+    if all(sizes) and sum(sizes) != single_batch:
+        rates = ranks[0].steps[0]["lr"]
+        yield found(
+            "DDP206",
+            f"a step is made on {sum(sizes)} samples ({' + '.join(map(str, sizes))}), and on {single_batch} in the "
+            f"training of one process; with the learning rate {rates[0] if rates else 'unknown'} of that one it is "
+            f"another training, with {single_batch / sum(sizes):.3g} times the steps in an epoch.",
+        )
+
+
+# What was written
+
+
+def _files(ranks: Sequence[Seen]) -> Iterator[Finding]:
+    by_path: dict[tuple[str, str], dict[int, str]] = {}
+    for seen in ranks:
+        for record in seen.files:
+            what, path = record["what"], record["path"]
+            folder, _, name = path.rpartition("/")
+            if name.startswith("events.out.tfevents"):  # a name of its own for each process
+                what, path = "append", f"{folder}/events.out.tfevents.*"
+            by_path.setdefault((what, path), {})[seen.rank] = record["place"]
+    shared = [(what, path, ranks) for (what, path), ranks in by_path.items() if len(ranks) > 1]
+    for code, which, effect in (
+        ("DDP404", "delete", "a rank deletes what another one has just made, or fails because it is gone"),
+        ("DDP401", "write", "files that are written at once are torn, and the last rank's stays"),
+        ("DDP403", "append", "logs have each line several times, from different shares"),
+    ):
+        mine = [(path, places) for what, path, places in shared if what == which]
+        if mine:
+            path, places = mine[0]
+            place = next(iter(places.values()))
+            at = f" at {place}" if place else ""
+            more = f", and {len(mine) - 1} more" if len(mine) > 1 else ""
+            verb = {"delete": "delete", "write": "write", "append": "append to"}[which]
+            yield found(code, f"{named(list(places))} {verb} {path}{at}{more}; {effect}.")
+
+
+def _folders(ranks: Sequence[Seen]) -> Iterator[Finding]:
+    """A folder that one line of the program makes under another name on each rank; at most one."""
+    by_place: dict[str, dict[int, list[str]]] = {}
+    for seen in ranks:
+        for record in seen.files:
+            if record["what"] == "mkdir" and record["place"]:
+                by_place.setdefault(record["place"], {}).setdefault(seen.rank, []).append(record["path"])
+    for place, made in by_place.items():
+        paths = {rank: of_rank[-1] for rank, of_rank in made.items()}  # the innermost
+        # The line may make several, and some of them on one rank alone: then all have another one in common.
+        are_elsewhere = not any(all(path in of_rank for of_rank in made.values()) for path in paths.values())
+        if are_elsewhere and not _name_their_ranks(paths):
+            yield found(
+                "DDP405",
+                f"the folder that is made at {place} is {of_ranks(paths)}; what ranks write, load and wait for lies "
+                "in different places.",
+            )
+            return
+
+
+def _name_their_ranks(paths: Mapping[int, str]) -> bool:
+    """Whether the numbers in which `paths` differ are the ranks."""
+    first, *others = (re.sub(rf"(?<!\d){rank}(?!\d)", "R", path) for rank, path in paths.items())
+    return all(other == first for other in others)

@@ -1,0 +1,47 @@
+"""A finding of an audit, and the words in which it tells of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from ddpshim.tools.doctor.findings import CODES
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A hazard that happened. `code` where the doctor has the same one, with a page of its own."""
+
+    code: Optional[str]
+    name: str
+    severity: str
+    message: str
+    fix: str
+
+    def as_text(self) -> str:
+        title = f"{self.code} {self.name}" if self.code else self.name
+        page = f" (docs/doctor/{self.code}.md)" if self.code else ""
+        return f"{self.severity} {title}: {self.message}\n    fix: {self.fix}{page}"
+
+
+def found(code: str, message: str) -> Finding:
+    known = CODES[code]
+    return Finding(code, known.name, known.severity, message, known.fix)
+
+
+def error(name: str, message: str, fix: str) -> Finding:
+    return Finding(None, name, "error", message, fix)
+
+
+def of_ranks(values: Mapping[int, Any]) -> str:
+    """12 on rank 0, 13 on ranks 1 and 2."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} on {named(ranks)}" for value, ranks in by_value.items())
+
+
+def named(ranks: Sequence[int]) -> str:
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

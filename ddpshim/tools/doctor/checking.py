@@ -1,0 +1,122 @@
+"""`check`: every rule on every trainer below a path.
+
+It reads the files below a path with `ast`, finds the trainers among them, and applies every rule to what each of
+them runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from ddpshim.tools.doctor import checkpoints, control, data, devices, files, training
+from ddpshim.tools.doctor.findings import CODES, Finding
+from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
+from ddpshim.tools.doctor.meaning import Meaning
+from ddpshim.tools.doctor.rules import RULES, Case
+from ddpshim.tools.doctor.source import Source
+from ddpshim.tools.doctor.tree import Tree
+
+FAMILIES = (training, data, files, control, devices, checkpoints)  # each registers its rules when it is imported
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings below a path, in the order of files and lines, and the edits that remove some of them."""
+
+    root: Path
+    findings: tuple[Finding, ...]
+    num_files: int
+    num_lines: int
+    num_programs: int
+    num_distributed: int
+    num_ignored: int
+    edits: Mapping[Source, tuple[Edit, ...]]
+
+    def diff(self) -> bytes:
+        """All edits as one unified diff, for `patch -p1` in the folder that was checked."""
+        return b"".join(unified_diff(s.path, self.root, s.content, edits) for s, edits in self.edits.items())
+
+
+class _Found(NamedTuple):
+    finding: Finding
+    source: Optional[Source]
+    edits: tuple[Edit, ...]
+
+
+def check(
+    path: Path, *, select: Collection[str] = (), ignore: Collection[str] = (), exclude: Collection[str] = ()
+) -> Report:
+    """The hazards of every trainer below `path`. Local; reads files only.
+
+    `select` and `ignore` are codes or their beginnings (`DDP4`); `exclude` names files and folders to leave out.
+    Raises OSError where `path` cannot be read.
+    """
+    path.stat()  # a path that is not there is the caller's mistake
+    tree = Tree(path, exclude)
+    found: dict[tuple[str, int, int, str], _Found] = {}
+    for file, error in tree.unreadable:
+        message = f"The file cannot be parsed ({error}), so nothing in it was checked."
+        finding = _finding("DDP001", str(file), (error.line, 1, error.line), message, True, False)
+        found[finding.path, finding.line, 1, "DDP001"] = _Found(finding, None, ())
+    for program in tree.programs:
+        case = Case(program, tree, Meaning(tree, program))
+        for code, apply in RULES.items():
+            if (program.is_distributed or CODES[code].in_single) and _is_chosen(code, select, ignore):
+                for hit in apply(case):
+                    edits = tuple(edits_for(code, hit, case))
+                    source = hit.unit.source
+                    finding = _finding(
+                        code, str(source.path), _place(hit.node), hit.message, program.is_distributed, bool(edits)
+                    )
+                    key = (finding.path, finding.line, finding.column, code)
+                    found.setdefault(key, _Found(finding, source, edits))
+    chosen = [f for f in found.values() if _is_chosen(f.finding.code, select, ignore)]
+    kept = [f for f in chosen if f.source is None or not _is_ignored(f.finding, f.source)]
+    kept.sort(key=lambda f: (f.finding.path, f.finding.line, f.finding.column, f.finding.code))
+    by_source: dict[Source, tuple[Edit, ...]] = {}
+    for each in kept:
+        if each.source is not None and each.edits:
+            by_source[each.source] = by_source.get(each.source, ()) + each.edits
+    return Report(
+        root=path,
+        findings=tuple(f.finding for f in kept),
+        num_files=len(tree.sources) + len(tree.unreadable),
+        num_lines=sum(s.content.count(b"\n") for s in tree.sources),
+        num_programs=len(tree.programs),
+        num_distributed=sum(p.is_distributed for p in tree.programs),
+        num_ignored=len(chosen) - len(kept),
+        edits=by_source,
+    )
+
+
+def _place(node: ast.AST) -> tuple[int, int, int]:
+    """Line, column and last line, of a compound statement its first."""
+    line: int = node.lineno  # type: ignore[attr-defined]
+    column: int = node.col_offset  # type: ignore[attr-defined]
+    is_compound = isinstance(node, (ast.stmt, ast.ExceptHandler)) and hasattr(node, "body")
+    return line, column + 1, line if is_compound else getattr(node, "end_lineno", None) or line
+
+
+def _finding(
+    code: str, path: str, place: tuple[int, int, int], message: str, is_distributed: bool, is_fixable: bool
+) -> Finding:
+    line, column, end_line = place
+    known = CODES[code]
+    severity = known.severity_in(is_distributed)
+    return Finding(path, line, column, end_line, code, known.name, severity, message, known.fix, is_fixable)
+
+
+def _is_chosen(code: str, select: Collection[str], ignore: Collection[str]) -> bool:
+    return (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore))
+
+
+def _is_ignored(finding: Finding, source: Source) -> bool:
+    for line in range(finding.line, finding.end_line + 1):
+        codes = source.ignores.get(line)
+        if codes is not None and (not codes or finding.code in codes):
+            return True
+    return False

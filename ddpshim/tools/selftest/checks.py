@@ -1,0 +1,322 @@
+"""What one rank of the self-test does: join the others, then try each thing that a training run relies on."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import math
+import multiprocessing
+import os
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Callable, NamedTuple, NoReturn, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.data.loader import make_loader
+from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
+from ddpshim.job.group import World, cleanup, setup
+from ddpshim.job.random_streams import shared_random_streams
+from ddpshim.model.parallel import wrap_parallel
+
+_SEED = 1
+_NUM_STEPS = 5
+_BATCH_SIZE_PER_RANK = 4
+_LIMIT = 1e-12  # float64 rounding over a few steps; a gradient that is not reduced differs by 1e-3
+WATCHDOG_S = 2.0  # after torch's own timeout, which has the better words
+_ALONE = World(launcher="selftest")  # a launched world of one: what the ranks together are to equal
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place in the self-test; `folder` is its node's, for log files and a checkpoint."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    device: str
+    timeout_s: float
+    folder: str
+
+    @property
+    def log(self) -> str:
+        """The file that takes what the rank prints."""
+        return os.path.join(self.folder, f"rank{self.rank}.log")
+
+    def variables(self) -> dict[str, str]:
+        """What torchrun would have set: the real jobs' way in, with the parent process as the agent."""
+        return {
+            "DDPSHIM_LAUNCHER": "torchrun",
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+
+class Report(NamedTuple):
+    """What one rank says of one check: a `detail` to print, or an `error`."""
+
+    rank: int
+    moment: float  # of the clock that all processes of a machine share
+    seconds: float
+    detail: str = ""
+    error: Optional[str] = None
+    is_consequence: bool = False  # it only says that another rank did not come, or left
+
+
+def names(device: str) -> list[str]:
+    """The checks, in their order."""
+    return [name for name in _CHECKS if name != "peer-to-peer" or device == "cuda"]
+
+
+def run_rank(place: Place, out: Connection) -> None:
+    """Run every check and send a Report of each, the last one being the first that failed. For a process of its own."""
+    log = open(place.log, "w")  # noqa: SIM115 - for as long as the process lives
+    for stream in (1, 2):  # of libraries in other languages as well
+        os.dup2(log.fileno(), stream)
+    os.environ.update(place.variables())
+    torch.set_num_threads(1)
+    rank = _Rank(place)
+    for name in names(place.device):
+        faulthandler.dump_traceback_later(place.timeout_s + WATCHDOG_S, exit=True, file=log)
+        started = time.perf_counter()
+        try:
+            detail = _CHECKS[name](rank)
+        except BaseException as error:
+            _fail(place, out, error, time.perf_counter() - started)
+        out.send(Report(place.rank, time.time(), time.perf_counter() - started, detail))
+    rank.world.barrier()
+    cleanup()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _fail(place: Place, out: Connection, error: BaseException, seconds: float) -> NoReturn:
+    text = str(error) if isinstance(error, DdpShimError) else f"{type(error).__name__}: {error}"
+    signs = ("by peer", "remote process exited", "imed out", "timeout", "Broken pipe")
+    is_consequence = "first_failure" in error.__dict__ or any(sign in text for sign in signs)
+    if not is_consequence and not isinstance(error, DdpShimError):
+        text = traceback.format_exc()
+    out.send(Report(place.rank, time.time(), seconds, error=text.strip(), is_consequence=is_consequence))
+    os._exit(1)  # teardown would wait for peers
+
+
+class _Net(nn.Module):
+    """A network that trains through a method of its own, as robomimic's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """inputs: (B, 6), targets: (B, 1)."""
+        return nn.functional.mse_loss(self.layers(inputs), targets)
+
+
+class _Rank:
+    """What the checks of one rank hand on to each other."""
+
+    world: World
+    wrapped: Any
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def rendezvous(self) -> str:
+        timeout_s = self.place.timeout_s
+        self.world = setup(device=self.place.device, seed=_SEED, timeout_s=timeout_s, side_timeout_s=timeout_s)
+        self.world.barrier()
+        at = f"{self.place.master_addr}:{self.place.master_port}"
+        return f"{self.world.backend} on {self.world.device.type}, through {at}"
+
+    def collectives(self) -> str:
+        here, size = self.world, self.world.world_size
+        everyone = list(range(size))
+        _expect("gather", here.gather(here.rank), everyone)
+        _expect("broadcast from each rank", [here.broadcast(here.rank, src) for src in everyone], everyone)
+        _expect("sum of integers", here.sum(2**60 + here.rank), size * 2**60 + sum(everyone))
+        _expect("sum of floats", here.sum(0.1 * (here.rank + 1)), math.fsum(0.1 * (rank + 1) for rank in everyone))
+        _expect("sum of a tensor", here.sum(torch.tensor([1, here.rank])).tolist(), [size, sum(everyone)])
+        _expect("run_on_main", here.run_on_main(_rank_of_the_environment), 0)
+        here.barrier()
+        return "gather, broadcast, sum, run_on_main, barrier"
+
+    def all_reduce(self) -> str:
+        here, size = self.world, self.world.world_size
+        latency_s = self._seconds_each(torch.zeros(1, device=here.device), 20)
+        measured = []
+        for megabytes in (64, 256) if here.backend == "nccl" else (4,):
+            # Whole numbers far below 2**24: their sums are exact in float32.
+            pattern = (torch.arange(megabytes * 250_000, device=here.device) % 251).float()
+            reduced = pattern * (here.rank + 1)
+            dist.all_reduce(reduced)
+            num_wrong = int((reduced != pattern * (size * (size + 1) // 2)).sum())
+            if num_wrong:
+                raise WorldError(
+                    f"all-reduce of {megabytes} MB over {here.backend} gave {num_wrong} wrong numbers of "
+                    f"{len(pattern)}; gradients would be garbage. Try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to "
+                    "find the link."
+                )
+            seconds = self._seconds_each(pattern.zero_(), 10 if here.backend == "nccl" else 3)
+            # nccl-tests' bus bandwidth: what each link carries, comparable for any number of ranks.
+            bandwidth = 2 * (size - 1) / size * 4 * len(pattern) / seconds / 1e9
+            measured.append(f"{bandwidth:.1f} GB/s at {megabytes} MB")
+        return f"latency {latency_s * 1e3:.2f} ms, bus bandwidth {', '.join(measured)}"
+
+    def _seconds_each(self, tensor: torch.Tensor, num_rounds: int) -> float:
+        wait: Callable[[], Any] = torch.cuda.synchronize if tensor.is_cuda else int
+        for _ in range(2):  # connections are made in the first one
+            dist.all_reduce(tensor)
+        wait()
+        started = time.perf_counter()
+        for _ in range(num_rounds):
+            dist.all_reduce(tensor)
+        wait()
+        return (time.perf_counter() - started) / num_rounds
+
+    def peer_to_peer(self) -> str:
+        if self.world.local_rank != 0:
+            return ""  # one rank tries all pairs of its node
+        num_gpus = torch.cuda.device_count()
+        pairs = [(a, b) for a in range(num_gpus) for b in range(num_gpus) if a != b]
+        sent = torch.arange(4 * 2**20, dtype=torch.int32)
+        for a, b in pairs:
+            arrived = sent.to(f"cuda:{a}").to(f"cuda:{b}").cpu()
+            num_wrong = int((arrived != sent).sum())
+            if num_wrong:
+                raise WorldError(
+                    f"a copy from cuda:{a} to cuda:{b} changed {num_wrong} numbers of {len(sent)}; gradients would be "
+                    "garbage. Set NCCL_P2P_DISABLE=1, and look at the board's IOMMU and PCIe ACS settings."
+                )
+        direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        return f"{direct} of {len(pairs)} pairs direct, every copy whole" if pairs else "one GPU, nothing to copy"
+
+    def sharding(self) -> str:
+        batches, alone = self._batches(self.world), self._batches(_ALONE)
+        size, rank = self.world.world_size, self.world.rank
+        for epoch, whole in enumerate(alone):
+            _expect_samples(f"epoch {epoch}", batches[epoch], [batch[rank::size] for batch in whole])
+        seen = sorted(sample for batch in alone[0] for sample in batch)
+        if seen != list(range(len(seen))):
+            raise DataError(f"one pass gave samples {seen}, not each once; data would be missed. Report this as a bug.")
+        if alone[0] == alone[1]:
+            raise DataError("two epochs had one order; every epoch would be the same batches. Report this as a bug.")
+        if "fork" in multiprocessing.get_all_start_methods():  # others import torch anew: seconds
+            from_worker = self._batches(self.world, num_workers=1, multiprocessing_context="fork")
+            _expect_samples("from a data worker", from_worker[0], batches[0])
+        num_batches = sum(map(len, alone))
+        return f"{num_batches} global batches of {size * _BATCH_SIZE_PER_RANK} as one process has them"
+
+    def _batches(self, world: World, **options: Any) -> list[list[list[int]]]:
+        """The samples of each batch of two epochs, of this rank's share in `world`."""
+        size = self.world.world_size * _BATCH_SIZE_PER_RANK
+        dataset = TensorDataset(torch.arange(size * _NUM_STEPS))
+        loader = make_loader(dataset, batch_size=size, shuffle=True, seed=_SEED, world=world, **options)
+        return [[batch[0].tolist() for batch in loader] for _ in range(2)]
+
+    def training(self) -> str:
+        with shared_random_streams(_SEED):
+            net = _Net()
+        alone = copy.deepcopy(net)
+        self._train(alone, _ALONE, torch.device("cpu"))
+        self.wrapped = wrap_parallel(net.to(self.world.device))
+        self._train(self.wrapped, self.world, self.world.device)
+        pairs = zip(net.named_parameters(), alone.parameters())
+        difference, name = max((float((p.detach().cpu() - q.detach()).abs().max()), n) for (n, p), q in pairs)
+        differences = self.world.gather(math.inf if math.isnan(difference) else difference)
+        largest = max(differences)
+        # One rank that goes astray pulls the others along, through the gradients: the one farthest off is to blame.
+        if largest >= _LIMIT and differences.index(largest) == self.world.rank:
+            raise SyncError(
+                f"after {_NUM_STEPS} steps {name} differs by {difference:.1e} from one process on the whole batch "
+                f"(expected below {_LIMIT:.0e}); this rank would train another model. Report this as a bug, with "
+                "the output of `python -m ddpshim env`."
+            )
+        return f"{_NUM_STEPS} steps in float64, a weight differs by at most {largest:.1e} from one process"
+
+    def _train(self, net: Any, world: World, device: torch.device) -> None:
+        size = self.world.world_size * _BATCH_SIZE_PER_RANK
+        inputs = torch.linspace(-1, 1, size * _NUM_STEPS * 6, dtype=torch.float64).sin().view(-1, 6)
+        targets = (3 * inputs).cos().sum(1, keepdim=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for batch in make_loader(TensorDataset(inputs, targets), size, shuffle=True, seed=_SEED, world=world):
+            optimizer.zero_grad()
+            net.loss(*(part.to(device) for part in batch)).backward()
+            optimizer.step()
+
+    def noise(self) -> str:
+        with shared_random_streams(_SEED):
+            shared = self.world.gather(self._draw())
+        _expect("draws inside shared_random_streams", shared, shared[:1] * len(shared))
+        drawn = self.world.gather(self._draw())
+        twin = drawn.index(drawn[self.world.rank])
+        if twin != self.world.rank:
+            raise SyncError(
+                f"draws the same noise as rank {twin} ({drawn[twin][0]:.6f}, ...); diffusion steps and dropout would "
+                "repeat, and the batch be worth less. Report this as a bug."
+            )
+        return "every rank has its own, and all the same where they are to share"
+
+    def _draw(self) -> list[float]:
+        drawn: list[float] = torch.rand(4, device=self.world.device).tolist()
+        return drawn
+
+    def checkpoint(self) -> str:
+        path = os.path.join(self.place.folder, "last.pth")
+        checkpoint.save({"model": self.wrapped.state_dict()}, path)
+        if self.world.is_main:
+            bare = _Net()
+            bare.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"], strict=True)
+            for (name, kept), now in zip(bare.named_parameters(), self.wrapped.module.parameters()):
+                if not torch.equal(kept, now.detach().cpu()):
+                    raise CheckpointError(f"{name} came back changed; resuming would jump. Report this as a bug.")
+        return "saved by rank 0, loaded strictly into the bare network"
+
+
+_CHECKS: dict[str, Callable[[_Rank], str]] = {
+    "rendezvous": _Rank.rendezvous,
+    "collectives": _Rank.collectives,
+    "all-reduce": _Rank.all_reduce,
+    "peer-to-peer": _Rank.peer_to_peer,
+    "sharding": _Rank.sharding,
+    "training": _Rank.training,
+    "noise": _Rank.noise,
+    "checkpoint": _Rank.checkpoint,
+}
+
+
+def _rank_of_the_environment() -> int:
+    return int(os.environ["RANK"])
+
+
+def _expect(what: str, found: Any, expected: Any) -> None:
+    if found != expected:
+        raise WorldError(
+            f"{what}: found {found}, expected {expected}; metrics and decisions would differ between ranks. "
+            "Report this as a bug, with the output of `python -m ddpshim env`."
+        )
+
+
+def _expect_samples(where: str, found: list[list[int]], expected: list[list[int]]) -> None:
+    if found != expected:
+        equal = [pair[0] == pair[1] for pair in zip(found, expected)]
+        step = equal.index(False) if False in equal else len(equal)
+        raise DataError(
+            f"{where}, step {step}: found samples {found[step : step + 1]}, expected {expected[step : step + 1]}; some "
+            "would be missed or seen twice. Report this as a bug."
+        )

@@ -1,0 +1,399 @@
+"""The self-test: start ranks here, and on other nodes, have them check each other, and name the culprit if one fails.
+
+This process is to its ranks what torchrun's agent is: it serves the store, starts them with torchrun's
+variables, and ends them. Everything has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+from ddpshim.errors import DdpShimError, LaunchError
+from ddpshim.job.failure import claim
+from ddpshim.job.launch_env import check_port, read_launch_env
+from ddpshim.version import __version__
+
+if TYPE_CHECKING:
+    from ddpshim.tools.selftest.checks import Place, Report
+
+# For the other ranks' reports after the first failure: more than checks.WATCHDOG_S, also of a rank that came later.
+_GRACE_S = 6.0
+_OTHER_NODES_S = 15.0  # for other nodes to read the store that the first one serves, before it goes
+_DEFAULT_PORT = 29500
+_NUM_LAST_LINES = 15
+_UNREACHED = (
+    "Look at the firewall, and name the network that the nodes share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is tested: `nproc` ranks on each of `nnodes` nodes, this one being `node_rank`.
+
+    None: nproc is the number of GPUs, or 2 on the CPU; device is cuda where torch sees a GPU; the node's rank
+    and the master are those that a launcher says (srun with one task for each node).
+    """
+
+    nproc: Optional[int] = None
+    device: Optional[str] = None
+    nnodes: int = 1
+    node_rank: Optional[int] = None
+    master_addr: Optional[str] = None
+    master_port: Optional[int] = None
+    timeout_s: float = 60.0
+
+
+class SelfTestFailed(DdpShimError):
+    """A check failed; the text names it, the rank, and what to do."""
+
+    is_consequence = False  # perhaps of a failure on another node
+
+
+def run(
+    options: Options,
+    environ: Mapping[str, str] = os.environ,
+    say: Callable[[str], None] = print,
+    run_rank: Optional[Callable[[Place, Any], None]] = None,
+) -> str:
+    """The last line of a self-test that passed. Prints a line for each check, with its time, through `say`.
+
+    Local for one node; with `nnodes` every node calls it. `run_rank` is what each rank does, else `checks.run_rank`.
+    Raises SelfTestFailed, and LaunchError where the nodes do not find each other or the options are impossible.
+    """
+    started = time.monotonic()
+    options = _completed(options, environ)
+    context = _preloading_context()  # it imports torch while this process does
+    import torch
+
+    from ddpshim.tools.selftest import checks
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    nproc = options.nproc or (max(1, torch.cuda.device_count()) if device == "cuda" else 2)
+    options = replace(options, device=device, nproc=nproc)
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = _Nodes(options)
+        try:
+            nodes.call(options)
+            places = _places(options, nodes, folder)
+            num_nodes = f"{options.nnodes} node{'s' * (options.nnodes > 1)}"
+            say(f"ddpshim selftest: {places[0].world_size} ranks on {num_nodes}, {device}")
+            if options.nnodes > 1:
+                say(_line("nodes", time.monotonic() - started, "came: " + nodes.shown()))
+            ranks = _Ranks(context, places, run_rank or checks.run_rank)
+            try:
+                for name in checks.names(device):
+                    reports = ranks.reports_of(name, options.timeout_s)
+                    detail = next((report.detail for report in reports if report.detail), "")
+                    say(_line(name, max(report.seconds for report in reports), detail))
+                ranks.join(options.timeout_s)
+            except SelfTestFailed as failure:
+                raise nodes.first_failure(failure) from None
+            finally:
+                ranks.end()
+        finally:
+            nodes.leave()
+    took = f"{len(checks.names(device))} checks, {time.monotonic() - started:.1f} s"
+    return f"selftest passed: {places[0].world_size} ranks on {num_nodes}, {device}, {took}"
+
+
+def _completed(options: Options, environ: Mapping[str, str]) -> Options:
+    """`options` with the node's rank and the master of a launcher, where they are not given."""
+    if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or options.timeout_s <= 0:
+        raise LaunchError(
+            f"nnodes={options.nnodes}, nproc={options.nproc}, timeout={options.timeout_s:g}: with none of one there is "
+            "nothing to test. Use 1 or more."
+        )
+    if options.nnodes == 1:
+        return options
+    if options.node_rank is None or options.master_addr is None:
+        env = read_launch_env(environ)
+        if not env.is_launched or env.world_size != options.nnodes or env.local_world_size != 1:
+            raise LaunchError(
+                f"--nnodes {options.nnodes} without --node-rank and --master-addr, and no launcher that started one "
+                f"process on each node ({env.reason}): the nodes would not find each other. Give both on every node, "
+                f"or `srun --nodes={options.nnodes} --ntasks-per-node=1 python -m ddpshim selftest --nnodes ...`."
+            )
+        options = replace(
+            options,
+            node_rank=env.rank if options.node_rank is None else options.node_rank,
+            master_addr=options.master_addr or env.master_addr,
+            master_port=options.master_port or env.master_port,
+        )
+    if not 0 <= (options.node_rank or 0) < options.nnodes:
+        raise LaunchError(
+            f"--node-rank {options.node_rank} is none of {options.nnodes} nodes: the others would wait for a node that "
+            f"never comes. Number them from 0 to {options.nnodes - 1}."
+        )
+    return replace(options, master_port=options.master_port or _DEFAULT_PORT)
+
+
+def _preloading_context() -> Any:
+    """Where ranks start in a fraction of a second, as copies of a process that has imported everything."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddpshim.tools.selftest.checks", "torch._dynamo", "torch.nn.parallel.distributed"])
+    forkserver.ensure_running()
+    return context
+
+
+def _places(options: Options, nodes: _Nodes, folder: str) -> list[Place]:
+    from ddpshim.tools.selftest.checks import Place
+
+    first = sum(nodes.num_ranks[: nodes.own])
+    size, local_size = sum(nodes.num_ranks), nodes.num_ranks[nodes.own]
+    here = (nodes.own, nodes.master_addr, nodes.store.port, str(options.device), options.timeout_s, folder)
+    return [Place(first + local, size, local, local_size, *here) for local in range(local_size)]
+
+
+class _Nodes:
+    """The store that all ranks meet in, served by the first node, and the nodes that answer the roll call in it."""
+
+    def __init__(self, options: Options) -> None:
+        """Raises LaunchError where this node cannot serve or reach the store within the deadline."""
+        is_alone = options.nnodes == 1
+        self.own, self.timeout_s = (0 if is_alone else options.node_rank or 0), options.timeout_s
+        self.master_addr = "127.0.0.1" if is_alone else str(options.master_addr)
+        self.store = self._join(options)
+        self._came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
+        self._is_twin = False  # of a node that came before with the same number
+
+    def _join(self, options: Options) -> Any:
+        import torch.distributed as dist
+
+        address, port = self.master_addr, options.master_port or 0
+        timeout = timedelta(seconds=self.timeout_s)
+        if self.own != 0:
+            _reach(address, port, self.own, self.timeout_s)
+        elif port:
+            place = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 1}
+            check_port(read_launch_env({}, **place, master_addr=address, master_port=port))
+        try:
+            return dist.TCPStore(address, port, None, self.own == 0, timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"node {self.own} cannot {'join' if self.own else 'serve'} the store at {address}:{port} "
+                f"({str(error).splitlines()[0]}): no job could start. "
+                f"{_UNREACHED if self.own else 'Give an address of node 0 as --master-addr, and a free --master-port'}."
+            ) from error
+
+    @property
+    def num_ranks(self) -> list[int]:
+        """Of each node."""
+        return [int(self._came[node]["nproc"]) for node in sorted(self._came)]
+
+    def call(self, options: Options) -> None:
+        """Wait for all nodes; raises LaunchError where one does not come, or differs (collective over the nodes)."""
+        if options.nnodes == 1:
+            return
+        import torch
+
+        own = {"host": socket.gethostname(), "nproc": options.nproc, "device": options.device}
+        own.update(torch=str(torch.__version__), ddpshim=__version__)
+        if self.store.add(f"selftest/claims/{self.own}", 1) > 1:
+            self._is_twin = True
+            raise LaunchError(
+                f"--node-rank {self.own} is taken: another node came with it, and a third would be waited for. Give "
+                f"each its own, from 0 to {options.nnodes - 1}."
+            )
+        self.store.set(f"selftest/node/{self.own}", json.dumps(own))
+        end = time.monotonic() + self.timeout_s
+        if self.own == 0:
+            said = {}
+            for node in range(options.nnodes):
+                with contextlib.suppress(RuntimeError):  # a timeout: told below, with who else did not come
+                    self.store.wait([f"selftest/node/{node}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+                    said[node] = json.loads(self.store.get(f"selftest/node/{node}"))
+            self.store.set("selftest/roll", json.dumps(said))
+        else:
+            self.store.set_timeout(timedelta(seconds=self.timeout_s + _GRACE_S))
+            said = {int(node): facts for node, facts in json.loads(self._ask("selftest/roll")).items()}
+        self._came = said
+        missing = [node for node in range(options.nnodes) if node not in said]
+        if missing:
+            came_from = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
+            raise LaunchError(
+                f"of {options.nnodes} nodes {', '.join(map(str, missing))} did not come to {self.master_addr}:"
+                f"{self.store.port} within {self.timeout_s:g} s; came: {came_from}. A job would wait for them. "
+                "Start the same command there, and read what it says."
+            )
+        for fact in ("torch", "ddpshim", "device"):
+            odd = next((node for node in said if said[node][fact] != said[0][fact]), None)
+            if odd is not None:
+                raise LaunchError(
+                    f"node 0 has {fact} {said[0][fact]}, node {odd} ({said[odd]['host']}) {said[odd][fact]}: ranks "
+                    "would not understand each other, or compute differently. Install and choose the same everywhere."
+                )
+
+    def _ask(self, key: str) -> Any:
+        try:
+            return self.store.get(key)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"node {self.own} lost the store of node 0 at {self.master_addr}:{self.store.port}: its self-test "
+                "ended, and a job would end with it. Read what it says there."
+            ) from error
+
+    def shown(self) -> str:
+        """Who came, for the reader."""
+        return ", ".join(f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(self._came.items()))
+
+    def first_failure(self, failure: SelfTestFailed) -> SelfTestFailed:
+        """`failure`, or that of the node that told its own first: it is the cause of the others'."""
+        if len(self._came) == 1:
+            return failure
+        mine = f"node {self.own} ({socket.gethostname()}): {failure}"
+        if failure.is_consequence:
+            with contextlib.suppress(RuntimeError):  # nobody tells of a cause
+                self.store.wait(["selftest/failure"], timedelta(seconds=2 * _GRACE_S))
+        try:
+            return SelfTestFailed(claim(self.store, "selftest/failure", mine))
+        except RuntimeError:
+            return SelfTestFailed(f"{failure} Node 0 is gone as well; read what it says there.")
+
+    def leave(self) -> None:
+        """Wait, shortly, until no node needs the store any more."""
+        if self._is_twin:  # whose number has not left
+            return
+        with contextlib.suppress(RuntimeError):  # the others or the store went before; there is nothing left to say
+            self.store.set(f"selftest/left/{self.own}", "1")
+            if self.own == 0:
+                keys = [f"selftest/left/{node}" for node in self._came]
+                self.store.wait(keys, timedelta(seconds=_OTHER_NODES_S))
+
+
+def _reach(address: str, port: int, own: int, timeout_s: float) -> None:
+    """Return when a connection to the first node succeeds; raises LaunchError that says why none did."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=max(0.1, min(5.0, end - time.monotonic()))):
+                return
+        except OSError as error:
+            if isinstance(error, socket.gaierror):
+                why = "the name is not known on this node. Give --master-addr an IP address of node 0"
+            elif isinstance(error, ConnectionRefusedError):
+                why = "that machine answers, but nothing serves the port: node 0 has not started, or with another port"
+            else:
+                why = f"nothing comes back from that address. {_UNREACHED}"
+            if isinstance(error, socket.gaierror) or time.monotonic() >= end:
+                raise LaunchError(
+                    f"node {own} cannot reach node 0 at {address}:{port} ({error}), tried for {timeout_s:g} s; a job "
+                    f"would wait for it until its timeout. {why[0].upper()}{why[1:]}."
+                ) from error
+            time.sleep(0.2)
+
+
+class _Ranks:
+    """The processes of this node's ranks, and what they report."""
+
+    def __init__(self, context: Any, places: list[Place], run_rank: Callable[[Place, Any], None]) -> None:
+        self._places = places
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        for place in places:
+            receive, send = context.Pipe(duplex=False)
+            # Not daemons, which may not have the data workers that one check starts; `end` takes their place.
+            process = context.Process(target=run_rank, args=(place, send), daemon=False)
+            process.start()
+            send.close()
+            self._processes.append(process)
+            self._pipes.append(receive)
+
+    def reports_of(self, name: str, timeout_s: float) -> list[Report]:
+        """The Report of each rank on one check; raises SelfTestFailed with the rank to blame."""
+        reports: dict[int, Report] = {}
+        end = time.monotonic() + timeout_s + 2 * _GRACE_S
+        while len(reports) < len(self._places) and time.monotonic() < end:
+            waiting = {pipe: local for local, pipe in enumerate(self._pipes) if local not in reports}
+            for pipe in multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic())):
+                local = waiting[pipe]
+                reports[local] = self._report(local)
+                if reports[local].error is not None:
+                    end = min(end, time.monotonic() + _GRACE_S)
+        failures = [report for report in reports.values() if report.error is not None]
+        silent = [place.rank for local, place in enumerate(self._places) if local not in reports]
+        # A rank that only lost another, or waited for it, is not to blame while there is another to be blamed.
+        failures.sort(key=lambda report: (report.is_consequence, report.moment))
+        if failures and not (failures[0].is_consequence and silent):
+            first = failures[0]
+            # An error of ddpshim's own says what to do.
+            foreign = name == "rendezvous" and str(first.error).startswith("Traceback")
+            hint = f"\n{_UNREACHED}." if foreign or first.is_consequence else ""
+            failed = SelfTestFailed(f"{name}, rank {first.rank}: {first.error}{hint}")
+            failed.is_consequence = first.is_consequence
+            raise failed
+        if silent:
+            others = f" ({failures[0].error})" if failures else ""
+            raise SelfTestFailed(
+                f"{name}, rank {silent[0]}: no answer for {timeout_s:g} s{others}; a job would hang here. Run it again "
+                "with a longer --timeout, and with TORCH_DISTRIBUTED_DEBUG=DETAIL or NCCL_DEBUG=INFO."
+            )
+        return [reports[local] for local in range(len(self._places))]
+
+    def _report(self, local: int) -> Report:
+        from ddpshim.tools.selftest.checks import Report
+
+        place = self._places[local]
+        try:
+            report: Report = self._pipes[local].recv()
+        except (EOFError, OSError):
+            report = Report(place.rank, time.time(), 0.0, error=self._last_words(local))
+        return report
+
+    def _last_words(self, local: int) -> str:
+        """Of a rank that ended without a report."""
+        process = self._processes[local]
+        process.join(_GRACE_S)
+        code = process.exitcode
+        with open(self._places[local].log, errors="replace") as file:
+            _, hung, stack = file.read().rpartition("Timeout (")
+        if hung:
+            return f"no answer; a job would hang where its stack was:\n{hung}{stack}".strip()
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        said = "\n".join(stack.splitlines()[-_NUM_LAST_LINES:])
+        return f"ended without a word ({how})\n{said}".strip()
+
+    def join(self, timeout_s: float) -> None:
+        """Let the ranks leave the group together; raises SelfTestFailed where one does not end well."""
+        end = time.monotonic() + timeout_s
+        for local, process in enumerate(self._processes):
+            process.join(max(0.0, end - time.monotonic()))
+            if process.exitcode != 0:
+                raise SelfTestFailed(f"teardown, rank {self._places[local].rank}: {self._last_words(local)}")
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _line(name: str, seconds: float, detail: str) -> str:
+    return f"  {name:13} ok {seconds:5.1f} s  {detail}"
+
+
+def coloured(line: str, is_good: bool, stream: Any = None) -> str:
+    """`line` in green or red where `stream` (default stdout) is a terminal, and NO_COLOR is not set."""
+    out = stream or sys.stdout
+    if not out.isatty() or os.environ.get("NO_COLOR"):
+        return line
+    return f"\033[{32 if is_good else 31}m{line}\033[0m"

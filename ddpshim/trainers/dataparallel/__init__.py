@@ -1,0 +1,1 @@
+"""DataParallel scripts that are converted while they run."""

@@ -1,0 +1,50 @@
+"""What an adapter for a codebase may offer; see :mod:`ddpshim.adapters` for how it is found.
+
+Every function is optional, and is looked up when it is needed. What is not offered is as for any codebase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Optional, Protocol
+
+from ddpshim.data.fetching import Fetcher
+
+
+class StandIns(Protocol):
+    """What replaces functions of an installed trainer that nobody edits."""
+
+    def begin(self, package: str) -> None:
+        """Before the first module of the package in the folder `package` is executed, or at once where it was."""
+
+    def concerns(self, name: str) -> bool:
+        """Whether the module of that name has something to replace. Its own imports must be few: it is asked often."""
+
+    def hook(self, modules: Sequence[ModuleType]) -> list[str]:
+        """Replace what there is in these modules, all or nothing; a line for each symbol. Raises HookError."""
+
+    def unhook(self) -> None:
+        """Give everything back. Raises HookError in the middle of a training on several ranks."""
+
+    def led_aside(self) -> list[str]:
+        """A line for each name of the trainer's modules that was replaced beside the functions."""
+
+    def end(self) -> None:
+        """At the end of the program: leave the job. Raises nothing."""
+
+
+class Adapter(Protocol):
+    """The functions of an adapter's module."""
+
+    def fetcher(self, dataset: Any) -> Optional[Fetcher]:
+        """What gives whole batches of `dataset`, an object of the package; None where nothing does."""
+
+    def draws_by_weight(self, sampler: Any) -> bool:
+        """Whether `sampler`, a WeightedRandomSampler of the package's own, draws as torch's does."""
+
+    def stand_ins(self) -> StandIns:
+        """For trainers of the package that are installed and unedited."""
+
+    def state_of_files(self) -> str:
+        """Whether the installed package is patched, in a few words for a bug report."""

@@ -1,0 +1,150 @@
+"""Patch sets as they lie on disk: ``patches/<codebase>/<version>/`` with unified diffs and their manifest.
+
+``manifest.json`` holds the sha256 of every target file before and after; nothing here looks at a target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from ddpshim.errors import PatchError
+from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, parse_diff
+
+
+class Hashes(NamedTuple):
+    """sha256 of one file, with LF line endings unless upstream itself has CRLF."""
+
+    original: str
+    patched: str
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """One folder of diffs. `name` is ``codebase/version``, `package` the top folder of all its files."""
+
+    name: str
+    codebase: str
+    version: str
+    base: str
+    package: str
+    patches: Mapping[str, tuple[FileDiff, ...]]
+    files: Mapping[str, Hashes]
+
+    @property
+    def num_added(self) -> int:
+        return sum(diff.num_added for diffs in self.patches.values() for diff in diffs)
+
+    @property
+    def num_removed(self) -> int:
+        return sum(diff.num_removed for diffs in self.patches.values() for diff in diffs)
+
+
+def default_patches_root() -> Path:
+    """The folder of patch sets: package data of a wheel, else beside the package in a checkout."""
+    here = Path(__file__).resolve().parents[2]  # of ddpshim
+    return here / "patches" if (here / "patches").is_dir() else here.parent / "patches"
+
+
+def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
+    """Every patch set under `patches_root`, by name. Raises PatchError if one is malformed."""
+    root = default_patches_root() if patches_root is None else patches_root
+    folders = sorted({path.parent for path in [*root.glob("*/*/manifest.json"), *root.glob("*/*/*.patch")]})
+    if not folders:
+        raise PatchError(
+            f"No patch set under {root}; there is nothing to apply. Install ddpshim from a wheel or a full "
+            "checkout, both carry the folder `patches`."
+        )
+    return tuple(_load_set(folder) for folder in folders)
+
+
+def build_manifest(patch_dir: Path, source_root: Path, base: str) -> dict[str, Any]:
+    """Write and return ``manifest.json`` for the diffs in `patch_dir`, from a pristine tree.
+
+    `source_root` contains the package folder. For maintainers: `base` is free text that names the commit
+    or release. Raises PatchError if a diff does not fit the tree, or a file cannot be read or written.
+    """
+    patches = _read_patches(patch_dir)
+    if not patches:
+        no_folder = "" if patch_dir.is_dir() else ", which is no folder"
+        raise PatchError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
+    files: dict[str, Hashes] = {}
+    for name in _targets(patches):
+        content = read(source_root / name)
+        files[name] = Hashes(sha256(content), sha256(transform(patches, name, content, "patched")))
+    codebase, version = patch_dir.resolve().parts[-2:]
+    manifest = {
+        "codebase": codebase,
+        "version": version,
+        "base": base,
+        "patches": list(patches),
+        "files": {name: hashes._asdict() for name, hashes in files.items()},
+    }
+    where = patch_dir / "manifest.json"
+    try:
+        where.write_text(json.dumps(manifest, indent=2) + "\n")
+    except OSError as error:
+        raise PatchError(
+            f"{where} cannot be written ({error}); the set could not be used. Make the folder writable."
+        ) from error
+    return manifest
+
+
+def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes, wanted: str) -> bytes:
+    """`content` of the file `name` with all its diffs applied (`wanted` patched) or taken out (original)."""
+    diffs = [diff for patch in patches.values() for diff in patch if diff.path == name]
+    for diff in diffs if wanted == "patched" else reversed(diffs):
+        content = apply_diff(diff, content, reverse=wanted == "original")
+    return content
+
+
+def _load_set(folder: Path) -> PatchSet:
+    patches = _read_patches(folder)
+    where = folder / "manifest.json"
+    cure = f"Run `python -m ddpshim patch manifest {folder} --source ROOT --base TEXT`, or reinstall ddpshim."
+    try:
+        manifest = json.loads(read(where))
+        listed, base = manifest["patches"], str(manifest["base"])
+        files = {str(name): Hashes(h["original"], h["patched"]) for name, h in manifest["files"].items()}
+        codebase, version = str(manifest["codebase"]), str(manifest["version"])
+    except (PatchError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PatchError(f"{where} is no manifest ({error!r}); the set cannot be trusted. {cure}") from error
+    packages = {name.split("/")[0] for name in files}
+    if (
+        listed != list(patches)
+        or set(files) != set(_targets(patches))
+        or (codebase, version) != folder.resolve().parts[-2:]
+        or len(packages) != 1
+        or any(hashes.original == hashes.patched for hashes in files.values())
+    ):
+        raise PatchError(
+            f"{where} does not describe the diffs beside it (their names, their target files in one package, "
+            f"the folder's name, two hashes for each file); the set cannot be trusted. {cure}"
+        )
+    return PatchSet(f"{codebase}/{version}", codebase, version, base, packages.pop(), patches, files)
+
+
+def _read_patches(folder: Path) -> dict[str, tuple[FileDiff, ...]]:
+    return {path.name: parse_diff(read(path), str(path)) for path in sorted(folder.glob("*.patch"))}
+
+
+def _targets(patches: Mapping[str, tuple[FileDiff, ...]]) -> list[str]:
+    return sorted({diff.path for diffs in patches.values() for diff in diffs})
+
+
+def read(path: Path) -> bytes:
+    """The content of a file; raises PatchError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PatchError(
+            f"Could not read {path}: {error}. Nothing can be decided without it. Check the path and the permissions."
+        ) from error
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,117 @@
+"""Functions of other packages that run ours in their place, whoever holds them already, and can be given back.
+
+A function keeps its identity; only what it does when it is called is exchanged. So it makes no difference whether
+a program said `from package import function` before or after. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, Callable
+
+from ddpshim.errors import HookError
+
+_swapped: dict[str, Swap] = {}
+_running: set[str] = set()
+_at_stand_aside: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True)
+class Swap:
+    """`function` as it was, and what its callers get: `stand_in(original, *args, **kwargs)`.
+
+    `callers`: whether the module with these names (its globals) gets the stand-in; others get the original.
+    """
+
+    name: str
+    function: FunctionType
+    original: FunctionType
+    stand_in: Callable[..., Any]
+    callers: Callable[[dict[str, Any]], bool]
+
+
+def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Raise HookError where `function` is not one with these parameters. Local."""
+    if not isinstance(function, FunctionType) or function.__closure__:
+        raise HookError(
+            f"{name} is {function!r}, not a plain function: something else has replaced it, and calls to it could not "
+            "be led to ddpshim. Import ddpshim.auto before whatever replaces it."
+        )
+    found, required = list(inspect.signature(function).parameters), list(required)
+    odd = [p for p in found if p not in {*required, *optional}]
+    missing = [p for p in required if p not in found]
+    if odd or missing:
+        news = [*(f"{p!r} is new to them" for p in odd), *(f"{p!r} is missing" for p in missing)]
+        raise HookError(
+            f"{name}({', '.join(found)}) in {function.__code__.co_filename} is not the function that the hooks know "
+            f"({'; '.join(news)}); it may do something else by now, and half of a trainer would be distributed. "
+            "Apply a patch set if there is one for it (python -m ddpshim patch status), or leave the trainer as "
+            "it is with DDPSHIM_HOOKS=off."
+        )
+
+
+def swap(
+    name: str,
+    function: FunctionType,
+    stand_in: Callable[..., Any],
+    callers: Callable[[dict[str, Any]], bool],
+) -> None:
+    """From now on calls of `function` from `callers` run `stand_in`. Local; `name` is its full name, swapped once."""
+    if name in _swapped:
+        return
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__, original.__qualname__ = function.__kwdefaults__, function.__qualname__
+    signature = inspect.signature(function)
+    _swapped[name] = Swap(name, function, original, stand_in, callers)
+    function.__code__ = _passed_on(name, function.__name__)
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__signature__ = signature  # type: ignore[attr-defined]
+
+
+def swap_back() -> None:
+    """Give all functions back what they were. Local."""
+    while _swapped:
+        _, made = _swapped.popitem()
+        made.function.__code__ = made.original.__code__
+        made.function.__defaults__ = made.original.__defaults__
+        made.function.__kwdefaults__ = made.original.__kwdefaults__
+        del made.function.__signature__  # type: ignore[attr-defined]
+
+
+def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call of the swapped function `name` does. Local."""
+    made = _swapped[name]
+    caller = sys._getframe(2)  # of the function that was swapped
+    # A stand-in calls what it stands for, perhaps through what somebody else has put around it.
+    if name in _running or not made.callers(caller.f_globals):
+        return made.original(*args, **kwargs)
+    _running.add(name)
+    try:
+        return made.stand_in(made.original, *args, **kwargs)
+    finally:
+        _running.discard(name)
+
+
+def stand_aside() -> None:
+    """Have whoever swapped functions give them back: the program does by itself what they are for. Local."""
+    while _at_stand_aside:
+        _at_stand_aside.pop()()
+
+
+def at_stand_aside(give_back: Callable[[], None]) -> None:
+    """Have `stand_aside` call this, once. Local."""
+    _at_stand_aside.append(give_back)
+
+
+def _passed_on(name: str, short_name: str) -> CodeType:
+    source = (
+        f"def {short_name}(*args, **kwargs):\n"
+        "    from ddpshim.trainers.swapping import called\n"
+        f"    return called({name!r}, args, kwargs)\n"
+    )
+    module = compile(source, f"<ddpshim: {name}>", "exec")
+    return next(part for part in module.co_consts if isinstance(part, CodeType))

@@ -1,0 +1,12 @@
+"""The environment variables that are no options: what processes of one job tell each other, and switches of parts."""
+
+PREFIX = "DDPSHIM_"
+LAUNCHER = "DDPSHIM_LAUNCHER"  # which launcher's variables count, where several are set
+HOOKS = "DDPSHIM_HOOKS"  # off: an unedited trainer is left alone
+RANK_LOGS = "DDPSHIM_RANK_LOGS"  # where `run` has each rank write; unset where output goes to the screen
+RUN_DIR = "DDPSHIM_RUN_DIR"  # private to one `run`: when and how each failing rank failed
+CONVERT = "DDPSHIM_CONVERT"  # what `run --convert` said; not set without it
+AUDIT = "DDPSHIM_AUDIT"  # where the ranks of an audit write; not set without one
+UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
+FAULT = "DDPSHIM_FAULT"  # of the tests: what is to go wrong
+ALL = (LAUNCHER, HOOKS, RANK_LOGS, RUN_DIR, CONVERT, AUDIT, UPSTREAM, FAULT)
