@@ -1,4 +1,4 @@
-"""The command line, ``ddpshim`` or ``python -m ddpshim``: parse and print.
+"""Parses the command line of `ddpshim` (`python -m ddpshim`), and prints what its commands return.
 
 Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr) or, of `doctor` and `audit`, findings, 2
 wrong usage, 130 Ctrl-C; of `run` and `audit` those of the ranks too. Each sub-command imports what it needs when it

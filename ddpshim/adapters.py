@@ -1,4 +1,4 @@
-"""Which adapter knows the objects of which package, so that nothing but an adapter has to know a codebase.
+"""Finds the adapter that knows the objects of a package, so that nothing but an adapter knows a codebase.
 
 An adapter is a module with any of the functions of :class:`ddpshim.trainers.interface.Adapter`. ddpshim's own are
 listed here; others come by the entry point group `ddpshim.trainers`: the name is the package, the value the module.

@@ -1,4 +1,4 @@
-"""`import ddpshim.auto`, one line at the top of a trainer: the installed robomimic trains on all ranks, unedited.
+"""Makes an installed, unedited robomimic train on all ranks: `import ddpshim.auto` at the top of a trainer.
 
 Started by `python -m ddpshim run` a trainer needs not even the line. In one process nothing changes.
 """

@@ -1,4 +1,4 @@
-"""The errors that ddpshim raises, one leaf for each part of a migration that can go wrong.
+"""Defines the errors that ddpshim raises, one class for each part of a migration that can go wrong.
 
 ::
 

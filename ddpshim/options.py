@@ -1,4 +1,4 @@
-"""`Options`: what may be chosen about a run, from arguments, variables and a config's section, checked at once.
+"""Defines `Options`, and reads and checks them from arguments, variables and a config's section.
 
 Imports no torch: `python -m ddpshim options` answers at once.
 """

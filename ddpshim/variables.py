@@ -1,4 +1,4 @@
-"""The environment variables that are no options: what processes of one job tell each other, and switches of parts."""
+"""Lists the environment variables that are no options: messages between processes of a job, and switches."""
 
 PREFIX = "DDPSHIM_"
 LAUNCHER = "DDPSHIM_LAUNCHER"  # which launcher's variables count, where several are set

@@ -1,3 +1,3 @@
-"""The version of ddpshim, where nothing else has to be imported to read it."""
+"""Holds the version of ddpshim, so that it can be read without importing anything else."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,7 @@
-"""The API reference, docs/api.md, from the docstrings: `python -m tests.reference`. griffe reads the sources."""
+"""Writes docs/api.md from the docstrings, and docs/files.md, the index of files: `python -m tests.reference`.
+
+griffe reads the sources of the reference, ast those of the index.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+
+from tests.wings import WINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -64,8 +69,40 @@ Written by `python -m tests.reference` from the docstrings. *Collective* means t
 """
 
 
+FILES = ROOT / "docs" / "files.md"
+FILES_HEAD = """# Which file does what
+
+Written by `python -m tests.reference` from the first sentence of each file. A folder imports only those above it here;
+the files beside the folders are open to all ([architecture](architecture.md)).
+"""
+
+
+def index() -> str:
+    """The page of files, as Markdown: each folder's purpose, and that of each file in it."""
+    folders: dict[str, list[Path]] = {name: [] for name in ("", *WINGS)}
+    for path in sorted((ROOT / "ddpshim").rglob("*.py")):
+        folder, *rest = path.relative_to(ROOT / "ddpshim").parts
+        folders[folder if rest else ""].append(path)
+    parts = [FILES_HEAD]
+    for folder, paths in folders.items():
+        home = ROOT / "ddpshim" / folder
+        parts.append(f"## ddpshim/{folder}{'/' * bool(folder)}\n\n{_purpose(home / '__init__.py')}\n")
+        rows = [path for path in paths if path != home / "__init__.py"]
+        parts.append("| file | purpose |\n|---|---|")
+        for path in rows:
+            name = path.relative_to(home).as_posix()
+            parts.append(f"| [{name}](../{path.relative_to(ROOT).as_posix()}) | {_purpose(path)} |")
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _purpose(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+
+
 def page() -> str:
-    """The whole page, as Markdown."""
+    """The whole API reference, as Markdown."""
     logging.getLogger("griffe").setLevel(logging.ERROR)  # two parameters on one line are no parameter that it knows
     package: Any = griffe.load("ddpshim", search_paths=[str(ROOT)], docstring_parser="google", resolve_aliases=True)
     parts = [HEAD, *_contents(), ""]
@@ -172,4 +209,5 @@ def _fenced(code: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    FILES.write_text(index(), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {len(page().splitlines())} lines", file=sys.stderr)

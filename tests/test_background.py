@@ -28,6 +28,7 @@ from ddpshim.checkpoint import snapshot
 from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError
 from ddpshim.job import failure
+from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no memory without a name")
@@ -233,7 +234,7 @@ def test_it_ends_with_a_parent_that_was_killed(tmp_path: Path, worker: str) -> N
         [sys.executable, "-c", PARENT, str(tmp_path / "a"), worker],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         stdout=subprocess.PIPE,
-        timeout=60,
+        timeout=patience(120),
         check=False,
     )
     pid, of_worker = map(int, ran.stdout.split())

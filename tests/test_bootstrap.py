@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from examples import same_experiment
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -227,7 +228,7 @@ def test_the_torch_of_the_caller_is_seen_through_paths_with_spaces(tmp_path: Pat
     theirs, venv = tmp_path / "their packages" / "torch", tmp_path / "with space" / ".venv"
     theirs.mkdir(parents=True)
     (theirs / "__init__.py").touch()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=DEADLINE_S)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=patience(DEADLINE_S))
     code = (
         "import importlib.util, sys, pathlib; sys.path.insert(0, sys.argv[1]); import bootstrap\n"
         "venv = pathlib.Path(sys.argv[2]); print(bootstrap.torch_of_the_caller(venv)); bootstrap.share_torch(venv)\n"

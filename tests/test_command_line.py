@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import ddpshim.__main__ as command_line
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 120
@@ -275,7 +276,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=patience(DEADLINE_S),
         check=True,
     )
     assert ran.stderr == ""

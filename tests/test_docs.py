@@ -17,6 +17,7 @@ import torch
 from ddpshim.job.group import World
 from tests.equivalence import copy_release, make_run_config
 from tests.preloaded import environment, kill_all_in, preloaded
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 RELEASE = "0.3.0"
@@ -51,7 +52,7 @@ def _run(commands: str, folder: Path, tree: Optional[Path] = None) -> str:
         text=True,
     )
     try:
-        said, _ = process.communicate(timeout=240)
+        said, _ = process.communicate(timeout=patience(300))
     finally:
         kill_all_in(folder)
     assert process.returncode == 0, f"{commands}\nended with {process.returncode}:\n{said[-6000:]}"

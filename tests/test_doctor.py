@@ -13,6 +13,7 @@ import pytest
 
 from ddpshim.tools.doctor.checking import check
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "doctor"
@@ -58,7 +59,10 @@ def _doctor(*arguments: object, code: int = 1) -> subprocess.CompletedProcess[by
     """What the command answers; `code` is its exit code."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-m", "ddpshim", "doctor", *map(str, arguments)], env=environ, capture_output=True, timeout=60
+        [sys.executable, "-m", "ddpshim", "doctor", *map(str, arguments)],
+        env=environ,
+        capture_output=True,
+        timeout=patience(120),
     )
     assert ran.returncode == code, ran.stdout + ran.stderr
     return ran
@@ -68,7 +72,7 @@ def _patch(path: Path) -> None:
     """Apply what `--fix` prints by GNU patch, without fuzz."""
     patch = ["patch", "-p1", "--fuzz=0", "--batch", "--forward", "--binary", "-s"]
     folder = path if path.is_dir() else path.parent
-    subprocess.run(patch, input=check(path).diff(), cwd=folder, check=True, timeout=60)
+    subprocess.run(patch, input=check(path).diff(), cwd=folder, check=True, timeout=patience(120))
 
 
 @pytest.mark.launch
@@ -300,7 +304,7 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=patience(120), check=True
     )
     assert ran.stdout.splitlines()[-1] == "1 False"
 

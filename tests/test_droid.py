@@ -34,6 +34,7 @@ from tests.droid import (
     train,
 )
 from tests.equivalence import ROOT, Run, largest_difference
+from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 CHANGED = {
@@ -195,7 +196,7 @@ def test_unpatched_code_loads_the_checkpoint_of_two_ranks_and_acts(trainer: Trai
         env=environ_of(tree),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(240),
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -267,7 +268,7 @@ def test_ranks_train_one_model_on_rlds_data(trainer: Trainer, patch_set: str, sc
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed (requirements/rlds.txt)")
     code = "import sys; from examples.rlds.build_dataset import build; build(sys.argv[1], num_episodes=21)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=patience(240))
     run = trainer(
         2,
         name="rlds",

@@ -18,6 +18,7 @@ import ddpshim
 from ddpshim.__main__ import main
 from ddpshim.observe import environment
 from ddpshim.observe.environment import as_text, describe
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 SLURM = {
@@ -42,7 +43,9 @@ def test_versions_are_those_of_the_distributions_and_import_nothing() -> None:
         "print([name for name in ('robomimic', 'h5py', 'diffusers', 'torch._dynamo') if name in sys.modules])"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=patience(240)
+    )
     assert ran.stdout.splitlines() == [str(torch.__version__), "[]"], ran.stderr
     versions = describe()["versions"]
     assert versions["ddpshim"] == ddpshim.__version__

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.preloaded import environment, preloaded
-from tests.preloaded_commands import commands
+from tests.preloaded_commands import commands, patience
 from tests.test_launch_matrix import SCRIPT, _reports
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +21,13 @@ def start(name: str, folder: Path, **settings: str) -> subprocess.CompletedProce
     forked = preloaded().shell_environment(environment())
     environ = {**forked, "PYTHON": str(commands() / "python"), **settings}
     return subprocess.run(
-        ["bash", str(FOLDER / name)], cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+        ["bash", str(FOLDER / name)],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=patience(240),
+        check=False,
     )
 
 
@@ -29,7 +35,9 @@ def start(name: str, folder: Path, **settings: str) -> subprocess.CompletedProce
 def test_well_formed(name: str) -> None:
     checkers = [["bash", "-n"], ["shellcheck"]]
     for checker in (checker for checker in checkers if shutil.which(checker[0])):
-        ran = subprocess.run([*checker, FOLDER / name], capture_output=True, text=True, timeout=60, check=False)
+        ran = subprocess.run(
+            [*checker, FOLDER / name], capture_output=True, text=True, timeout=patience(120), check=False
+        )
         assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
     assert "\nset -euo pipefail\n" in (FOLDER / name).read_text()
 

@@ -22,10 +22,11 @@ from ddpshim.job.launch_env import read_launch_env
 from tests import ranks
 from tests.equivalence import copy_release, fork, make_config, make_data, source
 from tests.preloaded import environment, kill_all_in, preloaded
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "tests" / "matrix_train.py")
-DEADLINE_S = 120
+DEADLINE_S = 240
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 Reports = list[dict[str, Any]]
 
@@ -40,7 +41,7 @@ def launched(folder: Path, *command: str) -> Reports:
     with (folder / "screen").open("w+") as screen:
         started = subprocess.Popen(command, cwd=folder, env=ENVIRON, stdout=screen, stderr=subprocess.STDOUT)
         try:
-            code = started.wait(DEADLINE_S)
+            code = started.wait(patience(DEADLINE_S))
         finally:
             kill_all_in(folder)
             started.wait()

@@ -14,14 +14,10 @@ import pytest
 
 import ddpshim
 from tests.preloaded import environment, start_afresh
+from tests.preloaded_commands import patience
+from tests.wings import CHOOSE_BY_NAME, FACES, OPEN, WINGS
 
 ROOT = Path(__file__).parent.parent
-# Each folder imports only those above it, and itself. The files beside them, which may import nothing else, are open to
-# all; the faces may import anything, inside functions.
-WINGS = ["job", "model", "data", "checkpoint", "trainers", "observe", "robomimic", "droid", "launch", "tools"]
-OPEN = ["adapters", "errors", "options", "variables", "version"]
-FACES = ["__init__", "__main__", "auto"]
-CHOOSE_BY_NAME = {"launch.rank": {"tools"}}  # inside functions
 TRAINERS = (
     "data.tfdata",
     "droid.calls",
@@ -103,7 +99,13 @@ def test_the_check_of_imports_can_fail() -> None:
 def _run(*command: str, cwd: Path = ROOT) -> str:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=patience(240),
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

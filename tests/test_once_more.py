@@ -12,6 +12,7 @@ import pytest
 
 from tests import once_more
 from tests.once_more import _AGAIN
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 TESTS = """
@@ -44,7 +45,9 @@ def _run(folder: Path, bare: str, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-p", "tests.once_more", "-p", "no:cacheprovider", *options]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST") and name != _AGAIN}
     environ = {**own, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=patience(240), check=False
+    )
     return ran.returncode, ran.stdout
 
 

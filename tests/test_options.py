@@ -30,6 +30,7 @@ from tests.equivalence import (
     source,
     train_all,
 )
+from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -279,7 +280,9 @@ def test_logs_hold_the_traceback_that_ends_a_rank(tmp_path: Path) -> None:
         "import ddpshim\nddpshim.setup()\ntry:\n    raise ValueError('on purpose')\nfinally:\n    ddpshim.cleanup()"
     )
     environ = {"DDPSHIM_LOGS": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": ""}
-    ran = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, timeout=240, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, timeout=patience(300), check=False
+    )
     assert ran.returncode == 1
     assert (tmp_path / "rank_0.log").read_text().endswith("ValueError: on purpose\n")
 
@@ -410,7 +413,7 @@ def test_the_command_prints_the_table_without_torch() -> None:
     code = "import sys; from ddpshim.__main__ import main; main(['options']); print('torch' in sys.modules)"
     environ = {"PYTHONPATH": str(ROOT), "PATH": ""}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=patience(120), check=True
     )
     *lines, has_torch = ran.stdout.splitlines()
     assert lines == list(options.table())

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import ddpshim
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 INFO = f"ddpshim-{ddpshim.__version__}.dist-info"
@@ -36,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copyfile(ROOT / name, sources / name)
     # Without isolation nothing is installed: the setuptools that is here builds.
     command = [sys.executable, "-m", build.__name__, "--no-isolation", "--outdir", str(folder), str(sources)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=patience(300), check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "Warning" not in ran.stdout + ran.stderr
     return folder
@@ -47,7 +48,7 @@ def installed(built: Path) -> Path:
     """A folder as `pip install` fills it: the wheel's library, and the command."""
     folder = built / "installed"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(folder)]
-    subprocess.run([*command, str(_wheel(built))], timeout=300, check=True)
+    subprocess.run([*command, str(_wheel(built))], timeout=patience(300), check=True)
     return folder
 
 
@@ -105,7 +106,9 @@ def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tm
     environ = {**os.environ, "PYTHONPATH": str(installed), "PATH": path}
 
     def run(*argv: str) -> str:
-        ran = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+        ran = subprocess.run(
+            argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patience(240), check=False
+        )
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 

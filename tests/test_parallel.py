@@ -21,9 +21,11 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.group import ENDS_THREADS
 from ddpshim.model import guard
-from ddpshim.model.parallel import BareModule, DataParallelModule, _Pass, _with_sync_batchnorm, best_bucket_cap_mb
+from ddpshim.model.parallel import BareModule, DataParallelModule, _with_sync_batchnorm, best_bucket_cap_mb
+from ddpshim.model.reducer import _Pass
 from ddpshim.model.transparent import portable_keys
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
+from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, run_ranks
 
 B, D_IN, D_OUT = 24, 6, 3  # global batch, observation and action dimensions
@@ -1116,7 +1118,9 @@ def test_copies_and_pickles_are_bare(one: BareModule, tmp_path) -> None:
         "import sys, torch; sys.modules['ddpshim'] = None; "
         f"net = torch.load({str(tmp_path / 'net.pth')!r}, weights_only=False); print(type(net).__name__)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(300), check=True
+    )
     assert ran.stdout.strip() == "Linear"
 
 

@@ -26,6 +26,7 @@ from ddpshim.trainers.patching import patchset, replacing
 from ddpshim.trainers.patching.files import apply, check, revert, status
 from ddpshim.trainers.patching.patchset import build_manifest, load_sets
 from ddpshim.trainers.patching.unidiff import apply_diff, parse_diff
+from tests.preloaded_commands import patience
 
 LIBRARY = Path(ddpshim.__file__).parent
 PATCHING = ("files", "patchset", "replacing", "unidiff")  # all that the patch command needs of trainers/patching
@@ -515,7 +516,7 @@ def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: di
     )
     here = str(Path(patching.__file__).parent.parent)
     command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, timeout=60)
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, timeout=patience(120))
     assert killed.returncode == 9
     look = status(toy.target, None, toy.patches)
     assert (look.state, [file.state for file in look.files]) == (
@@ -628,7 +629,7 @@ def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(patching.__file__).parent.parent)}
     command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
-    printed = [process.communicate(timeout=60)[0].strip() for process in running]
+    printed = [process.communicate(timeout=patience(120))[0].strip() for process in running]
     assert sorted(printed) == ["0", "0", "0", "3"]
     assert_holds(toy.package, PATCHED)
     assert not (toy.package / replacing.LOCK).exists()
@@ -892,7 +893,9 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
 
     def run(*argv: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-W", "error", "-m", "ddpshim", "patch", *argv]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120)
+        )
 
     done = run("apply", "--target", "toybot")
     assert (done.returncode, done.stderr) == (0, "")

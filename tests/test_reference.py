@@ -21,6 +21,13 @@ def test_the_page_is_what_the_docstrings_give() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.reference`"
 
 
+def test_the_index_of_files_is_what_their_first_sentences_say() -> None:
+    pytest.importorskip("griffe")
+    from tests.reference import FILES, index
+
+    assert FILES.read_text(encoding="utf-8") == index(), "run `python -m tests.reference`"
+
+
 def test_it_has_every_public_name_and_its_links_lead_somewhere() -> None:
     text = PAGE.read_text(encoding="utf-8")
     headings = re.findall(r"^### ddpshim\.(.+)$", text, re.MULTILINE)

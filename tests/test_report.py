@@ -32,6 +32,7 @@ from ddpshim.observe.report.tables import headline, tables
 from ddpshim.observe.report.writing import markdown, write
 from ddpshim.robomimic import calls as robomimic
 from tests.equivalence import copy_release, largest_difference, make_config, make_data, source, train
+from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -312,7 +313,10 @@ def test_nothing_to_report_is_said_without_torch(tmp_path: Path) -> None:
     code = "import sys; from ddpshim.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, "report", str(tmp_path)]
-    assert subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60).stdout == "1 False\n"
+    assert (
+        subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(120)).stdout
+        == "1 False\n"
+    )
 
 
 # Writing

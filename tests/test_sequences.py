@@ -23,6 +23,7 @@ from ddpshim.robomimic import datasets
 from tests import sequences as demos
 from tests.equivalence import ROOT, source
 from tests.preloaded import environment
+from tests.preloaded_commands import patience
 
 pytestmark = pytest.mark.robomimic
 HERE = SimpleNamespace(
@@ -55,7 +56,7 @@ def test_every_kind_of_dataset_of_other_releases(tmp_path: Path, release: str) -
         pytest.skip(f"robomimic {release} is not under DDPSHIM_UPSTREAM; see patches/README.md")
     command = [sys.executable, "-m", "tests.sequences", str(tmp_path)]
     ran = subprocess.run(
-        command, cwd=ROOT, env=environment(tree), capture_output=True, text=True, timeout=240, check=False
+        command, cwd=ROOT, env=environment(tree), capture_output=True, text=True, timeout=patience(300), check=False
     )
     assert ran.returncode == 0, ran.stderr
     found = dict(line.rsplit(": ", 1) for line in ran.stdout.splitlines())

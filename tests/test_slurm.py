@@ -21,6 +21,7 @@ import pytest
 import ddpshim.__main__ as command_line
 from ddpshim.errors import LaunchError
 from ddpshim.launch.slurm import Settings, _seconds, batch_script
+from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 120
@@ -240,7 +241,7 @@ def test_the_script_passes_the_checkers(tmp_path: Path, launcher: str) -> None:
     file.write_text(batch_script(cpu_job("train.py", "--config", "a b.json", launcher=launcher)))
     checkers = [["bash", "-n"], ["shellcheck"]]
     for checker in (checker for checker in checkers if shutil.which(checker[0])):
-        ran = subprocess.run([*checker, str(file)], capture_output=True, text=True, timeout=60, check=False)
+        ran = subprocess.run([*checker, str(file)], capture_output=True, text=True, timeout=patience(120), check=False)
         assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 

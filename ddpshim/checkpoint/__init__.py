@@ -1,4 +1,4 @@
-"""Files that are whole or absent, written in the background if asked, and going on after an interruption."""
+"""Writes and finds checkpoint files, in the background if asked, and resumes trainings."""
 
 from ddpshim.checkpoint.files import (
     copy,

@@ -1,4 +1,4 @@
-"""A process that does jobs one after the other, while the one that gives them goes on.
+"""Runs jobs one after the other in a process of their own, while the process that gave them trains on.
 
 It is started, not forked: a fork of a process that holds threads or a GPU may hang at the first lock. A thread
 would not do: it would take turns with the training at Python's interpreter lock.

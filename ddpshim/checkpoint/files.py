@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written once, by the main rank, beside their place and moved into it when complete.
+"""Writes files that are whole or absent: the main rank writes beside the path, and renames when all is written.
 
 The decision when to save is the caller's, and so is the content: the keys of a wrapped network are the bare network's.
 What is saved in the background is on the disk a moment later; every other function here waits for it first.

@@ -1,4 +1,4 @@
-"""A training that goes on where it was: in the middle of an epoch, on any number of ranks, after a signal or a kill."""
+"""Resumes a training in the middle of an epoch, on any number of ranks, after a signal or a kill."""
 
 from __future__ import annotations
 

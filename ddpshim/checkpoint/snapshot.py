@@ -1,4 +1,4 @@
-"""What `torch.save` would write, kept in shared memory: taken in the time of a copy, written by another process.
+"""Copies an object's `torch.save` bytes into shared memory, so that another process can write them.
 
 torch's own serializer decides what a file holds, both here and there: the file is the one that it would have made.
 """

@@ -1,1 +1,1 @@
-"""One order of samples, each rank's share of it, and the loaders and memory that give it."""
+"""Gives each rank its share of one order of samples: samplers, loaders, and memory that ranks share."""

@@ -1,4 +1,4 @@
-"""One line on standard error where a launched job would be slow, or run out of memory, for its numbers."""
+"""Prints one line where a launched job would be slow, or run out of memory, because of its settings."""
 
 from __future__ import annotations
 

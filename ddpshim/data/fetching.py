@@ -1,4 +1,4 @@
-"""Batches that a dataset gives by itself, in place of one call for each sample; adapters know which datasets can."""
+"""Lets a dataset that an adapter knows return whole batches, in place of one call for each sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An iterable dataset split over ranks and data workers: what is read by all, and what only a share of them decodes."""
+"""Splits an iterable dataset over ranks and data workers."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

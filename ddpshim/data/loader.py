@@ -1,4 +1,4 @@
-"""Data loaders that give every rank its share of the global batch that one process would have had."""
+"""Builds data loaders that give each rank its share of the global batch of one process."""
 
 import functools
 import math

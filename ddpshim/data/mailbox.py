@@ -1,4 +1,4 @@
-"""Batches that leave a data worker in one piece, through shared memory that the two sides keep."""
+"""Passes a data worker's batches to its rank in one piece, through shared memory that both keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of which a node has one copy, in memory or in a file on disk, however many ranks and data workers read them.
+"""Keeps one copy of an array for each node, in memory or on disk, for all its ranks and data workers.
 
 What they lie in has no name. The ranks of a node open it through the one that made it, workers inherit it or are handed
 its descriptor, and the kernel frees it with the last of them, however that one ends: after a crash nothing is left.

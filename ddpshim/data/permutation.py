@@ -1,4 +1,4 @@
-"""Orders that are computed where they are read: no position costs memory, or those before it."""
+"""Computes a position of a random order when it is read, without memory for the order."""
 
 from __future__ import annotations
 

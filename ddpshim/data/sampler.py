@@ -1,4 +1,4 @@
-"""One order of samples for each epoch, and each rank's share of it.
+"""Defines one order of samples for each epoch, and each rank's share of it.
 
 An order (sequential, shuffled, weighted, or drawn by the user's own sampler) is a function of (seed, epoch), so
 it is the same at any world size. What a rank takes of it is arithmetic: :meth:`Split.positions` maps (step, rank)

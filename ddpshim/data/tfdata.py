@@ -1,4 +1,4 @@
-"""A tf.data pipeline split over ranks: each reads its own share of the records, before anything is decoded.
+"""Splits a tf.data pipeline over ranks: each reads its share of the records before anything is decoded.
 
 tensorflow and tensorflow_datasets are imported inside the functions only.
 """

@@ -1,4 +1,4 @@
-"""Draws by weight, with replacement: of any number of categories, and from any position on."""
+"""Computes weighted draws with replacement, of any number of categories, from any position on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the patch sets of DROID's trainers call beside `ddpshim.robomimic`."""
+"""Holds what the patch sets of DROID's trainers call beside `ddpshim.robomimic`."""
 
 from ddpshim.droid.calls import Epochs, cuda, data_parallel, load_checkpoint, run_epoch, tokenize
 

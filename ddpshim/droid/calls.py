@@ -1,4 +1,4 @@
-"""What the patch sets of DROID's trainers call beside `ddpshim.robomimic`, each in place of the line it stands for.
+"""Implements what the patch sets of DROID's trainers call, each in place of the line it replaces.
 
 Without a launcher every function here does exactly what that line did. DROID's package is called robomimic, too;
 it is imported inside the functions only.

@@ -1,4 +1,4 @@
-"""DROID's data in the RLDS format, read through octo: each rank its share of the trajectories, all ranks one mixture.
+"""Reads DROID's RLDS data through octo: each rank its share of the trajectories, all ranks one mixture.
 
 What hunks of `robomimic/scripts/train.py` call in place of octo's functions and torch's loader, with their arguments.
 Without a launcher each does what those do. tensorflow, octo and dlimp are imported inside the functions only.

@@ -1,1 +1,1 @@
-"""Who this process is in its job: launcher, ranks, devices, random streams, failures, signals, records, clock."""
+"""Knows who this process is in its job: launcher, ranks, devices, random streams, failures, signals, records."""

@@ -1,4 +1,4 @@
-"""The device that a rank computes on, and the backend that all ranks' devices allow."""
+"""Chooses the device that a rank computes on, and the backend that all ranks' devices allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a failing rank ends its job: the first one is named, once, with its traceback, and nobody hangs.
+"""Ends the job when a rank fails, and names the first failing rank once, with its traceback.
 
 (torch's elastic agent takes the failure with the smallest timestamp for the root cause; ranks that fail
 because another one did must therefore leave after it.)

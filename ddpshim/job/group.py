@@ -1,7 +1,6 @@
-"""The process group of this job: made once by `setup()`, handed forward as a frozen `World`.
+"""Makes this job's process group once, in `setup()`, and describes it by a frozen `World`.
 
-Elsewhere process-group functions are called only for networks (gradients, weights, buffers), and nothing
-after `setup()` looks at the environment again.
+Other modules call torch's process group for networks alone: gradients, weights, buffers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launch environment: which process of which job this is, read once from a mapping and frozen."""
+"""Reads from a launcher's variables which process of which job this is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine lets this process have: cores, memory and limits, with those of a container around it.
+"""Measures what the machine gives this process: cores, memory and limits, a container's included.
 
 Everything is local, reads a few small files, and answers None where the system does not tell (macOS, Windows).
 """

@@ -1,4 +1,4 @@
-"""Where the time of this process goes, while somebody asks: each moment counts to one part.
+"""Counts where the time of this process goes, while somebody asks: each moment belongs to one part.
 
 A part begins at a call that torch or ddpshim makes: `next` of a data loader, the step of an optimizer, the end of
 a backward pass. Nothing of it is in place unless a `Meter` runs.

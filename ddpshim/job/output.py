@@ -1,4 +1,4 @@
-"""What a rank prints, written down in a file of its own as well."""
+"""Copies what a rank prints into a file of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that ask a training to end: noted when they come, acted on at a step that all ranks agree on.
+"""Notes signals that ask a training to end; all ranks act on them at the same step.
 
 A handler that talked to other ranks would do so in the middle of a collective. `ddpshim.checkpoint.resume` looks here.
 """

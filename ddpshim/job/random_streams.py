@@ -1,4 +1,4 @@
-"""Random streams: seeds derived from one another, and scopes that leave the process's own streams alone."""
+"""Derives seeds from one another, and gives code random streams that leave the process's own alone."""
 
 import contextlib
 import hashlib

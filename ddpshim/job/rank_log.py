@@ -1,4 +1,4 @@
-"""The log of a rank that `python -m ddpshim run` started: one file for all that it prints. Imports no torch."""
+"""Writes all that a rank of `python -m ddpshim run` prints into one file. Imports no torch."""
 
 from __future__ import annotations
 

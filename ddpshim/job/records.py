@@ -1,4 +1,4 @@
-"""The records of a run: a file of JSON lines for each rank, to which that rank alone appends. Imports no torch.
+"""Appends records of a run to a file of JSON lines, one for each rank. Imports no torch.
 
 Rooms that know of an event call `note`, which does nothing unless this process writes records. A line is appended by
 one call of the system; what cannot be written is told once, and the training goes on without records.

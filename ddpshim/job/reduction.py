@@ -1,4 +1,4 @@
-"""Sums and means of what the ranks hold: numbers exactly, tensors in the widest type of their kind."""
+"""Adds and averages Python numbers exactly, and tensors in the widest type of their kind, over ranks."""
 
 from __future__ import annotations
 

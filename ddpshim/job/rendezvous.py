@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: one store, in which each of them calls its name."""
+"""Brings the ranks of a job together at one store, in which each of them writes its name."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`run`, the process of a rank, and sbatch scripts."""
+"""Starts jobs: `run`, the process of a rank, and sbatch scripts."""

@@ -1,4 +1,4 @@
-"""What `python -m ddpshim run` starts as each rank: its log is opened, then the user's program runs, unedited.
+"""Runs the user's program as one rank of `python -m ddpshim run`, unedited, after opening its log.
 
 Imports no torch: the program decides what is imported, and in which order.
 """

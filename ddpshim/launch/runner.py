@@ -1,4 +1,4 @@
-"""`python -m ddpshim run`: torchrun with a preflight, a log for each rank, and the first failure last on the screen.
+"""Implements `python -m ddpshim run`: torchrun with a preflight, a log for each rank, the first failure last.
 
 torchrun's agent, in this process, launches and watches; nothing here does. Exit code: that of the first failing
 rank, 128 + N where signal N ended it; 1 where the preflight refused; 0 where every rank ended well.

@@ -1,4 +1,4 @@
-"""`python -m ddpshim slurm`: an sbatch script that survives its time limit, preemption and a full queue."""
+"""Writes an sbatch script that survives its time limit, preemption and a full queue (`ddpshim slurm`)."""
 
 from __future__ import annotations
 

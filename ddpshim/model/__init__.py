@@ -1,1 +1,1 @@
-"""What happens to a network: wrapped, its gradients reduced, its weights and random streams compared."""
+"""Wraps a network, reduces its gradients, and checks that ranks train one model."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the parts of a batch, whose backward passes add up to that of the whole."""
+"""Accumulates gradients: the backward passes of a batch's parts add up to that of the whole."""
 
 from __future__ import annotations
 

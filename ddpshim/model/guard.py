@@ -1,6 +1,6 @@
-"""The runtime checks that ranks train one model: equal weights, unequal noise, no step on one rank's gradients.
+"""Checks while it runs that ranks train one model: equal weights, unequal noise, no step on one rank's gradients.
 
-They find and repair nothing. The option `guard` (DDPSHIM_GUARD=0) turns them off.
+A check that fails raises; nothing is repaired. The option `guard` (DDPSHIM_GUARD=0) turns them off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A wrapper that shows its module as if it were not there: attributes, names, keys, copies."""
+"""Makes a wrapper look like its module: attributes, names, keys, copies."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run wrote down, where its time went, and the page about it."""
+"""Records what a run does, measures where its time goes, and builds the page about it."""

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of the place where ddpshim runs, without what makes a report private."""
+"""Describes the machine and the packages for a bug report, without what makes a report private."""
 
 from __future__ import annotations
 

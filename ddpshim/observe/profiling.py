@@ -1,4 +1,4 @@
-"""What the time of each rank went into: steps a second, data wait, compute, communication that was not hidden."""
+"""Measures what the time of each rank goes into: data, compute, communication that is not hidden."""
 
 from __future__ import annotations
 

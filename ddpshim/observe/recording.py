@@ -1,4 +1,4 @@
-"""What a rank writes down of its training while it goes on, for `python -m ddpshim report`.
+"""Records what a rank's training does, for `python -m ddpshim report`.
 
 Nothing is added to a step but a few additions: no collective, no wait for a GPU. Lines are written at the end of an
 epoch, and now and then inside a long one.

@@ -1,4 +1,4 @@
-"""What the patch sets of robomimic call, each in place of the line it stands for."""
+"""Lists what the patch sets of robomimic call, each in place of the line it replaces."""
 
 from __future__ import annotations
 

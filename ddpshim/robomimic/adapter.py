@@ -1,4 +1,4 @@
-"""robomimic's adapter: what ddpshim asks of it, see :class:`ddpshim.trainers.interface.Adapter`."""
+"""Is robomimic's adapter: answers what ddpshim asks of one (`ddpshim.trainers.interface.Adapter`)."""
 
 from __future__ import annotations
 

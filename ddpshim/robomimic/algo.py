@@ -1,4 +1,4 @@
-"""What a robomimic Algo holds: the networks that train together, and all that a later start needs to go on.
+"""Finds the networks of a robomimic Algo that train together, and all state that a resumed run needs.
 
 robomimic is imported inside the functions only.
 """

@@ -1,4 +1,4 @@
-"""Batches of robomimic's sequence datasets, by one index for each key in place of one call for each sample.
+"""Fetches batches of robomimic's sequence datasets by one index for each key, not one call for each sample.
 
 Values, types and the order of keys are those of its own `__getitem__` and of torch's default collate, bit for bit: the
 code of the dataset must be one that is known here, and a few samples of it are compared before it is relied upon.

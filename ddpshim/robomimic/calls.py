@@ -1,4 +1,4 @@
-"""What the robomimic patch sets call, each in place of the upstream line it stands for.
+"""Implements what the robomimic patch sets call, each in place of the line it replaces.
 
 Without a launcher every function here does exactly what that line did. robomimic is imported inside the
 functions only.
@@ -32,7 +32,8 @@ from ddpshim.job.launch_env import read_launch_env
 from ddpshim.job.random_streams import derive_seed, seed_everything
 from ddpshim.job.rank_log import has_log, link_log
 from ddpshim.model import guard
-from ddpshim.model.parallel import average, broadcast_state, wrap_parallel
+from ddpshim.model.parallel import wrap_parallel
+from ddpshim.model.reducer import average, broadcast_state
 from ddpshim.observe.profiling import Profile
 from ddpshim.observe.recording import Recorder, numbers
 from ddpshim.options import SECTION, Options

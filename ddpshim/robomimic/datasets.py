@@ -1,4 +1,4 @@
-"""robomimic's datasets: what they would cost in memory, loaded with statistics from one rank, divided over all.
+"""Loads robomimic's datasets on all ranks, with statistics that one rank computed.
 
 robomimic and h5py are imported inside the functions only.
 """

@@ -1,4 +1,4 @@
-"""What robomimic's datasets keep in memory (`hdf5_cache_mode`), as one copy for each node.
+"""Keeps one copy for each node of what robomimic's datasets keep in memory (`hdf5_cache_mode`).
 
 Upstream's dataset reads as it always does, from a mapping that looks like its own cache.
 """

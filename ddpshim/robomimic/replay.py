@@ -1,4 +1,4 @@
-"""What a trainer was told in the epochs it has done, so that a later start of it can be told the same again.
+"""Repeats to a resumed, unedited trainer what it was given in the epochs it has finished.
 
 A trainer that nobody edited begins at its first epoch, with its own idea of the best loss so far. It is led through the
 epochs that are done without doing them: what it asks is answered as it was then, and it comes to the same decisions.

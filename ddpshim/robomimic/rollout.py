@@ -1,4 +1,4 @@
-"""Evaluation rollouts of robomimic, the episodes of each environment dealt to all ranks.
+"""Runs robomimic's evaluation rollouts on all ranks, each episode with a seed of its own.
 
 Episode e is played by rank e % W, from a seed of its own: the statistics do not depend on W. robomimic and
 numpy are imported inside the functions only.

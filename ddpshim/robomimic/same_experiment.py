@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same experiment: values of the config, files of the code, the version of torch.
+"""Compares the config, the code files and the version of torch between ranks.
 
 robomimic is imported inside the functions only.
 """

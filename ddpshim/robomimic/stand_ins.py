@@ -1,4 +1,4 @@
-"""What runs in place of robomimic's functions when nobody edits the trainer: what its patch sets call there.
+"""Replaces functions of an unedited robomimic by what its patch sets call there.
 
 The trainer itself is not touched. What it does at its own lines is led aside where it looks names up: the files it
 opens, its clock, and the exception that it catches and prints.

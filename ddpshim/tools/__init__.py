@@ -1,1 +1,1 @@
-"""Commands that look at a trainer or a machine: doctor, audit, selftest."""
+"""Holds the commands that look at a trainer or a machine: doctor, audit, selftest."""

@@ -1,1 +1,1 @@
-"""What is done to somebody's trainer, whoever wrote it: patches, stand-ins, import hooks, DataParallel scripts."""
+"""Changes somebody's trainer, whoever wrote it: patches, stand-ins, import hooks, DataParallel scripts."""

@@ -1,4 +1,4 @@
-"""When an unedited trainer is hooked: as each module that concerns its adapter is loaded, or at once where it has been.
+"""Hooks an unedited trainer: each module as it is imported, or at once if it has been.
 
 Imports nothing but the standard library until a program imports a package that an adapter has stand-ins for; a program
 that does not is left alone.

@@ -1,4 +1,4 @@
-"""What an adapter for a codebase may offer; see :mod:`ddpshim.adapters` for how it is found.
+"""Defines what an adapter for a codebase may offer; `ddpshim.adapters` finds it.
 
 Every function is optional, and is looked up when it is needed. What is not offered is as for any codebase.
 """

@@ -1,4 +1,4 @@
-"""Functions of other packages that run ours in their place, whoever holds them already, and can be given back.
+"""Replaces functions of other packages wherever they are held, and gives them back.
 
 A function keeps its identity; only what it does when it is called is exchanged. So it makes no difference whether
 a program said `from package import function` before or after. Imports nothing but the standard library.

@@ -1,1 +1,1 @@
-"""The report of a run: what its ranks have written down, as Markdown or as one page of HTML. Imports no torch."""
+"""Builds the report of a run from its ranks' records, as Markdown or one page of HTML. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The charts of the report, as SVG that takes its colours from the page.
+"""Draws the charts of the report, as SVG that takes its colours from the page.
 
 Text stays text, in the page's own font, and every colour is a variable of the page's style: one picture serves light
 and dark. matplotlib is imported inside the functions only.

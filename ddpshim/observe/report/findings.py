@@ -1,4 +1,4 @@
-"""How a run ended, and what there is to look at, in sentences."""
+"""Says in sentences how a run ended, and what there is to look at."""
 
 from __future__ import annotations
 

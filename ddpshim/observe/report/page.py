@@ -1,4 +1,4 @@
-"""The report as one page of HTML: style and pictures are inside, nothing is loaded, nothing is run."""
+"""Builds the report as one page of HTML that loads and runs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run, put together from what its ranks have written down over all of its starts."""
+"""Reads a run from its ranks' records, over all of its starts."""
 
 from __future__ import annotations
 

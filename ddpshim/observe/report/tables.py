@@ -1,4 +1,4 @@
-"""All numbers of the report."""
+"""Lists all numbers of the report in tables."""
 
 from __future__ import annotations
 

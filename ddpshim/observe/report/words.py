@@ -1,4 +1,4 @@
-"""Numbers as they are written for reading."""
+"""Writes numbers as they are read: sizes, durations, shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report in a file."""
+"""Writes the report into a file."""
 
 from __future__ import annotations
 

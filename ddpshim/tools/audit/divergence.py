@@ -1,4 +1,4 @@
-"""Where the models of ranks came apart, or draw the same noise. Pure: from what ranks wrote down to findings."""
+"""Finds where the models of ranks came apart, or draw the same noise, in what the ranks recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short names for what ranks hold, to be compared elsewhere: tensors, samples of a batch, random streams.
+"""Computes short fingerprints of tensors, samples and random streams, to be compared between ranks.
 
 Imports torch when it is first asked; draws nothing and changes nothing.
 """

@@ -1,4 +1,4 @@
-"""What the records of an audited job say: facts, findings, and what could not be looked at. Pure: from lists to lists.
+"""Turns the records of an audited job into facts, findings, and a list of what could not be checked.
 
 Records are those of ddpshim/tools/audit/recording.py, by rank and in the order in which each rank wrote them.
 """

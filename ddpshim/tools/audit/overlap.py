@@ -1,4 +1,4 @@
-"""What ranks read and write without a share of their own. Pure: from what they wrote down to findings."""
+"""Finds what ranks read or wrote twice, in what they recorded."""
 
 from __future__ import annotations
 

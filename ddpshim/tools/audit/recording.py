@@ -1,4 +1,4 @@
-"""What `python -m ddpshim audit` has each rank write down: steps, batches, random streams and files, as JSON lines.
+"""Records what each rank of an audited job does: steps, batches, random streams and files, as JSON lines.
 
 The program computes what it would compute alone: tensors and generators are read, nothing is drawn or sent, and nobody
 is waited for before the last step that was asked for. Imports no torch before the program does.

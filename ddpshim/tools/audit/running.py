@@ -1,4 +1,4 @@
-"""`python -m ddpshim audit`: a trainer that was distributed by hand, started on several ranks and looked at.
+"""Starts an audited job on several ranks, and judges its records.
 
 Ranks write down what they do (recording.py); what it means is found afterwards (judging.py). They exchange nothing, so
 nothing can hang but the trainer itself, and where that does, it is ended.

@@ -1,4 +1,4 @@
-"""A finding of an audit, and the words in which it tells of ranks."""
+"""Defines a finding of an audit, and how it names ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank of an audited job did, put together from the records that it wrote (see recording.py)."""
+"""Reads what one rank of an audited job did from the records that it wrote (see recording.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check`: every rule on every trainer below a path.
+"""Applies every rule to every trainer below a path.
 
 It reads the files below a path with `ast`, finds the trainers among them, and applies every rule to what each of
 them runs.

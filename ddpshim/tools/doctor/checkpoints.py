@@ -1,4 +1,4 @@
-"""Keys of what is saved, and how they are taken apart again."""
+"""Holds the rules about keys of what is saved and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks come to a statement, and what happens when not all of them do."""
+"""Holds the rules about statements that not all ranks reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers, loaders, batch sizes and what is counted from them; and seeds."""
+"""Holds the rules about samplers, loaders, batch sizes, schedules and seeds."""
 
 from __future__ import annotations
 

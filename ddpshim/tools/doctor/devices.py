@@ -1,4 +1,4 @@
-"""Devices that are named by number or at import, local ranks that are taken for global ones, and launcher variables."""
+"""Holds the rules about devices by number, local ranks used as global ones, and launcher variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files, prompts, loggers and deletions: what one process did once, and every rank now does."""
+"""Holds the rules about files, prompts, loggers and deletions that every rank would repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says: the codes, and a finding with its place, its sentence and its fix."""
+"""Defines the doctor's codes, and a finding with its place, its sentence and its fix."""
 
 from __future__ import annotations
 

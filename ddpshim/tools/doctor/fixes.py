@@ -1,4 +1,4 @@
-"""The fixes that need no judgement, as exact edits of the source, and the unified diff of them.
+"""Writes the fixes that need no judgement as exact edits, and the unified diff of them.
 
 An edit replaces bytes between two places of a file; whatever it does not name stays as it is, byte for byte.
 """

@@ -1,4 +1,4 @@
-"""What an expression holds (a wrapped network, a sampler, a rank), and which ranks reach a statement."""
+"""Infers what an expression holds (a wrapped network, a sampler, a rank), and which ranks reach a statement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report as text for people and as JSON for programs."""
+"""Prints a report as text for people, or as JSON for programs."""
 
 from __future__ import annotations
 

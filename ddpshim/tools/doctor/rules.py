@@ -1,4 +1,4 @@
-"""What a rule is: a function from one program to its hits, registered under a code."""
+"""Defines a rule: a function from one program to its hits, registered under a code."""
 
 from __future__ import annotations
 

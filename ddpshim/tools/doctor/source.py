@@ -1,4 +1,4 @@
-"""One file: its tree, what its names were imported as, and its functions as units with an index of their nodes."""
+"""Parses one file: its tree, what its names were imported as, and its functions with their nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrapped, what is called on it, and what is made from it before and after."""
+"""Holds the rules about what is wrapped, and what is called on it or made from it before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All files below a path, which of them are trainers, and what each trainer runs."""
+"""Finds all files below a path, which of them are trainers, and what each trainer runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whether this machine can train on several ranks."""
+"""Tests whether this machine can train on several ranks."""

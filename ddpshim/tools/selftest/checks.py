@@ -1,4 +1,4 @@
-"""What one rank of the self-test does: join the others, then try each thing that a training run relies on."""
+"""Is one rank of the self-test: joins the others, then tries what a training relies on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-test: start ranks here, and on other nodes, have them check each other, and name the culprit if one fails.
+"""Starts the self-test's ranks here and on other nodes, and names the culprit if one fails.
 
 This process is to its ranks what torchrun's agent is: it serves the store, starts them with torchrun's
 variables, and ends them. Everything has a deadline.

@@ -1,1 +1,1 @@
-"""DataParallel scripts that are converted while they run."""
+"""Converts scripts for nn.DataParallel while they run."""

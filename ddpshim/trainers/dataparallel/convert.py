@@ -1,4 +1,4 @@
-"""`run --convert dataparallel`: a script for nn.DataParallel and DataLoader as one rank of several, unedited.
+"""Runs an unedited script for nn.DataParallel and DataLoader as one rank (`run --convert dataparallel`).
 
 Before the program is imported two of torch's names get other classes. The network in an `nn.DataParallel` is given to
 `wrap_parallel`; a pass over a `DataLoader` is that of `make_loader` where it trains, and whole on every rank where it

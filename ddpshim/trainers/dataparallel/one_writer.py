@@ -1,4 +1,4 @@
-"""torch.save, torch.load and os.mkdir for a program that does not know that it has peers: the main rank writes."""
+"""Lets only the main rank write, in a program that does not know of ranks: torch.save, torch.load, os.mkdir."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Patch sets: applied to files, and to modules that are loaded."""
+"""Applies patch sets to files, and to modules that are loaded."""

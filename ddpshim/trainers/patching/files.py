@@ -1,4 +1,4 @@
-"""Choose a patch set by the content of the files it changes; check, apply, revert, report.
+"""Chooses a patch set by the content of files; checks, applies, reverts and reports it.
 
 The content hash is the unit of trust: a version string is printed, and breaks ties between sets that do not
 fit, but never selects what is written.

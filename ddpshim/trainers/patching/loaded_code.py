@@ -1,4 +1,4 @@
-"""A patch set applied to a module that is loaded: its functions do what the patched file's would.
+"""Applies a patch set to a loaded module, so that its functions do what the patched file's would.
 
 The file stays as it is, and so do the line numbers in tracebacks.
 """

@@ -1,4 +1,4 @@
-"""Patch sets as they lie on disk: ``patches/<codebase>/<version>/`` with unified diffs and their manifest.
+"""Reads patch sets from disk: ``patches/<codebase>/<version>/`` with unified diffs and their manifest.
 
 ``manifest.json`` holds the sha256 of every target file before and after; nothing here looks at a target.
 """

@@ -1,4 +1,4 @@
-"""Replace files beside their neighbours: staged on disk, renamed into place, one process at a time.
+"""Replaces files all or none: staged on disk, renamed into place, by one process at a time.
 
 Never in place: package managers hard-link installed files to a cache that other environments share.
 """

@@ -1,4 +1,4 @@
-"""Unified diffs, read strictly and applied exactly: no fuzz, no offset, both directions.
+"""Reads unified diffs strictly and applies them exactly: no fuzz, no offset, both directions.
 
 Works on bytes, so that no encoding or line ending is touched on the way. GNU patch and ``git apply`` are
 not used: the first moves a hunk to where it happens to fit, the second can exit 0 having done nothing.

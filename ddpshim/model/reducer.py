@@ -1,0 +1,369 @@
+"""Reduces the gradients of one network over ranks: torch's DDP, whose reducer each backward pass arms.
+
+torch arms its reducer in the wrapper's `forward`, so a network that trains through another method, or
+runs two backward passes over one forward, is not synchronised, and nothing says so. Here the same
+reducer is armed when a backward pass reaches the first parameter of the network. The call that built
+the graph, and what it returned, do not matter any more; neither does whether it went through the
+wrapper. (The idea of hooking the parameters rather than the forward is that of torch's composable
+`replicate` and FSDP2; the reducer, its buckets and its overlap with backward are DDP's own.)
+
+Nothing in Python runs for each parameter of a step: its hooks are builtins, called from C. And the reducer does not
+look for unused parameters, for which it needs a message of its own and two lookups in a tensor for each parameter:
+which ones a rank used is one more gradient in the last bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import weakref
+from typing import Any, Callable, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpshim.errors import SyncError
+from ddpshim.job import meter
+from ddpshim.job.group import on_cleanup
+from ddpshim.model import guard
+from ddpshim.model.transparent import Transparent
+
+_BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
+_HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
+
+_wrapped: weakref.WeakSet[DistributedModule] = weakref.WeakSet()
+
+
+def is_first() -> bool:
+    """Whether no network is wrapped yet in this job. Local."""
+    return not _wrapped
+
+
+class _Pass:
+    """Has `is_begun` while a backward pass goes on; asking for it before that begins one.
+
+    So a hook that asks needs no Python but for the first gradient of a pass.
+    """
+
+    def __init__(self, begin: Callable[[], bool]) -> None:
+        self._begin = begin
+
+    def __getattr__(self, name: str) -> None:
+        if name != "is_begun":
+            raise AttributeError(name)
+        try:
+            if self._begin():
+                self.__dict__[name] = None  # and not for passes under no_sync(), of which each gradient asks
+        except AttributeError as error:  # `getattr` with a default, which the hooks call, would drop it
+            raise RuntimeError(f"while a backward pass began: {error}") from error
+
+    @property
+    def goes_on(self) -> bool:
+        return "is_begun" in self.__dict__
+
+    def end(self) -> None:
+        self.__dict__.pop("is_begun", None)
+
+
+class _Buffers:
+    """A module's buffers, and one message that makes them the main rank's."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        # Where they live, not which tensors they are: a module may put a new one in its place.
+        self.homes = [(child, name) for child in module.modules() for name in child._buffers]
+        self._places = [home._buffers for home, _ in self.homes]
+        self._names = [name for _, name in self.homes]
+        self._group, self._main = group, dist.get_process_group_ranks(group)[0]
+        self._is_main = dist.get_rank() == self._main
+        self._laid_out: list[Optional[torch.Tensor]] = []
+        self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[int]]] = []
+        self._sent: list[Any] = []
+
+    def start(self) -> None:
+        """Send them, or get ready to receive them (collective, does not wait)."""
+        now = list(map(dict.get, self._places, self._names))
+        if list(map(id, now)) != list(map(id, self._laid_out)):
+            self._lay_out(now)
+        for message, views, numbers in self._messages:
+            buffers: list[Any] = [now[i] for i in numbers]
+            if self._is_main:
+                torch._foreach_copy_(views, buffers)
+            work = dist.broadcast(message, self._main, self._group, async_op=True)
+            self._sent.append((work, views, buffers))
+
+    def finish(self) -> None:
+        """Wait for what `start` sent."""
+        for work, views, buffers in self._sent:
+            work.wait()
+            if not self._is_main:
+                # .data: a second backward pass over the same forward must not take this for a change of its inputs.
+                torch._foreach_copy_([b.data for b in buffers], views)
+        self._sent.clear()
+
+    def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
+        """Bytes for all buffers of a device, each with a view of its own dtype and shape."""
+        numbers: dict[torch.device, list[int]] = {}
+        for i, buffer in enumerate(now):
+            if buffer is not None:
+                numbers.setdefault(buffer.device, []).append(i)
+        self._messages.clear()
+        for device, those in numbers.items():
+            buffers: list[Any] = [now[i] for i in those]
+            ends = list(itertools.accumulate(-(-b.numel() * b.element_size() // 16) * 16 for b in buffers))
+            message = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+            views = [
+                message[start : start + b.numel() * b.element_size()].view(b.dtype).view(b.shape)
+                for start, b in zip([0, *ends], buffers)
+            ]
+            self._messages.append((message, views, those))
+        self._laid_out = now
+
+
+class DistributedModule(Transparent, DistributedDataParallel):
+    """DDP whose reducer is armed by the backward pass. Made by `wrap_parallel`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        strict: bool,
+        same_every_time: bool,
+        sync_buffers: bool,
+        is_guarded: bool,
+        comm_hook: Any,
+        comm_hook_state: Any,
+        process_group: Any,
+        **ddp_options: Any,
+    ) -> None:
+        signature = inspect.signature(DistributedDataParallel.__init__).parameters
+        # torch 2.13 renames the option; both spell "do not broadcast buffers in forward", which we never use.
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
+        options: dict[str, Any] = {**ddp_options, buffers: False}
+        owned = _names_of_owned(module)
+        if owned:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, owned)
+        try:
+            DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
+        finally:
+            if owned:
+                del module._ddp_params_and_buffers_to_ignore
+        if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
+            raise SyncError(
+                "PowerSGD sends several messages for each bucket, which cross the one that tells unused parameters; "
+                "ranks would add up the wrong ones. Use a hook of one message (allreduce, bf16 compression)."
+            )
+        if comm_hook is not None:
+            self.register_comm_hook(comm_hook_state, comm_hook)
+        mine = self.__dict__
+        mine["_reducer"], mine["_on_cuda"] = self.reducer, self.device.type == "cuda"
+        # torch builds its buckets anew before the second forward, which is collective: one rank alone could not
+        # run it. Here it has the order in which gradients come (nearly) from the start.
+        self._reducer._push_all_rebuilt_params()
+        self._reducer._rebuild_buckets()
+        self._modules.pop("module")
+        self._show(module)
+        reduced: list[nn.Parameter] = self._reduced
+        mine["_names"] = {id(p): name for name, p in module.named_parameters()}
+        mine["_strict"], mine["_same_every_time"] = strict, same_every_time
+        mine["_buffers_to_send"] = _Buffers(module, process_group) if sync_buffers else None
+        mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
+        mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
+        mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
+        mine["_pass"] = _Pass(self._arm)
+        mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
+        mine["num_reductions"] = 0
+        homes = self._buffers_to_send.homes if sync_buffers else []
+        mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, not _wrapped, is_guarded)
+        if not homes:
+            mine["_buffers_to_send"] = None
+        mine["_accumulators"] = [_accumulator(p) for p in reduced]
+        # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
+        hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
+        mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
+        broadcast_state(module, process_group)
+        guard.own(self, reduced)
+        if not _wrapped:
+            on_cleanup(_unwrap_all)
+        _wrapped.add(self)
+
+    def _build_params_for_reducer(self) -> Any:
+        """What torch's constructor gives its reducer: parameters in the order of their gradients, then one more."""
+        parameters, are_sparse = DistributedDataParallel._build_params_for_reducer(self)
+        mine = self.__dict__
+        mine["_reduced"] = parameters
+        # Its gradient tells which parameters this rank used.
+        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters)))
+        return [*reversed(parameters), self._presence], [*reversed(are_sparse), False]
+
+    def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
+        """What torch's reducer prints: it does not know the additional parameter."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        return {i: names.get(id(p), "presence") for i, p in enumerate(parameters)}
+
+    def no_sync(self) -> Any:
+        """A context in which backward passes add up on each rank; the next one outside reduces the sum."""
+        return DistributedDataParallel.no_sync(self)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: ranks with different numbers of batches would train on different data."""
+        raise SyncError(
+            "join() is for ranks that run out of batches at different times; steps would weigh samples unequally. "
+            "make_loader gives every rank the same number of steps."
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._on_cuda:
+            from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+            # Inputs on the CPU follow to the GPU, as under DataParallel.
+            (args,), (kwargs,) = scatter_kwargs(args, kwargs, [self._reduced[0].device.index])
+        return self.module(*args, **kwargs)
+
+    def _detach(self) -> None:
+        """Stop reducing: the module is bare again. Local."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        guard.disown(self._reduced)
+        self._reducer._remove_autograd_hooks()
+        for name in _HOLD_THE_GROUP & self.__dict__.keys():  # whose threads cleanup() ends
+            del self.__dict__[name]
+
+    @property
+    def is_armed(self) -> bool:
+        """Between the first gradient of a backward pass that is to be reduced and its end."""
+        return bool(self._pass.goes_on)
+
+    def _arm(self) -> bool:
+        """Make torch's reducer expect every parameter in the backward pass that is running; False under no_sync()."""
+        self._seen.clear()
+        if not self.require_backward_grad_sync:
+            self.__dict__["has_unreduced_gradients"] = True
+            return False
+        self.check_equality()
+        self._reducer.prepare_for_backward([])
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        return True
+
+    def _finish(self) -> None:
+        """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
+        mine, profiled = self.__dict__, meter.running
+        self._pass.end()
+        if profiled is not None:
+            profiled.begin("communication")
+        reduced, missed = self._reduced, []
+        if len(self._seen) != len(reduced):
+            seen = set(map(id, self._seen))
+            missed = [i for i, p in enumerate(reduced) if id(p) not in seen]
+        if self._strict or self._same_every_time:
+            self._refuse_missed(missed)
+        self._tell_unused([i for i in missed if reduced[i].grad is None])
+        for index in missed:
+            self._reducer._autograd_hook(len(reduced) - 1 - index)
+        self._reducer._autograd_hook(len(reduced))
+        mine["has_unreduced_gradients"] = False
+        mine["num_reductions"] += 1
+        if self._same_every_time and self._usual is None:
+            mine["_usual"] = set(missed)
+        if self._buffers_to_send is not None:
+            self._buffers_to_send.start()  # on every rank after its last bucket
+        # After the reducer's own last callback, which is queued by now.
+        torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        if profiled is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(profiled.end)
+
+    def _tell_unused(self, unused: list[int]) -> None:
+        """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
+        self.__dict__["_unused"] = unused
+        if self._presence.grad is None:
+            self._presence.grad = torch.ones_like(self._presence)
+        else:
+            self._presence.grad.fill_(1)
+        if unused:
+            self._presence.grad[unused] = 0
+
+    def _complete(self) -> None:
+        """After the reduction: what no rank used has no gradient, and buffers become the main rank's."""
+        try:
+            self._reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            self._refuse_stale(error)
+        if self._unused:
+            used = self._presence.grad.tolist()
+            for i in self._unused:
+                if not used[i]:
+                    self._reduced[i].grad = None
+        if self._buffers_to_send is not None:
+            self._buffers_to_send.finish()
+        if self._equality.is_due(self.num_reductions):
+            self._equality.start(self.num_reductions)
+
+    def _refuse_stale(self, error: RuntimeError) -> None:
+        pairs = zip(self._reduced, self._accumulators)
+        stale = [p for p, accumulator in pairs if p.requires_grad and _accumulator(p) is not accumulator]
+        if not stale:
+            raise error
+        raise SyncError(
+            f"parameter '{self._names[id(stale[0])]}' of {type(self.module).__name__} changed its dtype or device "
+            "after wrap_parallel; torch's reducer no longer sees its gradient, and ranks would train different models. "
+            "Convert first, then wrap."
+        ) from error
+
+    def _refuse_missed(self, missed: list[int]) -> None:
+        names = [self._names[id(self._reduced[i])] for i in missed if self._reduced[i].requires_grad]
+        if self._strict and names:
+            raise SyncError(
+                f"parameters {names[:5]}{' and more' if len(names) > 5 else ''} got no gradient in this backward pass "
+                "(find_unused_parameters=False); torch would stop in the next step without saying which. Use "
+                "find_unused_parameters=True, or freeze them."
+            )
+        if self._same_every_time and self._usual is not None and set(missed) != self._usual:
+            odd = [self._names[id(self._reduced[i])] for i in self._usual.symmetric_difference(missed)]
+            raise SyncError(
+                f"static_graph=True, but {odd[:5]} changed between used and unused; torch would train "
+                "unsynchronised from here on. Drop static_graph."
+            )
+
+    def check_equality(self) -> None:
+        """Raise SyncError where the last comparison found that ranks differ."""
+        self._equality.finish()
+
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """The node of autograd that adds up the gradient of `parameter`."""
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _unwrap_all() -> None:
+    for wrapped in list(_wrapped):
+        DistributedModule._detach(wrapped)
+    _wrapped.clear()
+
+
+def _names_of_owned(module: nn.Module) -> list[str]:
+    """The names of parameters that another wrapper reduces, each as torch's DDP spells it, twins included."""
+    names = [name for name, p in module.named_parameters(remove_duplicate=False) if guard.is_owned(p)]
+    for prefix, child in module.named_modules():
+        names += [f"{prefix}.{name}" for name, p in child.named_parameters(recurse=False) if guard.is_owned(p)]
+    return names
+
+
+def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
+    """Make all parameters and buffers the main rank's, frozen ones included (collective)."""
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for same in by_kind.values():
+        dist._broadcast_coalesced(group, same, _BUFFER_BUCKET_BYTES, 0)
+
+
+def average(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()

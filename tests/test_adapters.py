@@ -1,0 +1,88 @@
+"""Adapters: found by the package of an object, ours and those that others register by an entry point."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+from ddpshim import adapters
+from ddpshim.data import fetching
+from ddpshim.data.loader import make_loader
+from ddpshim.data.sampler import draws_by_weight
+from ddpshim.job.group import World
+from ddpshim.observe import environment
+
+
+class Squares(Dataset):  # type: ignore[type-arg]
+    __module__ = "toybot.data"
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+class OwnSampler(WeightedRandomSampler):
+    __module__ = "toybot.data"
+
+
+class Fetcher:
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def attach(self) -> None:
+        self._dataset.__getitems__ = lambda indices: ("whole", [index * index for index in indices])
+
+    def collate(self) -> Any:
+        return lambda samples: samples
+
+
+@pytest.fixture
+def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """An adapter for the package toybot, as a third party's entry point registers it."""
+    module: Any = types.ModuleType("toybot_adapter")
+    module.fetcher = lambda dataset: Fetcher(dataset) if isinstance(dataset, Squares) else None
+    module.draws_by_weight = lambda sampler: isinstance(sampler, OwnSampler)
+    module.state_of_files = lambda: "patched"
+    monkeypatch.setitem(sys.modules, "toybot_adapter", module)
+    point = metadata.EntryPoint("toybot", "toybot_adapter", adapters.GROUP)
+    found: Any = metadata.EntryPoints([point]) if sys.version_info >= (3, 10) else {adapters.GROUP: (point,)}
+    monkeypatch.setattr(metadata, "entry_points", lambda: found)
+    adapters.packages.cache_clear()
+    yield module
+    adapters.packages.cache_clear()
+
+
+def test_only_ours_without_entry_points() -> None:
+    assert adapters.packages() == {"robomimic": "ddpshim.robomimic.adapter"}
+    assert fetching.fetcher_of(Squares()) is None
+    assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
+
+
+@pytest.mark.usefixtures("toybot")
+def test_a_third_partys_dataset_gives_whole_batches() -> None:
+    world = World(launcher="torchrun")
+    (first, second) = make_loader(Squares(), batch_size=4, world=world)
+    assert (first, second) == (("whole", [0, 1, 4, 9]), ("whole", [16, 25, 36, 49]))
+    assert isinstance(make_loader(Squares(), batch_size=4, world=World()), DataLoader)
+
+
+@pytest.mark.usefixtures("toybot")
+def test_a_third_partys_sampler_and_files_are_known() -> None:
+    assert draws_by_weight(OwnSampler([1.0, 2.0], 2))
+    assert not draws_by_weight(OwnSampler([1.0, 2.0], 2, replacement=False))
+    assert environment._patch_states()["toybot patch"] == "patched"
+
+
+def test_an_adapter_need_not_offer_anything(toybot: types.ModuleType) -> None:
+    del toybot.fetcher, toybot.draws_by_weight, toybot.state_of_files  # type: ignore[attr-defined]
+    assert fetching.fetcher_of(Squares()) is None
+    assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
+    assert "toybot patch" not in environment._patch_states()
