@@ -1,14 +1,27 @@
 """Writes and finds checkpoint files, in the background if asked, and resumes trainings."""
 
-from ddpshim.checkpoint.files import (
-    copy,
-    find_damage,
-    find_latest,
-    flush,
-    keep_newest,
-    save,
-    save_in_background,
-    written,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddpshim.checkpoint.files import copy as copy
+    from ddpshim.checkpoint.files import find_damage as find_damage
+    from ddpshim.checkpoint.files import find_latest as find_latest
+    from ddpshim.checkpoint.files import flush as flush
+    from ddpshim.checkpoint.files import keep_newest as keep_newest
+    from ddpshim.checkpoint.files import save as save
+    from ddpshim.checkpoint.files import save_in_background as save_in_background
+    from ddpshim.checkpoint.files import written as written
 
 __all__ = ["copy", "find_damage", "find_latest", "flush", "keep_newest", "save", "save_in_background", "written"]
+
+
+def __getattr__(name: str) -> Any:
+    # Not at once: background.py ignores signals in its process before torch is imported, which takes seconds.
+    if name not in __all__:
+        raise AttributeError(f"module 'ddpshim.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module("ddpshim.checkpoint.files"), name)
+    globals()[name] = value
+    return value
