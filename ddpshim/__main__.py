@@ -18,7 +18,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from ddpshim.errors import DdpShimError, LaunchError
+from ddpshim import adapters
+from ddpshim.errors import DdpShimError, LaunchError, PatchError
 
 if TYPE_CHECKING:
     from ddpshim.trainers.patching.files import Status
@@ -102,6 +103,11 @@ def _add_patch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     manifest.add_argument("--source", type=Path, required=True, help="folder with the package folder in it")
     manifest.add_argument("--base", required=True, help="the commit or release that SOURCE is")
     manifest.set_defaults(run=_patch_manifest)
+    text = "maintainers: what a tree of another robomimic has that ddpshim does not know. Exit code: 1 if it has any"
+    new_release = actions.add_parser("new-release", help=text, description=text)
+    new_release.add_argument("tree", metavar="PACKAGE|PATH", help="a folder that is the package or contains it")
+    new_release.add_argument("--codebase", default="robomimic", metavar="NAME", help="whose adapter (%(default)s)")
+    new_release.set_defaults(run=_patch_new_release, needs_torch=True)
 
 
 def _options(arguments: argparse.Namespace) -> int:
@@ -316,6 +322,18 @@ def _patch_revert(arguments: argparse.Namespace) -> int:
     print(f"{found.patch_set.name}: {'reverted' if changed else 'not applied, nothing to do'}")
     _print_status(found)
     return 0
+
+
+def _patch_new_release(arguments: argparse.Namespace) -> int:
+    compared = adapters.function(arguments.codebase, "new_release")
+    if compared is None:
+        raise PatchError(
+            f"--codebase={arguments.codebase!r}: no adapter knows what its releases must have; nothing was "
+            f"compared. Use one of: {', '.join(adapters.packages())}."
+        )
+    lines, num_lacking = compared(arguments.tree)
+    print("\n".join(lines))
+    return 1 if num_lacking else 0
 
 
 def _patch_manifest(arguments: argparse.Namespace) -> int:

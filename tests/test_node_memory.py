@@ -23,7 +23,7 @@ from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job import machine
 from ddpshim.job.group import World
-from ddpshim.robomimic import batches, datasets, node_cache
+from ddpshim.robomimic import batches, datasets, known, node_cache
 from tests.ranks import RankFailure, _server, run_ranks
 
 MEGABYTES = 32
@@ -256,7 +256,7 @@ def test_a_dataset_reads_the_same(
     tmp_path: Path, mode: str, options: dict[str, Any], is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_known:
-        monkeypatch.setattr(node_cache, "_KNOWN", "another release")
+        monkeypatch.setattr(known, "LOAD_DIGEST", "another release")
     path = _write_demos(tmp_path / "demos.hdf5")
     upstream = _make(path, mode, **options)
     with node_cache.without_cache(type(upstream)) as waiting:

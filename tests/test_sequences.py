@@ -156,17 +156,17 @@ def test_patched_code_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch
     from robomimic.utils.dataset import SequenceDataset
 
     known = demos.make(folder, "low_dim", _subclass(get_dataset_sampler=lambda self: None))
-    assert sequences.known(known)
+    assert sequences.is_known(known)
     original = SequenceDataset.get_item
     monkeypatch.setattr(SequenceDataset, "get_item", lambda self, index: original(self, index))
     dataset = demos.make(folder, "low_dim")
-    assert not sequences.known(dataset)
-    assert not sequences.known([1, 2])
+    assert not sequences.is_known(dataset)
+    assert not sequences.is_known([1, 2])
     with pytest.raises(sequences.Unproven, match="the code of SequenceDataset is not one that is known here"):
         sequences.plan(dataset)
     monkeypatch.undo()
     dataset.get_item = lambda index: {}
-    assert not sequences.known(dataset)
+    assert not sequences.is_known(dataset)
 
 
 def test_a_dataset_that_changes_is_fetched_as_it_is(folder: Path) -> None:

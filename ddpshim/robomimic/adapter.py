@@ -6,15 +6,11 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim.errors import DdpShimError
+from ddpshim.robomimic import known
 
 if TYPE_CHECKING:
     from ddpshim.data.fetching import Collate, Fetcher
     from ddpshim.trainers.interface import StandIns
-
-_NAMES_IN_WEIGHTED_SAMPLER = {
-    *("np", "random", "choice", "range", "len", "weights", "num_samples"),
-    *("numpy", "torch", "sum", "replacement", "from_numpy", "iter", "tolist"),
-}
 
 
 class _Batches:
@@ -45,7 +41,7 @@ def draws_by_weight(sampler: Any) -> bool:
     # Of a tree of its own, whose class may do something else, the names tell.
     return (kind.__module__, kind.__name__) == ("robomimic.utils.dataset", "CustomWeightedRandomSampler") and set(
         kind.__iter__.__code__.co_names
-    ) == _NAMES_IN_WEIGHTED_SAMPLER
+    ) == known.WEIGHTED_SAMPLER_NAMES
 
 
 def stand_ins() -> StandIns:
@@ -66,3 +62,10 @@ def state_of_files() -> str:
     except DdpShimError as error:
         return str(error)
     return f"{found.state} ({found.patch_set.name}{', the nearest' if found.state == 'unknown' else ''})"
+
+
+def new_release(tree: str) -> tuple[list[str], int]:
+    """What a tree of another release has that is not known, for maintainers."""
+    from ddpshim.robomimic.new_release import compared
+
+    return compared(tree)

@@ -13,14 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import hashlib
-import inspect
-import linecache
 import os
 import random
 import sys
-import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -28,30 +23,11 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from ddpshim.data import mailbox
+from ddpshim.robomimic import known
 
 Specs = dict[str, tuple[tuple[int, ...], Any]]  # what is held of all demonstrations: (shape, numpy dtype)
 Arrays = Mapping[str, Any]  # numpy arrays of these shapes and dtypes
 
-# The methods that make a sample; a digest of their source, and whether they normalise observations. None of those
-# that are known draws a random number.
-_METHODS = (
-    "__len__",
-    "__getitem__",
-    "get_item",
-    "get_sequence_from_demo",
-    "get_obs_sequence_from_demo",
-    "get_dataset_sequence_from_demo",
-    "get_dataset_for_ep",
-    "load_dataset_in_memory",
-)
-_NORMALIZES_OBS = {
-    "2942cf02e3487831": True,  # 0.3.0
-    "4b587a7f1faca9e8": False,  # 0.4.0
-    "81c972ac3cd0bf40": False,  # 0.5.0, and master at d309eae
-    "c3144dba8022da45": False,  # the robocasa branch at 271a76c
-}
-_META_METHODS = ("__len__", "__getitem__")
-_META_DIGEST = "0dc43ea475119bc0"  # wherever there is a MetaDataset, but for DROID
 _NUM_COMPARED_DEMOS = 3
 
 
@@ -66,7 +42,7 @@ def concerns(dataset: Any) -> bool:
     return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
 
 
-def known(dataset: Any) -> bool:
+def is_known(dataset: Any) -> bool:
     """Whether the code of `dataset` is known, and so to draw no random numbers. Local."""
     if not concerns(dataset):
         return False
@@ -175,7 +151,7 @@ class _Windows(Plan):
         import numpy as np
 
         self._dataset = dataset
-        self._normalizes_obs = _NORMALIZES_OBS[_digest(dataset, _METHODS)] and dataset.hdf5_normalize_obs
+        self._normalizes_obs = _release(dataset).normalizes_obs and dataset.hdf5_normalize_obs
         self._settings = _settings(dataset)
         demos = dataset.demos
         self._starts = np.array([dataset._demo_id_to_start_indices[demo] for demo in demos])
@@ -530,40 +506,29 @@ def _first(tree: dict[str, Any]) -> dict[str, Any]:
 def _refuse_unknown(dataset: Any) -> None:
     parts, kind = [dataset], type(dataset).__name__
     if hasattr(dataset, "datasets"):
-        if _digest(dataset, _META_METHODS) != _META_DIGEST:
+        if _digest(dataset, known.META_METHODS) != known.META_DIGEST:
             raise Unproven(f"the code of {kind} is not one that is known here")
         parts = dataset.datasets
     for part in parts:
-        if _digest(part, _METHODS) not in _NORMALIZES_OBS:
-            raise Unproven(f"the code of {type(part).__name__} is not one that is known here")
+        _release(part)
         if getattr(part, "shuffled_obs_key_groups", ()):
             raise Unproven(f"{type(part).__name__} swaps observations at random")
 
 
+def _release(dataset: Any) -> known.Release:
+    """That of a SequenceDataset; raises Unproven where its code is not known."""
+    release = known.release_of(_digest(dataset, known.SAMPLE_METHODS))
+    if release is None:
+        raise Unproven(f"the code of {type(dataset).__name__} is not one that is known here")
+    return release
+
+
 def _digest(dataset: Any, names: Sequence[str]) -> str:
-    """Of the source of the methods `names`, without blank lines; empty where one is none of the class's, or unknown."""
+    """Of the source of the methods `names`; empty where one is none of the class's, or unknown."""
     functions = [getattr(type(dataset), name, None) for name in names]
     if any(name in vars(dataset) or not hasattr(function, "__code__") for name, function in zip(names, functions)):
         return ""
-    return digest(*functions)
-
-
-@functools.lru_cache(maxsize=32)
-def digest(*functions: Any) -> str:
-    """Of the source of plain functions, without blank lines; empty where the source of one is not there. Local."""
-    lines = []
-    for function in functions:
-        # inspect.getsource asks all loaded modules which of them it is in first: a tenth of a second.
-        linecache.checkcache(function.__code__.co_filename)
-        of_file = linecache.getlines(function.__code__.co_filename, function.__globals__)
-        try:
-            block = inspect.getblock(of_file[function.__code__.co_firstlineno - 1 :])
-        except (SyntaxError, tokenize.TokenError):
-            return ""
-        if not block:
-            return ""
-        lines += [line.rstrip() for line in block if line.strip()]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return known.digest(*functions)
 
 
 def _settings(dataset: Any) -> dict[str, Any]:

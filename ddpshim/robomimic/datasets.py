@@ -160,7 +160,7 @@ def loader(**options: Any) -> DataLoader[Any]:
     here = world()
     if here.is_launched and here.options.batched_fetch:
         is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
-        can_stay = bool(options.get("num_workers")) and is_plain and batches.known(dataset)
+        can_stay = bool(options.get("num_workers")) and is_plain and batches.is_known(dataset)
         options["persistent_workers"] = options.get("persistent_workers") or can_stay
         options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
     try:

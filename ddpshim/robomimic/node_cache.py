@@ -18,9 +18,7 @@ import torch
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError
 from ddpshim.job.group import World
-from ddpshim.robomimic import batches
-
-_KNOWN = "b7c6d06066c3440f"  # upstream's load_dataset_in_memory, from 0.3.0 to this day: observations stay as they are
+from ddpshim.robomimic import known
 
 
 class _Unlike(DataError):
@@ -75,7 +73,7 @@ class _Loader:
 
     def __init__(self, load: Callable[..., Any], dataset: Any, options: dict[str, Any]) -> None:
         self._load, self._dataset, self._options = load, dataset, options
-        self._is_known = hasattr(load, "__code__") and batches.digest(load) == _KNOWN
+        self._is_known = hasattr(load, "__code__") and known.digest(load) == known.LOAD_DIGEST
 
     def loaded(self, name: str, **options: Any) -> dict[tuple[str, ...], Any]:
         """The arrays that upstream would keep of one, by path: its own function says so, in every release."""

@@ -48,3 +48,6 @@ class Adapter(Protocol):
 
     def state_of_files(self) -> str:
         """Whether the installed package is patched, in a few words for a bug report."""
+
+    def new_release(self, tree: str) -> tuple[list[str], int]:
+        """A line for each thing that ddpshim relies on in a tree of the codebase; how many of them it lacks."""

@@ -70,6 +70,25 @@ def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> byte
     return b"".join(result)
 
 
+def apply_moved(diff: FileDiff, content: bytes) -> tuple[bytes, list[str]]:
+    """The content with each hunk whose old lines stand in it exactly once, at whatever line; and a line for each other
+    one, which is left out. Local.
+    """
+    lines, odd = _split(content), []
+    for hunk in diff.hunks:
+        size = len(hunk.old)
+        places = [at for at in range(len(lines) - size + 1) if tuple(lines[at : at + size]) == hunk.old] if size else []
+        if len(places) == 1:
+            lines[places[0] : places[0] + size] = hunk.new
+        elif not size:
+            odd.append(f"line {hunk.old_at}: has no line of its own to be found by; place it by hand")
+        else:
+            first = next(line for line in [*hunk.old, b""] if line.strip() or not line)
+            where = f"at lines {', '.join(str(at + 1) for at in places)}" if places else "nowhere"
+            odd.append(f"line {hunk.old_at + 1}: {_show(first.strip())} and what follows stand {where}")
+    return b"".join(lines), odd
+
+
 def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
     """The file diffs of one patch file in order; free text (a DEP-3 header) may precede the first.
 

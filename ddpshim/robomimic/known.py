@@ -1,0 +1,96 @@
+"""Lists what is known of each robomimic release: digests of its code that ddpshim relies on. Imports no torch.
+
+`python -m ddpshim patch new-release TREE` prints what a tree has that is not listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import linecache
+import tokenize
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+
+class Release(NamedTuple):
+    """A release, or several with the same code."""
+
+    names: str
+    sample_digest: str  # of SAMPLE_METHODS
+    normalizes_obs: bool  # SequenceDataset does so, not the trainer
+
+
+RELEASES = (
+    Release("0.3.0", "2942cf02e3487831", True),
+    Release("0.4.0", "4b587a7f1faca9e8", False),
+    Release("0.5.0, and master at d309eae", "81c972ac3cd0bf40", False),
+    Release("the robocasa branch at 271a76c", "c3144dba8022da45", False),
+)
+# The methods of SequenceDataset that make a sample. None of those that are known draws a random number.
+SAMPLE_METHODS = (
+    "__len__",
+    "__getitem__",
+    "get_item",
+    "get_sequence_from_demo",
+    "get_obs_sequence_from_demo",
+    "get_dataset_sequence_from_demo",
+    "get_dataset_for_ep",
+    "load_dataset_in_memory",
+)
+# The digest of SequenceDataset.load_dataset_in_memory in all of them: it keeps observations as they are in the file.
+LOAD_DIGEST = "b7c6d06066c3440f"
+META_METHODS = ("__len__", "__getitem__")
+META_DIGEST = "0dc43ea475119bc0"  # of META_METHODS wherever there is a MetaDataset, but for DROID
+# The names in CustomWeightedRandomSampler.__iter__, since 0.5.0: it draws as torch's WeightedRandomSampler does.
+WEIGHTED_SAMPLER_NAMES = {
+    *("np", "random", "choice", "range", "len", "weights", "num_samples"),
+    *("numpy", "torch", "sum", "replacement", "from_numpy", "iter", "tolist"),
+}
+
+
+def release_of(sample_digest: str) -> Optional[Release]:
+    """The release whose SequenceDataset has this digest; None where it is none that is known. Local."""
+    return next((release for release in RELEASES if release.sample_digest == sample_digest), None)
+
+
+@functools.lru_cache(maxsize=32)
+def digest(*functions: Any) -> str:
+    """Of the source of plain functions, without blank lines; empty where the source of one is not there. Local."""
+    blocks = []
+    for function in functions:
+        # inspect.getsource asks all loaded modules which of them it is in first: a tenth of a second.
+        linecache.checkcache(function.__code__.co_filename)
+        of_file = linecache.getlines(function.__code__.co_filename, function.__globals__)
+        blocks.append(of_file[function.__code__.co_firstlineno - 1 :])
+    return _digest(blocks)
+
+
+def digest_of_methods(file: Path, kind: str, names: Iterable[str]) -> str:
+    """The same of methods of the class `kind` in a file that is not imported; empty where one is missing. Local."""
+    source = file.read_text(encoding="utf-8")
+    lines = source.splitlines(keepends=True)
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == kind]
+    methods = {node.name: node for of in classes for node in of.body if isinstance(node, ast.FunctionDef)}
+    if not classes or not set(names) <= methods.keys():
+        return ""
+    found = [methods[name] for name in names]
+    firsts = [min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in found]
+    return _digest([lines[first - 1 :] for first in firsts])
+
+
+def _digest(starts: Sequence[list[str]]) -> str:
+    """`starts`: for each function, the lines of its file from its first on."""
+    lines = []
+    for start in starts:
+        try:
+            block = inspect.getblock(start)
+        except (SyntaxError, tokenize.TokenError):
+            return ""
+        if not block:
+            return ""
+        lines += [line.rstrip() for line in block if line.strip()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

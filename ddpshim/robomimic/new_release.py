@@ -1,0 +1,111 @@
+"""Compares a tree of robomimic with what is known of its releases (`python -m ddpshim patch new-release TREE`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional
+
+from ddpshim.robomimic import known
+from ddpshim.robomimic.stand_ins import TARGETS
+from ddpshim.trainers.patching.files import status
+from ddpshim.trainers.patching.patchset import read
+from ddpshim.trainers.patching.unidiff import apply_moved
+
+
+def compared(tree: str) -> tuple[list[str], int]:
+    """A line for each thing that ddpshim relies on, and how many of them the tree lacks. Local; reads only.
+
+    `tree` is the package's folder, the one above it, or the name of an installed package. Raises PatchError if there
+    is none.
+    """
+    looked = status(tree)
+    lines: list[str] = []
+    num_lacking = 0
+    for found, text in [*_patches(tree), *_data(looked.directory), *_functions(looked.directory)]:
+        lines.append(f"{'ok     ' if found else 'LACKING'} {text}")
+        num_lacking += not found
+    return lines, num_lacking
+
+
+def _patches(tree: str) -> Iterator[tuple[bool, str]]:
+    looked = status(tree)
+    if looked.state != "unknown":
+        yield True, f"patch set {looked.patch_set.name} fits ({looked.state})"
+        return
+    yield False, f"no patch set fits; the nearest is {looked.patch_set.name}"
+    for file in looked.files:
+        if file.state != "unknown":
+            yield file.state != "missing", f"  {file.name}: {file.state}"
+            continue
+        content, num_hunks, odd = read(file.path), 0, []
+        for patch, diffs in looked.patch_set.patches.items():
+            for diff in (diff for diff in diffs if diff.path == file.name):
+                content, problems = apply_moved(diff, content)
+                num_hunks += len(diff.hunks)
+                odd += [f"{patch}, {problem}" for problem in problems]
+        yield not odd, f"  {file.name}: changed upstream; {num_hunks - len(odd)} of {num_hunks} hunks have their lines"
+        for problem in odd:
+            yield False, f"    {problem}"
+
+
+def _data(package: Path) -> Iterator[tuple[bool, str]]:
+    file = package / "utils" / "dataset.py"
+    if not file.is_file():
+        yield False, "utils/dataset.py is not there: batches are fetched sample by sample"
+        return
+    digest = known.digest_of_methods(file, "SequenceDataset", known.SAMPLE_METHODS)
+    release = known.release_of(digest)
+    if release is None:
+        text = f"SequenceDataset makes samples by other code (digest {digest or 'of none'}), so they are fetched singly"
+        yield False, f"{text}. Show with tests/test_sequences.py that batches are equal, then add it to known.RELEASES"
+    else:
+        yield True, f"SequenceDataset makes samples as in {release.names}"
+    loading = known.digest_of_methods(file, "SequenceDataset", ["load_dataset_in_memory"])
+    yield loading == known.LOAD_DIGEST, f"load_dataset_in_memory has the digest {loading}, known is {known.LOAD_DIGEST}"
+    meta = known.digest_of_methods(file, "MetaDataset", known.META_METHODS)
+    if meta:
+        yield meta == known.META_DIGEST, f"MetaDataset has the digest {meta}, known is {known.META_DIGEST}"
+    names = _names_in(file, "CustomWeightedRandomSampler", "__iter__")
+    if names is not None:
+        is_same = names == known.WEIGHTED_SAMPLER_NAMES
+        yield is_same, f"CustomWeightedRandomSampler draws as torch's does: {'yes' if is_same else sorted(names)}"
+
+
+def _names_in(file: Path, kind: str, method: str) -> Optional[set[str]]:
+    """The names that a method's code looks up; None without one."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == kind:
+            code = compile(ast.Module([node], []), str(file), "exec").co_consts
+            bodies = [part for body in code if hasattr(body, "co_consts") for part in body.co_consts]
+            return next((set(p.co_names) for p in bodies if getattr(p, "co_name", None) == method), None)
+    return None
+
+
+def _functions(package: Path) -> Iterator[tuple[bool, str]]:
+    """The functions that stand-ins replace for an unedited trainer, and their parameters."""
+    for module, targets in TARGETS.items():
+        file = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        found = _parameters(ast.parse(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        for target in targets:
+            names = found.get(target.name)
+            if names is None:
+                yield False, f"{module}.{target.name} is not there"
+                continue
+            odd = [name for name in names if name not in {*target.required, *target.optional}]
+            missing = [name for name in target.required if name not in names]
+            news = [*(f"{name} is new" for name in odd), *(f"{name} is missing" for name in missing)]
+            yield not news, f"{module}.{target.name}: {'; '.join(news) or 'its parameters are known'}"
+
+
+def _parameters(tree: ast.Module) -> dict[str, list[str]]:
+    """Those of each function, and of each method by the name of its class."""
+    found = {}
+    scopes = [("", tree.body), *((f"{node.name}.", node.body) for node in tree.body if isinstance(node, ast.ClassDef))]
+    for prefix, body in scopes:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                given = node.args
+                found[prefix + node.name] = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return found
