@@ -50,6 +50,7 @@ SAMPLES: dict[Command, list[str]] = {
     ("patch", "apply"): ["--target", "installed/robomimic"],
     ("patch", "revert"): ["--target", "installed/robomimic"],
     ("patch", "manifest"): ["patches", "--source", "tree", "--base", "abc"],
+    ("patch", "new-release"): ["installed/robomimic"],
     ("run",): ["--nproc=2", "train.py", "--lr", "1"],
     ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
     ("options",): [],
@@ -68,6 +69,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("patch", "revert"), "target"): (["--target", "absent"], 1),
     (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 1),
     (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 1),
+    (("patch", "new-release"), "tree"): (["absent"], 1),
     (("run",), "program"): (["absent.py"], 1),
     (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 1),
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
@@ -308,7 +310,7 @@ def test_what_needs_no_torch_is_the_same_without(
 
 
 def test_who_needs_torch() -> None:
-    assert NEED_TORCH == [("run",), ("selftest",), ("audit",)]
+    assert NEED_TORCH == [("patch", "new-release"), ("run",), ("selftest",), ("audit",)]
 
 
 @pytest.mark.parametrize("command", NEED_TORCH, ids=_id)
