@@ -179,6 +179,16 @@ def test_the_examples_run_and_two_ranks_equal_one(tmp_path: Path) -> None:
     assert len(two) == 5
 
 
+@pytest.mark.launch
+def test_the_smallest_trainer_loads_what_it_uses_and_no_more(tmp_path: Path) -> None:
+    code, said = start_afresh(["-m", "tests.loaded"], environment(), tmp_path, 120)
+    assert code == 0, said
+    modules = [line.split()[-1] for line in said.splitlines() if line[:5].strip().isdigit()][:-1]
+    wings = {module.split(".")[1] for module in modules if "." in module}
+    assert wings == {"adapters", "errors", "options", "variables", "version", "job", "model", "data"}
+    assert not {"ddpshim.data.advice", "ddpshim.job.machine", "ddpshim.job.rank_log"} & set(modules)
+
+
 def test_version_stands_in_one_place() -> None:
     assert f"## {ddpshim.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -506,7 +506,7 @@ def test_a_failure_to_put_back_can_be_completed(toy: Toy, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("work", "files"), [(apply, PATCHED), (revert, ORIGINAL)])
 def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: dict[str, str]) -> None:
     script = (
-        "import os, sys, pathlib; from ddpshim import patching\n"
+        "import os, sys, pathlib; from ddpshim.trainers.patching import files as patching\n"
         "real = os.replace\n"
         "def replace(a, b):\n"
         "    if b.name == 'loop.py': os._exit(9)\n"
@@ -514,7 +514,7 @@ def test_a_killed_apply_is_completed_both_ways(toy: Toy, work: object, files: di
         "os.replace = replace\n"
         "patching.apply(sys.argv[1], None, pathlib.Path(sys.argv[2]))\n"
     )
-    here = str(Path(patching.__file__).parent.parent)
+    here = str(LIBRARY.parent)
     command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, timeout=patience(120))
     assert killed.returncode == 9

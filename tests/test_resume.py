@@ -261,7 +261,7 @@ def test_a_rank_that_cannot_end_by_itself_is_ended(
 ) -> None:
     program = f"""
 import os, signal, time, torch.distributed as dist
-from ddpshim import failure, preemption
+from ddpshim.job import failure, preemption
 store = dist.HashStore()
 {f'failure.claim(store, "first_failure", "{claimed}")' if claimed else ""}
 failure.arm(5, store)
@@ -280,7 +280,7 @@ while time.monotonic() < end: pass
 GROUP = """
 import multiprocessing, os, signal
 import ddpshim
-from ddpshim import preemption
+from ddpshim.job import preemption
 from ddpshim.job.group import World
 from tests.test_resume import NUMBERS
 

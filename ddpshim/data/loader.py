@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
 from torch.utils.data._utils import signal_handling as torch_signals
 
-from ddpshim.data import advice
 from ddpshim.data.fetching import Collate, fetcher_of
 from ddpshim.data.iterable import ShardedIterable, ShardedStream, length, refuse_unlike
 from ddpshim.data.sampler import (
@@ -160,6 +159,8 @@ def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
         return None
     reason = fetcher.attach()
     if reason is not None and world.is_main:
+        from ddpshim.data import advice
+
         advice.say(
             f"{type(dataset).__name__} is fetched sample by sample, many times slower than by the batch: {reason}"
         )
@@ -501,7 +502,7 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
         # Raised below: peers are on their way to the same gather.
         problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    reports = parts.world.gather((said, facts, advice.own_share(options["num_workers"])))
+    reports = parts.world.gather((said, facts, _own_share(options["num_workers"])))
     if problem is not None:
         raise problem
     assert loader is not None
@@ -515,8 +516,21 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
         [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
     )
     if parts.world.is_main:
-        advice.say(advice.on_workers([share for _, _, share in reports]))
+        shares = [share for _, _, share in reports if share is not None]
+        if shares:
+            from ddpshim.data import advice
+
+            advice.say(advice.on_workers(shares))
     return loader
+
+
+def _own_share(num_workers: int) -> Any:
+    """What this rank asks of its machine; None without workers, which nobody has to be advised about. Local."""
+    if not num_workers:
+        return None
+    from ddpshim.data import advice
+
+    return advice.own_share(num_workers)
 
 
 def _announce(world: World, global_batch_size: Optional[int]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError, WorldError
-from ddpshim.job import failure, meter, output, rendezvous
+from ddpshim.job import failure, meter, rendezvous
 from ddpshim.job.devices import agree_on_backend, bind_device, single_device
 from ddpshim.job.launch_env import LaunchEnv, read_launch_env, read_num_restarts
 from ddpshim.job.random_streams import derive_seed, seed_everything, seed_own_streams
@@ -323,7 +323,9 @@ def setup(
     _state.numbers.clear()  # ranks may have left their last world at different ones
     _state.world, _state.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
     if options.logs is not None:
-        on_cleanup(output.copy_to(options.logs, made.rank))
+        from ddpshim.job.rank_log import copy_output
+
+        on_cleanup(copy_output(options.logs, made.rank))
     if seed is not None:
         seed_everything(seed)
     if made.world_size > 1:

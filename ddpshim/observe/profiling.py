@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.checkpoint import files as checkpoint
+from ddpshim import checkpoint
 from ddpshim.job import machine
 from ddpshim.job.group import World, world
 from ddpshim.job.meter import PARTS, Meter

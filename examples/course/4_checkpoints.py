@@ -22,7 +22,7 @@ from reach import Policy, demonstrations
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
-from ddpshim.checkpoint import files as checkpoint
+from ddpshim import checkpoint
 
 NUM_EPOCHS = 4 if "--quick" in sys.argv else 8
 TRAINING = demonstrations(64, seed=1, dtype=torch.float64)

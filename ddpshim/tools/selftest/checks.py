@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddpshim.checkpoint import files as checkpoint
+from ddpshim import checkpoint
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
 from ddpshim.job.group import World, cleanup, setup
