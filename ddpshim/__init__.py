@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from ddpshim import lazy
 from ddpshim.errors import (
     CheckpointError,
     DataError,
@@ -83,11 +83,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ddpshim' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ddpshim.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    return lazy.load(__name__, _HOMES, name, globals())
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from ddpshim import adapters
 from ddpshim.errors import DdpShimError, LaunchError, PatchError
 
 if TYPE_CHECKING:
@@ -325,6 +324,8 @@ def _patch_revert(arguments: argparse.Namespace) -> int:
 
 
 def _patch_new_release(arguments: argparse.Namespace) -> int:
+    from ddpshim import adapters
+
     compared = adapters.function(arguments.codebase, "new_release")
     if compared is None:
         raise PatchError(

@@ -34,7 +34,7 @@ def function(package: str, name: str) -> Optional[Any]:
 
 def functions_for(value: Any, name: str) -> Iterator[Any]:
     """What adapters offer under `name` for objects of the class of `value` or of one it is derived from. Local."""
-    for package in dict.fromkeys(kind.__module__.partition(".")[0] for kind in type(value).__mro__):
+    for package in dict.fromkeys(str(kind.__module__).partition(".")[0] for kind in type(value).__mro__):
         offered = function(package, name)
         if offered is not None:
             yield offered

@@ -90,9 +90,10 @@ def test_plain_process_starts_nothing_and_everything_works(capfd: pytest.Capture
 
 def test_rounding_is_settled_before_the_first_network(monkeypatch: pytest.MonkeyPatch) -> None:
     tanh, asked = torch.tanh, []
-    monkeypatch.setattr(torch, "tanh", lambda x: asked.append(x.dtype) or tanh(x))
-    ddpshim.setup()
-    assert asked == [torch.float32, torch.float64]
+    monkeypatch.setattr(torch, "tanh", lambda x: asked.append((x.dtype, x.device.type)) or tanh(x))
+    with torch.device("meta"):  # as torch.set_default_device: a GPU must not be touched before ranks know theirs
+        ddpshim.setup(device="cpu")
+    assert asked == [(torch.float32, "cpu"), (torch.float64, "cpu")]
     ddpshim.setup()
     assert len(asked) == 2, "once is enough"
 

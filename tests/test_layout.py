@@ -185,7 +185,7 @@ def test_the_smallest_trainer_loads_what_it_uses_and_no_more(tmp_path: Path) -> 
     assert code == 0, said
     modules = [line.split()[-1] for line in said.splitlines() if line[:5].strip().isdigit()][:-1]
     wings = {module.split(".")[1] for module in modules if "." in module}
-    assert wings == {"adapters", "errors", "options", "variables", "version", "job", "model", "data"}
+    assert wings == {"adapters", "errors", "lazy", "options", "variables", "version", "job", "model", "data"}
     assert not {"ddpshim.data.advice", "ddpshim.job.machine", "ddpshim.job.rank_log"} & set(modules)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from ddpshim import lazy
 
 if TYPE_CHECKING:
     from ddpshim.checkpoint.files import copy as copy
@@ -31,8 +32,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Not at once: background.py ignores signals in its process before torch is imported, which takes seconds.
-    if name not in __all__:
-        raise AttributeError(f"module 'ddpshim.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module("ddpshim.checkpoint.files"), name)
-    globals()[name] = value
-    return value
+    return lazy.load(__name__, dict.fromkeys(__all__, "files"), name, globals())

@@ -347,7 +347,7 @@ def settle_rounding() -> None:
     virtual cores in 26 processes of 500 (`python -m tests.first_rounding`). Without MKL nothing changes.
     """
     for dtype in (torch.float32, torch.float64):
-        torch.tanh(torch.zeros(16, dtype=dtype))
+        torch.tanh(torch.zeros(16, dtype=dtype, device="cpu"))  # whatever the default device is
 
 
 def cleanup() -> None:

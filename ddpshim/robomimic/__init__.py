@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from ddpshim import lazy
 
 # Loaded when first used: a process that asks what robomimic's adapter offers may have no use for a trainer's calls.
 _HOMES = {
@@ -36,8 +37,4 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ddpshim.robomimic' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"ddpshim.robomimic.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    return lazy.load(__name__, _HOMES, name, globals())

@@ -74,12 +74,12 @@ def quiet() -> None:
     impossible.
     """
     stand_aside()  # a patched trainer is not to be hooked as well
-    hush()
+    silence_other_ranks()
     keep_the_section()
 
 
-def hush() -> None:
-    """`quiet`, but for the config file. Local."""
+def silence_other_ranks() -> None:
+    """Print nothing on a rank other than the main one that has no log of its own. Local."""
     if read_launch_env(os.environ).rank > 0 and not has_log():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """Replaces functions of an unedited robomimic by what its patch sets call there.
 
-The trainer itself is not touched. What it does at its own lines is led aside where it looks names up: the files it
+The trainer itself is not touched. What it does at its own lines is replaced where it looks names up: the files it
 opens, its clock, and the exception that it catches and prints.
 """
 
@@ -75,7 +75,7 @@ def concerns(name: str) -> bool:
 def begin(package: str) -> None:
     """Before the first module of the robomimic in the folder `package` is loaded, or at once where it was. Local."""
     _release.sets = fitting(load_sets(), Path(package))
-    robomimic.hush()
+    robomimic.silence_other_ranks()
 
 
 def hook(modules: Sequence[ModuleType]) -> list[str]:
@@ -372,7 +372,7 @@ _MISSING = object()
 
 def _lead_aside(names: dict[str, Any]) -> None:
     """Have the trainer's module, whose names these are, find what fits a rank under them. Launched runs only."""
-    if not world().is_launched or _is_led_aside(names):
+    if not world().is_launched or _are_replaced(names):
         return
     files = {name: _once(getattr(shutil, name)) for name in ("copy", "copy2", "copytree", "move", "rmtree")}
     found = {
@@ -385,14 +385,14 @@ def _lead_aside(names: dict[str, Any]) -> None:
         if names.get(name, _MISSING) is expected:
             _trainer.changed.append((names, name, expected))
             names[name] = put
-    swap("torch.save", inspect.unwrap(torch.save), _save, _is_led_aside)
+    swap("torch.save", inspect.unwrap(torch.save), _save, _are_replaced)
 
 
-def _is_led_aside(names: dict[str, Any]) -> bool:
+def _are_replaced(names: dict[str, Any]) -> bool:
     return any(names is changed for changed, _, _ in _trainer.changed)
 
 
-def led_aside() -> list[str]:
+def replaced_names() -> list[str]:
     """A line for each name of the trainer that has been replaced."""
     does = {
         "open": "writes on the main rank alone",

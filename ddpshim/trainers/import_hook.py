@@ -92,7 +92,7 @@ def report() -> list[str]:
         return [f"not active: {_state.reason}"]
     if not _begun():
         return [f"active, but {' or '.join(adapters.packages())} has not been imported"]
-    return [*_state.said, *(line for stand_ins in _begun() for line in stand_ins.led_aside())]
+    return [*_state.said, *(line for stand_ins in _begun() for line in stand_ins.replaced_names())]
 
 
 def _is_child() -> bool:
@@ -155,7 +155,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         if name == package:
             stand_ins.begin(next(iter(spec.submodule_search_locations or ())))
-            self.begun.append(stand_ins)
+            if stand_ins not in self.begun:
+                self.begun.append(stand_ins)
         else:
             loader: Any = spec.loader
             execute = loader.exec_module

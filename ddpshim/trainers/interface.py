@@ -27,7 +27,7 @@ class StandIns(Protocol):
     def unhook(self) -> None:
         """Give everything back. Raises HookError in the middle of a training on several ranks."""
 
-    def led_aside(self) -> list[str]:
+    def replaced_names(self) -> list[str]:
         """A line for each name of the trainer's modules that was replaced beside the functions."""
 
     def end(self) -> None:
