@@ -9,7 +9,7 @@ from typing import Optional
 
 from ddpshim.robomimic import known
 from ddpshim.robomimic.stand_ins import TARGETS
-from ddpshim.trainers.patching.files import status
+from ddpshim.trainers.patching.files import Status, status
 from ddpshim.trainers.patching.patchset import read
 from ddpshim.trainers.patching.unidiff import apply_moved
 
@@ -23,14 +23,13 @@ def compared(tree: str) -> tuple[list[str], int]:
     looked = status(tree)
     lines: list[str] = []
     num_lacking = 0
-    for found, text in [*_patches(tree), *_data(looked.directory), *_functions(looked.directory)]:
+    for found, text in [*_patches(looked), *_data(looked.directory), *_functions(looked.directory)]:
         lines.append(f"{'ok     ' if found else 'LACKING'} {text}")
         num_lacking += not found
     return lines, num_lacking
 
 
-def _patches(tree: str) -> Iterator[tuple[bool, str]]:
-    looked = status(tree)
+def _patches(looked: Status) -> Iterator[tuple[bool, str]]:
     if looked.state != "unknown":
         yield True, f"patch set {looked.patch_set.name} fits ({looked.state})"
         return
@@ -58,7 +57,7 @@ def _data(package: Path) -> Iterator[tuple[bool, str]]:
     digest = known.digest_of_methods(file, "SequenceDataset", known.SAMPLE_METHODS)
     release = known.release_of(digest)
     if release is None:
-        text = f"SequenceDataset makes samples by other code (digest {digest or 'of none'}), so they are fetched singly"
+        text = f"SequenceDataset makes samples by other code (digest {digest or 'missing'}), so they are fetched singly"
         yield False, f"{text}. Show with tests/test_sequences.py that batches are equal, then add it to known.RELEASES"
     else:
         yield True, f"SequenceDataset makes samples as in {release.names}"
