@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from ddpshim.trainers.patching import files as patching
+from tests import trainer
 from tests.preloaded import as_torchrun_says, preloaded, start_afresh
 from tests.preloaded import environment as _environ
 from tests.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped
@@ -80,18 +81,19 @@ def source(release: str) -> Optional[Path]:
     return installed if said else None
 
 
-def copy_release(release: str, folder: Path, patched: bool = True, hooked: bool = False) -> Path:
-    """A copy of a release's package under `folder`, patched unless told otherwise; or to be hooked as it is."""
+def copy_release(release: str, folder: Path, way: str = "patched") -> Path:
+    """A copy of a release's package under `folder`, to be run in one of the ways of `tests.trainer`."""
     found = source(release)
     if found is None:
         raise SystemExit(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
-    patched = patched and not hooked
-    tree = folder / f"robomimic-{release}-{'hooked' if hooked else 'patched' if patched else 'plain'}"
+    tree = folder / f"robomimic-{release}-{way}"
     if not tree.exists():
         for package in ("robomimic", "act"):  # act is a submodule of robocasa's branch
             if (found / package).is_dir():
                 shutil.copytree(found / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
-        (patching.apply if patched else patching.revert)(str(tree))
+        (patching.apply if way == "patched" else patching.revert)(str(tree))
+        if way == "hooked":
+            shutil.copy(tree / "robomimic" / "scripts" / "train.py", tree / trainer.COPY)
     return tree
 
 
@@ -337,7 +339,7 @@ def compare(
         keys = [(v, noise, n) for v in noisy for n in sizes]
         runs.update(zip(keys, train_all(tree, jobs, precision)))
     good = {key: run for key, run in runs.items() if run.exit_code == 0}
-    plain = copy_release(release, releases or folder, patched=False)
+    plain = copy_release(release, releases or folder, "plain")
     loaded = loads_unpatched(plain, list(good.values()))
     rows = []
     for (variant, noise, n), run in runs.items():

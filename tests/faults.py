@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import os
 import resource
-import runpy
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ddpshim.job.rank_log import has_log
-from tests.preloaded import HOOKS
+from tests import trainer
 
 SKEW_S = 3 * 3600.0
 PEERS_DEADLINE_S = 60.0
@@ -263,10 +262,9 @@ def install() -> None:
 
 
 def main() -> None:
-    if HOOKS in os.environ:
-        importlib.import_module("ddpshim.auto")
+    trainer.activate()
     install()
-    runpy.run_module("robomimic.scripts.train", run_name="__main__", alter_sys=True)
+    trainer.run_trainer()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run it: python -m tests.interruptions --release 0.3.0 --algo bc --ends 20
 
-The patched trainer, or with --hooked the unedited one, is ended by SIGTERM or SIGUSR1 to one rank or all (it saves
+The patched trainer, or with --way the unedited one, is ended by SIGTERM or SIGUSR1 to one rank or all (it saves
 and leaves with code 75), or by SIGKILL to one (it goes on from its last save), each time after a random number of
 steps, and started again on 1, 2 or 4 ranks. In the end the samples of every step that counts, and the weights, are to
 be those of the run on two ranks that nobody ended. Computes in float64, where what is left between two runs is
@@ -12,10 +12,8 @@ rounding only.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -28,8 +26,8 @@ from typing import Any, Optional
 import torch
 
 from examples.recorded_train import record_samples
-from tests import equivalence, observed
-from tests.preloaded import HOOKS, as_torchrun_says, preloaded
+from tests import equivalence, observed, trainer
+from tests.preloaded import as_torchrun_says, preloaded
 
 STEPS, EPOCHS = 25, 8
 START_DEADLINE_S = 120
@@ -60,14 +58,13 @@ def _train(start: int, config: str) -> None:
     """Be one rank of a start, in the folder in which the training is."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
     os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
-    if HOOKS in os.environ:
-        importlib.import_module("ddpshim.auto")
+    trainer.activate()
     observed._in_float64()
     observed._with_small_unet()
     _write_down_steps(Path(f"steps_{start}_{os.environ['RANK']}.txt"))
     torch.set_num_threads(1)
     sys.argv = ["train.py", "--config", config]
-    runpy.run_module("robomimic.scripts.train", run_name="__main__")
+    trainer.run_trainer()
 
 
 def _run_once(
@@ -146,13 +143,13 @@ def interrupt(
     ranks: Sequence[int] = (1, 2, 4),
     kinds: Sequence[str] = KINDS,
     releases: Optional[Path] = None,
-    hooked: bool = False,
+    way: str = "patched",
 ) -> dict[str, Any]:
     """How the training that was ended `ends` times differs from the one that nobody ended.
 
     `releases`: where the copy of the release is, if not in `folder`.
     """
-    tree = equivalence.copy_release(release, releases or folder, hooked=hooked)
+    tree = equivalence.copy_release(release, releases or folder, way)
     config = equivalence.make_run_config(tree, release, variant, folder, STEPS, EPOCHS)
     runs = {}
     for name, number in (("whole", 0), ("ended", ends)):
@@ -189,7 +186,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", default="1,2,4", help="drawn from for each start")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--hooked", action="store_true", help="leave the trainer unpatched, and import ddpshim.auto")
+    parser.add_argument("--way", choices=trainer.WAYS, default="patched", help="how the trainer is run: tests.trainer")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -197,7 +194,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ranks, kinds = [int(n) for n in args.ranks.split(",")], args.kinds.split(",")
         given = args.seed, ranks, kinds
-        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), *given, hooked=args.hooked)
+        found = interrupt(args.release, args.algo, args.ends, folder.resolve(), *given, way=args.way)
     for name, value in found.items():
         print(f"{name}: {value}")
 

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import math
 import os
-import runpy
 import statistics
 import sys
 import time
@@ -29,8 +28,7 @@ import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from examples.recorded_train import record_samples
-from tests import faults
-from tests.preloaded import HOOKS
+from tests import faults, trainer
 
 
 def _in_float64() -> None:
@@ -198,7 +196,8 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
     def routed(*args: Any, **options: Any) -> Any:
         # Where robomimic is hooked, its trainer is to come to the hook, and the hook to us.
-        from_trainer = HOOKS in os.environ and not sys._getframe(1).f_globals["__name__"].startswith("ddpshim.")
+        is_hooked = os.environ.get(trainer.UNEDITED) == "hooked"
+        from_trainer = is_hooked and not sys._getframe(1).f_globals["__name__"].startswith("ddpshim.")
         return (run_epoch if from_trainer else observed_run_epoch)(*args, **options)
 
     TrainUtils.run_epoch, _MapDatasetFetcher.fetch = routed, indexed
@@ -275,8 +274,7 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
     """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
-    if HOOKS in os.environ:
-        importlib.import_module("ddpshim.auto")
+    trainer.activate()
     if precision == "float64":
         _in_float64()
     _with_small_unet()
@@ -294,7 +292,7 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
     if "DDPSHIM_FAULT" in os.environ:
         faults.install()
     sys.argv = ["train.py", *arguments]
-    runpy.run_module("robomimic.scripts.train", run_name="__main__")
+    trainer.run_trainer()
     out["networks"] = networks(out.pop("model"))
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
 

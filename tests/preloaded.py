@@ -37,11 +37,11 @@ from typing import Any, Callable, Optional
 
 from ddpshim.job.group import settle_rounding
 from ddpshim.job.launch_env import EXIT_REQUEUE
+from tests import trainer
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
-HOOKS = "OBSERVED_HOOKS"  # set where the package is unpatched and ddpshim.auto is to be imported
 START_DEADLINE_S = 240.0  # the first start waits for the imports
 DEADLINE_PASSED = 124  # the exit code of what had to be killed
 TORCHS = ("torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.launcher.api")
@@ -59,8 +59,9 @@ def environment(tree: Optional[Path] = None) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     stubs = [str(p) for p in (ROOT / "tests" / "stubs").iterdir() if importlib.util.find_spec(p.name) is None]
     trees = [] if tree is None else [str(tree), str(tree / "act" / "detr")]
-    hooks = {HOOKS: "1"} if tree is not None and tree.name.endswith("-hooked") else {}
-    return {**inherited, "PYTHONPATH": os.pathsep.join([*trees, str(ROOT), *stubs]), **hooks}
+    way = "plain" if tree is None else trainer.way_of(tree)
+    unedited = {trainer.UNEDITED: way} if way in ("unedited", "hooked") else {}
+    return {**inherited, "PYTHONPATH": os.pathsep.join([*trees, str(ROOT), *stubs]), **unedited}
 
 
 def as_torchrun_says(num_ranks: int) -> list[dict[str, str]]:
@@ -469,6 +470,7 @@ def main() -> None:
     for name in FOREIGN:
         with contextlib.suppress(Exception):  # absent, or not for this torch: whoever imports it is told
             importlib.import_module(name)
+    trainer.preload()
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
     settle_rounding()  # or one plain run in fifty is not the other, to the last digit

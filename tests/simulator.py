@@ -299,7 +299,7 @@ ranks, and {bad:.0e} or more with broken ones."""
 
 def measure(folder: Path, plan: Plan) -> dict[str, Any]:
     """Train and play everything: what the page is made of."""
-    tree, plain = copy_release(RELEASE, folder), copy_release(RELEASE, folder, patched=False)
+    tree, plain = copy_release(RELEASE, folder), copy_release(RELEASE, folder, "plain")
     runs = train_arms(tree, folder, plan)
     paths = {(*key, steps): checkpoint(run, steps) for steps in plan.steps for key, run in runs.items()}
     played = play(plain, folder, list(paths.values()), plan)

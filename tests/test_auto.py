@@ -1,11 +1,10 @@
-"""A trainer that nobody edited: hooked, it is the patched one, and in one process it is the plain one."""
+"""A trainer that nobody edited: it is the patched one, patched in memory or hooked; in one process the plain one."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-import traceback
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from ddpshim.job.group import World
 from ddpshim.robomimic import stand_ins
 from ddpshim.robomimic.replay import Replay
 from ddpshim.trainers import swapping
-from ddpshim.trainers.patching import loaded_code, patchset
 from tests import equivalence
 from tests.equivalence import Run, batches, copy_release, fork, largest_difference, make_run_config, train_all
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
@@ -84,90 +82,6 @@ def test_a_function_that_is_not_known_is_refused_by_name(function: Any, text: st
         swapping.refuse_unknown("x.greet", function, ["name", "mark"], ["never"])
 
 
-# Patch sets in memory.
-
-_FILE = """import math
-
-
-class Area:
-    unit = "m2"
-
-    @property
-    def half(self):
-        return math.pi / 2
-
-    def of(self, radius):
-        return math.pi * radius**2
-
-    def fail(self):
-        raise ValueError("as ever")
-"""
-_CHANGED = _FILE.replace("import math\n", "import math\nimport cmath as Other\n").replace(
-    "        return math.pi * radius**2\n", "        # a comment\n        return Other.pi * 2 * radius**2\n"
-)
-
-
-@pytest.fixture
-def area(tmp_path: Path) -> types.ModuleType:
-    path = tmp_path / "areas" / "area.py"
-    path.parent.mkdir()
-    path.write_text(_FILE)
-    module = types.ModuleType("areas.area")
-    module.__file__ = str(path)
-    exec(compile(_FILE, str(path), "exec"), vars(module))
-    return module
-
-
-def _set(tmp_path: Path) -> patchset.PatchSet:
-    import difflib
-
-    folder = tmp_path / "patches" / "areas" / "1"
-    folder.mkdir(parents=True)
-    lines = [text.splitlines(True) for text in (_FILE, _CHANGED)]
-    diff = difflib.unified_diff(lines[0], lines[1], "a/areas/area.py", "b/areas/area.py", n=1)
-    (folder / "01-all.patch").write_text("Description: twice\n---\n" + "".join(diff))
-    patchset.build_manifest(folder, tmp_path, "1")
-    return patchset.load_sets(tmp_path / "patches")[0]
-
-
-@pytest.mark.unit
-def test_a_loaded_module_does_what_the_patched_file_says(area: types.ModuleType, tmp_path: Path) -> None:
-    one = area.Area()
-    of, half = area.Area.of, area.Area.half.fget.__code__
-    assert one.of(1) == pytest.approx(3.14159, abs=1e-5)
-    patched = loaded_code.patch_module(area, "areas/area.py", (_set(tmp_path),))
-    assert patched is not None
-    assert one.of(1) == pytest.approx(6.28319, abs=1e-5)
-    assert [function for function, _ in patched.functions] == [of]
-    assert area.Area.of is of
-    assert area.Area.half.fget.__code__ is half
-    with pytest.raises(ValueError, match="as ever") as caught:
-        one.fail()
-    assert traceback.extract_tb(caught.tb)[-1].line == 'raise ValueError("as ever")'
-    with pytest.raises(TypeError) as failed:
-        one.of("x")
-    assert traceback.extract_tb(failed.tb)[-1].line == "return math.pi * radius**2"
-    patched.revert()
-    assert one.of(1) == pytest.approx(3.14159, abs=1e-5)
-    assert not hasattr(area, "Other")
-    assert area.__file__ is not None
-    assert Path(area.__file__).read_text() == _FILE
-
-
-@pytest.mark.unit
-def test_a_module_of_another_content_is_refused_by_name(area: types.ModuleType, tmp_path: Path) -> None:
-    sets = (_set(tmp_path),)
-    assert loaded_code.fitting(sets, tmp_path / "areas") == sets
-    assert area.__file__ is not None
-    Path(area.__file__).write_text(_CHANGED)
-    assert loaded_code.patch_module(area, "areas/area.py", sets) is None, "done in the file already"
-    Path(area.__file__).write_text(_FILE + "\n")
-    with pytest.raises(HookError, match=r"area\.py has the content [0-9a-f]{12}, not that of .* \(areas/1\)"):
-        loaded_code.patch_module(area, "areas/area.py", sets)
-    assert loaded_code.fitting(sets, tmp_path / "areas") == ()
-    assert loaded_code.patch_module(area, "areas/other.py", sets) is None
-
-
 # Epochs that are told again.
 
 
@@ -204,38 +118,39 @@ pytest_robomimic = pytest.mark.robomimic
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[tuple[str, int, bool], Run]:
-    """Each algorithm on two ranks, patched and hooked, and on one rank, patched."""
+def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[tuple[str, int, str], Run]:
+    """Each algorithm on one rank, patched, and on two ranks: patched on disk, in memory, and hooked."""
     if equivalence.source(RELEASE) is None:
         pytest.skip(f"robomimic {RELEASE} is not installed (pip install --no-deps robomimic==0.3.0)")
     folder = tmp_path_factory.mktemp("auto")
     out = {}
-    for hooked, sizes in ((False, (1, 2)), (True, (2,))):
-        tree = copy_release(RELEASE, releases, hooked=hooked)
+    for way, sizes in (("patched", (1, 2)), ("unedited", (2,)), ("hooked", (2,))):
+        tree = copy_release(RELEASE, releases, way)
         made = {name: make_run_config(tree, RELEASE, name, folder, 5, 2) for name in ALGORITHMS}
-        keys = [(name, size, hooked) for name in ALGORITHMS for size in sizes]
-        jobs = [(made[name], folder / f"{name}-{size}-{hooked}", size, "off") for name, size, _ in keys]
+        keys = [(name, size, way) for name in ALGORITHMS for size in sizes]
+        jobs = [(made[name], folder / f"{name}-{size}-{way}", size, "off") for name, size, _ in keys]
         out.update(zip(keys, train_all(tree, jobs)))
     return out
 
 
 @pytest_robomimic
+@pytest.mark.parametrize("way", ["unedited", "hooked"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_hooked_it_is_the_patched_trainer(runs: dict[tuple[str, int, bool], Run], name: str) -> None:
-    one, patched, hooked = runs[name, 1, False], runs[name, 2, False], runs[name, 2, True]
-    assert (one.exit_code, patched.exit_code, hooked.exit_code) == (0, 0, 0), hooked.log[-3000:]
-    assert len(hooked.observed) == len(patched.observed) == 2
-    for there, here in zip(patched.observed, hooked.observed):
+def test_unedited_it_is_the_patched_trainer(runs: dict[tuple[str, int, str], Run], name: str, way: str) -> None:
+    one, patched, unedited = runs[name, 1, "patched"], runs[name, 2, "patched"], runs[name, 2, way]
+    assert (one.exit_code, patched.exit_code, unedited.exit_code) == (0, 0, 0), unedited.log[-3000:]
+    assert len(unedited.observed) == len(patched.observed) == 2
+    for there, here in zip(patched.observed, unedited.observed):
         assert largest_difference(there["networks"], here["networks"]) == 0
-    assert hooked.losses() == patched.losses()
-    assert len(hooked.losses()) == 2
-    assert batches(hooked, hooked.batch_size) == batches(one, one.batch_size)
-    weights = [observed["networks"] for observed in hooked.observed]
+    assert unedited.losses() == patched.losses()
+    assert len(unedited.losses()) == 2
+    assert batches(unedited, unedited.batch_size) == batches(one, one.batch_size)
+    weights = [observed["networks"] for observed in unedited.observed]
     assert largest_difference(*weights) == 0
     assert largest_difference(one.observed[0]["networks"], weights[0]) < 1e-5
     assert largest_difference(one.observed[0]["initial"], weights[0]) > 1e-4, "nothing was trained"
     written = [
-        sorted(p.name for p in run.folder.glob("out/*/*/*/*") if "tf" not in p.name) for run in (patched, hooked)
+        sorted(p.name for p in run.folder.glob("out/*/*/*/*") if "tf" not in p.name) for run in (patched, unedited)
     ]
     assert written[0] == written[1]
 
@@ -246,24 +161,25 @@ def test_hooked_it_is_the_patched_trainer(runs: dict[tuple[str, int, bool], Run]
     ("release", "names"),
     [("0.4.0", ["bc"]), ("0.5.0", ["bc_transformer_gmm", "diffusion_policy"]), ("master", ["diffusion_policy"])],
 )
-def test_other_releases_hooked_are_the_patched_ones(
-    release: str, names: list[str], tmp_path: Path, releases: Path
+@pytest.mark.parametrize("way", ["unedited", "hooked"])
+def test_other_releases_unedited_are_the_patched_ones(
+    release: str, names: list[str], way: str, tmp_path: Path, releases: Path
 ) -> None:
     if equivalence.source(release) is None:
         pytest.skip(f"DDPSHIM_UPSTREAM has no robomimic-{release} (see patches/README.md)")
     runs = {}
-    for hooked in (False, True):
-        tree = copy_release(release, releases, hooked=hooked)
+    for how in ("patched", way):
+        tree = copy_release(release, releases, how)
         made = [make_run_config(tree, release, name, tmp_path, 5, 2) for name in names]
-        jobs = [(config, tmp_path / f"{name}-{hooked}", 2, "own") for name, config in zip(names, made)]
-        runs[hooked] = train_all(tree, jobs)
-    for patched, hooked_run in zip(runs[False], runs[True]):
-        assert (patched.exit_code, hooked_run.exit_code) == (0, 0), hooked_run.log[-3000:]
-        assert len(hooked_run.observed) == len(patched.observed) == 2
-        for there, here in zip(patched.observed, hooked_run.observed):
+        jobs = [(config, tmp_path / f"{name}-{how}", 2, "own") for name, config in zip(names, made)]
+        runs[how] = train_all(tree, jobs)
+    for patched, unedited in zip(runs["patched"], runs[way]):
+        assert (patched.exit_code, unedited.exit_code) == (0, 0), unedited.log[-3000:]
+        assert len(unedited.observed) == len(patched.observed) == 2
+        for there, here in zip(patched.observed, unedited.observed):
             assert largest_difference(there["networks"], here["networks"]) == 0
-        assert largest_difference(*(observed["networks"] for observed in hooked_run.observed)) == 0
-        assert hooked_run.losses() == patched.losses()
+        assert largest_difference(*(observed["networks"] for observed in unedited.observed)) == 0
+        assert unedited.losses() == patched.losses()
 
 
 EDITED = """
@@ -284,7 +200,7 @@ def _trainer(tree: Path, folder: Path, above: str = "", below: str = "") -> Path
 
 
 def _job(folder: Path, releases: Path, **settings: Any) -> tuple[Path, Path]:
-    tree = copy_release(RELEASE, releases, patched=False)
+    tree = copy_release(RELEASE, releases, "plain")
     config = make_run_config(tree, RELEASE, "bc", folder, 3, 2)
     content = json.loads(config.read_text())
     for key, value in settings.items():
@@ -349,12 +265,7 @@ ASKED = """
 from robomimic.algo import algo_factory
 assert algo_factory is held and T.run_epoch is kept[0] and held.__code__ is not kept[1]
 print("REPORT", *ddpshim.auto.report(), sep=chr(10))
-import robomimic.algo.td3_bc as td3
-names = td3.TD3_BC._compute_actor_loss.__code__.co_names if hasattr(td3.TD3_BC, "_compute_actor_loss") else ()
-before = [f.__code__ for f in vars(td3.TD3_BC).values() if hasattr(f, "__code__")]
 ddpshim.auto.deactivate()
-after = [f.__code__ for f in vars(td3.TD3_BC).values() if hasattr(f, "__code__")]
-assert before != after
 assert held.__code__ is kept[1] and not ddpshim.auto.is_active()
 assert "update" not in vars(robomimic.config.base_config.BaseConfig)
 print("REPORT", *ddpshim.auto.report(), sep=chr(10))
@@ -373,8 +284,7 @@ def test_what_a_trainer_holds_already_is_hooked_reported_and_given_back(tmp_path
         hooked["robomimic.algo.algo.algo_factory"] == "every network reduced over the ranks, noise of its own for each"
     )
     assert "robomimic.utils.train_utils.run_epoch" in hooked
-    assert sum("as in the patch set" in does for does in hooked.values()) == 1
-    assert len(hooked) == 15
+    assert len(hooked) == 14
     assert inactive == ["not active: it was deactivated"]
 
 
@@ -418,7 +328,7 @@ def test_a_swallowed_exception_ends_the_job(
 
 @pytest_robomimic
 def test_an_algorithm_that_is_not_a_releases_is_refused_by_name(tmp_path: Path) -> None:
-    tree = copy_release(RELEASE, tmp_path, patched=False)
+    tree = copy_release(RELEASE, tmp_path, "plain")
     config = make_run_config(tree, RELEASE, "td3_bc", tmp_path, 3, 2)
     with open(tree / "robomimic" / "algo" / "td3_bc.py", "a") as file:
         file.write("# edited\n")
@@ -447,7 +357,7 @@ print("cpu", *ddpshim.auto.report(), T.run_epoch.__code__ is not hooked)
 @pytest_robomimic
 @pytest.mark.parametrize("program", [MIGRATED, PATCHED], ids=["migrated", "patched"])
 def test_a_trainer_that_minds_ranks_itself_is_left_alone(tmp_path: Path, releases: Path, program: str) -> None:
-    tree = copy_release(RELEASE, releases, patched=program is PATCHED)
+    tree = copy_release(RELEASE, releases, "patched" if program is PATCHED else "plain")
     (tmp_path / "program.py").write_text(program)
     code, printed = fork(tree, [str(tmp_path / "program.py")], tmp_path, None, {}, START_DEADLINE_S)
     assert code == 0, printed

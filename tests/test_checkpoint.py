@@ -301,7 +301,7 @@ def _load_released(path: str) -> list[Any]:
 def test_networks_that_are_reduced_load_what_the_release_wrote(tmp_path: Path, releases: Path) -> None:
     if source("0.3.0") is None or importlib.util.find_spec("robomimic") is None:
         pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
-    tree, data = copy_release("0.3.0", releases, patched=False), make_data(tmp_path, num_demos=50)
+    tree, data = copy_release("0.3.0", releases, "plain"), make_data(tmp_path, num_demos=50)
     config = make_config(tree, "bc_gmm", data, tmp_path, 2, 1)
     equivalence.train(tree, config, tmp_path / "plain", None, module="robomimic.scripts.train", forked=True)
     (path,) = tmp_path.glob("plain/out/*/*/models/*.pth")
@@ -461,7 +461,7 @@ def test_resumed_on_as_many_ranks_the_noise_and_the_counters_are_the_same(traini
 
 def _only_load(trainings: Trainings, name: str, start: Path, num_ranks: Optional[int], patched: bool) -> dict[str, Any]:
     """The networks that 0.5.0 holds after it was given `start` and trained a step at a learning rate of 0."""
-    tree = copy_release(RESUMABLE, trainings.releases, patched)
+    tree = copy_release(RESUMABLE, trainings.releases, "patched" if patched else "plain")
     settings = {
         "train__data": [{"path": str(trainings.data)}],
         "experiment__ckpt_path": str(start),
@@ -480,7 +480,7 @@ def _only_load(trainings: Trainings, name: str, start: Path, num_ranks: Optional
 @pytest.mark.robomimic
 def test_the_release_and_the_patched_release_start_from_each_others_files(trainings: Trainings) -> None:
     (patched,) = trainings.whole("bc").folder.glob("out/*/*/last.pth")
-    tree = copy_release(RESUMABLE, trainings.releases, patched=False)
+    tree = copy_release(RESUMABLE, trainings.releases, "plain")
     folder = trainings.folder / "plain"
     folder.mkdir()
     data = [{"path": str(trainings.data)}]

@@ -82,7 +82,7 @@ def test_a_diff_that_does_not_fit_is_seen() -> None:
 @pytest.mark.launch
 @pytest.mark.robomimic
 def test_robomimic_as_released(tmp_path: Path) -> None:
-    tree = copy_release(RELEASE, tmp_path, patched=False)
+    tree = copy_release(RELEASE, tmp_path, "plain")
     before = {path: path.read_bytes() for path in tree.rglob("*.py")}
     make_run_config(tree, RELEASE, "bc", tmp_path, 3, 1).rename(tmp_path / "bc.json")
     unedited, patched = (block.text for block in _section("1.") if block.language == "sh")
@@ -95,7 +95,7 @@ def test_robomimic_as_released(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.robomimic
 def test_a_fork_of_robomimic(tmp_path: Path) -> None:
-    plain = copy_release(RELEASE, tmp_path, patched=False)
+    plain = copy_release(RELEASE, tmp_path, "plain")
     for name in ("fork", "pristine"):
         shutil.copytree(plain, tmp_path / name)
     edited = tmp_path / "fork" / "robomimic" / "scripts" / "train.py"

@@ -49,7 +49,7 @@ def test_a_hunk_without_lines_of_its_own_is_for_a_person() -> None:
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if source("0.3.0") is None:
         pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
-    return copy_release("0.3.0", tmp_path_factory.mktemp("release"), patched=False)
+    return copy_release("0.3.0", tmp_path_factory.mktemp("release"), "plain")
 
 
 @pytest.mark.robomimic

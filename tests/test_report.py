@@ -537,20 +537,20 @@ VALIDATION = {
 }
 
 
-def _train(releases: Path, folder: Path, hooked: bool, **how: Any) -> Any:
+def _train(releases: Path, folder: Path, way: str, **how: Any) -> Any:
     if source("0.3.0") is None:
         pytest.skip("robomimic 0.3.0 is not installed (pip install --no-deps robomimic==0.3.0)")
     folder.mkdir(exist_ok=True)
-    tree = copy_release("0.3.0", releases, hooked=hooked)
+    tree = copy_release("0.3.0", releases, way)
     config = make_config(tree, "bc", make_data(folder, num_demos=50), folder, 10, 2, **VALIDATION)
     return train(tree, config, folder / "run", 2, forked=True, **how)
 
 
 @pytest.mark.launch
 @pytest.mark.robomimic
-@pytest.mark.parametrize("hooked", [False, True], ids=["patched", "hooked"])
-def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_path: Path, hooked: bool) -> None:
-    trained = _train(releases, tmp_path, hooked)
+@pytest.mark.parametrize("way", ["patched", "unedited", "hooked"])
+def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_path: Path, way: str) -> None:
+    trained = _train(releases, tmp_path, way)
     run = load(trained.folder / "out")
     assert (run.folder / "config.json").exists()
     assert [epoch.mean for epoch in run.epochs] == trained.losses()
@@ -569,8 +569,8 @@ def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_
         ["numbers of backward passes", "10, 20", "4", "0"],
     ]
     assert "<svg" in _page(run.folder)
-    if not hooked:
-        without = _train(releases, tmp_path / "off", hooked, environ={"DDPSHIM_RECORD": "no"})
+    if way == "patched":
+        without = _train(releases, tmp_path / "off", way, environ={"DDPSHIM_RECORD": "no"})
         assert not list(without.folder.glob("out/**/rank_*.jsonl"))
         for one, other in zip(trained.observed, without.observed):
             assert largest_difference(one["networks"], other["networks"]) == 0
@@ -581,7 +581,7 @@ def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_
 @pytest.mark.robomimic
 def test_a_killed_rank_is_told(releases: Path, tmp_path: Path) -> None:
     environ = {"DDPSHIM_FAULT": "kill@model:1:15"}
-    trained = _train(releases, tmp_path, False, module="tests.faults", environ=environ, check=False, has_agent=True)
+    trained = _train(releases, tmp_path, "patched", module="tests.faults", environ=environ, check=False, has_agent=True)
     assert trained.exit_code != 0
     run = load(trained.folder / "out")
     assert verdict(run).text == "Failed: rank 1 ended without a word, killed perhaps (out of memory?)"

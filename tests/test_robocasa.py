@@ -56,7 +56,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
         told = f"{patched}-{fault}-{sorted(settings.items())}"
         name = f"{variant}-{num_ranks}-{zlib.crc32(told.encode())}"
         if name not in done:
-            tree = copy_release(RELEASE, folder, patched)
+            tree = copy_release(RELEASE, folder, "patched" if patched else "plain")
             settings.setdefault("train__data", [{"path": str(make_data(folder, num_demos=50)), "lang": "lift it"}])
             config = make_config(
                 tree, variant, folder, folder, settings.pop("steps", 5), settings.pop("epochs"), **settings

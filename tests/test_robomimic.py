@@ -59,7 +59,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
         )
         name += "".join(f"-{key[-12:]}={value}" for key, value in settings.items())
         if name not in done:
-            tree = copy_release(release, releases, patched)
+            tree = copy_release(release, releases, "patched" if patched else "plain")
             data = make_data(folder, num_demos=50)
             settings.setdefault("train__data", str(data) if release < "0.5" else [{"path": str(data)}])
             config = make_config(tree, variant, data, folder, steps, epochs, **settings)
@@ -173,7 +173,7 @@ def test_one_experiment_is_written_by_the_main_rank(trainer: Trainer) -> None:
 def test_unpatched_code_loads_the_checkpoint(trainer: Trainer, releases: Path, tmp_path: Path) -> None:
     run = trainer("bc_gmm", 2)
     newest = max(run.folder.glob("out/*/*/models/*.pth"))
-    tree = copy_release(RELEASE, releases, patched=False)
+    tree = copy_release(RELEASE, releases, "plain")
     (tmp_path / "load.py").write_text(
         "import sys, torch, robomimic.utils.file_utils as F; sys.modules['ddpshim'] = None; "
         "load = torch.load; torch.load = lambda *a, **k: load(*a, **{**k, 'weights_only': False}); "
@@ -252,7 +252,7 @@ UPSTREAM = ["0.4.0", "0.5.0", "master", "robocasa"]
 @pytest.mark.parametrize("release", [RELEASE, *UPSTREAM])
 def test_the_patch_set_applies_and_reverts_byte_for_byte(release: str, tmp_path: Path) -> None:
     _require(release)
-    tree = copy_release(release, tmp_path, patched=False)
+    tree = copy_release(release, tmp_path, "plain")
     before = {p: p.read_bytes() for p in tree.rglob("*.py")}
     outcome = patching.apply(str(tree))
     assert outcome.changed

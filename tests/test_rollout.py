@@ -35,14 +35,14 @@ def evaluate(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Evalua
         fault: str = "toy_env::0",
         which: str = "",
         check: bool = True,
-        hooked: bool = False,
+        way: str = "patched",
         **more: Any,
     ) -> Run:
-        name = f"{num_ranks}-{fault}-{which}-{hooked}-{sorted(more.items())}".translate(
+        name = f"{num_ranks}-{fault}-{which}-{way}-{sorted(more.items())}".translate(
             str.maketrans(" /:'(),[]", "_________")
         )
         if name not in done:
-            tree, data = copy_release(RELEASE, releases, hooked=hooked), make_data(folder, num_demos=50)
+            tree, data = copy_release(RELEASE, releases, way), make_data(folder, num_demos=50)
             settings = {
                 "algo__optim_params__policy__learning_rate__initial": 0.0,
                 "experiment__render_video": False,
@@ -88,10 +88,10 @@ def _videos(run: Run) -> dict[str, np.ndarray]:
 
 
 @needs_robomimic
-@pytest.mark.parametrize(("ranks", "hooked"), [(2, False), (3, False), (2, True)])
-def test_statistics_do_not_depend_on_the_number_of_ranks(evaluate: Evaluator, ranks: int, hooked: bool) -> None:
+@pytest.mark.parametrize(("ranks", "way"), [(2, "patched"), (3, "patched"), (2, "hooked")])
+def test_statistics_do_not_depend_on_the_number_of_ranks(evaluate: Evaluator, ranks: int, way: str) -> None:
     shape = {"train__batch_size": 96}
-    one, many = evaluate(1, **shape), evaluate(ranks, hooked=hooked, **shape)
+    one, many = evaluate(1, **shape), evaluate(ranks, way=way, **shape)
     alone = _episodes(one, 0)
     assert len(set(alone)) == len(alone) == 2 * NUM_EPISODES
     for rank in range(ranks):

@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -73,18 +74,23 @@ def _run_program(argv: Sequence[str]) -> None:
         else:
             if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on: nothing was put there
                 sys.path[0] = os.path.dirname(os.path.abspath(program))
-            runpy.run_path(program, run_name="__main__")
+            module = import_hook.program_in(program)
+            if module is None:
+                runpy.run_path(program, run_name="__main__")
+            else:  # so that it can be patched in memory
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
         if error.code:
             _write_down(error, error.code if isinstance(error.code, int) else 1)
         raise
     except Exception as error:
         _write_down(error, 1)
+        error.__traceback__ = _without_our_frames(error.__traceback__)
         if sys.excepthook is sys.__excepthook__:
             print(f"ddpshim: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
-        # The hook that is set now: `ddpshim.setup` names the first failing rank in it.
-        error.__traceback__ = _without_our_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
+            traceback.print_exception(type(error), error, error.__traceback__)  # with lines that no file has, too
+        else:  # set by `ddpshim.setup`: it names the first failing rank
+            sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 

@@ -10,8 +10,7 @@ from typing import Optional
 from ddpshim.robomimic import known
 from ddpshim.robomimic.stand_ins import TARGETS
 from ddpshim.trainers.patching.files import Status, status
-from ddpshim.trainers.patching.patchset import read
-from ddpshim.trainers.patching.unidiff import apply_moved
+from ddpshim.trainers.patching.patchset import transform_moved
 
 
 def compared(tree: str) -> tuple[list[str], int]:
@@ -38,12 +37,7 @@ def _patches(looked: Status) -> Iterator[tuple[bool, str]]:
         if file.state != "unknown":
             yield file.state != "missing", f"  {file.name}: {file.state}"
             continue
-        content, num_hunks, odd = read(file.path), 0, []
-        for patch, diffs in looked.patch_set.patches.items():
-            for diff in (diff for diff in diffs if diff.path == file.name):
-                content, problems = apply_moved(diff, content)
-                num_hunks += len(diff.hunks)
-                odd += [f"{patch}, {problem}" for problem in problems]
+        _, num_hunks, odd = transform_moved(looked.patch_set.patches, file.name, file.content)
         yield not odd, f"  {file.name}: changed upstream; {num_hunks - len(odd)} of {num_hunks} hunks have their lines"
         for problem in odd:
             yield False, f"    {problem}"

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -31,8 +30,7 @@ from ddpshim.robomimic import datasets, rollout
 from ddpshim.robomimic.algo import algos
 from ddpshim.robomimic.datasets import divided
 from ddpshim.robomimic.replay import Replay
-from ddpshim.trainers.patching.loaded_code import PatchedCode, fitting, patch_module
-from ddpshim.trainers.patching.patchset import PatchSet, load_sets
+from ddpshim.trainers.patching.in_memory import PatchedFiles
 from ddpshim.trainers.swapping import refuse_unknown, stand_aside, swap, swap_back
 
 ALGORITHMS = "robomimic.algo."
@@ -54,14 +52,13 @@ class _Trainer:
 
 
 class _Release:
-    """The installed package: the patch sets it may be of, and what of its code was exchanged."""
+    """The installed package: what patches its files in memory, and the algorithms that could not be patched."""
 
-    sets: tuple[PatchSet, ...] = ()
-    patched: list[PatchedCode]
+    files: Optional[PatchedFiles] = None
     strange: dict[str, HookError]
 
     def __init__(self) -> None:
-        self.patched, self.strange = [], {}
+        self.strange = {}
 
 
 _trainer, _release = _Trainer(), _Release()
@@ -72,9 +69,14 @@ def concerns(name: str) -> bool:
     return name in CONCERNED or name.startswith(ALGORITHMS)
 
 
-def begin(package: str) -> None:
-    """Before the first module of the robomimic in the folder `package` is loaded, or at once where it was. Local."""
-    _release.sets = fitting(load_sets(), Path(package))
+def is_patched(name: str) -> bool:
+    """Whether every program gets the module of that name patched: an algorithm has no calls to hook. Local."""
+    return name.startswith(ALGORITHMS)
+
+
+def begin(files: PatchedFiles) -> None:
+    """Before the first module of the robomimic that `files` patches is loaded, or at once where it was. Local."""
+    _release.files = files
     robomimic.silence_other_ranks()
 
 
@@ -102,8 +104,9 @@ def hook(modules: Sequence[ModuleType]) -> list[str]:
         if module.__name__ == "robomimic.config.base_config":
             robomimic.keep_the_section()
             said.append("robomimic.config.base_config.BaseConfig.update: leaves out our section of a config file")
-        if module.__name__.startswith(ALGORITHMS):
-            said += _patch_algorithm(module)
+        strange = _release.files.refuse(module) if _release.files and is_patched(module.__name__) else None
+        if strange is not None:
+            _release.strange[module.__name__] = strange  # it matters only to those who use it
     return said
 
 
@@ -115,8 +118,6 @@ def unhook() -> None:
             "Call it before the trainer or after."
         )
     swap_back()
-    while _release.patched:
-        _release.patched.pop().revert()
     for names, name, value in reversed(_trainer.changed):
         names.pop(name, None) if value is _MISSING else names.__setitem__(name, value)
     _trainer.changed.clear()
@@ -138,19 +139,6 @@ def end() -> None:
             )
         )
     cleanup()
-
-
-def _patch_algorithm(module: ModuleType) -> list[str]:
-    name = module.__name__.replace(".", "/") + ".py"
-    try:
-        patched = patch_module(module, name, _release.sets)
-    except HookError as error:
-        _release.strange[module.__name__] = error  # it matters only to those who use it
-        return []
-    if patched is None:
-        return []
-    _release.patched.append(patched)
-    return [f"{module.__name__}.{f.__qualname__}: as in the patch set" for f, _ in patched.functions]
 
 
 def _is_trainer(names: dict[str, Any]) -> bool:

@@ -1,18 +1,20 @@
-"""Hooks an unedited trainer: each module as it is imported, or at once if it has been.
+"""Distributes an unedited trainer: it runs patched in memory, or its calls are hooked where a program imports them.
 
-Imports nothing but the standard library until a program imports a package that an adapter has stand-ins for; a program
-that does not is left alone.
+Imports nothing but the standard library until a program imports a package that an adapter is for; a program that does
+not is left alone.
 """
 
 from __future__ import annotations
 
 import importlib.abc
+import importlib.util
 import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -23,15 +25,17 @@ from ddpshim.variables import HOOKS
 
 if TYPE_CHECKING:
     from ddpshim.trainers.interface import StandIns
+    from ddpshim.trainers.patching.in_memory import PatchedFiles
 
 
 class _State:
     finder: Optional[_Finder] = None
     said: list[str]
+    files: list[PatchedFiles]
     reason = "ddpshim.auto has not been imported"
 
     def __init__(self) -> None:
-        self.said = []
+        self.said, self.files = [], []
 
 
 _state = _State()
@@ -56,29 +60,34 @@ def activate() -> None:
         return
     _state.finder = _Finder()
     at_stand_aside(_give_back)
+    sys.meta_path.insert(0, _state.finder)
     for package in adapters.packages():
-        stand_ins = _stand_ins(package) if package in sys.modules else None
-        if stand_ins is not None:
+        if package in sys.modules:
             loaded = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
             try:
-                stand_ins.begin(sys.modules[package].__path__[0])
-                _hook(stand_ins, [module for module in loaded if module is not None])
+                stand_ins = _begin(package, sys.modules[package].__path__[0])
+                if stand_ins is not None:
+                    _hook(stand_ins, [module for module in loaded if module is not None])
             except BaseException:
-                _state.finder = None
+                deactivate()
                 raise
-    sys.meta_path.insert(0, _state.finder)
     # Before threads are joined, for the job may have to be ended, and that takes one. (atexit would be too late.)
     threading._register_atexit(_end)  # type: ignore[attr-defined]
 
 
 def deactivate() -> None:
-    """Give the trainer back as it was. Local. Raises HookError in the middle of a training on several ranks."""
+    """Give the trainer back as it was, but for modules loaded patched: in one process they do the same. Local.
+
+    Raises HookError in the middle of a training on several ranks.
+    """
     for stand_ins in _begun():
         stand_ins.unhook()
-    if _state.finder in sys.meta_path:
-        sys.meta_path.remove(_state.finder)
+    for finder in (_state.finder, *_state.files):
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
     _state.finder, _state.reason = None, "it was deactivated"
     _state.said.clear()
+    _state.files.clear()
 
 
 def is_active() -> bool:
@@ -87,12 +96,13 @@ def is_active() -> bool:
 
 
 def report() -> list[str]:
-    """A line for each symbol that is hooked so far, and what that does; or why there is none. Local."""
+    """A line for each symbol hooked and each module patched so far, and what that does; or why none is. Local."""
+    patched = [line for files in _state.files for line in files.report()]
     if _state.finder is None:
-        return [f"not active: {_state.reason}"]
-    if not _begun():
+        return [*patched, f"not active: {_state.reason}"]
+    if not (_begun() or patched):
         return [f"active, but {' or '.join(adapters.packages())} has not been imported"]
-    return [*_state.said, *(line for stand_ins in _begun() for line in stand_ins.replaced_names())]
+    return [*_state.said, *patched, *(line for stand_ins in _begun() for line in stand_ins.replaced_names())]
 
 
 def _is_child() -> bool:
@@ -102,7 +112,11 @@ def _is_child() -> bool:
 
 
 def _give_back() -> None:
+    files, finder = [*_state.files], _state.finder
+    at = sys.meta_path.index(finder) if finder in sys.meta_path else 0
     deactivate()
+    _state.files = files  # what the trainer imports has to be patched still
+    sys.meta_path[at:at] = files
     _state.reason = "the trainer does by itself what the hooks are for"
 
 
@@ -111,20 +125,46 @@ def _end() -> None:
         stand_ins.end()
 
 
+def program_in(path: str) -> Optional[str]:
+    """The name of the module that the file `path` is, where a patch set of its installed package changes it. Local."""
+    file = Path(path).resolve()
+    for package in adapters.packages() if _state.finder is not None else ():
+        if package in file.parts and importlib.util.find_spec(package) is not None:
+            for files in _state.files:
+                name = files.module_at(file)
+                if name is not None:
+                    return name
+    return None
+
+
 def _stand_ins(package: str) -> Optional[StandIns]:
     offer = adapters.function(package, "stand_ins")
     return None if offer is None else offer()
 
 
+def _begin(package: str, folder: str) -> Optional[StandIns]:
+    """Before the first module of the package in `folder` is loaded, or at once where it was."""
+    from ddpshim.trainers.patching.in_memory import PatchedFiles
+
+    stand_ins, sets = _stand_ins(package), adapters.function(package, "patch_sets")
+    is_library = stand_ins.is_patched if stand_ins is not None else lambda name: False
+    files = PatchedFiles(Path(folder), None if sets is None else sets(), is_library)
+    assert _state.finder is not None
+    _state.files.append(files)
+    _state.finder.begun[package] = stand_ins
+    sys.meta_path.insert(sys.meta_path.index(_state.finder) + 1, files)
+    if stand_ins is not None:
+        stand_ins.begin(files)
+    return stand_ins
+
+
 def _begun() -> list[StandIns]:
-    return [] if _state.finder is None else _state.finder.begun
+    begun = {} if _state.finder is None else _state.finder.begun
+    return [stand_ins for stand_ins in begun.values() if stand_ins is not None]
 
 
 def _hook(stand_ins: StandIns, modules: Sequence[ModuleType]) -> None:
-    assert _state.finder is not None
     _state.said += stand_ins.hook(modules)
-    if stand_ins not in _state.finder.begun:
-        _state.finder.begun.append(stand_ins)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -133,7 +173,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     _is_looking = False
 
     def __init__(self) -> None:
-        self.begun: list[StandIns] = []
+        self.begun: dict[str, Optional[StandIns]] = {}
 
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
@@ -142,7 +182,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if self._is_looking or package not in adapters.packages():
             return None
         stand_ins = _stand_ins(package)
-        if stand_ins is None or not (name == package or stand_ins.concerns(name)):
+        if name != package and (stand_ins is None or not stand_ins.concerns(name)):
             return None
         self._is_looking = True
         try:
@@ -154,10 +194,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return spec
         if name == package:
-            stand_ins.begin(next(iter(spec.submodule_search_locations or ())))
-            if stand_ins not in self.begun:
-                self.begun.append(stand_ins)
-        else:
+            if package not in self.begun:
+                _begin(package, next(iter(spec.submodule_search_locations or ())))
+        elif stand_ins is not None:
             loader: Any = spec.loader
             execute = loader.exec_module
 

@@ -6,17 +6,22 @@ Every function is optional, and is looked up when it is needed. What is not offe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional, Protocol
 
 from ddpshim.data.fetching import Fetcher
+from ddpshim.trainers.patching.in_memory import PatchedFiles
 
 
 class StandIns(Protocol):
     """What replaces functions of an installed trainer that nobody edits."""
 
-    def begin(self, package: str) -> None:
-        """Before the first module of the package in the folder `package` is executed, or at once where it was."""
+    def begin(self, files: PatchedFiles) -> None:
+        """Before the first module of the package is executed, or at once where it was. `files` patches it in memory."""
+
+    def is_patched(self, name: str) -> bool:
+        """Whether the module of that name is patched in memory, too, where a program of the user's own imports it."""
 
     def concerns(self, name: str) -> bool:
         """Whether the module of that name has something to replace. Its own imports must be few: it is asked often."""
@@ -45,6 +50,9 @@ class Adapter(Protocol):
 
     def stand_ins(self) -> StandIns:
         """For trainers of the package that are installed and unedited."""
+
+    def patch_sets(self) -> Path:
+        """The folder of the package's patch sets: ``CODEBASE/VERSION/*.patch`` and a manifest for each."""
 
     def state_of_files(self) -> str:
         """Whether the installed package is patched, in a few words for a bug report."""

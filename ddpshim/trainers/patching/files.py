@@ -82,7 +82,7 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
             f"ddpshim carries no patch set {set_name!r} for {package}; there is nothing to compare "
             f"{directory} with. Use one of: {', '.join(s.name for s in sets)}."
         )
-    looks = [_look(patch_set, directory) for patch_set in chosen]
+    looks = [look_at(patch_set, directory) for patch_set in chosen]
     fitting = [look for look in looks if look.state != "unknown"]
     journal_name = (looks[0].journal or {}).get("set")
     if not fitting:
@@ -141,7 +141,7 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
         look = status(target, set_name, patches_root)
         changes = _plan(look, wanted, patches_root)
         _write(look, changes, wanted)
-        after = _look(look.patch_set, look.directory)
+        after = look_at(look.patch_set, look.directory)
         wrong = [file.name for file in after.files if file.state != wanted]
         if wrong:
             raise PatchError(
@@ -149,18 +149,21 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
                 "something else writes there. Stop it, then run `python -m ddpshim patch status`."
             )
         _close_journal(after, wanted)
-    return Outcome(_look(look.patch_set, look.directory), tuple(change.file.name for change in changes))
+    return Outcome(look_at(look.patch_set, look.directory), tuple(change.file.name for change in changes))
 
 
 def _plan(look: Status, wanted: str, patches_root: Optional[Path]) -> list[_Change]:
     """The new content of every file that is not as wanted, each verified against the manifest."""
     if look.state == "unknown":
         raise PatchError(_refusal(look, load_sets(patches_root)))
-    return [_Change(file, _turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
+    return [_Change(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
 
 
-def _turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
-    """The content of `file` in the wanted state, with the line endings that the file has."""
+def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
+    """The content of `file` in the wanted state, with the line endings that the file has. Local.
+
+    Raises PatchError where the diffs do not make what the manifest says.
+    """
     if file.state == wanted:
         return file.content
     content = file.content.replace(b"\r\n", b"\n") if file.crlf else file.content
@@ -175,7 +178,8 @@ def _turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
     return content.replace(b"\n", b"\r\n") if file.crlf else content
 
 
-def _look(patch_set: PatchSet, directory: Path) -> Status:
+def look_at(patch_set: PatchSet, directory: Path) -> Status:
+    """How that set and the package in `directory` stand to each other. Local; reads only."""
     files = []
     for name, hashes in patch_set.files.items():
         # The folder stands for the first component: an editable install may call it anything. A symlink is
@@ -251,8 +255,8 @@ def _write(look: Status, changes: Sequence[_Change], wanted: str) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "files": {
             file.name: {
-                "before": sha256(_turned(look.patch_set, file, "original")),
-                "after": sha256(_turned(look.patch_set, file, "patched")),
+                "before": sha256(turned(look.patch_set, file, "original")),
+                "after": sha256(turned(look.patch_set, file, "patched")),
             }
             for file in look.files
         },

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import PatchError
-from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, parse_diff
+from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_moved, parse_diff
 
 
 class Hashes(NamedTuple):
@@ -100,6 +100,21 @@ def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: b
     for diff in diffs if wanted == "patched" else reversed(diffs):
         content = apply_diff(diff, content, reverse=wanted == "original")
     return content
+
+
+def transform_moved(
+    patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes
+) -> tuple[bytes, int, list[str]]:
+    """`content` of the file `name` with each hunk applied whose lines stand in it exactly once; how many hunks there
+    are, and a line for each that has no place (`unidiff.apply_moved`). Local.
+    """
+    num_hunks, odd = 0, []
+    for patch, diffs in patches.items():
+        for diff in (diff for diff in diffs if diff.path == name):
+            content, problems = apply_moved(diff, content)
+            num_hunks += len(diff.hunks)
+            odd += [f"{patch}, {problem}" for problem in problems]
+    return content, num_hunks, odd
 
 
 def _load_set(folder: Path) -> PatchSet:

@@ -1,0 +1,210 @@
+"""Patches the files of a package in memory, when Python loads them: nothing on disk changes.
+
+A file that is run as a program is patched, and so is each file of its patch set that it imports. Where another program
+imports the package, its adapter names the files that are patched all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import decode_source
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, Callable, NamedTuple, Optional
+
+from ddpshim.errors import HookError
+from ddpshim.job.launch_env import read_launch_env
+from ddpshim.trainers.patching.files import FileStatus, Status, look_at, status, turned
+from ddpshim.trainers.patching.patchset import PatchSet, load_sets, transform_moved
+
+
+class Patched(NamedTuple):
+    """The text of each module that the set `name` changes, where it is not that on disk.
+
+    `moved`: the files that are no release's, in which the lines of every hunk stand once, wherever they stand.
+    """
+
+    name: str
+    sources: dict[str, bytes]
+    moved: tuple[str, ...]
+
+
+class PatchedFiles(importlib.abc.MetaPathFinder):
+    """Finds those modules of the package in `folder` that a patch set changes.
+
+    Until one of them is run as a program, only those that `is_library` names are patched, each by itself.
+    """
+
+    def __init__(
+        self, folder: Path, patches_root: Optional[Path] = None, is_library: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self.folder = folder
+        self._sets = [found for found in load_sets(patches_root) if found.package == folder.name]
+        self._patches_root, self._is_library = patches_root, is_library
+        self._files = {_module_of(name): name for patch_set in self._sets for name in patch_set.files}
+        self._program: Optional[Patched] = None
+
+    def find_spec(
+        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[ModuleSpec]:
+        if name not in self._files:
+            return None
+        found = PathFinder.find_spec(name, path, target)
+        if found is None or not isinstance(found.loader, SourceFileLoader) or found.origin is None:
+            return found
+        return importlib.util.spec_from_file_location(name, found.origin, loader=_Loader(name, found.origin, self))
+
+    def module_at(self, path: Path) -> Optional[str]:
+        """The name of the module in the file `path`, without symlinks, if a set changes it. Local."""
+        names = {(self.folder / file.split("/", 1)[1]).resolve(): name for name, file in self._files.items()}
+        return names.get(path)
+
+    def begin_program(self) -> None:
+        """One of the modules is about to run as a program: patch every one that is loaded from now on. Local.
+
+        Raises HookError where no set fits, or another of them was loaded already.
+        """
+        try:
+            found = self._fit(set(self._files))
+        except HookError as error:
+            raise HookError(
+                f"{error} Or run a copy of the trainer that stands outside of the package (python -m ddpshim run "
+                "my_train.py): its calls are hooked, and no line of it needs to be known."
+            ) from None
+        too_early = [n for n in found.sources if n in sys.modules and patched_source(sys.modules[n]) is None]
+        if too_early:
+            raise HookError(_IMPORTED_TOO_EARLY.format(", ".join(too_early)))
+        self._program = found
+
+    def source(self, name: str) -> Optional[bytes]:
+        """The patched text of the module of that name; None where it is to be loaded as it is on disk. Local.
+
+        Raises HookError where a set changes it, and its file is not one that the set fits.
+        """
+        if self._program is not None:
+            return self._program.sources.get(name)
+        return self._fit({name}).sources.get(name) if name in self._files and self._is_library(name) else None
+
+    def refuse(self, module: ModuleType) -> Optional[HookError]:
+        """Why `module`, which has been loaded, is not patched as it would have to be; None where it is. Local."""
+        try:
+            needs = self.source(module.__name__) is not None
+        except HookError as error:
+            return error
+        is_unpatched = needs and patched_source(module) is None
+        return HookError(_IMPORTED_TOO_EARLY.format(module.__name__)) if is_unpatched else None
+
+    def report(self) -> list[str]:
+        """A line for each module that was loaded patched. Local."""
+        loaders = [getattr(getattr(module, "__spec__", None), "loader", None) for module in [*sys.modules.values()]]
+        ours = [loader for loader in loaders if isinstance(loader, _Loader) and loader.source is not None]
+        return [f"{loader.name}: patched in memory" for loader in ours]
+
+    def _fit(self, modules: set[str]) -> Patched:
+        """What the set that fits makes of these modules' files. Raises HookError where none does.
+
+        It is one whose release the files are; or else one whose hunks' lines stand in them once each, that of the
+        nearest release first.
+        """
+        nearest = status(str(self.folder), patches_root=self._patches_root).patch_set
+        wanted = [name for name in nearest.files if _module_of(name) in modules]
+        looks = [look_at(s, self.folder) for s in self._sets if all(name in s.files for name in wanted)]
+        files = {
+            look.patch_set.name: [file for file in look.files if _module_of(file.name) in modules] for look in looks
+        }
+
+        def nearness(look: Status) -> tuple[bool, bool]:
+            fits = all(file.state in ("original", "patched") for file in files[look.patch_set.name])
+            return not fits, look.patch_set.name != nearest.name
+
+        refused: list[str] = []
+        for look in sorted(looks, key=nearness):
+            found, lacking = _patched(look.patch_set, files[look.patch_set.name])
+            if not lacking:
+                if found.moved and read_launch_env(os.environ).rank == 0:
+                    print(
+                        f"ddpshim: {self.folder} is no release that ddpshim knows; the lines of {found.name} stand "
+                        f"once each in {', '.join(found.moved)}, and are patched in memory",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                return found
+            if look.patch_set.name == nearest.name or not refused:
+                refused = lacking
+        raise HookError(
+            f"{self.folder} is no release that ddpshim knows, and the lines of no patch set stand in its files. The "
+            f"nearest, {nearest.name}, has no place for:\n  " + "\n  ".join(refused) + "\nWithout them the ranks would "
+            "train another model than one process. Put the released files back, or merge the set into yours: "
+            "MIGRATION.md, section 2."
+        )
+
+
+_IMPORTED_TOO_EARLY = (
+    "{}: imported before ddpshim.auto, so what a patch set changes there could not be changed, and ranks would train "
+    "another model than one process. Move `import ddpshim.auto` above that import."
+)
+
+
+def patched_source(module: Any) -> Optional[bytes]:
+    """The patched text that `module` was loaded from; None where it is that of its file. Local."""
+    loader = getattr(getattr(module, "__spec__", None), "loader", None)
+    return loader.source if isinstance(loader, _Loader) else None
+
+
+def _module_of(name: str) -> str:
+    path = name[: -len(".py")].split("/")
+    return ".".join(path[:-1] if path[-1] == "__init__" else path)
+
+
+def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched, list[str]]:
+    """What the set makes of these files, and a line for each hunk that has no place in them."""
+    sources, moved, lacking = {}, [], []
+    for file in files:
+        if file.state == "missing":
+            lacking.append(f"{file.name}: is not there")
+        elif file.state == "original":
+            sources[_module_of(file.name)] = turned(patch_set, file, "patched")
+        elif file.state == "unknown":
+            as_unix = file.content.replace(b"\r\n", b"\n")  # Python reads both
+            content, _, odd = transform_moved(patch_set.patches, file.name, as_unix)
+            sources[_module_of(file.name)] = content
+            moved.append(file.name)
+            lacking += [f"{file.name}, {problem}" for problem in odd]
+    return Patched(patch_set.name, sources, tuple(moved)), lacking
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module from its patched text, which tracebacks show: its code says that it is of another file."""
+
+    def __init__(self, name: str, path: str, files: PatchedFiles) -> None:
+        super().__init__(name, path)
+        self.source: Optional[bytes] = None
+        self._files = files
+
+    def get_code(self, fullname: str) -> Optional[CodeType]:
+        # Python asks for the code of what it runs as a program; what it imports it has executed.
+        self._files.begin_program()
+        return self._code()
+
+    def exec_module(self, module: ModuleType) -> None:
+        code = self._code()
+        assert code is not None
+        exec(code, vars(module))
+
+    def get_source(self, fullname: str) -> Optional[str]:
+        # A program's module has another name than its file.
+        return super().get_source(self.name) if self.source is None else decode_source(self.source)
+
+    def _code(self) -> Optional[CodeType]:
+        with contextlib.suppress(HookError):  # whoever needs it asks `refuse`
+            self.source = self._files.source(self.name)
+        if self.source is None:
+            return super().get_code(self.name)
+        code: CodeType = self.source_to_code(self.source, f"{self.path}, patched by ddpshim")
+        return code
