@@ -14,7 +14,7 @@ class Collate(Protocol):
         """The batch, as torch's default collate makes it."""
 
     def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
-        """Make room for the batches of workers that stay for all epochs. Local."""
+        """Make room for the batches of workers that stay for all epochs. Local; may be left out."""
 
 
 class Fetcher(Protocol):

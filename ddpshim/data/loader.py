@@ -146,7 +146,7 @@ def make_loader(
     if makes_batches and collate_fn in (None, default_collate) and here.options.batched_fetch:
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
     loader = _make_alike(parts, options)
-    if collate is not None and persistent_workers and loader.batch_size:
+    if collate is not None and hasattr(collate, "expect") and persistent_workers and loader.batch_size:
         collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)
     return loader

@@ -146,9 +146,9 @@ def _begin(package: str, folder: str) -> Optional[StandIns]:
     """Before the first module of the package in `folder` is loaded, or at once where it was."""
     from ddpshim.trainers.patching.in_memory import PatchedFiles
 
-    stand_ins, sets = _stand_ins(package), adapters.function(package, "patch_sets")
+    stand_ins = _stand_ins(package)
     is_library = stand_ins.is_patched if stand_ins is not None else lambda name: False
-    files = PatchedFiles(Path(folder), None if sets is None else sets(), is_library)
+    files = PatchedFiles(Path(folder), is_library=is_library)
     assert _state.finder is not None
     _state.files.append(files)
     _state.finder.begun[package] = stand_ins

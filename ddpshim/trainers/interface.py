@@ -52,7 +52,7 @@ class Adapter(Protocol):
         """For trainers of the package that are installed and unedited."""
 
     def patch_sets(self) -> Path:
-        """The folder of the package's patch sets: ``CODEBASE/VERSION/*.patch`` and a manifest for each."""
+        """The folder of the package's patch sets, if ddpshim does not carry them: ``CODEBASE/VERSION/*.patch``."""
 
     def state_of_files(self) -> str:
         """Whether the installed package is patched, in a few words for a bug report."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from ddpshim import adapters
 from ddpshim.errors import PatchError
 from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_moved, parse_diff
 
@@ -51,15 +52,26 @@ def default_patches_root() -> Path:
 
 
 def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
-    """Every patch set under `patches_root`, by name. Raises PatchError if one is malformed."""
-    root = default_patches_root() if patches_root is None else patches_root
-    folders = sorted({path.parent for path in [*root.glob("*/*/manifest.json"), *root.glob("*/*/*.patch")]})
-    if not folders:
-        raise PatchError(
-            f"No patch set under {root}; there is nothing to apply. Install ddpshim from a wheel or a full "
-            "checkout, both carry the folder `patches`."
-        )
+    """Every patch set under `patches_root`, by name; without one ddpshim's own, and those that adapters offer.
+
+    Raises PatchError if one is malformed, or a root has none.
+    """
+    roots = [patches_root] if patches_root is not None else [default_patches_root(), *_roots_of_adapters()]
+    folders = []
+    for root in roots:
+        found = sorted({path.parent for path in [*root.glob("*/*/manifest.json"), *root.glob("*/*/*.patch")]})
+        if not found:
+            raise PatchError(
+                f"No patch set under {root}; there is nothing to apply. Install ddpshim, or what offers that folder, "
+                "from a wheel or a full checkout: both carry the folder."
+            )
+        folders += found
     return tuple(_load_set(folder) for folder in folders)
+
+
+def _roots_of_adapters() -> list[Path]:
+    offers = (adapters.function(package, "patch_sets") for package in adapters.packages())
+    return [offer() for offer in offers if offer is not None]
 
 
 def build_manifest(patch_dir: Path, source_root: Path, base: str) -> dict[str, Any]:
