@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # What the tests of a file are that do not say it themselves, see `markers` in pyproject.toml; of other files: unit.
 TIERS = {
-    **dict.fromkeys(("guard", "parallel", "resume", "second_job", "sequences"), "ranks"),
+    **dict.fromkeys(("guard", "parallel", "resume", "seams", "second_job", "sequences"), "ranks"),
     **dict.fromkeys(("auto", "background", "bootstrap", "convert", "data_kinds", "droid", "equivalence"), "launch"),
     **dict.fromkeys(
         ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging"), "launch"

@@ -24,6 +24,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from tests import public_api
 from tests.preloaded_commands import SOCKET, commands, patience
 
 _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run"]
@@ -78,6 +79,8 @@ def _enter(
     out: Any,
 ) -> None:
     warnings.simplefilter("error")
+    if public_api.is_asked_for():
+        public_api.hide()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores than workers
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself

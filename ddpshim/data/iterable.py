@@ -7,7 +7,6 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from ddpshim.data.sampler import EpochCounter, Split
 from ddpshim.errors import DataError
@@ -244,7 +243,9 @@ class ShardedStream(IterableDataset[Any]):
 @contextlib.contextmanager
 def _worker_info_hidden() -> Iterator[None]:
     """Make get_worker_info() None: a dataset that shards by worker would be split a second time."""
-    info = torch_worker._worker_info
+    from torch.utils.data._utils import worker as torch_worker
+
+    info = torch_worker._worker_info  # without it there is no hiding: a loud AttributeError
     torch_worker._worker_info = None
     try:
         yield

@@ -12,7 +12,6 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
-from torch.utils.data._utils import signal_handling as torch_signals
 
 from ddpshim.data.fetching import Collate, fetcher_of
 from ddpshim.data.iterable import ShardedIterable, ShardedStream, length, refuse_unlike
@@ -280,10 +279,12 @@ def _dismiss_workers_with(process: int) -> None:
 def _dismiss_workers() -> None:
     # Python would end them by a signal that they ignore, and wait for ever. torch's own way is closed by then.
     for batches in list(_with_workers):
-        if batches._worker_pids_set:
-            torch_signals._remove_worker_pids(id(batches))  # else torch takes their end for a failure
+        if getattr(batches, "_worker_pids_set", False):
+            from torch.utils.data._utils import signal_handling
+
+            signal_handling._remove_worker_pids(id(batches))  # else torch takes their end for a failure
             batches._worker_pids_set = False
-        for worker in batches._workers:
+        for worker in getattr(batches, "_workers", ()):
             worker.kill()
 
 

@@ -7,12 +7,14 @@ a backward pass. Nothing of it is in place unless a `Meter` runs.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import time
 from typing import Any, Optional
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import dataloader
 
 PARTS = ("data_wait", "compute", "communication", "optimizer", "other")
 
@@ -55,7 +57,11 @@ class Meter:
         ):
             self._undo.callback(hook.remove)
         # The one place that all of torch's loaders, with workers or without, go through.
-        original = _BaseDataLoaderIter.__next__
+        batches_of_any = getattr(dataloader, "_BaseDataLoaderIter", None)
+        if batches_of_any is None:
+            _say_once("this torch hides the iterator of its loaders; the time that they are waited for is in `other`")
+            return
+        original = batches_of_any.__next__
 
         def timed_next(batches: Any) -> Any:
             self._become("data_wait")
@@ -67,8 +73,8 @@ class Meter:
                 self._become(arrived)
             return batch
 
-        self._undo.callback(setattr, _BaseDataLoaderIter, "__next__", original)
-        _BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign, assignment]
+        self._undo.callback(setattr, batches_of_any, "__next__", original)
+        batches_of_any.__next__ = timed_next
 
     def stop(self) -> None:
         """Count no more, and leave torch as it was."""
@@ -113,6 +119,11 @@ class Meter:
             waited = first.elapsed_time(last) / 1000
             self.seconds["communication"] += waited
             self.seconds["compute"] -= waited
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(f"ddpshim: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpshim.errors import SyncError
@@ -115,7 +114,8 @@ def wrap_parallel(
 
 def _with_sync_batchnorm(module: nn.Module, process_group: Any) -> nn.Module:
     """`module` with SyncBatchNorm for every BatchNorm that it has; parameters and buffers stay the same tensors."""
-    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+    kinds = getattr(nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, kinds)]
     norms = [(name, child) for name, child in norms if not isinstance(child, nn.SyncBatchNorm)]
     for name, norm in norms:
         device = next((t.device for t in (*norm.parameters(), *norm.buffers())), None)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import weakref
 from typing import Any, Callable, Optional
 
@@ -28,9 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpshim.errors import SyncError
 from ddpshim.job import meter
 from ddpshim.job.group import on_cleanup
-from ddpshim.model import guard
+from ddpshim.model import guard, seams
 from ddpshim.model.transparent import Transparent
 
+_SLOWER_BY = "slower"
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
 _HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
 
@@ -90,7 +92,7 @@ class _Buffers:
         for message, views, numbers in self._messages:
             buffers: list[Any] = [now[i] for i in numbers]
             if self._is_main:
-                torch._foreach_copy_(views, buffers)
+                seams.copy_all(views, buffers)
             work = dist.broadcast(message, self._main, self._group, async_op=True)
             self._sent.append((work, views, buffers))
 
@@ -100,7 +102,7 @@ class _Buffers:
             work.wait()
             if not self._is_main:
                 # .data: a second backward pass over the same forward must not take this for a change of its inputs.
-                torch._foreach_copy_([b.data for b in buffers], views)
+                seams.copy_all([b.data for b in buffers], views)
         self._sent.clear()
 
     def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
@@ -138,31 +140,23 @@ class DistributedModule(Transparent, DistributedDataParallel):
         process_group: Any,
         **ddp_options: Any,
     ) -> None:
-        signature = inspect.signature(DistributedDataParallel.__init__).parameters
-        # torch 2.13 renames the option; both spell "do not broadcast buffers in forward", which we never use.
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
-        options: dict[str, Any] = {**ddp_options, buffers: False}
-        owned = _names_of_owned(module)
-        if owned:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, owned)
-        try:
-            DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
-        finally:
-            if owned:
-                del module._ddp_params_and_buffers_to_ignore
+        lacking = seams.lacking()
+        begin = self._begin_publicly if lacking else self._begin
+        begin(module, process_group, ddp_options)
         if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
             raise SyncError(
                 "PowerSGD sends several messages for each bucket, which cross the one that tells unused parameters; "
                 "ranks would add up the wrong ones. Use a hook of one message (allreduce, bf16 compression)."
             )
-        if comm_hook is not None:
-            self.register_comm_hook(comm_hook_state, comm_hook)
         mine = self.__dict__
         mine["_reducer"], mine["_on_cuda"] = self.reducer, self.device.type == "cuda"
-        # torch builds its buckets anew before the second forward, which is collective: one rank alone could not
-        # run it. Here it has the order in which gradients come (nearly) from the start.
-        self._reducer._push_all_rebuilt_params()
-        self._reducer._rebuild_buckets()
+        if comm_hook is not None:
+            (self._reducer if lacking else self).register_comm_hook(comm_hook_state, comm_hook)
+        if not lacking:
+            # torch builds its buckets anew before the second forward, which is collective: one rank alone could not
+            # run it. Here it has the order in which gradients come (nearly) from the start.
+            self._reducer._push_all_rebuilt_params()
+            self._reducer._rebuild_buckets()
         self._modules.pop("module")
         self._show(module)
         reduced: list[nn.Parameter] = self._reduced
@@ -183,11 +177,53 @@ class DistributedModule(Transparent, DistributedDataParallel):
         # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
+        if lacking:
+            for i, parameter in enumerate(reversed(reduced)):
+                tell = functools.partial(_tell, self._reducer, i)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(tell))
         broadcast_state(module, process_group)
         guard.own(self, reduced)
         if not _wrapped:
             on_cleanup(_unwrap_all)
         _wrapped.add(self)
+
+    def _begin(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
+        """Be torch's DDP, with its reducer."""
+        signature = inspect.signature(DistributedDataParallel.__init__).parameters
+        # torch 2.13 renames the option; both spell "do not broadcast buffers in forward", which we never use.
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
+        options: dict[str, Any] = {**ddp_options, buffers: False}
+        take_back = seams.ignore_in_wrapper(module, _names_of_owned(module))
+        try:
+            DistributedDataParallel.__init__(self, module, process_group=process_group, **options)
+        finally:
+            take_back()
+
+    def _begin_publicly(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
+        """Look like torch's DDP, with a reducer of public API."""
+        from ddpshim.model import public_reducer
+
+        nn.Module.__init__(self)
+        mine, (reduced, are_sparse) = self.__dict__, public_reducer.parameters_of(module, guard.is_owned)
+        self._modules["module"] = module
+        mine.update(process_group=process_group, require_backward_grad_sync=True, device_ids=None, **ddp_options)
+        mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced)))
+        mine["device"] = reduced[0].device
+        mine["reducer"] = public_reducer.PublicReducer(
+            [*reversed(reduced), self._presence],
+            [*reversed(are_sparse), False],
+            process_group,
+            ddp_options.get("bucket_cap_mb"),
+            ddp_options["gradient_as_bucket_view"],
+        )
+        seams.watch_backward()
+        if is_first() and dist.get_rank() == 0:
+            print(
+                f"ddpshim: torch {torch.__version__} lacks {', '.join(seams.lacking())}; gradients are reduced by its "
+                f"public API: equal to the last bit, {_SLOWER_BY} (docs/benchmarks.md)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _build_params_for_reducer(self) -> Any:
         """What torch's constructor gives its reducer: parameters in the order of their gradients, then one more."""
@@ -245,7 +281,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
             return False
         self.check_equality()
         self._reducer.prepare_for_backward([])
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        seams.at_end_of_backward(self._finish)
         return True
 
     def _finish(self) -> None:
@@ -271,9 +307,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._buffers_to_send is not None:
             self._buffers_to_send.start()  # on every rank after its last bucket
         # After the reducer's own last callback, which is queued by now.
-        torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        seams.at_end_of_backward(self._complete)
         if profiled is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(profiled.end)
+            seams.at_end_of_backward(profiled.end)
 
     def _tell_unused(self, unused: list[int]) -> None:
         """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
@@ -332,6 +368,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._equality.finish()
 
 
+def _tell(reducer: Any, index: int, parameter: torch.Tensor) -> None:
+    reducer._autograd_hook(index)
+
+
 def _accumulator(parameter: torch.Tensor) -> Any:
     """The node of autograd that adds up the gradient of `parameter`."""
     with torch.enable_grad():
@@ -355,11 +395,19 @@ def _names_of_owned(module: nn.Module) -> list[str]:
 def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
     """Make all parameters and buffers the main rank's, frozen ones included (collective)."""
     group: Any = process_group if process_group is not None else dist.group.WORLD
+    main = dist.get_process_group_ranks(group)[0]
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for same in by_kind.values():
-        dist._broadcast_coalesced(group, same, _BUFFER_BUCKET_BYTES, 0)
+    for left in by_kind.values():
+        while left:
+            ends = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in left)
+            num = max(1, sum(end <= _BUFFER_BUCKET_BYTES for end in ends))
+            same, left = left[:num], left[num:]
+            message = torch.cat([tensor.reshape(-1) for tensor in same])
+            dist.broadcast(message.view(torch.uint8), main, group)  # bytes: gloo knows no bool
+            for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
+                tensor.copy_(values.view(tensor.shape))
 
 
 def average(tensor: torch.Tensor) -> torch.Tensor:

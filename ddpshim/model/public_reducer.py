@@ -1,0 +1,210 @@
+"""Reduces gradients by torch's public API alone, where a torch lacks the private names that its DDP's reducer needs.
+
+Buckets, their order and the arithmetic are those of torch's reducer (torch/csrc/distributed/c10d/reducer.cpp), so the
+gradients are equal to the last bit. It is slower: its part of a step runs in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first message leaves early
+_BUCKET_CAP_MB = 25.0
+
+
+class Bucket:
+    """One message: the gradients of some parameters, side by side. Its methods are those of torch's `dist.GradBucket`.
+
+    A sparse gradient has a bucket of its own.
+    """
+
+    def __init__(self, index: int, parameters: Sequence[torch.Tensor], is_sparse: bool) -> None:
+        self.number, self.is_the_last, self.is_sparse = index, False, is_sparse
+        self._parameters = list(parameters)
+        self.num_missing = len(self._parameters)
+        self.work: Any = None  # of the message on its way
+        self.flat = torch.empty(0)
+        self.views: list[torch.Tensor] = []
+        if not is_sparse:
+            first = self._parameters[0]
+            self.flat = torch.zeros(sum(p.numel() for p in self._parameters), dtype=first.dtype, device=first.device)
+            parts = self.flat.split([p.numel() for p in self._parameters])
+            self.views = [_as_laid_out(part, p) for part, p in zip(parts, self._parameters)]
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self.flat.copy_(tensor)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.views
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.is_the_last
+
+
+class PublicReducer:
+    """Has those methods of torch's reducer that `DistributedModule` calls.
+
+    Args:
+        parameters: in the order in which their gradients come, nearly.
+        are_sparse: of each, whether its gradient is sparse.
+        group: the ranks that share gradients.
+        bucket_cap_mb: size of a bucket; None for torch's 25 MB.
+        has_views: gradients live in the buckets.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        are_sparse: Sequence[bool],
+        group: Any,
+        bucket_cap_mb: Optional[float],
+        has_views: bool,
+    ) -> None:
+        self._parameters, self._group, self._has_views = list(parameters), group, has_views
+        self._size = dist.get_world_size(group)
+        self._hook: Optional[Callable[[Any, Any], Any]] = None
+        self._hook_state: Any = None
+        cap = int((_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 1024 * 1024)
+        limits = [_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
+        self._buckets = [
+            Bucket(number, [self._parameters[i] for i in indices], are_sparse[indices[0]])
+            for number, indices in enumerate(assign(self._parameters, are_sparse, limits))
+        ]
+        self._buckets[-1].is_the_last = True
+        self._places = {id(p): (b, i) for b in self._buckets for i, p in enumerate(b.parameters())}
+        self._next = len(self._buckets)  # the first bucket that has not been sent; none is on its way
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """As DDP's: `hook(state, bucket)` gives a Future of what the bucket is to hold."""
+        self._hook, self._hook_state = hook, state
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Expect the gradient of every parameter."""
+        for bucket in self._buckets:
+            bucket.num_missing, bucket.work = len(bucket.parameters()), None
+        self._next = 0
+
+    def _autograd_hook(self, index: int) -> None:
+        """The gradient of the parameter `index` is complete, or it gets none: send what is full, in order."""
+        if self._next == len(self._buckets):
+            return  # under no_sync()
+        parameter = self._parameters[index]
+        bucket, place = self._places[id(parameter)]
+        if not bucket.num_missing:
+            raise RuntimeError("a parameter was marked ready twice in one backward pass; its gradient was sent already")
+        if not bucket.is_sparse:
+            view = bucket.views[place]
+            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
+                return  # converted after the wrap: `_check_reducer_finalized` refuses
+            self._lay_down(parameter, view)
+        bucket.num_missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _lay_down(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        gradient = parameter.grad
+        with torch.no_grad():
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() == view.data_ptr() and gradient.numel():
+                if self._hook is None:
+                    view.div_(self._size)
+            elif self._hook is None:
+                torch.mul(gradient, 1.0 / self._size, out=view)
+            else:
+                view.copy_(gradient)
+            if gradient is not None and self._has_views:
+                parameter.grad = view
+
+    def _send(self, bucket: Bucket) -> None:
+        if bucket.is_sparse:
+            (parameter,) = bucket.parameters()
+            gradient = parameter.grad
+            if gradient is None:
+                shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+                gradient = torch.zeros(shape, dtype=dtype, device=device).to_sparse()
+            bucket.flat = gradient / self._size
+        if self._hook is not None and not bucket.is_sparse:
+            bucket.work = self._hook(self._hook_state, bucket)
+        else:
+            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+    def _check_reducer_finalized(self) -> None:
+        """Wait for all messages, and give each parameter its gradient. Raises RuntimeError where one was not sent."""
+        if self._next < len(self._buckets):
+            raise RuntimeError(f"bucket {self._next} of {len(self._buckets)} was not reduced: a gradient did not come")
+        for bucket in self._buckets:
+            if self._hook is not None and not bucket.is_sparse:
+                bucket.set_buffer(bucket.work.wait())
+            else:
+                bucket.work.wait()
+            for parameter, view in zip(bucket.parameters(), bucket.views or [bucket.flat]):
+                if bucket.is_sparse or (parameter.grad is None and self._has_views):
+                    parameter.grad = view
+                elif parameter.grad is None:
+                    parameter.grad = view.clone()
+                elif parameter.grad is not view:
+                    parameter.grad.copy_(view)
+
+    def _remove_autograd_hooks(self) -> None:
+        """They are `DistributedModule`'s, which removes them."""
+
+
+def assign(parameters: Sequence[torch.Tensor], are_sparse: Sequence[bool], limits: Sequence[int]) -> list[list[int]]:
+    """Which parameters share a bucket: by dtype and device, up to the next of `limits` bytes each, the last for all.
+
+    As torch's `compute_bucket_assignment_by_size` has it.
+    """
+    done: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], int]] = {}
+    num_done: dict[Any, int] = {}
+    for index, parameter in enumerate(parameters):
+        if are_sparse[index]:
+            done.append([index])
+            continue
+        kind = parameter.dtype, parameter.device
+        indices, num_bytes = filling.setdefault(kind, ([], 0))
+        indices.append(index)
+        num_bytes += parameter.numel() * parameter.element_size()
+        filling[kind] = indices, num_bytes
+        if num_bytes >= limits[min(num_done.get(kind, 0), len(limits) - 1)]:
+            done.append(filling.pop(kind)[0])
+            num_done[kind] = num_done.get(kind, 0) + 1
+    return [*done, *(indices for indices, _ in filling.values())]
+
+
+def parameters_of(module: nn.Module, is_owned: Callable[[Any], bool]) -> tuple[list[nn.Parameter], list[bool]]:
+    """The parameters that train and that nobody else reduces, each once, and whether their gradients are sparse."""
+    found: dict[int, tuple[nn.Parameter, bool]] = {}
+    for part in module.modules():
+        is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and bool(part.sparse)
+        for parameter in part.parameters(recurse=False):
+            if parameter.requires_grad and not is_owned(parameter):
+                found.setdefault(id(parameter), (parameter, is_sparse))
+    return [p for p, _ in found.values()], [is_sparse for _, is_sparse in found.values()]
+
+
+def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`part` in the shape of `parameter`, and in its strides where those leave no holes, as channels_last has them."""
+    order = sorted(range(parameter.dim()), key=lambda i: (parameter.stride(i), parameter.size(i)))
+    expected = 1
+    for i in order:
+        if parameter.size(i) != 1 and parameter.stride(i) != expected:
+            return part.view(parameter.shape)
+        expected *= parameter.size(i)
+    return part.as_strided(parameter.shape, parameter.stride())

@@ -1,0 +1,86 @@
+"""Looks up the private names of torch that gradients are reduced with, and says what serves where one is missing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+REDUCER = (
+    "prepare_for_backward",
+    "_autograd_hook",
+    "_remove_autograd_hooks",
+    "_push_all_rebuilt_params",
+    "_rebuild_buckets",
+    "_check_reducer_finalized",
+)
+WRAPPER = (
+    "_build_params_for_reducer",
+    "_build_debug_param_to_name_mapping",
+    "_set_params_and_buffers_to_ignore_for_model",
+)
+CALLBACK = "queue_callback"
+
+_waiting: list[Callable[[], None]] = []  # for the end of the backward pass, where the engine takes no callbacks
+_depth = 0  # of calls of torch.autograd.backward: a checkpoint makes one inside another
+
+
+def lacking() -> list[str]:
+    """The private names that torch's own reducer cannot be armed without, and that this torch has not. Local."""
+    reducer = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+    names = [f"Reducer.{name}" for name in REDUCER if not hasattr(getattr(reducer, "Reducer", None), name)]
+    return names + [f"DistributedDataParallel.{n}" for n in WRAPPER if not hasattr(DistributedDataParallel, n)]
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Run `call` when the backward pass that goes on has computed all gradients. Local."""
+    queue = _queue()
+    _waiting.append(call) if queue is None else queue(call)
+
+
+def watch_backward() -> None:
+    """Have `at_end_of_backward` work where the engine takes no callbacks. Local, once for the process."""
+    original = torch.autograd.backward
+    if _queue() is not None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        global _depth
+        _depth += 1
+        try:
+            original(*args, **kwargs)
+        except BaseException:
+            _waiting.clear()
+            raise
+        finally:
+            _depth -= 1
+        while _waiting and not _depth:
+            _waiting.pop(0)()
+
+    torch.autograd.backward = backward
+
+
+def _queue() -> Any:
+    return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), CALLBACK, None)
+
+
+def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy each of `values` into its target; one call, where torch has it. Local."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(list(targets), list(values))
+    else:
+        for target, value in zip(targets, values):
+            target.copy_(value)
+
+
+def ignore_in_wrapper(module: nn.Module, names: Sequence[str]) -> Callable[[], None]:
+    """Have torch's DDP leave out the parameters of these names; returns what takes that back. Local."""
+    if not names:
+        return lambda: None
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    return lambda: delattr(module, "_ddp_params_and_buffers_to_ignore")

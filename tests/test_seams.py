@@ -1,0 +1,512 @@
+"""Every private name of torch and Python that ddpshim stands on, and a canary for what each means.
+
+A canary that fails on a new torch says what to re-read there. Where names for gradients are missing, `wrap_parallel`
+uses torch's public API; `TESTS_PUBLIC_API=1 python -m pytest tests/test_parallel.py tests/test_guard.py` runs on that.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import collections
+import contextlib
+import io
+import multiprocessing
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+import ddpshim
+from ddpshim.model import seams
+from tests import public_api
+from tests.equivalence import largest_difference
+from tests.preloaded_commands import patience
+from tests.ranks import run_ranks
+
+PACKAGE = Path(ddpshim.__path__[0])
+
+
+class Seam(NamedTuple):
+    """Private names, the file that uses them, the canary, and what to re-read where the canary fails."""
+
+    names: str
+    file: str
+    canary: str
+    read: str
+
+
+WRAPPER = "torch/nn/parallel/distributed.py, DistributedDataParallel.__init__ and _ddp_init_helper"
+REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
+LOADER = "torch/utils/data/dataloader.py"
+MODULE = "torch/nn/modules/module.py, Module.__init__"
+SEAMS = [
+    Seam("_autograd_hook _check_reducer_finalized", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
+    Seam("_push_all_rebuilt_params _rebuild_buckets", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
+    Seam("_remove_autograd_hooks", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
+    Seam(
+        "_C _distributed_c10d", "model/seams.py", "test_torchs_reducer_armed_by_hand", "torch/distributed/__init__.py"
+    ),
+    Seam("_set_params_and_buffers_to_ignore_for_model", "model/seams.py", "test_ignored_parameters", WRAPPER),
+    Seam("_ddp_params_and_buffers_to_ignore", "model/seams.py", "test_ignored_parameters", WRAPPER),
+    Seam("_build_params_for_reducer", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
+    Seam("_build_debug_param_to_name_mapping", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
+    Seam("_execution_engine", "model/seams.py", "test_a_callback_runs_at_the_end", "torch/autograd/graph.py"),
+    Seam("_foreach_copy_", "model/seams.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
+    Seam("_BatchNorm", "model/parallel.py", "test_batch_norms", "torch/nn/modules/batchnorm.py"),
+    Seam(
+        "_get_default_store",
+        "job/group.py",
+        "test_the_store_of_the_default_group",
+        "torch/distributed/distributed_c10d",
+    ),
+    Seam("_BaseDataLoaderIter", "job/meter.py", "test_every_loader_goes_through_one_next", LOADER),
+    Seam(
+        "_workers _worker_pids_set _remove_worker_pids", "data/loader.py", "test_workers_are_found_and_let_go", LOADER
+    ),
+    Seam("torch.utils.data._utils", "data/loader.py", "test_workers_are_found_and_let_go", LOADER),
+    Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
+    Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
+    Seam("_saved_reduction", "trainers/dataparallel/convert.py", "test_a_loss_tells_its_reduction", "autograd codegen"),
+    Seam("_num_samples", "trainers/dataparallel/convert.py", "test_a_samplers_number", "torch/utils/data/sampler.py"),
+    Seam("_orig_mod", "model/transparent.py", "test_a_compiled_module_holds_its_own", "torch/_dynamo/eval_frame.py"),
+    Seam("_parameters _buffers _modules", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
+    Seam("_non_persistent_buffers_set", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
+    Seam("_load_state_dict_post_hooks", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
+    Seam("_apply _load_from_state_dict", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
+    Seam(
+        "_start",
+        "launch/runner.py",
+        "test_the_agent_starts_ranks_by",
+        "torch/distributed/elastic/multiprocessing/api.py",
+    ),
+    Seam("_register_atexit", "trainers/import_hook.py", "test_threads_are_there_at", "Lib/threading.py"),
+    Seam("_run_exitfuncs", "job/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
+    Seam("_inheriting", "trainers/import_hook.py", "test_a_spawned_child_knows", "Lib/multiprocessing/spawn.py"),
+    Seam("_getframe", "trainers/swapping.py", "test_frames", "Lib/sys"),
+    Seam("_exit", "job/failure.py", "test_frames", "Lib/os: documented"),
+    Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
+    Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
+    Seam("_NormalAccessor", "trainers/dataparallel/one_writer.py", "test_path_mkdir", "Lib/pathlib.py, until 3.10"),
+    Seam("_SubParsersAction", "__main__.py", "test_frames", "only an annotation: argparse has no public name for it"),
+]
+# Of robomimic's datasets and algorithms, and of tf.data; `python -m ddpshim patch new-release` looks at robomimic's.
+OF_CODEBASES = {
+    *("_check_epoch", "_num_batch_steps", "_demo_id_to_demo_length", "_demo_id_to_start_indices", "_ds_ind_bins"),
+    *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_inputs"),
+}
+# Words in strings that are no names: of metrics and of files, and what the doctor looks for in other trainers.
+NO_NAMES = {"_Ms", "_Ms_Max", "_epoch_", "_s", "_step_", "_test", "_get_ddp_logging_data", "_set_static_graph"}
+
+
+def _private_names() -> dict[str, str]:
+    """The private names that the package uses and does not define, and where."""
+    trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    defined, used = set(), {}
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined.add(node.name)
+            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+                is_own = isinstance(node, ast.Name) or getattr(node.value, "id", "") in ("self", "cls")
+                defined.update([node.id if isinstance(node, ast.Name) else node.attr] if is_own else [])
+            elif isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "mine":
+                defined.add(getattr(node.slice, "value", ""))  # wrappers keep theirs in their own dictionary
+            found = {
+                ast.Attribute: lambda n: [n.attr],
+                ast.Constant: lambda n: [n.value] if isinstance(n.value, str) and n.value.isidentifier() else [],
+                ast.ImportFrom: lambda n: [alias.name for alias in n.names],
+            }.get(type(node), lambda n: [])(node)
+            used.update({name: f"{file.name}:{node.lineno}" for name in found if re.match(r"_[^_]", name)})
+    return {name: where for name, where in used.items() if name not in defined}
+
+
+@pytest.mark.unit
+def test_every_private_name_is_listed_with_a_canary() -> None:
+    listed = {name for seam in SEAMS for name in seam.names.split()}
+    ours = {"_ddpshim_stepped"}
+    missing = {n: at for n, at in _private_names().items() if n not in listed | OF_CODEBASES | NO_NAMES | ours}
+    assert not missing, "write down what each stands for in SEAMS, and what shows that it does"
+    for seam in SEAMS:
+        text = (PACKAGE / seam.file).read_text()
+        assert all(name in text for name in seam.names.split()), f"{seam.file} uses {seam.names} no more"
+        assert any(name.startswith(seam.canary) for name in globals()), f"no canary {seam.canary}"
+
+
+@pytest.mark.unit
+def test_nothing_private_is_imported_at_the_top_of_a_file() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ddpshim"):
+                private = [n for n in [*(node.module or "").split("."), *(a.name for a in node.names)] if n[0] == "_"]
+                assert not [n for n in private if n != "__future__"], f"{file}:{node.lineno}"
+
+
+# Canaries.
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _arm_by_hand() -> list[Any]:
+    assert seams.lacking() == []
+    net = _net()
+    wrapped = DistributedDataParallel(net)
+    parameters, are_sparse = wrapped._build_params_for_reducer()
+    names = wrapped._build_debug_param_to_name_mapping(parameters)
+    reducer: Any = wrapped.reducer
+    reducer._push_all_rebuilt_params()
+    reducer._rebuild_buckets()
+    reducer.prepare_for_backward([])
+    x = torch.full((2, 4), float(dist.get_rank() + 1))
+    net[:2](x).sum().backward()  # not through the wrapper, and not the last layer
+    with contextlib.suppress(RuntimeError):
+        reducer._check_reducer_finalized()
+        raise AssertionError("it was not complete")
+    reducer.prepare_for_backward([])
+    net.zero_grad()
+
+    def complete() -> None:
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                reducer._autograd_hook(index)
+        seams.at_end_of_backward(reducer._check_reducer_finalized)
+
+    hidden = net[:2](x)
+    hidden.register_hook(lambda gradient: seams.at_end_of_backward(complete))
+    hidden.sum().backward()
+    reducer._remove_autograd_hooks()
+    return [
+        net[0].weight.grad,
+        [*names.values()],
+        are_sparse,
+        [id(p) for p in net.parameters()] == [*map(id, parameters)],
+    ]
+
+
+def test_torchs_reducer_armed_by_hand_waits_for_every_parameter() -> None:
+    (first, names, are_sparse, is_in_order), (second, *_) = run_ranks(_arm_by_hand, 2)
+    own = []
+    for rank in (0, 1):
+        net = _net()
+        net[:2](torch.full((2, 4), float(rank + 1))).sum().backward()
+        own.append(net[0].weight.grad)
+    assert torch.equal(first, second)
+    assert torch.equal(first, (own[0] + own[1]) / 2)
+    assert (names, are_sparse, is_in_order) == (["0.weight", "0.bias", "2.weight", "2.bias"], [False] * 4, True)
+
+
+def _ignore() -> list[str]:
+    net = _net()
+    take_back = seams.ignore_in_wrapper(net, ["0.weight"])
+    wrapped = DistributedDataParallel(net)
+    take_back()
+    names = wrapped._build_debug_param_to_name_mapping(wrapped._build_params_for_reducer()[0])
+    return [*names.values(), str(hasattr(net, "_ddp_params_and_buffers_to_ignore"))]
+
+
+def test_ignored_parameters_are_left_out_while_the_wrapper_is_made() -> None:
+    assert run_ranks(_ignore, 2)[0] == ["0.bias", "2.weight", "2.bias", "False"]
+
+
+@pytest.mark.unit
+def test_a_callback_runs_at_the_end_of_the_backward_pass() -> None:
+    order: list[str] = []
+    leaf = torch.ones(2, requires_grad=True)
+
+    def begin(gradient: torch.Tensor) -> None:
+        seams.at_end_of_backward(lambda: order.append(f"end, grad {leaf.grad.tolist()}"))  # type: ignore[union-attr]
+        order.append("begin")
+
+    (hidden := (leaf * 3)).register_hook(begin)
+    hidden.sum().backward()
+    order.append("returned")
+    assert order == ["begin", "end, grad [3.0, 3.0]", "returned"]
+
+
+@pytest.mark.unit
+def test_copies_in_one_call_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        targets = [torch.zeros(2), torch.zeros(1, 3, dtype=torch.float64)]
+        seams.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
+        assert [t.tolist() for t in targets] == [[1, 1], [[2, 2, 2]]]
+        monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
+
+
+@pytest.mark.unit
+def test_batch_norms_have_one_base() -> None:
+    base = nn.modules.batchnorm._BatchNorm
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    assert all(issubclass(kind, base) for kind in kinds)
+    assert not issubclass(nn.InstanceNorm1d, base)
+
+
+def _same_store() -> str:
+    store = dist.PrefixStore("canary", dist.distributed_c10d._get_default_store())
+    if dist.get_rank() == 0:
+        store.set("said", "by rank 0")
+    return str(store.get("said").decode())
+
+
+def test_the_store_of_the_default_group_is_shared() -> None:
+    assert run_ranks(_same_store, 2) == ["by rank 0"] * 2
+
+
+class _Squares(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_every_loader_goes_through_one_next(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data import dataloader
+
+    base, calls = dataloader._BaseDataLoaderIter, []
+    original = base.__next__
+    monkeypatch.setattr(base, "__next__", lambda batches: (calls.append(1), original(batches))[1])
+    assert [b.item() for b in DataLoader(_Squares(), num_workers=num_workers)] == [0, 1, 4, 9]
+    assert len(calls) == 5
+
+
+@pytest.mark.ranks
+def test_workers_are_found_and_let_go() -> None:
+    from torch.utils.data._utils import signal_handling
+
+    batches: Any = iter(DataLoader(_Squares(), num_workers=1))
+    assert batches._worker_pids_set
+    signal_handling._remove_worker_pids(id(batches))
+    batches._worker_pids_set = False
+    (worker,) = batches._workers
+    worker.kill()
+    worker.join(patience(30))
+    assert not worker.is_alive()
+    time.sleep(0)  # a signal of its end would be raised here
+
+
+class _Informed(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[bool, bool, bool]:
+        from ddpshim.data.iterable import _worker_info_hidden
+
+        before = get_worker_info() is not None
+        with _worker_info_hidden():
+            inside = get_worker_info() is not None
+        return before, inside, get_worker_info() is not None
+
+
+@pytest.mark.ranks
+def test_hidden_worker_info_is_what_torch_hands_out() -> None:
+    assert [list(map(bool, b)) for b in DataLoader(_Informed(), num_workers=1)] == [[True, False, True]]
+
+
+@pytest.mark.unit
+def test_save_writes_records_by_name_and_address() -> None:
+    class Records:
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def write_record(self, name: str, content: Any, num_bytes: int) -> None:
+            self.names.append(name)
+
+    records = Records()
+    torch.serialization._save({"w": torch.ones(3)}, records, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    assert {"data.pkl", "data/0"} <= set(records.names)
+    with torch.serialization._open_zipfile_writer(file := io.BytesIO()) as writer:
+        writer.write_record("data.pkl", b"x", 1)
+    assert b"data.pkl" in file.getvalue()
+
+
+@pytest.mark.unit
+def test_a_loss_tells_its_reduction() -> None:
+    x, y = torch.ones(4, requires_grad=True), torch.zeros(4)
+    for reduction, number in (("mean", 1), ("sum", 2)):
+        loss = nn.functional.mse_loss(x, y, reduction=reduction)
+        assert loss.grad_fn._saved_reduction == number  # type: ignore[union-attr]
+
+
+@pytest.mark.unit
+def test_a_samplers_number_is_none_where_it_draws_all() -> None:
+    from torch.utils.data import RandomSampler
+
+    assert RandomSampler(_Squares())._num_samples is None
+    assert RandomSampler(_Squares(), num_samples=2)._num_samples == 2
+
+
+@pytest.mark.unit
+@pytest.mark.skipif(sys.version_info >= (3, 12) and torch.__version__ < "2.4", reason="no torch.compile there")
+def test_a_compiled_module_holds_its_own() -> None:
+    net = _net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13's, of itself
+        assert torch.compile(net)._orig_mod is net  # type: ignore[union-attr]
+
+
+@pytest.mark.unit
+def test_a_modules_dictionaries_are_what_it_is_made_of() -> None:
+    class Probe(nn.BatchNorm1d):
+        called: list[str]
+
+        def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            self.called.append("_apply")
+            return super()._apply(fn, *args, **kwargs)
+
+        def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            self.called.append("_load_from_state_dict")
+            super()._load_from_state_dict(*args, **kwargs)
+
+    net = Probe(2)
+    net.called = []
+    net.register_buffer("hidden", torch.ones(1), persistent=False)
+    net.child = nn.Linear(1, 1)
+    hooked = []
+    net.register_load_state_dict_post_hook(lambda module, keys: hooked.append(module))
+    assert [*net._parameters] == ["weight", "bias"]
+    assert [*net._buffers] == ["running_mean", "running_var", "num_batches_tracked", "hidden"]
+    assert ([*net._modules], net._non_persistent_buffers_set) == (["child"], {"hidden"})
+    assert len(net._load_state_dict_post_hooks) == 1
+    net.load_state_dict(net.double().state_dict())
+    assert (net.called, hooked) == (["_apply", "_load_from_state_dict"], [net])
+
+
+@pytest.mark.unit
+def test_the_agent_starts_ranks_by_a_method_that_can_be_replaced() -> None:
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    assert "self._start()" in Path(sys.modules[PContext.__module__].__file__ or "").read_text()
+    assert callable(PContext._start)
+
+
+CHILD = """
+import atexit, multiprocessing, threading
+threading._register_atexit(lambda: print("threads", threading.active_count(), flush=True))
+atexit.register(lambda: print("handler", flush=True))
+stop = threading.Event()
+threading.Thread(target=stop.wait, daemon=False).start()
+threading._register_atexit(stop.set)
+"""
+
+
+@pytest.mark.launch
+def test_threads_are_there_at_the_first_exit_handlers() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=patience(60))
+    assert (done.stdout.split("\n")[:2], done.stderr) == (["threads 2", "handler"], "")
+
+
+@pytest.mark.launch
+def test_exit_handlers_can_be_run_by_hand() -> None:
+    code = "import atexit, os; atexit.register(print, 'ran', flush=True); atexit._run_exitfuncs(); os._exit(3)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60))
+    assert (done.returncode, done.stdout) == (3, "ran\n")
+    assert callable(atexit._run_exitfuncs)
+
+
+@pytest.mark.launch
+def test_a_spawned_child_knows_that_it_is_one_before_its_main_module(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import multiprocessing\n"
+        "print(__name__, getattr(multiprocessing.current_process(), '_inheriting', False), flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=print, args=('child',))\n"
+        "    child.start()\n    child.join()\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience(60))
+    assert done.stdout.split("\n")[:3] == ["__main__ False", "__mp_main__ True", "child"]
+    assert not multiprocessing.current_process().__dict__.get("_inheriting", False)
+
+
+@pytest.mark.unit
+def test_frames_of_callers_have_their_names() -> None:
+    assert sys._getframe(0).f_code.co_name == "test_frames_of_callers_have_their_names"
+    assert callable(os._exit)
+
+
+@pytest.mark.unit
+def test_named_tuples_tell_their_fields() -> None:
+    pair = collections.namedtuple("pair", "a b")(1, 2)
+    assert (pair._fields, pair._asdict()) == (("a", "b"), {"a": 1, "b": 2})
+
+
+@pytest.mark.unit
+def test_path_mkdir_goes_through_os_mkdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pathlib
+
+    made: list[Any] = []
+    accessor = getattr(pathlib, "_NormalAccessor", None)
+    monkeypatch.setattr(os, "mkdir", lambda path, *mode: made.append(path))
+    if accessor is not None:
+        monkeypatch.setattr(accessor, "mkdir", staticmethod(os.mkdir))
+    (tmp_path / "new").mkdir()
+    assert made == [tmp_path / "new"] or [os.fspath(path) for path in made] == [str(tmp_path / "new")]
+
+
+# Without them.
+
+
+def _train(is_public: bool, has_views: bool) -> dict[str, Any]:
+    if is_public:
+        public_api.take_away()
+    torch.manual_seed(5)
+    body = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Tanh())
+    heads = nn.ModuleDict({"one": nn.Linear(300, 2), "two": nn.Linear(300, 2), "never": nn.Linear(300, 2)})
+    words = nn.Embedding(10, 6, sparse=True)
+    net = nn.ModuleDict({"body": body, "heads": heads, "words": words})
+    here = ddpshim.world()
+    ddpshim.wrap_parallel(net, gradient_as_bucket_view=has_views, bucket_cap_mb=0.2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(7 + here.rank)
+    for step in range(6):
+        hidden = body(words(torch.randint(10, (8,), generator=random)))
+        head = heads["one" if (step + here.rank) % 3 else "two"]  # ranks use other parameters
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss = head(hidden).square().mean()
+        loss.backward(retain_graph=step == 4)
+        if step == 4:
+            (loss * 0.5).backward()
+        nn.utils.clip_grad_norm_([*body.parameters(), *heads.parameters()], 1.0)
+        optimizer.step()
+    unused = [name for name, p in net.named_parameters() if p.grad is None]
+    return {"weights": {name: value.clone() for name, value in net.state_dict().items()}, "unused": unused}
+
+
+@pytest.mark.parametrize("has_views", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_without_private_names_gradients_are_equal_to_the_last_bit(num_ranks: int, has_views: bool) -> None:
+    ours = run_ranks(_train, num_ranks, False, has_views)
+    public = run_ranks(_train, num_ranks, True, has_views)
+    for one, other in zip(ours, public):
+        assert one["unused"] == other["unused"] == ["heads.never.weight", "heads.never.bias"]
+        assert largest_difference(one["weights"], other["weights"]) == 0
+        assert largest_difference(public[0]["weights"], other["weights"]) == 0
+
+
+@pytest.mark.launch
+def test_networks_are_reduced_without_private_names_as_with_them() -> None:
+    """A few of the tests of `wrap_parallel` and the guards; CONTRIBUTING.md has the command for all of them."""
+    which = "one_process or one_more_backward or no_sync or scaler or freezing or noise_that_differs"
+    environ = {**os.environ, public_api.VARIABLE: "1"}
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("parallel", "guard")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *files]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(400))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 10
