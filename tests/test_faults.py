@@ -9,12 +9,12 @@ import mmap
 import multiprocessing
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch.distributed as dist
 
-from ddpshim.job import failure
+from ddpshim.job import failure, peer_errors
 from tests.equivalence import source
 from tests.fault_table import FAULTS, HEAD, RELEASE, Fault, _lasting, _without_owner, complaints, inject
 
@@ -80,8 +80,34 @@ def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
     ended = RuntimeError("DataLoader worker is killed by signal: Terminated")
-    assert not failure.lost_a_peer(ended)
+    assert not peer_errors.lost_a_peer(ended)
     ended.__context__ = RuntimeError("Read error: Connection reset by peer")
-    assert failure.lost_a_peer(ended)
-    assert failure.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
-    assert not failure.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
+    assert peer_errors.lost_a_peer(ended)
+    assert peer_errors.lost_a_peer(RuntimeError("writev [127.0.0.1]:4: Broken pipe"))
+    assert not peer_errors.lost_a_peer(BrokenPipeError(32, "Broken pipe"))
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:10895", "lost"),
+        ("[..gloo/transport/tcp/pair.cc:589] Read error [192.168.70.92]:25266: Connection reset by peer", "lost"),
+        (
+            "NCCL error in: ../NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version",
+            "lost",
+        ),
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+            "lost",
+        ),
+        ("[../unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", "late"),
+        ("Application timeout caused pair closure", "late"),
+        ("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=56693, OpType=BROADCAST)", "late"),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.", None),
+        ("division by zero", None),
+    ],
+)
+def test_what_gloo_and_nccl_say_of_other_ranks(text: str, meaning: Optional[str]) -> None:
+    assert peer_errors.meaning_of(text) == meaning
+    assert peer_errors.lost_a_peer(RuntimeError(text)) == (meaning == "lost")
+    assert peer_errors.is_late(RuntimeError(text)) == (meaning == "late")

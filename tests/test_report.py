@@ -120,9 +120,16 @@ def test_a_torn_line_and_a_missing_rank_are_told(tmp_path: Path) -> None:
 ENDS = [
     ((_end(), None), "bad", "rank 1 of 2 never said how it ended"),
     ((None, None), "bad", "No rank said how it ended"),
-    ((_end("failed", error="by peer", first=0, lost_a_peer=True), None), "bad", "rank 1 ended without a word"),
     (
-        (_end("failed", error="by peer", lost_a_peer=True), _end("failed", error="ValueError: x", first=1)),
+        (_end("failed", error="Connection closed by peer", first=0, lost_a_peer=True), None),
+        "bad",
+        "rank 1 ended without a word",
+    ),
+    (
+        (
+            _end("failed", error="Connection closed by peer", lost_a_peer=True),
+            _end("failed", error="ValueError: x", first=1),
+        ),
         "bad",
         "rank 1: V",
     ),

@@ -22,6 +22,7 @@ from typing import Any, Callable, NoReturn, Optional, TypeVar
 from packaging.version import Version
 
 from ddpshim.job import records
+from ddpshim.job.peer_errors import is_late, lost_a_peer
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         if _state.is_told_to_end:
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
-    if first == rank and _is_timeout(error):
+    if first == rank and is_late(error):
         silent = _silent_ranks()
         who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "no rank in particular"
         print(f"ddpshim: {who} did not answer rank {rank} in time", file=stream, flush=True)
@@ -183,22 +184,6 @@ def _claim(error: BaseException) -> int:
         return int(claimed)
     # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.
     return 0 if _state.store is not None and lost_a_peer(error) else _state.rank
-
-
-def lost_a_peer(error: Optional[BaseException]) -> bool:
-    """Whether gloo or nccl says that another process is gone, in `error` or in what it was raised on top of. Local."""
-    while error is not None:
-        if any(sign in str(error) for sign in ("by peer", "remote process exited")):
-            return True
-        if isinstance(error, RuntimeError) and "Broken pipe" in str(error):  # not a pipe of the program's own
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _is_timeout(error: BaseException) -> bool:
-    """Whether gloo says that it waited too long for another rank."""
-    return "Timed out waiting" in str(error) or "Application timeout" in str(error)
 
 
 def _silent_ranks() -> list[int]:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import NamedTuple, Optional
 
 from ddpshim import variables
-from ddpshim.job import failure
+from ddpshim.job.peer_errors import lost_a_peer
 from ddpshim.job.rank_log import redirect_output
 from ddpshim.trainers import import_hook
 
@@ -98,7 +98,7 @@ def _write_down(error: BaseException, exit_code: int) -> None:
     # torch's agent goes by the end of the process, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes.
     partial = _note().with_name(f"partial.{os.environ['RANK']}")
-    partial.write_text(json.dumps(Failure(time.time(), exit_code, failure.lost_a_peer(error))))
+    partial.write_text(json.dumps(Failure(time.time(), exit_code, lost_a_peer(error))))
     partial.replace(_note())
 
 

@@ -73,11 +73,17 @@ def as_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _system() -> str:
+    """As platform.platform(), which starts a process to ask for the name of the processor."""
+    here = os.uname()
+    return "-".join([here.sysname, here.release, here.machine, "with", "".join(platform.libc_ver())])
+
+
 def _versions() -> dict[str, Optional[str]]:
     versions: dict[str, Optional[str]] = {
         "ddpshim": __version__,
         "Python": f"{platform.python_version()} ({sys.implementation.name})",
-        "system": platform.platform(),
+        "system": _system(),
         **_torch_versions(),
     }
     for package in _PACKAGES:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
+from ddpshim.job.peer_errors import LOST, meaning_of
 from ddpshim.job.records import Record
 from ddpshim.observe.report.run import Epoch, Run
 from ddpshim.observe.report.words import (
@@ -257,4 +258,4 @@ def _about_saving(run: Run) -> Iterator[Finding]:
 
 
 def _lost_a_peer(end: Record) -> bool:
-    return bool(end.get("lost_a_peer")) or "by peer" in str(end.get("error"))
+    return bool(end.get("lost_a_peer")) or meaning_of(str(end.get("error"))) == LOST

@@ -22,6 +22,7 @@ from ddpshim import checkpoint
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
 from ddpshim.job.group import World, cleanup, setup
+from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.model.parallel import wrap_parallel
 
@@ -108,8 +109,8 @@ def run_rank(place: Place, out: Connection) -> None:
 
 def _fail(place: Place, out: Connection, error: BaseException, seconds: float) -> NoReturn:
     text = str(error) if isinstance(error, DdpShimError) else f"{type(error).__name__}: {error}"
-    signs = ("by peer", "remote process exited", "imed out", "timeout", "Broken pipe")
-    is_consequence = "first_failure" in error.__dict__ or any(sign in text for sign in signs)
+    has_waited = meaning_of(text) is not None or "imed out" in text or "timeout" in text  # the last two: the store's
+    is_consequence = "first_failure" in error.__dict__ or has_waited
     if not is_consequence and not isinstance(error, DdpShimError):
         text = traceback.format_exc()
     out.send(Report(place.rank, time.time(), seconds, error=text.strip(), is_consequence=is_consequence))
