@@ -24,7 +24,7 @@ from ddpshim.job import group
 from ddpshim.model import guard
 from tests.ranks import free_port, run_ranks
 
-NUM_JOBS, NUM_STEPS, B = 5, 3, 8
+NUM_JOBS, NUM_STEPS, B = 10, 3, 8
 
 
 def _sizes() -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError
 from ddpshim.job import failure, machine, records
 from ddpshim.job.group import has_world, on_cleanup, world
+from ddpshim.job.replaced import replaced
 
 PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
@@ -354,11 +355,8 @@ def _led_to_background(name: str, path: str) -> Iterator[list[str]]:
         else:
             original(obj, f, *args, **kwargs)
 
-    torch.save = save
-    try:
+    with replaced(torch, "save", save):
         yield led
-    finally:
-        torch.save = original
 
 
 def _at_cleanup() -> None:

@@ -6,7 +6,6 @@ Without a launcher each does what those do. tensorflow, octo and dlimp are impor
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import secrets
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from ddpshim.data.tfdata import divided, share_of_split
 from ddpshim.errors import DataError
 from ddpshim.job.group import world
 from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.replaced import replaced
 
 
 def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -138,8 +138,8 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     tf.random.set_seed(derive_seed(here.broadcast(secrets.randbits(63)), "tf.data", here.rank))
     # octo would go on without a dataset that has nothing for this rank, and this rank's mixture be another one.
     mix = staticmethod(functools.partial(DLataset.sample_from_datasets, stop_on_empty_dataset=True))
-    make_share = _replaced(octo_data, "make_dataset_from_rlds", _share_maker(octo_data))
-    with make_share, _replaced(DLataset, "sample_from_datasets", mix):
+    make_share = replaced(octo_data, "make_dataset_from_rlds", _share_maker(octo_data))
+    with make_share, replaced(DLataset, "sample_from_datasets", mix):
         made = octo_data.make_interleaved_dataset(dataset_kwargs_list, sample_weights, **share)
     budget = tf.data.Options()
     budget.autotune.ram_budget = divided(made.options().autotune.ram_budget, here.local_world_size)
@@ -157,7 +157,7 @@ def _share_maker(octo_data: Any) -> Callable[..., Any]:
     def make_share(name: str, data_dir: str, **options: Any) -> Any:
         if options.get("dataset_statistics") is None:
             options["dataset_statistics"] = here.run_on_main(lambda: make(name, data_dir, **options)[1])
-        with _replaced(DLataset, "from_rlds", staticmethod(read_share)):
+        with replaced(DLataset, "from_rlds", staticmethod(read_share)):
             return make(name, data_dir, **options)
 
     def read_share(builder: Any, split: Any, **reading: Any) -> Any:
@@ -186,13 +186,3 @@ def _num_frames(dataset: Any, dataset_kwargs_list: Sequence[dict[str, Any]], tra
         read = splits[names[0] if train else names[1]].num_examples
         total += float(weight) * int(num_transitions) * read / splits.total_num_examples
     return total
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    kept = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)

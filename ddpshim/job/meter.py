@@ -16,6 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from ddpshim.job.replaced import replaced
+
 PARTS = ("data_wait", "compute", "communication", "optimizer", "other")
 
 running: Optional[Meter] = None
@@ -73,8 +75,7 @@ class Meter:
                 self._become(arrived)
             return batch
 
-        self._undo.callback(setattr, batches_of_any, "__next__", original)
-        batches_of_any.__next__ = timed_next
+        self._undo.enter_context(replaced(batches_of_any, "__next__", timed_next))
 
     def stop(self) -> None:
         """Count no more, and leave torch as it was."""

@@ -5,6 +5,7 @@ robomimic and h5py are imported inside the functions only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from typing import Any, Callable
@@ -23,6 +24,7 @@ from ddpshim.data.loader import ShardedLoader, make_loader
 from ddpshim.errors import DataError
 from ddpshim.job import machine
 from ddpshim.job.group import world
+from ddpshim.job.replaced import replaced
 from ddpshim.robomimic import batches, node_cache
 
 
@@ -89,16 +91,13 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
     kinds = [getattr(Datasets, kind) for kind in ("SequenceDataset", "MetaDataset") if hasattr(Datasets, kind)]
     names = ("normalize_obs", "get_action_stats")
     computed = {(kind, name): vars(kind)[name] for kind in kinds for name in names if name in vars(kind)}
-    for (kind, name), compute in computed.items():
-        setattr(kind, name, functools.partialmethod(_on_main, compute))
-    try:
+    with contextlib.ExitStack() as undo:
+        for (kind, name), compute in computed.items():
+            undo.enter_context(replaced(kind, name, functools.partialmethod(_on_main, compute)))
         datasets = _load_once_a_node(load, obs_keys, Datasets.SequenceDataset, config)
         for dataset in datasets:
             if hasattr(dataset, "get_action_normalization_stats"):
                 dataset.get_action_normalization_stats()  # upstream would compute them when they are first used
-    finally:
-        for (kind, name), compute in computed.items():
-            setattr(kind, name, compute)
     return datasets
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Callable, Optional
 
+from ddpshim.job.replaced import replaced
 from ddpshim.tools.audit.fingerprints import checksums, samples_of, streams
 
 SHOW_STACK: Optional[int] = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
@@ -90,6 +91,7 @@ class Recorder:
         self._has_ended_pass = False  # since the last step
         self._files: set[tuple[str, str]] = set()
         self._is_over = False
+        self._undo = contextlib.ExitStack()
 
     def install(self) -> None:
         """From here on the program is looked at, and torch when it is imported."""
@@ -107,6 +109,7 @@ class Recorder:
         """The program is over, with this exit code."""
         self.write("end", code=code)
         self._is_over = True
+        self._undo.close()
         self._tell_over()
         self._let_go_of_groups()
 
@@ -157,9 +160,10 @@ class Recorder:
             self._see_file("write", f)  # C++ opens the file
             save(obj, f, *args, **kwargs)
 
-        dataloader.DataLoader.__iter__ = begin_and_tell  # type: ignore[method-assign]
-        dataloader._BaseDataLoaderIter.__next__ = advance_and_tell  # type: ignore[method-assign,assignment]
-        torch.save = torch.serialization.save = save_and_tell
+        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_tell))
+        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_tell))
+        for module in (torch, torch.serialization):
+            self._undo.enter_context(replaced(module, "save", save_and_tell))
 
     # Data
 

@@ -26,6 +26,7 @@ from ddpshim.data.loader import ShardedLoader, make_loader
 from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job.group import World, cleanup, on_cleanup, setup, split_random_streams, world
 from ddpshim.job.random_streams import TwoStreams, derive_seed, seed_everything
+from ddpshim.job.replaced import replaced
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.trainers.dataparallel.one_writer import OneWriter
@@ -85,12 +86,13 @@ def converted(kind: str) -> Iterator[None]:
     split_random_streams()
     seed_everything(seed)
     _state = _State(here)
+    undo = contextlib.ExitStack()
     for module in (nn, torch_parallel, sys.modules["torch.nn.parallel.data_parallel"]):
-        module.DataParallel = DataParallel  # type: ignore[attr-defined]
+        undo.enter_context(replaced(module, "DataParallel", DataParallel))
     for module in (torch_data, torch_data.dataloader):
-        module.DataLoader = DataLoader  # type: ignore[attr-defined]
+        undo.enter_context(replaced(module, "DataLoader", DataLoader))
     if here.world_size > 1:
-        OneWriter(here, started, lambda: _state.is_reading).install()
+        undo.enter_context(OneWriter(here, started, lambda: _state.is_reading).installed())
         on_cleanup(register_optimizer_step_pre_hook(_check_step).remove)
         _watch_losses()
         if here.device.type == "cuda":
@@ -103,6 +105,7 @@ def converted(kind: str) -> Iterator[None]:
             here.barrier()
         raise
     finally:
+        undo.close()
         _state.streams.close()
         cleanup()
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any, Callable
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.errors import SyncError
 from ddpshim.job.group import World
+from ddpshim.job.replaced import replaced
 
 _TICK_S = 0.05
 
@@ -31,16 +33,20 @@ class OneWriter:
         self._numbers: dict[str, int] = {}  # of the last save to each path, among all saves of the program
         self._num_saves = 0
 
-    def install(self) -> None:
-        """From here on the program's calls come here."""
-        torch.save = torch.serialization.save = self.save
-        torch.load = torch.serialization.load = self.load
-        os.mkdir = self.mkdir
-        accessor = getattr(pathlib, "_NormalAccessor", None)
-        if accessor is not None:  # Python 3.9 and 3.10: Path.mkdir has its own name for os.mkdir
-            accessor.mkdir = staticmethod(self.mkdir)
-        if not self._world.is_main:
-            os.environ["WANDB_MODE"] = "disabled"  # each rank would be a run of its own
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In this block the program's calls come here."""
+        with contextlib.ExitStack() as undo:
+            for module in (torch, torch.serialization):
+                undo.enter_context(replaced(module, "save", self.save))
+                undo.enter_context(replaced(module, "load", self.load))
+            undo.enter_context(replaced(os, "mkdir", self.mkdir))
+            accessor = getattr(pathlib, "_NormalAccessor", None)
+            if accessor is not None:  # Python 3.9 and 3.10: Path.mkdir has its own name for os.mkdir
+                undo.enter_context(replaced(accessor, "mkdir", staticmethod(self.mkdir)))
+            if not self._world.is_main:
+                os.environ["WANDB_MODE"] = "disabled"  # each rank would be a run of its own
+            yield
 
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """torch.save; to a path, the main rank's alone, and the file is whole or absent."""

@@ -1,0 +1,27 @@
+"""Replaces names of other packages for a while: whatever of theirs ddpshim changes is found by `replaced`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """In this block `owner` (a module, a class, an object) has `value` under `name`; yields what it had. Local.
+
+    Given back exactly: a name that the owner only inherited is inherited again.
+    """
+    kept = vars(owner).get(name, _ABSENT)
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        if kept is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, kept)
