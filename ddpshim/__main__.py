@@ -101,6 +101,8 @@ def _add_patch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
     manifest.add_argument("--source", type=Path, required=True, help="folder with the package folder in it")
     manifest.add_argument("--base", required=True, help="the commit or release that SOURCE is")
+    text = "patches of another release whose lines stand in SOURCE, too, once each; default those that it has already"
+    manifest.add_argument("--borrow", nargs="+", type=Path, metavar="PATCH", help=text)
     manifest.set_defaults(run=_patch_manifest)
     text = "maintainers: what a tree of another robomimic has that ddpshim does not know. Exit code: 1 if it has any"
     new_release = actions.add_parser("new-release", help=text, description=text)
@@ -340,7 +342,7 @@ def _patch_new_release(arguments: argparse.Namespace) -> int:
 def _patch_manifest(arguments: argparse.Namespace) -> int:
     from ddpshim.trainers.patching.patchset import build_manifest
 
-    manifest = build_manifest(arguments.directory, arguments.source, arguments.base)
+    manifest = build_manifest(arguments.directory, arguments.source, arguments.base, arguments.borrow)
     print(f"{arguments.directory / 'manifest.json'}: {len(manifest['patches'])} patches")
     for name, hashes in manifest["files"].items():
         print(f"  {hashes['original'][:12]} -> {hashes['patched'][:12]}  {name}")

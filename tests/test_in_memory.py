@@ -17,7 +17,8 @@ import pytest
 
 from ddpshim.errors import HookError
 from ddpshim.trainers.patching import in_memory, patchset
-from tests.equivalence import copy_release, make_run_config
+from tests import droid
+from tests.equivalence import copy_release, make_run_config, source
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 
 FILES = {
@@ -176,6 +177,27 @@ def test_a_file_is_known_by_its_path(load: Load, tmp_path: Path) -> None:
 # The real trainer.
 
 RELEASE = "0.3.0"
+
+
+@pytest.mark.robomimic
+@pytest.mark.parametrize("patch_set", patchset.load_sets(), ids=lambda patch_set: patch_set.name)
+def test_every_hunk_of_a_set_stands_once_in_its_release(patch_set: patchset.PatchSet) -> None:
+    """Or no fork of it could be patched. In memory it has the very text of the patched file."""
+    tree = droid.source(patch_set.name) if "droid" in patch_set.codebase else source(patch_set.version)
+    if tree is None:
+        pytest.skip(f"DDPSHIM_UPSTREAM has no {patch_set.name} (see patches/README.md)")
+    for name, hashes in patch_set.files.items():
+        content = (tree / name).read_bytes()
+        assert patchset.sha256(content) == hashes.original
+        moved, num_hunks, odd = patchset.transform_moved(patch_set.patches, name, content)
+        assert (patchset.sha256(moved), odd) == (hashes.patched, [])
+        assert num_hunks > 0
+    files = in_memory.PatchedFiles(tree / "robomimic")
+    files.begin_program()
+    texts = {name: files.source(name[: -len(".py")].replace("/", ".")) or b"" for name in patch_set.files}
+    assert {name: patchset.sha256(text) for name, text in texts.items()} == {
+        name: hashes.patched for name, hashes in patch_set.files.items()
+    }
 
 
 def _run(tree: Path, folder: Path, *command: str) -> tuple[int, str]:

@@ -704,6 +704,35 @@ def test_a_manifest_needs_the_tree_its_diffs_were_made_from(toy: Toy, tmp_path: 
         build_manifest(tmp_path, toy.root, "x")
 
 
+def test_a_set_borrows_the_patches_of_another_release(toy: Toy, tmp_path: Path) -> None:
+    """Its lines stand once each, elsewhere; the hashes in its manifest are its own."""
+    moved = {name: f"# a new head\n\n{text}" for name, text in ORIGINAL.items()}
+    root, folder = write_package(tmp_path / "moved", moved), toy.patches / "toybot" / "1.1"
+    folder.mkdir()
+    lent = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
+    made = build_manifest(folder, root, "toybot 1.1", lent)
+    assert made["patches"] == ["../1.0/01-launch.patch", "../1.0/02-fit.patch"]
+    assert build_manifest(folder, root, "toybot 1.1") == made, "it keeps what it has borrowed"
+    before = contents(root / "toybot")
+    done = apply(str(root), None, toy.patches)
+    assert (done.status.patch_set.name, done.status.state) == ("toybot/1.1", "applied")
+    assert_holds(root / "toybot", {name: f"# a new head\n\n{text}" for name, text in PATCHED.items()})
+    assert revert(str(root), None, toy.patches).status.state == "not applied"
+    assert contents(root / "toybot") == before
+    apply(toy.target, None, toy.patches)
+    assert_holds(toy.package, PATCHED)
+
+
+def test_lines_that_stand_twice_lend_no_patch(toy: Toy, tmp_path: Path) -> None:
+    twice = {name: text * 2 for name, text in ORIGINAL.items()}
+    root, folder = write_package(tmp_path / "twice", twice), toy.patches / "toybot" / "1.1"
+    folder.mkdir()
+    lent = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
+    with pytest.raises(PatchError, match=r"stand at lines .* written for"):
+        build_manifest(folder, root, "toybot 1.1", lent)
+    assert not (folder / "manifest.json").exists()
+
+
 def both_ways(diff: bytes, old: bytes, new: bytes) -> None:
     (parsed,) = parse_diff(b"--- a/p/f\n+++ b/p/f\n" + diff, "test.patch")
     assert apply_diff(parsed, old) == new

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -74,13 +75,21 @@ def _roots_of_adapters() -> list[Path]:
     return [offer() for offer in offers if offer is not None]
 
 
-def build_manifest(patch_dir: Path, source_root: Path, base: str) -> dict[str, Any]:
+def build_manifest(
+    patch_dir: Path, source_root: Path, base: str, borrowed: Optional[Sequence[Path]] = None
+) -> dict[str, Any]:
     """Write and return ``manifest.json`` for the diffs in `patch_dir`, from a pristine tree.
 
     `source_root` contains the package folder. For maintainers: `base` is free text that names the commit
-    or release. Raises PatchError if a diff does not fit the tree, or a file cannot be read or written.
+    or release. `borrowed`: patches of another set that this release takes, too, its lines at other places; default
+    those that the manifest names already. Raises PatchError if a diff does not fit the tree, or a file cannot be read
+    or written.
     """
-    patches = _read_patches(patch_dir)
+    where = patch_dir / "manifest.json"
+    if borrowed is None:
+        listed = json.loads(read(where)).get("patches", []) if where.exists() else []
+        borrowed = [patch_dir / name for name in listed if "/" in name]
+    patches = _read_patches(patch_dir, [os.path.relpath(path, patch_dir).replace(os.sep, "/") for path in borrowed])
     if not patches:
         no_folder = "" if patch_dir.is_dir() else ", which is no folder"
         raise PatchError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
@@ -93,10 +102,9 @@ def build_manifest(patch_dir: Path, source_root: Path, base: str) -> dict[str, A
         "codebase": codebase,
         "version": version,
         "base": base,
-        "patches": list(patches),
+        "patches": [*patches],
         "files": {name: hashes._asdict() for name, hashes in files.items()},
     }
-    where = patch_dir / "manifest.json"
     try:
         where.write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
@@ -130,11 +138,11 @@ def transform_moved(
 
 
 def _load_set(folder: Path) -> PatchSet:
-    patches = _read_patches(folder)
     where = folder / "manifest.json"
     cure = f"Run `python -m ddpshim patch manifest {folder} --source ROOT --base TEXT`, or reinstall ddpshim."
     try:
         manifest = json.loads(read(where))
+        patches = _read_patches(folder, [name for name in manifest["patches"] if "/" in name])
         listed, base = manifest["patches"], str(manifest["base"])
         files = {str(name): Hashes(h["original"], h["patched"]) for name, h in manifest["files"].items()}
         codebase, version = str(manifest["codebase"]), str(manifest["version"])
@@ -155,8 +163,15 @@ def _load_set(folder: Path) -> PatchSet:
     return PatchSet(f"{codebase}/{version}", codebase, version, base, packages.pop(), patches, files)
 
 
-def _read_patches(folder: Path) -> dict[str, tuple[FileDiff, ...]]:
-    return {path.name: parse_diff(read(path), str(path)) for path in sorted(folder.glob("*.patch"))}
+def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[FileDiff, ...]]:
+    """By file name, or for one of another set by its path from here; in the order of the file names."""
+    names = [*(path.name for path in folder.glob("*.patch")), *borrowed]
+    patches = {}
+    for name in sorted(names, key=lambda name: name.rpartition("/")[2]):
+        diffs = parse_diff(read(folder / name), str(folder / name))
+        is_own = "/" not in name
+        patches[name] = tuple(diff if is_own else replace(diff, is_at_home=False) for diff in diffs)
+    return patches
 
 
 def _targets(patches: Mapping[str, tuple[FileDiff, ...]]) -> list[str]:

@@ -27,12 +27,16 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FileDiff:
-    """All hunks of one patch file for one target file; `path` is without the ``a/`` and ``b/``."""
+    """All hunks of one patch file for one target file; `path` is without the ``a/`` and ``b/``.
+
+    `is_at_home`: it was made from that file; else its hunks stand at other lines there, each exactly once.
+    """
 
     path: str
     hunks: tuple[Hunk, ...]
     num_added: int
     num_removed: int
+    is_at_home: bool = True
 
 
 def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> bytes:
@@ -41,6 +45,14 @@ def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> byte
     Raises PatchError when a line is not exactly where the diff says, or when a line without a newline would
     be followed by another.
     """
+    if not diff.is_at_home:
+        moved, odd = apply_moved(diff, content, reverse=reverse)
+        if odd:
+            raise PatchError(
+                f"{diff.path}, {odd[0]}; the hunk would change code that it was not written for. Nothing was changed; "
+                "use the content that the manifest was made from."
+            )
+        return moved
     lines = _split(content)
     result: list[bytes] = []
     position = 0
@@ -70,20 +82,21 @@ def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> byte
     return b"".join(result)
 
 
-def apply_moved(diff: FileDiff, content: bytes) -> tuple[bytes, list[str]]:
+def apply_moved(diff: FileDiff, content: bytes, *, reverse: bool = False) -> tuple[bytes, list[str]]:
     """The content with each hunk whose old lines stand in it exactly once, at whatever line; and a line for each other
-    one, which is left out. Local.
+    one, which is left out. With `reverse` it is taken back. Local.
     """
     lines, odd = _split(content), []
     for hunk in diff.hunks:
-        size = len(hunk.old)
-        places = [at for at in range(len(lines) - size + 1) if tuple(lines[at : at + size]) == hunk.old] if size else []
+        old, new = (hunk.new, hunk.old) if reverse else (hunk.old, hunk.new)
+        size = len(old)
+        places = [at for at in range(len(lines) - size + 1) if tuple(lines[at : at + size]) == old] if size else []
         if len(places) == 1:
-            lines[places[0] : places[0] + size] = hunk.new
+            lines[places[0] : places[0] + size] = new
         elif not size:
             odd.append(f"line {hunk.old_at}: has no line of its own to be found by; place it by hand")
         else:
-            first = next(line for line in [*hunk.old, b""] if line.strip() or not line)
+            first = next(line for line in [*old, b""] if line.strip() or not line)
             where = f"at lines {', '.join(str(at + 1) for at in places)}" if places else "nowhere"
             odd.append(f"line {hunk.old_at + 1}: {_show(first.strip())} and what follows stand {where}")
     return b"".join(lines), odd
