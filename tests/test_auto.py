@@ -326,18 +326,6 @@ def test_a_swallowed_exception_ends_the_job(
     assert "finished run successfully" not in said.split("failed:")[0] or printed == "pass"
 
 
-@pytest_robomimic
-def test_an_algorithm_that_is_not_a_releases_is_refused_by_name(tmp_path: Path) -> None:
-    tree = copy_release(RELEASE, tmp_path, "plain")
-    config = make_run_config(tree, RELEASE, "td3_bc", tmp_path, 3, 2)
-    with open(tree / "robomimic" / "algo" / "td3_bc.py", "a") as file:
-        file.write("# edited\n")
-    command = ("--nproc=1", "-m", "robomimic.scripts.train", "--config", str(config))
-    code, said = _run(tree, tmp_path, *command, has_robomimic=False)
-    assert code == 1
-    assert re.search(r"HookError: \S+/algo/td3_bc\.py has the content \w+, not that of a release that is known", said)
-
-
 MIGRATED = """
 import ddpshim.auto, os, sys, torch.distributed as dist
 import robomimic.utils.torch_utils as T
