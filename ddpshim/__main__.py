@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from ddpshim.errors import DdpShimError, LaunchError, PatchError
+from ddpshim.job.say import say
 
 if TYPE_CHECKING:
     from ddpshim.trainers.patching.files import Status
@@ -32,10 +33,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             _refuse_missing_torch()
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
-        print("ddpshim: interrupted", file=sys.stderr)
+        say("interrupted")
         return 130
     except DdpShimError as error:
-        print(f"ddpshim: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
@@ -187,7 +188,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     try:
         report = check(arguments.path, select=arguments.select, ignore=arguments.ignore, exclude=arguments.exclude)
     except OSError as error:
-        print(f"ddpshim: {error}; nothing was checked. Name a file or folder that can be read.", file=sys.stderr)
+        say(f"{error}; nothing was checked. Name a file or folder that can be read.")
         return 2
     if arguments.fix:
         sys.stdout.buffer.write(report.diff())
@@ -215,7 +216,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     if not arguments.folder.is_dir():
         found = "is no folder" if arguments.folder.exists() else "does not exist"
-        print(f"ddpshim: {arguments.folder} {found}; nothing was written. Name the folder of a run.", file=sys.stderr)
+        say(f"{arguments.folder} {found}; nothing was written. Name the folder of a run.")
         return 2
     print(write(arguments.folder, arguments.out, arguments.markdown))
     return 0
@@ -261,7 +262,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             report, code = audit(job, settings, arguments.single_batch)
     except LaunchError as error:
-        print(f"ddpshim: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     print(json.dumps(as_json(report, code), indent=2) if arguments.json else as_text(report, job.program, code))
     return code or int(bool(report.findings))
@@ -434,7 +435,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
     print(batch_script(Settings(**settings)), end="")
     sys.stdout.flush()
     for problem in problems_of_program(Job(arguments.program, is_module=arguments.module)):
-        print(f"ddpshim: {problem} (The script is printed all the same: the job may find it.)", file=sys.stderr)
+        say(f"{problem} (The script is printed all the same: the job may find it.)")
     return 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import ddpshim
 from ddpshim.data import advice
 from ddpshim.data.advice import Share
-from ddpshim.job import machine
+from ddpshim.job import machine, say
 from ddpshim.robomimic import datasets
 from tests.ranks import run_ranks
 
@@ -124,9 +124,9 @@ def test_advice_on_the_cache() -> None:
 
 
 def test_advice_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "_said", set())
+    say.say_once.cache_clear()
     for line in ("one", "one", None, "two"):
-        advice.say(line)
+        advice.give(line)
     assert capsys.readouterr().err == "ddpshim: one\nddpshim: two\n"
 
 
@@ -170,13 +170,13 @@ def test_what_robomimic_loads_of_a_file(demos: Path) -> None:
 def test_robomimic_is_advised_before_it_loads(
     demos: Path, as_list: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(advice, "_said", set())
+    say.say_once.cache_clear()
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(10**7, 10**6, None))
     config = _config([{"path": str(demos)}] if as_list else str(demos), ["eef"])
     datasets.advise_on_cache(config, 4)  # 4 x 28 x about 44 kB
     assert "in each of 4 ranks" in capsys.readouterr().err
     config.train["hdf5_cache_mode"] = "low_dim"
-    monkeypatch.setattr(advice, "_said", set())
+    say.say_once.cache_clear()
     datasets.advise_on_cache(config, 4)
     assert capsys.readouterr().err == ""
 

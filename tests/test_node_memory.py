@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import default_collate
 
 import ddpshim
-from ddpshim.data import advice, node_memory
+from ddpshim.data import node_memory
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError, WorldError
-from ddpshim.job import machine
+from ddpshim.job import machine, say
 from ddpshim.job.group import World
 from ddpshim.robomimic import batches, datasets, known, node_cache
 from tests.ranks import RankFailure, _server, run_ranks
@@ -349,7 +349,7 @@ def test_a_launched_training_shares_where_it_can(
 ) -> None:
     import h5py
 
-    monkeypatch.setattr(advice, "_said", set())
+    say.say_once.cache_clear()
     here = World(launcher="torchrun", options=ddpshim.Options(node_memory=place))
     monkeypatch.setattr(datasets, "world", lambda: here)
     path = _write_demos(tmp_path / "demos.hdf5")

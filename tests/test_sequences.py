@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from ddpshim.data import advice, mailbox
+from ddpshim.data import mailbox
 from ddpshim.data.loader import make_loader
+from ddpshim.job import say
 from ddpshim.options import Options
 from ddpshim.robomimic import batches as sequences
 from ddpshim.robomimic import datasets
@@ -312,7 +313,7 @@ def test_who_collates_himself_gets_samples(folder: Path, capsys: pytest.CaptureF
     assert _is_same_passes(_passes(loader, [2]), _passes(_loader(folder, "low_dim"), [2]))
     assert {type(samples) for samples in seen} == {list}
     assert not hasattr(loader.dataset, "__getitems__")
-    advice._said.clear()
+    say.say_once.cache_clear()
     unknown = demos.make(folder, "low_dim", _subclass(get_item=lambda self, index: {"at": index}))
     own: Any = HERE
     batch = next(iter(make_loader(unknown, 4, world=own)))

@@ -31,6 +31,7 @@ from ddpshim.errors import CheckpointError
 from ddpshim.job import failure, machine, records
 from ddpshim.job.group import has_world, on_cleanup, world
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say
 
 PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
@@ -367,7 +368,7 @@ def _at_cleanup() -> None:
     except CheckpointError as error:
         if not failing:
             raise
-        _say(error)
+        say(str(error), directly=True)
     finally:
         _writer.end()
 
@@ -379,11 +380,7 @@ def _at_exit() -> None:
     except CheckpointError as error:
         if threading.current_thread() is threading.main_thread():
             failure.abort(error)
-        _say(error)  # `abort` has this called, in a thread
-
-
-def _say(error: CheckpointError) -> None:
-    print(f"ddpshim: {error}", file=sys.__stderr__ or sys.stderr, flush=True)
+        say(str(error), directly=True)  # `abort` has this called, in a thread
 
 
 class _Name(str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from ddpshim.job import preemption, records
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.random_streams import derive_seed, global_states, restore_global_states, seed_everything
+from ddpshim.job.say import count, say
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by then all have told
@@ -130,8 +130,8 @@ class Resumable:
         self.epoch, self.step, self.values = found["epoch"], found["step"], found["values"]
         self._restored = found
         if self._world.is_main:
-            ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
-            self._say(f"goes on at epoch {self.epoch}, step {self.step}, of a run on {ranks} ({self.folder})")
+            ranks = count(found["world_size"], "rank")
+            say(f"goes on at epoch {self.epoch}, step {self.step}, of a run on {ranks} ({self.folder})", directly=True)
         return True
 
     def steps(self, loader: Any, epoch: int, num_steps: Optional[int] = None) -> Iterator[Any]:
@@ -264,9 +264,10 @@ class Resumable:
         checkpoint.flush()
         self._world.barrier()  # a launcher that sees one rank end kills those that are still writing
         if self._world.is_main:
-            self._say(
+            say(
                 f"{reason}: epoch {self.epoch}, step {self.step} is saved in {self.folder}; "
-                f"leaving with exit code {EXIT_REQUEUE}"
+                f"leaving with exit code {EXIT_REQUEUE}",
+                directly=True,
             )
         records.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
         if self._before_exit is not None:
@@ -312,10 +313,6 @@ class Resumable:
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
 
-    @staticmethod
-    def _say(text: str) -> None:
-        print(f"ddpshim: {text}", file=sys.__stderr__ or sys.stderr, flush=True)
-
 
 def _keep_newest(written: Path, num_kept: int) -> None:
     """Remove all progress beside `written` but the newest; by name, as the clock of another node may be behind."""
@@ -334,7 +331,8 @@ def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
             return path
         aside = path.with_name(path.name + ".damaged")
         os.replace(path, aside)
-        Resumable._say(f"{path} is damaged ({damage}); the one before it is used, if any. It is kept as {aside.name}")
+        text = f"{path} is damaged ({damage}); the one before it is used, if any. It is kept as {aside.name}"
+        say(text, directly=True)
     return None
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from ddpshim.job import machine
-
-_said: set[str] = set()
+from ddpshim.job.say import count, say_once, size
 
 
 class Share(NamedTuple):
@@ -43,7 +41,7 @@ def on_workers(shares: Sequence[Share]) -> Optional[str]:
     most = here[0].num_machine_cores
     of_more = f" (of the machine's {most}: an affinity or a quota keeps the others away)" if most > num_cores else ""
     return (
-        f"{_count(len(here), 'rank')} x {_count(num_workers, 'worker')} on {_count(num_cores, 'core')}{of_more}: "
+        f"{count(len(here), 'rank')} x {count(num_workers, 'worker')} on {count(num_cores, 'core')}{of_more}: "
         f"{num_processes} processes take turns and slow each other down; "
         f"use num_workers={max(0, num_cores // len(here) - 1)} (robomimic: train.num_data_workers)"
     )
@@ -75,23 +73,14 @@ def on_cache(
     if available_bytes is None or needed <= available_bytes:
         return None
     return (
-        f"hdf5_cache_mode='all' keeps {_size(loaded_bytes)} of data about {factor} times as large in each of "
-        f"{_count(num_ranks, 'rank')}: {_size(needed)}, where {_size(available_bytes)} are available; the kernel "
+        f"hdf5_cache_mode='all' keeps {size(loaded_bytes)} of data about {factor} times as large in each of "
+        f"{count(num_ranks, 'rank')}: {size(needed)}, where {size(available_bytes)} are available; the kernel "
         f"would kill a rank. {'Do not set node_memory=off, or use' if sharing_is_off else 'Use'} "
         "train.hdf5_cache_mode='low_dim' (images stay on disk), or null"
     )
 
 
-def say(line: Optional[str]) -> None:
+def give(line: Optional[str]) -> None:
     """Print the advice, if there is one, once in this process. Local: for the main rank."""
-    if line is not None and line not in _said:
-        _said.add(line)
-        print(f"ddpshim: {line}", file=sys.stderr, flush=True)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+    if line is not None:
+        say_once(line)

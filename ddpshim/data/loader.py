@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from ddpshim.job import preemption
 from ddpshim.job.group import World, current_or_new_world
 from ddpshim.job.group import world as current_world
 from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.say import count, say
 
 _announced: set[tuple[int, int]] = set()
 _with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
@@ -160,7 +160,7 @@ def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
     if reason is not None and world.is_main:
         from ddpshim.data import advice
 
-        advice.say(
+        advice.give(
             f"{type(dataset).__name__} is fetched sample by sample, many times slower than by the batch: {reason}"
         )
     return fetcher.collate()
@@ -521,7 +521,7 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
         if shares:
             from ddpshim.data import advice
 
-            advice.say(advice.on_workers(shares))
+            advice.give(advice.on_workers(shares))
     return loader
 
 
@@ -538,9 +538,5 @@ def _announce(world: World, global_batch_size: Optional[int]) -> None:
     if not world.is_main or global_batch_size is None or (global_batch_size, world.world_size) in _announced:
         return
     _announced.add((global_batch_size, world.world_size))
-    ranks = f"{world.world_size} rank{'s' * (world.world_size > 1)}"
-    print(
-        f"ddpshim: global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}",
-        file=sys.stderr,
-        flush=True,
-    )
+    ranks = count(world.world_size, "rank")
+    say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")

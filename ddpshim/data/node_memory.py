@@ -23,6 +23,7 @@ from ddpshim.errors import DataError, WorldError
 from ddpshim.job import failure, machine
 from ddpshim.job.group import World
 from ddpshim.job.group import world as current_world
+from ddpshim.job.say import size
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"
@@ -223,10 +224,10 @@ def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float
                 os.close(descriptor)
                 raise
             return descriptor
-    left = ", ".join(f"{place.name} has {_size(place.left_bytes)} {place.left}" for place in places)
+    left = ", ".join(f"{place.name} has {size(place.left_bytes)} {place.left}" for place in places)
     way_out = "Make room" if directory else "Name a directory on a local disk, for a file (the option node_memory)"
     raise DataError(
-        f"one copy of the data for this node takes {_size(num_bytes)}, and {left}; the kernel would kill a rank that "
+        f"one copy of the data for this node takes {size(num_bytes)}, and {left}; the kernel would kill a rank that "
         f"loads it. {way_out}, raise the budget if it has one, or load less (robomimic: "
         "train.hdf5_cache_mode='low_dim', or null)."
     )
@@ -249,7 +250,7 @@ def _places(directory: Optional[str], budget_bytes: Optional[float]) -> Iterator
 
 def _limits(budget_bytes: Optional[float]) -> Iterator[tuple[Optional[float], str]]:
     memory = machine.memory()
-    within = "" if memory.limit_bytes is None else f", with its limit of {_size(memory.limit_bytes)} for a container"
+    within = "" if memory.limit_bytes is None else f", with its limit of {size(memory.limit_bytes)} for a container"
     yield memory.available_bytes, f"available{within}"
     yield budget_bytes, "of budget"
 
@@ -262,7 +263,3 @@ def _nameless(directory: str) -> int:
 def _reserve(descriptor: int, num_bytes: int) -> None:
     # A full disk is an error here; found out later, by a write to a page, it is a bus error.
     os.posix_fallocate(descriptor, 0, num_bytes)
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

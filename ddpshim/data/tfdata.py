@@ -105,7 +105,9 @@ def _every_nth(dataset: Any, here: World, drop_last: bool) -> Any:
     _refuse_unordered(functions, dataset.options().deterministic is False)
     slow = sorted({node.op for nodes in functions for node in nodes if node.op.startswith(("Decode", "ParseE"))})
     if slow and here.is_main:
-        advice.say(f"{', '.join(slow)} before shard_tfdata: each rank does that for all {here.world_size}; shard first")
+        advice.give(
+            f"{', '.join(slow)} before shard_tfdata: each rank does that for all {here.world_size}; shard first"
+        )
     num_elements = int(dataset.cardinality())
     if 0 <= num_elements < here.world_size:
         raise DataError(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import sys
 from typing import Any, Optional, Union
 
 import torch
 
 from ddpshim.errors import LaunchError
+from ddpshim.job.say import say
 
 
 def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
@@ -37,7 +37,7 @@ def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.devic
     gpus = [pickle.loads(store.get(f"gpu/{other}")) for other in range(world_size)]
     backend, reason = choose_backend(gpus)
     if reason is not None and rank == 0:
-        print(f"ddpshim: {reason}: gloo instead of nccl", file=sys.stderr, flush=True)
+        say(f"{reason}: gloo instead of nccl")
     return backend
 
 

@@ -23,6 +23,7 @@ from packaging.version import Version
 
 from ddpshim.job import records
 from ddpshim.job.peer_errors import is_late, lost_a_peer
+from ddpshim.job.say import ranks_called, say
 
 T = TypeVar("T")
 
@@ -144,22 +145,22 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     stream = sys.__stderr__ or sys.stderr
     if first == rank and lost_a_peer(error):
         # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.
-        print(f"ddpshim: rank {rank} lost a peer ({type(error).__name__})", file=stream, flush=True)
+        say(f"rank {rank} lost a peer ({type(error).__name__})", directly=True)
         if _state.is_told_to_end:
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
     if first == rank and is_late(error):
         silent = _silent_ranks()
-        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "no rank in particular"
-        print(f"ddpshim: {who} did not answer rank {rank} in time", file=stream, flush=True)
+        who = ranks_called(silent) if silent else "no rank in particular"
+        say(f"{who} did not answer rank {rank} in time", directly=True)
     if first == rank:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        print(f"ddpshim: rank {rank} ({socket.gethostname()}) failed:\n{lines}", file=stream, flush=True)
+        say(f"rank {rank} ({socket.gethostname()}) failed:\n{lines}", directly=True)
         if isinstance(error, Exception):
             _record_for_torchrun(error)
     else:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        print(f"ddpshim: rank {rank} stops because rank {first} failed first ({said})", file=stream, flush=True)
+        say(f"rank {rank} stops because rank {first} failed first ({said})", directly=True)
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
         # the earliest second: not before the first has told its traceback and left.
         _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))

@@ -10,7 +10,6 @@ import importlib
 import os
 import pickle
 import socket
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -26,6 +25,7 @@ from ddpshim.job.devices import agree_on_backend, bind_device, single_device
 from ddpshim.job.launch_env import LaunchEnv, read_launch_env, read_num_restarts
 from ddpshim.job.random_streams import derive_seed, seed_everything, seed_own_streams
 from ddpshim.job.reduction import reduce, to_cpu
+from ddpshim.job.say import count, say
 from ddpshim.options import Options, names
 
 T = TypeVar("T")
@@ -318,7 +318,7 @@ def setup(
         else:
             made, _state.store = World(device=single_device(device), options=options), None
             if env.in_allocation:
-                print(f"ddpshim: {env.reason}", file=sys.stderr, flush=True)
+                say(str(env.reason))
     _check_same_options(made)
     _state.numbers.clear()  # ranks may have left their last world at different ones
     _state.world, _state.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
@@ -332,11 +332,11 @@ def setup(
         failure.arm(made.rank, _state.store, made.world_size)
     if made.is_launched and made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)
-        spread = "unequal nodes" if odd else f"{nodes} node{'s' * (nodes > 1)} x {made.local_world_size}"
+        spread = "unequal nodes" if odd else f"{count(nodes, 'node')} x {made.local_world_size}"
         decided = f"world of {made.world_size} ({made.launcher}, {spread}), {made.backend} on {made.device.type}"
-        print(f"ddpshim: {decided}", file=sys.stderr, flush=True)
+        say(decided)
         if options != Options():
-            print(f"ddpshim: options {options}", file=sys.stderr, flush=True)
+            say(f"options {options}")
     return _state.world
 
 

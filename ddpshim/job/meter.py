@@ -7,8 +7,6 @@ a backward pass. Nothing of it is in place unless a `Meter` runs.
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 import time
 from typing import Any, Optional
 
@@ -17,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say_once
 
 PARTS = ("data_wait", "compute", "communication", "optimizer", "other")
 
@@ -61,7 +60,7 @@ class Meter:
         # The one place that all of torch's loaders, with workers or without, go through.
         batches_of_any = getattr(dataloader, "_BaseDataLoaderIter", None)
         if batches_of_any is None:
-            _say_once("this torch hides the iterator of its loaders; the time that they are waited for is in `other`")
+            say_once("this torch hides the iterator of its loaders; the time that they are waited for is in `other`")
             return
         original = batches_of_any.__next__
 
@@ -120,11 +119,6 @@ class Meter:
             waited = first.elapsed_time(last) / 1000
             self.seconds["communication"] += waited
             self.seconds["compute"] -= waited
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    print(f"ddpshim: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Optional
 
 from ddpshim.job import failure, records
+from ddpshim.job.say import say
 
 # SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: what `sbatch --signal` is usually told to send before it.
 SIGNALS = ("SIGTERM", "SIGUSR1")
@@ -169,5 +170,5 @@ def _read(hears: socket.socket) -> bytes:
 
 def _leave(reason: str, code: int) -> None:
     records.end("stopped", error=reason, first=failure.first())
-    print(f"ddpshim: rank {failure.rank()} {reason}", file=sys.__stderr__ or sys.stderr, flush=True)
+    say(f"rank {failure.rank()} {reason}", directly=True)
     os._exit(code)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
+
+from ddpshim.job.say import say
 
 FOLDER = "ddpshim"
 _NAME = re.compile(r"rank_(\d+)\.jsonl")
@@ -146,9 +147,8 @@ def _close() -> None:
 
 
 def _say(path: Optional[Path], error: OSError) -> None:
-    print(
-        f"ddpshim: {path} cannot be written ({error}); training goes on, and its report will lack what comes now. Make "
+    say(
+        f"{path} cannot be written ({error}); training goes on, and its report will lack what comes now. Make "
         "room there, or switch records off with DDPSHIM_RECORD=no.",
-        file=sys.__stderr__ or sys.stderr,
-        flush=True,
+        directly=True,
     )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure
 from ddpshim.job.launch_env import LaunchEnv, check_port
+from ddpshim.job.say import ranks_called
 
 
 class _State:
@@ -115,9 +116,7 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
         store.wait(["complete"], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         missing = [rank for rank in range(env.world_size) if not failure.is_there(store, f"here/{rank}")]
-        ranks = (
-            f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} {'are' if missing[1:] else 'is'} missing"
-        )
+        ranks = f"{ranks_called(missing)} {'are' if missing[1:] else 'is'} missing"
         raise LaunchError(
             f"{env.world_size - len(missing)} of {env.world_size} ranks came within {timeout_s:g} s; {ranks}, and the "
             "others cannot train without. Look why they did not start, or give them longer (DDPSHIM_TIMEOUT_S)."

@@ -19,6 +19,7 @@ from typing import NamedTuple, Optional
 from ddpshim import variables
 from ddpshim.job.peer_errors import lost_a_peer
 from ddpshim.job.rank_log import redirect_output
+from ddpshim.job.say import say
 from ddpshim.trainers import import_hook
 
 
@@ -87,7 +88,7 @@ def _run_program(argv: Sequence[str]) -> None:
         _write_down(error, 1)
         error.__traceback__ = _without_our_frames(error.__traceback__)
         if sys.excepthook is sys.__excepthook__:
-            print(f"ddpshim: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
+            say(f"rank {os.environ['RANK']} failed:")
             traceback.print_exception(type(error), error, error.__traceback__)  # with lines that no file has, too
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)

@@ -29,6 +29,7 @@ from typing import Any, Optional
 from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
+from ddpshim.job.say import say
 from ddpshim.launch import rank as rank_module
 
 _NUM_LINES_SHOWN = 20
@@ -76,7 +77,7 @@ def run(job: Job) -> int:
         screen: AbstractContextManager[None] = contextlib.nullcontext()
         if log_dir is not None:
             os.environ[variables.RANK_LOGS] = str(log_dir)
-            print(f"ddpshim: each rank's output goes to {log_dir}/rank_N.log", file=sys.stderr, flush=True)
+            say(f"each rank's output goes to {log_dir}/rank_N.log")
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
         logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
@@ -91,11 +92,11 @@ def run(job: Job) -> int:
                 failures = error.failures
         first, code = _first(failures, rank_module.failures(run_dir))
         if code == EXIT_REQUEUE:  # no failure
-            print(f"ddpshim: the ranks have saved and left, to be started again (exit code {code})", file=sys.stderr)
+            say(f"the ranks have saved and left, to be started again (exit code {code})")
         elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
             where = "" if log_dir is None else f"; what they did last is in {log_dir}"
             name = signal.Signals(-code if code < 0 else code - 128).name
-            print(f"ddpshim: the ranks were ended by {name}, as asked{where}", file=sys.stderr, flush=True)
+            say(f"the ranks were ended by {name}, as asked{where}")
         else:
             _report(first, code, log_dir)
         return 128 - code if code < 0 else code
@@ -353,7 +354,7 @@ def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
         received.append(signum)
         asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # of these the ranks make what they like
         patience = f", which have {grace_s:g} s to end" if asks_to_end else ""
-        print(f"ddpshim: {name}, passed on to the ranks{patience}", file=sys.stderr, flush=True)
+        say(f"{name}, passed on to the ranks{patience}")
         if running[-1].pids():
             _signal_ranks(running[-1], signum)
         else:  # they are only just being started
@@ -364,7 +365,7 @@ def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
             timer.start()
 
     def give_up(name: str) -> None:
-        print(f"ddpshim: ranks still run {grace_s:g} s after {name}: killed", file=sys.stderr, flush=True)
+        say(f"ranks still run {grace_s:g} s after {name}: killed")
         _signal_ranks(running[-1], signal.SIGKILL)
 
     def start(context: PContext) -> None:
@@ -429,17 +430,17 @@ def _report(rank: int, code: int, log_dir: Optional[Path]) -> None:
     """Say which rank failed first, and end with its traceback."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if log_dir is None:
-        print(f"ddpshim: rank {rank} failed first: it {said}", file=sys.stderr, flush=True)
+        say(f"rank {rank} failed first: it {said}")
         return
     log = log_dir / f"rank_{rank}.log"
     lines = _last_lines(log) if log.exists() else []
     traceback = _last_traceback(lines) if code > 0 else []
     if rank == 0:
         if not traceback:  # else it is the last thing on the screen already
-            print(f"ddpshim: rank 0 failed first: it {said} (above, and in {log})", file=sys.stderr, flush=True)
+            say(f"rank 0 failed first: it {said} (above, and in {log})")
         return
     shown = traceback or lines[-_NUM_LINES_SHOWN:]
-    print(f"ddpshim: rank {rank} failed first: it {said}; {log} ends:", file=sys.stderr)
+    say(f"rank {rank} failed first: it {said}; {log} ends:")
     print("\n".join(shown), file=sys.stderr, flush=True)
 
 

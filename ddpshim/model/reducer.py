@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import sys
 import weakref
 from typing import Any, Callable, Optional
 
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpshim.errors import SyncError
 from ddpshim.job import meter
 from ddpshim.job.group import on_cleanup
+from ddpshim.job.say import say
 from ddpshim.model import guard, seams
 from ddpshim.model.transparent import Transparent
 
@@ -218,11 +218,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         )
         seams.watch_backward()
         if is_first() and dist.get_rank() == 0:
-            print(
-                f"ddpshim: torch {torch.__version__} lacks {', '.join(seams.lacking())}; gradients are reduced by its "
-                f"public API: equal to the last bit, {_SLOWER_BY} (docs/benchmarks.md)",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"torch {torch.__version__} lacks {', '.join(seams.lacking())}; gradients are reduced by its "
+                f"public API: equal to the last bit, {_SLOWER_BY} (docs/benchmarks.md)"
             )
 
     def _build_params_for_reducer(self) -> Any:

@@ -46,7 +46,7 @@ def _advise_on_copies(config: Any, num_ranks: int) -> None:
     num_bytes, has_images = sum(size for size, _ in looks), any(images for _, images in looks)
     num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
     is_off = world().options.node_memory == "off"
-    advice.say(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
+    advice.give(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
 
 
 def _loaded(path: str, config: Any) -> tuple[float, bool]:
@@ -118,7 +118,7 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
         node_cache.trim(waiting)
         return datasets  # type: ignore[no-any-return]
     if here.is_main:
-        advice.say(f"{problem}: each rank loads a copy of its own, as upstream does")
+        advice.give(f"{problem}: each rank loads a copy of its own, as upstream does")
         _advise_on_copies(config, here.local_world_size)
     return load(obs_keys=keys)  # type: ignore[no-any-return]
 

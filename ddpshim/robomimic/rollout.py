@@ -28,6 +28,7 @@ from ddpshim.errors import RolloutError
 from ddpshim.job.failure import caused_by
 from ddpshim.job.group import World, next_number, world
 from ddpshim.job.random_streams import derive_seed, seed_everything, shared_random_streams
+from ddpshim.job.say import say
 
 
 def plays_rollouts() -> bool:
@@ -244,11 +245,7 @@ class _Evaluation:
         num_kept = min(before for _, before, _ in outcomes)
         if num_kept < num_turns and here.is_main:
             said = next(said for _, before, said in outcomes if before == num_kept)
-            print(
-                f"ddpshim: {said} As without ddpshim, they are of the {num_kept * num_at_once} before it.",
-                file=sys.__stderr__ or sys.stderr,
-                flush=True,
-            )
+            say(f"{said} As without ddpshim, they are of the {num_kept * num_at_once} before it.", directly=True)
         results = {turn: result for part, _, _ in outcomes for turn, result in part.items()}
         ordered = [results[turn] for turn in range(num_kept)]
         if self.verbose:

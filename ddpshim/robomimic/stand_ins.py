@@ -25,6 +25,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.errors import HookError
 from ddpshim.job.group import cleanup, has_world, world
 from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.say import say
 from ddpshim.robomimic import calls as robomimic
 from ddpshim.robomimic import datasets, rollout
 from ddpshim.robomimic.algo import algos
@@ -157,7 +158,7 @@ def _minds_ranks_itself() -> bool:
     """Whether the program has joined the job on its own; then it is left alone."""
     if _trainer.has_joined or not (has_world() or (dist.is_available() and dist.is_initialized())):
         return False
-    print("ddpshim: the trainer has joined the job itself, so robomimic is left as it is", file=sys.stderr, flush=True)
+    say("the trainer has joined the job itself, so robomimic is left as it is")
     stand_aside()
     return True
 
@@ -272,11 +273,10 @@ def _watch(model: Any) -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not (_trainer.is_in_epoch or _trainer.has_warned):
             _trainer.has_warned = True
-            print(
-                "ddpshim: train_on_batch is called outside of TrainUtils.run_epoch: unless its batches come from "
+            say(
+                "train_on_batch is called outside of TrainUtils.run_epoch: unless its batches come from "
                 "ddpshim.make_loader, all ranks train on the same samples, and nothing is faster",
-                file=sys.__stderr__ or sys.stderr,
-                flush=True,
+                directly=True,
             )
         return train_on_batch(*args, **kwargs)
 

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import ReportError
+from ddpshim.job.say import count
 from ddpshim.observe.report.findings import deviations, largest_gap
 from ddpshim.observe.report.run import OWN_WORK, PARTS, Run
-from ddpshim.observe.report.words import count, percent
+from ddpshim.observe.report.words import percent
 
 # Colours that nothing else has, and the variables that stand for them in the page.
 _INK, _FAINT = "#010101", "#020202"

@@ -10,16 +10,15 @@ from typing import NamedTuple, Optional
 
 from ddpshim.job.peer_errors import LOST, meaning_of
 from ddpshim.job.records import Record
+from ddpshim.job.say import count, ranks_called
 from ddpshim.observe.report.run import Epoch, Run
 from ddpshim.observe.report.words import (
     clock,
-    count,
     duration,
     first_line,
     ms,
     number,
     percent,
-    ranks_called,
     size,
     span,
 )

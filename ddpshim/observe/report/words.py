@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Optional
 
-
-def ranks_called(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-def count(how_many: int, noun: str) -> str:
-    return f"{how_many} {noun}{'s' * (how_many != 1)}"
+from ddpshim.job import say
 
 
 def span(shares: Iterable[float]) -> str:
@@ -34,12 +28,7 @@ def ms(seconds: float) -> str:
 
 
 def size(value: Optional[float]) -> str:
-    if value is None:
-        return ""
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= least:
-            return f"{value / least:.1f} {unit}"
-    return f"{value:.0f} B"
+    return "" if value is None else say.size(value)
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from ddpshim.job.say import say
 from ddpshim.launch.runner import Job, run
 from ddpshim.tools.audit import recording
 from ddpshim.tools.audit.judging import Report, judge
@@ -107,7 +107,7 @@ class _Watch:
                 place = self._innermost(self._stacks(rank, deadline))
                 with (self._folder / f"rank_{rank}.jsonl").open("a") as file:
                     print(json.dumps({"kind": "stack", "place": place}), file=file)
-        print(f"ddpshim: no rank came any further for {self._timeout_s:g} s: ended", file=sys.stderr, flush=True)
+        say(f"no rank came any further for {self._timeout_s:g} s: ended")
         _signal(pids, signal.SIGKILL)
 
     def _stacks(self, rank: int, deadline: float) -> str:

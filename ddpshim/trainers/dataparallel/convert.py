@@ -27,6 +27,7 @@ from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job.group import World, cleanup, on_cleanup, setup, split_random_streams, world
 from ddpshim.job.random_streams import TwoStreams, derive_seed, seed_everything
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say_once
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.trainers.dataparallel.one_writer import OneWriter
@@ -54,12 +55,10 @@ class _State:
     is_split = False  # that batch
     is_reading = False  # a loader is asked for a batch just now
     num_split = 0  # loaders that were split
-    said: set[str]
 
     def __init__(self, here: World) -> None:
         self.streams = TwoStreams(here.rank, here.device)
         self.networks, self.training, self.checked = weakref.WeakSet(), weakref.WeakSet(), weakref.WeakSet()
-        self.said = set()
 
 
 _state: _State
@@ -372,6 +371,5 @@ def _place() -> str:
 
 def _say(text: str) -> None:
     """Print `text` once, on the main rank."""
-    if world().is_main and text not in _state.said:
-        _state.said.add(text)
-        print(f"ddpshim: {text}", file=sys.stderr, flush=True)
+    if world().is_main:
+        say_once(text)

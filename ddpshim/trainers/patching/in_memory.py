@@ -20,6 +20,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim.errors import HookError
 from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.say import say
 from ddpshim.trainers.patching.files import FileStatus, Status, look_at, status, turned
 from ddpshim.trainers.patching.patchset import PatchSet, load_sets, transform_moved
 
@@ -128,11 +129,9 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
             found, lacking = _patched(look.patch_set, files[look.patch_set.name])
             if not lacking:
                 if found.moved and read_launch_env(os.environ).rank == 0:
-                    print(
-                        f"ddpshim: {self.folder} is no release that ddpshim knows; the lines of {found.name} stand "
-                        f"once each in {', '.join(found.moved)}, and are patched in memory",
-                        file=sys.stderr,
-                        flush=True,
+                    say(
+                        f"{self.folder} is no release that ddpshim knows; the lines of {found.name} stand "
+                        f"once each in {', '.join(found.moved)}, and are patched in memory"
                     )
                 return found
             if look.patch_set.name == nearest.name or not refused:
