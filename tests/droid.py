@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from ddpshim.trainers.patching import files as patching
+from tests import trainer
 from tests.equivalence import DATA, ROOT, Run
 from tests.preloaded import start_afresh
 
@@ -140,11 +141,12 @@ def make_config(tree: Path, folder: Path, **extra: Any) -> dict[str, Any]:
     return config
 
 
-def copy_tree(patch_set: str, folder: Path, patched: bool = True) -> Path:
-    """A copy of the package that a set is for under `folder`, patched unless told otherwise."""
+def copy_tree(patch_set: str, folder: Path, patched: bool = True, in_memory: bool = False) -> Path:
+    """A copy of the package that a set is for under `folder`; patched on disk unless told otherwise, or in memory."""
     found = source(patch_set)
     assert found is not None
-    tree = folder / f"{TREES[patch_set]}-{'patched' if patched else 'plain'}"
+    patched = patched and not in_memory
+    tree = folder / f"{TREES[patch_set]}-{'unedited' if in_memory else 'patched' if patched else 'plain'}"
     if not tree.exists():
         names = [p for p in (found / "robomimic").rglob("*") if p.suffix in (".py", ".json", ".yaml")]
         for path in names:
@@ -187,7 +189,8 @@ def environ_of(tree: Path) -> dict[str, str]:
     upstream = Path(os.environ.get("DDPSHIM_UPSTREAM", "/nowhere"))
     where = os.pathsep.join(map(str, [tree, ROOT, upstream / "octo", upstream / "dlimp"]))
     patched = patching.status(str(tree)).state == "applied"
-    here = {} if patched else {"UNPATCHED": "1"}
+    unedited = tree.name.endswith("-unedited")
+    here = {} if patched else {trainer.UNEDITED: "unedited"} if unedited else {"UNPATCHED": "1"}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     return {**inherited, "PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1", **quiet, **here}
 
@@ -266,6 +269,7 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
 
     random.seed(0)  # upstream leaves it to chance how colours are changed
     install_stand_ins()
+    trainer.preload(everything=True)
     import robomimic.algo as algorithms
     import robomimic.algo.diffusion_policy as diffusion_policy
     from robomimic.utils.dataset import MetaDataset

@@ -68,15 +68,16 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
         name: str = "",
         patch_set: str = DROID,
         patched: bool = True,
+        in_memory: bool = False,
         environ: Optional[dict[str, str]] = None,
         check: bool = True,
         script: str = "train",
         **settings: Any,
     ) -> Run:
-        key = f"{TREES[patch_set]}-{num_ranks}-{patched}-{name}"
+        key = f"{TREES[patch_set]}-{num_ranks}-{patched}-{in_memory}-{name}"
         if key not in done:
             _require(patch_set)
-            tree = copy_tree(patch_set, folder, patched)
+            tree = copy_tree(patch_set, folder, patched, in_memory)
             paths = make_data(folder / "data")
             settings.setdefault("train__data", [{"path": path, "weight": 1 + i} for i, path in enumerate(paths)])
             config = make_config(tree, folder, **settings)
@@ -114,6 +115,16 @@ def test_without_a_launcher_it_is_the_unpatched_program(trainer: Trainer) -> Non
     assert largest_difference(after["networks"], before["networks"]) == 0
     assert torch.equal(after["noise"], before["noise"])
     assert largest_difference(before["initial"], before["networks"]) > 1e-4
+
+
+@pytest.mark.upstream
+def test_patched_in_memory_it_is_the_patched_trainer(trainer: Trainer) -> None:
+    patched, unedited = (trainer(2, name="held", environ=HELD, in_memory=way, **ONLY_CROP) for way in (False, True))
+    assert unedited.losses() == patched.losses()
+    for there, here in zip(patched.observed, unedited.observed):
+        assert here["samples"] == there["samples"]
+        assert largest_difference(here["networks"], there["networks"]) == 0
+    assert len(unedited.observed) == 2
 
 
 def _of(networks: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -25,17 +26,23 @@ def activate() -> None:
         importlib.import_module("ddpshim.auto")
 
 
-def preload() -> None:
-    """Have algorithms imported as `activate` would have them, in a process that is forked before it is called."""
+def preload(everything: bool = False) -> None:
+    """Have algorithms imported as `activate` would have them, in a process that is forked before it is called.
+
+    Or `everything`, where a test imports files of the trainer before it runs the trainer.
+    """
     if UNEDITED in os.environ:
         from ddpshim.trainers.patching.in_memory import PatchedFiles  # whoever is forked may ask what ddpshim loads
 
         spec = importlib.util.find_spec("robomimic")
         assert spec is not None
         for folder in spec.submodule_search_locations or ():
-            sys.meta_path.insert(
-                0, PatchedFiles(Path(folder), is_library=lambda name: name.startswith("robomimic.algo."))
-            )
+            is_library = functools.partial(_starts, "" if everything else "robomimic.algo.")
+            sys.meta_path.insert(0, PatchedFiles(Path(folder), is_library=is_library))
+
+
+def _starts(prefix: str, name: str) -> bool:
+    return name.startswith(prefix)
 
 
 def run_trainer() -> None:
