@@ -69,6 +69,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("patch", "revert"), "target"): (["--target", "absent"], 1),
     (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 1),
     (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 1),
+    (("patch", "manifest"), "borrow"): ([*SAMPLES["patch", "manifest"], "--borrow", "absent/01.patch"], 1),
     (("patch", "new-release"), "tree"): (["absent"], 1),
     (("run",), "program"): (["absent.py"], 1),
     (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 1),

@@ -87,7 +87,7 @@ def build_manifest(
     """
     where = patch_dir / "manifest.json"
     if borrowed is None:
-        listed = json.loads(read(where)).get("patches", []) if where.exists() else []
+        listed = json.loads(read(where)).get("patches", []) if where.is_file() else []
         borrowed = [patch_dir / name for name in listed if "/" in name]
     patches = _read_patches(patch_dir, [os.path.relpath(path, patch_dir).replace(os.sep, "/") for path in borrowed])
     if not patches:
