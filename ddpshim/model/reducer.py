@@ -219,8 +219,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if is_first() and dist.get_rank() == 0:
             missing = ", ".join(seams.lacking())
             say(
-                f"torch {torch.__version__} lacks {missing}; gradients are reduced by its public API: equal to the last "
-                "bit, and up to 1.04 times as long a step (python -m benchmarks.overlap)"
+                f"torch {torch.__version__} lacks {missing}; gradients are reduced by its public API: equal to the "
+                "last bit, and up to 1.04 times as long a step (python -m benchmarks.overlap)"
             )
 
     def _build_params_for_reducer(self) -> Any:
