@@ -144,8 +144,22 @@ def test_a_file_that_no_set_fits_is_refused_by_the_line(load: Load, text: str, w
     disc = importlib.import_module("areas.disc")  # a program may have no use for it
     assert disc.area(1) == PI
     assert f"areas/disc.py, 01-all.patch, {why}" in str(files.refuse(disc))
+
+
+@pytest.mark.unit
+def test_a_program_that_no_set_fits_is_refused(load: Load) -> None:
+    load({"areas/tool.py": FILES["areas/tool.py"].replace("result", "outcome")}, is_library="areas.disc".__eq__)
     with pytest.raises(HookError, match=r"MIGRATION\.md, section 2\. Or run a copy of the trainer that stands outside"):
         runpy.run_module("areas.tool", run_name="__main__")
+
+
+@pytest.mark.unit
+def test_a_library_that_no_set_fits_stops_only_those_who_use_it(load: Load) -> None:
+    files = load({"areas/disc.py": FILES["areas/disc.py"] * 2}, is_library="areas.disc".__eq__)
+    with pytest.raises(TypeError):  # of the line that the set adds to the program
+        runpy.run_module("areas.tool", run_name="__main__")
+    assert list(files.refused) == ["areas.disc"]
+    assert "01-all.patch, line 4" in str(files.refuse(sys.modules["areas.disc"]))
 
 
 @pytest.mark.unit
@@ -204,6 +218,13 @@ def _run(tree: Path, folder: Path, *command: str) -> tuple[int, str]:
     return start_afresh(["-m", "ddpshim", "run", "--nproc=2", *command], environment(tree), folder, START_DEADLINE_S)
 
 
+def _rename(config: Path, name: str) -> None:
+    """So that it asks nobody what to do with the directory of the run before."""
+    settings = json.loads(config.read_text())
+    settings["experiment"]["name"] = name
+    config.write_text(json.dumps(settings))
+
+
 @pytest.mark.launch
 @pytest.mark.robomimic
 def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: Path) -> None:
@@ -218,6 +239,20 @@ def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: 
     one_line = "the lines of robomimic/0.3.0 stand once each in robomimic/algo/td3_bc.py, robomimic/scripts/train.py"
     assert said.count(one_line) == said.count("finished run successfully") == 1
 
+    # An algorithm that is somebody's own stops those who train it, and nobody else.
+    text = algorithm.read_text()
+    algorithm.write_text(text.replace("lam = self.algo_config.alpha /", "lam = self.algo_config.our_alpha /"))
+    _rename(config, "own_loss")
+    code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
+    assert code == 1
+    assert re.search(
+        r"HookError: .*\n.*algo/td3_bc\.py, 03-model\.patch, line 289: '.*' and what follows stand nowhere", said
+    )
+    other = make_run_config(tree, RELEASE, "bc", tmp_path, 3, 1)
+    code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(other))
+    assert code == 0, said[-3000:]
+    algorithm.write_text(text)
+
     trainer.write_text(trainer.read_text().replace("device = TorchUtils.get_torch_device(", "device = get_device("))
     code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
     assert code == 1
@@ -227,9 +262,7 @@ def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: 
 
     copy = tmp_path / "my_train.py"
     copy.write_text(trainer.read_text().replace("device = get_device(", "device = TorchUtils.get_torch_device("))
-    settings = json.loads(config.read_text())
-    settings["experiment"]["name"] = "copied"
-    config.write_text(json.dumps(settings))
+    _rename(config, "copied")
     code, said = _run(tree, tmp_path, str(copy), "--config", str(config))
     assert code == 0, said[-3000:]
     assert "global batch 100 = 2 ranks x 50" in said

@@ -41,6 +41,7 @@ from ddpshim.robomimic import rollout
 from ddpshim.robomimic.algo import AlgoState, Metrics, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.robomimic.same_experiment import check_same_experiment
+from ddpshim.trainers import import_hook
 from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
@@ -327,6 +328,10 @@ def prepare(model: Any) -> Any:
     here = world()
     if not here.is_launched:
         return model
+    for module in {kind.__module__ for algo in algos(model) for kind in type(algo).__mro__}:
+        refused = import_hook.refused(module)
+        if refused is not None:
+            raise refused
     torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
     for algo in algos(model):
         _scale_learning_rates(algo, scale_lr(1.0, here.options.lr_rule))

@@ -28,10 +28,8 @@ from ddpshim.job.launch_env import read_launch_env
 from ddpshim.job.say import say
 from ddpshim.robomimic import calls as robomimic
 from ddpshim.robomimic import datasets, rollout
-from ddpshim.robomimic.algo import algos
 from ddpshim.robomimic.datasets import divided
 from ddpshim.robomimic.replay import Replay
-from ddpshim.trainers.patching.in_memory import PatchedFiles
 from ddpshim.trainers.swapping import refuse_unknown, stand_aside, swap, swap_back
 
 ALGORITHMS = "robomimic.algo."
@@ -52,17 +50,7 @@ class _Trainer:
         self.changed: list[tuple[dict[str, Any], str, Any]] = []  # names of its modules, and what they were
 
 
-class _Release:
-    """The installed package: what patches its files in memory, and the algorithms that could not be patched."""
-
-    files: Optional[PatchedFiles] = None
-    strange: dict[str, HookError]
-
-    def __init__(self) -> None:
-        self.strange = {}
-
-
-_trainer, _release = _Trainer(), _Release()
+_trainer = _Trainer()
 
 
 def concerns(name: str) -> bool:
@@ -75,9 +63,8 @@ def is_patched(name: str) -> bool:
     return name.startswith(ALGORITHMS)
 
 
-def begin(files: PatchedFiles) -> None:
-    """Before the first module of the robomimic that `files` patches is loaded, or at once where it was. Local."""
-    _release.files = files
+def begin() -> None:
+    """Before the first module of robomimic is loaded, or at once where it was. Local."""
     robomimic.silence_other_ranks()
 
 
@@ -105,9 +92,6 @@ def hook(modules: Sequence[ModuleType]) -> list[str]:
         if module.__name__ == "robomimic.config.base_config":
             robomimic.keep_the_section()
             said.append("robomimic.config.base_config.BaseConfig.update: leaves out our section of a config file")
-        strange = _release.files.refuse(module) if _release.files and is_patched(module.__name__) else None
-        if strange is not None:
-            _release.strange[module.__name__] = strange  # it matters only to those who use it
     return said
 
 
@@ -254,10 +238,6 @@ def _algo_factory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if world().is_launched and options["device"].type == "cuda":
         options["device"] = world().device
     model = original(**options)
-    for algo in algos(model):
-        for kind in type(algo).__mro__:
-            if world().is_launched and kind.__module__ in _release.strange:
-                raise _release.strange[kind.__module__]
     model = robomimic.prepare(model)
     _trainer.models.append(model)
     if world().is_launched:

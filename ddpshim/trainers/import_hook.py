@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim import adapters
-from ddpshim.errors import OptionsError
+from ddpshim.errors import HookError, OptionsError
 from ddpshim.trainers.swapping import at_stand_aside
 from ddpshim.variables import HOOKS
 
@@ -137,6 +137,13 @@ def program_in(path: str) -> Optional[str]:
     return None
 
 
+def refused(name: str) -> Optional[HookError]:
+    """Why the module of that name could not be patched in memory; None where it was, or need not be. Local."""
+    module = sys.modules.get(name)
+    found = (files.refuse(module) for files in _state.files if module is not None)
+    return next((error for error in found if error is not None), None)
+
+
 def _stand_ins(package: str) -> Optional[StandIns]:
     offer = adapters.function(package, "stand_ins")
     return None if offer is None else offer()
@@ -154,7 +161,7 @@ def _begin(package: str, folder: str) -> Optional[StandIns]:
     _state.finder.begun[package] = stand_ins
     sys.meta_path.insert(sys.meta_path.index(_state.finder) + 1, files)
     if stand_ins is not None:
-        stand_ins.begin(files)
+        stand_ins.begin()
     return stand_ins
 
 

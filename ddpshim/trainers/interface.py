@@ -11,14 +11,13 @@ from types import ModuleType
 from typing import Any, Optional, Protocol
 
 from ddpshim.data.fetching import Fetcher
-from ddpshim.trainers.patching.in_memory import PatchedFiles
 
 
 class StandIns(Protocol):
     """What replaces functions of an installed trainer that nobody edits."""
 
-    def begin(self, files: PatchedFiles) -> None:
-        """Before the first module of the package is executed, or at once where it was. `files` patches it in memory."""
+    def begin(self) -> None:
+        """Before the first module of the package is executed, or at once where it was."""
 
     def is_patched(self, name: str) -> bool:
         """Whether the module of that name is patched in memory, too, where a program of the user's own imports it."""

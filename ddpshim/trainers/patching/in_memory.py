@@ -39,7 +39,9 @@ class Patched(NamedTuple):
 class PatchedFiles(importlib.abc.MetaPathFinder):
     """Finds those modules of the package in `folder` that a patch set changes.
 
-    Until one of them is run as a program, only those that `is_library` names are patched, each by itself.
+    Those that `is_library` names are patched for every program, each by itself; where none of the sets fits such a file
+    it is loaded as it is, and `refused` says why, to those who use it. The others are patched together, once one of
+    them is run as a program.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         self._sets = [found for found in load_sets(patches_root) if found.package == folder.name]
         self._patches_root, self._is_library = patches_root, is_library
         self._files = {_module_of(name): name for patch_set in self._sets for name in patch_set.files}
+        self._nearest: Optional[PatchSet] = None
         self._program: Optional[Patched] = None
+        self.refused: dict[str, HookError] = {}
 
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
@@ -71,16 +75,25 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
 
         Raises HookError where no set fits, or another of them was loaded already.
         """
+        libraries = {name for name in self._files if self._is_library(name)}
         try:
-            found = self._fit(set(self._files))
+            found = self._fit(self._files.keys() - libraries)
         except HookError as error:
             raise HookError(
                 f"{error} Or run a copy of the trainer that stands outside of the package (python -m ddpshim run "
                 "my_train.py): its calls are hooked, and no line of it needs to be known."
             ) from None
+        for name in sorted(libraries):
+            try:
+                own = self._fit({name})
+            except HookError as error:
+                self.refused[name] = error
+                continue
+            found = Patched(found.name, {**found.sources, **own.sources}, (*found.moved, *own.moved))
         too_early = [n for n in found.sources if n in sys.modules and patched_source(sys.modules[n]) is None]
         if too_early:
             raise HookError(_IMPORTED_TOO_EARLY.format(", ".join(too_early)))
+        self._tell(found)
         self._program = found
 
     def source(self, name: str) -> Optional[bytes]:
@@ -90,16 +103,22 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         """
         if self._program is not None:
             return self._program.sources.get(name)
-        return self._fit({name}).sources.get(name) if name in self._files and self._is_library(name) else None
+        if name not in self._files or not self._is_library(name):
+            return None
+        found = self._fit({name})
+        self._tell(found)
+        return found.sources.get(name)
 
     def refuse(self, module: ModuleType) -> Optional[HookError]:
         """Why `module`, which has been loaded, is not patched as it would have to be; None where it is. Local."""
-        try:
-            needs = self.source(module.__name__) is not None
-        except HookError as error:
-            return error
-        is_unpatched = needs and patched_source(module) is None
-        return HookError(_IMPORTED_TOO_EARLY.format(module.__name__)) if is_unpatched else None
+        name = module.__name__
+        if name not in self.refused and name in self._files and patched_source(module) is None:
+            try:
+                if self.source(name) is not None:
+                    self.refused[name] = HookError(_IMPORTED_TOO_EARLY.format(name))
+            except HookError as error:
+                self.refused[name] = error
+        return self.refused.get(name)
 
     def report(self) -> list[str]:
         """A line for each module that was loaded patched. Local."""
@@ -107,13 +126,22 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         ours = [loader for loader in loaders if isinstance(loader, _Loader) and loader.source is not None]
         return [f"{loader.name}: patched in memory" for loader in ours]
 
+    def _tell(self, found: Patched) -> None:
+        if found.moved and read_launch_env(os.environ).rank == 0:
+            say(
+                f"{self.folder} is no release that ddpshim knows; the lines of {found.name} stand once each in "
+                f"{', '.join(sorted(found.moved))}, and are patched in memory"
+            )
+
     def _fit(self, modules: set[str]) -> Patched:
         """What the set that fits makes of these modules' files. Raises HookError where none does.
 
         It is one whose release the files are; or else one whose hunks' lines stand in them once each, that of the
         nearest release first.
         """
-        nearest = status(str(self.folder), patches_root=self._patches_root).patch_set
+        if self._nearest is None:
+            self._nearest = status(str(self.folder), patches_root=self._patches_root).patch_set
+        nearest = self._nearest
         wanted = [name for name in nearest.files if _module_of(name) in modules]
         looks = [look_at(s, self.folder) for s in self._sets if all(name in s.files for name in wanted)]
         files = {
@@ -128,11 +156,6 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         for look in sorted(looks, key=nearness):
             found, lacking = _patched(look.patch_set, files[look.patch_set.name])
             if not lacking:
-                if found.moved and read_launch_env(os.environ).rank == 0:
-                    say(
-                        f"{self.folder} is no release that ddpshim knows; the lines of {found.name} stand "
-                        f"once each in {', '.join(found.moved)}, and are patched in memory"
-                    )
                 return found
             if look.patch_set.name == nearest.name or not refused:
                 refused = lacking
@@ -201,7 +224,7 @@ class _Loader(SourceFileLoader):
         return super().get_source(self.name) if self.source is None else decode_source(self.source)
 
     def _code(self) -> Optional[CodeType]:
-        with contextlib.suppress(HookError):  # whoever needs it asks `refuse`
+        with contextlib.suppress(HookError):  # whoever needs it asks what was refused
             self.source = self._files.source(self.name)
         if self.source is None:
             return super().get_code(self.name)
