@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
     from ddpshim.model.transparent import unwrap as unwrap
-    from ddpshim.observe.profiling import profile as profile
+    from ddpshim.observe.recording import profile as profile
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
 
@@ -55,7 +55,7 @@ _HOMES = {
     "check_equal_steps": "model.guard",
     "make_loader": "data.loader",
     "scale_lr": "data.loader",
-    "profile": "observe.profiling",
+    "profile": "observe.recording",
     "wrap_parallel": "model.parallel",
     "Resumable": "checkpoint.resume",
     "record": "observe.recording",

@@ -193,12 +193,6 @@ class Options:
     logs: Optional[str] = _option(
         None, _or_none(_path()), "folder in which each rank's output and errors are written down, as rank_N.log"
     )
-    profile: bool = _option(
-        False,
-        _flag(),
-        "robomimic: count where the time goes, as `ddpshim.profile` does; summary.json beside config.json",
-    )
-
     record: bool = _option(
         True,
         _flag(),

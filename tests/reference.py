@@ -46,7 +46,7 @@ CHAPTERS = {
         "checkpoint.find_latest",
         "checkpoint.find_damage",
     ),
-    "Profile and records": ("profile", "observe.profiling.Profile", "record", "observe.recording.Recorder"),
+    "Profile and records": ("profile", "record", "observe.recording.Recorder"),
     "robomimic without an edit": ("auto.activate", "auto.deactivate", "auto.is_active", "auto.report"),
     "Errors": (
         "DdpShimError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import subprocess
 import sys
 import types
@@ -19,6 +20,8 @@ import ddpshim
 from ddpshim import options
 from ddpshim.errors import DataError, OptionsError
 from ddpshim.job import group
+from ddpshim.job.meter import PARTS
+from ddpshim.observe.report.run import load
 from ddpshim.options import Options
 from tests.equivalence import (
     Run,
@@ -34,7 +37,6 @@ from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
-PARTS = ["Data_Wait", "Compute", "Communication", "Optimizer", "Other"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def test_the_environment_is_read_where_none_is_given(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", ["true", "yes", "on", "1", " True ", "YES"])
 def test_words_for_true(text: str) -> None:
-    assert Options.read({}, {"DDPSHIM_PROFILE": text}).profile is True
+    assert Options.read({}, {"DDPSHIM_BACKGROUND_SAVE": text}).background_save is True
 
 
 @pytest.mark.parametrize("text", ["false", "no", "off", "0", "False"])
@@ -136,7 +138,7 @@ def test_fp16_is_refused_with_the_reason() -> None:
 
 
 def test_all_that_is_wrong_is_told_in_one_message() -> None:
-    section = {"backed": "gloo", "guard": 3, "profile": "yes"}
+    section = {"backed": "gloo", "guard": 3, "record": "yes"}
     environ = {"DDPSHIM_TIMEOUT_S": "soon", "DDPSHIM_GAURD": "0", "DDPSHIM_LAUNCHER": "none", "PATH": "/bin"}
     with pytest.raises(OptionsError) as caught:
         Options.read(section, environ, lr_rule="cubic", rollout="all")
@@ -450,22 +452,22 @@ def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_robomimics_config_file_may_have_our_section(robomimic_config: Any) -> None:
     import ddpshim.robomimic.calls as adapter
 
-    config = robomimic_config({"profile": True, "precision": "bf16"})
+    config = robomimic_config({"record": False, "precision": "bf16"})
     assert "ddpshim" not in config
     assert config.train.batch_size == 7
     with pytest.raises(RuntimeError, match="key 'nonsense' does not exist"), config.values_unlocked():
         config.update({"nonsense": 1})
     adapter.start(config, torch.device("cpu"))
-    assert ddpshim.world().options == Options(profile=True, precision="bf16")
+    assert ddpshim.world().options == Options(record=False, precision="bf16")
 
 
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({"profle": True}, "section ddpshim: no option 'profle'; did you mean profile?"),
+        ({"recrod": True}, "section ddpshim: no option 'recrod'; did you mean record?"),
         ({"accumulation_steps": 2}, "accumulation_steps=2 for robomimic"),
         ({"precision": "fp16"}, "fp16 needs a loss scaler"),
-        ("profile", "section ddpshim holds a str"),
+        ("record", "section ddpshim holds a str"),
     ],
 )
 def test_robomimic_is_refused_what_it_cannot_do(robomimic_config: Any, section: Any, text: str) -> None:
@@ -505,7 +507,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
     folder = tmp_path_factory.mktemp("options")
     tree = copy_release("0.3.0", releases)
     data = make_data(folder, num_demos=50)
-    two = {"per_rank_batch": True, "lr_rule": "sqrt", "profile": True, "metrics_every_n_epochs": 2}
+    two = {"per_rank_batch": True, "lr_rule": "sqrt", "metrics_every_n_epochs": 2}
     lr = "algo__optim_params__policy__learning_rate__initial"
     jobs = []
     for name, num_ranks, section, settings in (
@@ -558,20 +560,17 @@ def test_each_rank_has_a_log(runs: dict[str, Run]) -> None:
 
 @pytest.mark.launch
 @pytest.mark.robomimic
-def test_the_profile_of_a_training_adds_up_to_upstreams_own_times(runs: dict[str, Run]) -> None:
+def test_the_recorded_times_of_a_training_add_up_to_upstreams_own(runs: dict[str, Run]) -> None:
     run = runs["two"]
-    summary = json.loads(next(run.folder.glob("out/*/*/summary.json")).read_text())
-    assert [row["steps"] for row in summary["ranks"]] == [20, 20]
-    assert summary["options"]["lr_rule"] == "sqrt"
-    assert "ddpshim: where each rank's time went" in run.log
-    epoch = run.metrics()[1]  # a mean over the ranks, as upstream's times are then
-    parts = {key: epoch[f"Profile_{key}_Ms"] / 100 for key in PARTS}  # seconds in 10 steps
-    assert sum(parts.values()) == pytest.approx(60 * epoch["Time_Epoch"], rel=1e-3)
-    assert parts["Data_Wait"] == pytest.approx(60 * epoch["Time_Data_Loading"], rel=1e-3)
-    assert parts["Data_Wait"] == pytest.approx(10 * 50 / 1024, rel=1e-3), "a millisecond for each sample"
-    assert parts["Compute"] + parts["Communication"] + parts["Optimizer"] > 30 * epoch["Time_Train_Batch"]
-    assert min(parts["Communication"], parts["Optimizer"], parts["Compute"]) > 0
-    assert "Profile_Steps_Per_Second" not in runs["one"].metrics()[0]
+    rows = [load(run.folder / "out").epochs[1].training[rank].record for rank in (0, 1)]
+    assert [row["steps"] for row in rows] == [10, 10]
+    upstreams = run.metrics()[1]  # a mean over the ranks, in minutes
+    seconds = {part: statistics.mean(row["seconds"][part] for row in rows) for part in PARTS}
+    assert sum(seconds.values()) == pytest.approx(60 * upstreams["Time_Epoch"], rel=1e-3)
+    assert seconds["data_wait"] == pytest.approx(60 * upstreams["Time_Data_Loading"], rel=1e-3)
+    assert seconds["data_wait"] == pytest.approx(10 * 50 / 1024, rel=1e-3), "a millisecond for each sample"
+    assert seconds["compute"] + seconds["communication"] + seconds["optimizer"] > 30 * upstreams["Time_Train_Batch"]
+    assert min(seconds["communication"], seconds["optimizer"], seconds["compute"]) > 0
 
 
 @pytest.mark.launch

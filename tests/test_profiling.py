@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
-from ddpshim.checkpoint import files as checkpoint
-from ddpshim.job import meter
+from ddpshim.job import machine, meter
 from ddpshim.job.meter import PARTS, Meter
-from ddpshim.observe import profiling
 from tests.ranks import RankFailure, run_ranks
 
 TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -152,64 +149,43 @@ def _is_in_place() -> tuple[bool, bool, bool, bool]:
     return meter.running is not None, _BaseDataLoaderIter.__next__ is not TORCHS_NEXT, *hooks
 
 
-def test_nothing_is_in_place_unless_something_is_counted(tmp_path: Path) -> None:
+def test_nothing_is_in_place_unless_something_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert _is_in_place() == (False,) * 4
     with ddpshim.profile():
         assert _is_in_place() == (True,) * 4
     assert _is_in_place() == (False,) * 4
-    with pytest.raises(KeyError), ddpshim.profile(tmp_path / "summary.json"):
+    capsys.readouterr()
+    with pytest.raises(KeyError), ddpshim.profile() as ranks:
         raise KeyError
     assert _is_in_place() == (False,) * 4
-    assert list(tmp_path.iterdir()) == [], "a run that failed was summed up: its peers may be anywhere"
+    assert ranks == [], "a run that failed was summed up: its peers may be anywhere"
+    assert capsys.readouterr().err == ""
 
 
-def test_one_process_has_a_table_a_file_and_metrics(
-    clock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_one_process_has_a_table_of_time_and_memory(
+    clock: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(profiling, "_peak_memory_bytes", lambda device: 2_500_000_000)
-    counted = profiling.Profile(tmp_path / "summary.json")
-    with counted.measured():
+    monkeypatch.setattr(machine, "resident_bytes", lambda: (1_500_000_000, 2_500_000_000))
+    with ddpshim.profile() as ranks:
         for _ in DataLoader(_Samples(clock, 0.25)):
             clock.now += 0.75
-    log = counted.collect()
-    assert log == {
-        "Profile_Steps_Per_Second": 1.0,
-        "Profile_Data_Wait_Ms": 250.0,
-        "Profile_Data_Wait_Ms_Max": 250.0,
-        "Profile_Compute_Ms": 750.0,
-        "Profile_Compute_Ms_Max": 750.0,
-        **{f"Profile_{part}_Ms{end}": 0.0 for part in ("Communication", "Optimizer", "Other") for end in ("", "_Max")},
-        "Profile_Peak_Memory_GB_Max": 2.5,
-    }
-    counted.report()
-    _, titles, row = capsys.readouterr().err.splitlines()
-    assert titles.replace(" ", "") == "rankstepssteps/sdatawaitcomputecommunicationoptimizerotherpeakmemory"
-    assert " ".join(row.split()) == "0 4 1.0 250.00 ms 25% 750.00 ms 75% 0.00 ms 0% 0.00 ms 0% 0.00 ms 0% 2.50 GB"
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["world_size"] == 1
-    assert summary["options"]["profile"] is False
-    assert summary["ranks"] == [{**counted.ranks[0], "steps_per_s": 1.0}]
-    assert summary["ranks"][0]["wall_s"] == 4.0
-    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    memory = {"rss": 1_500_000_000, "peak_rss": 2_500_000_000}
+    assert ranks == [{"steps": 4, "seconds": _seconds(data_wait=1.0, compute=3.0), "memory": memory}]
+    said, titles, row, *memories = capsys.readouterr().err.splitlines()
+    assert said == "ddpshim: where the time of each rank went"
+    assert titles.replace(" ", "") == "rankstepssteps/smsastepdatawaitcomputeoptimizercommunicationother"
+    assert " ".join(row.split()) == "0 4 1.0 1000.00 25% 75% 0.0% 0.0% 0.0%"
+    assert [" ".join(line.split()) for line in memories] == [
+        "rank process, last epoch process, most",
+        "0 1.5 GB 2.5 GB",
+    ]
 
 
 def test_a_block_without_a_step_divides_by_nothing(clock: Any) -> None:
-    with ddpshim.profile() as counted:
+    with ddpshim.profile() as ranks:
         pass
-    assert "0.0" in counted.table()
-
-
-def test_the_summary_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = profiling.Profile(tmp_path / "summary.json")
-    with counted.measured():
-        pass
-    counted.collect()
-    before = (tmp_path / "summary.json").read_text()
-    monkeypatch.setattr(checkpoint.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(ddpshim.CheckpointError):
-        counted.collect()
-    assert (tmp_path / "summary.json").read_text() == before
-    assert len(list(tmp_path.iterdir())) == 1
+    assert ranks[0]["steps"] == 0
+    assert sum(ranks[0]["seconds"].values()) == 0.0
 
 
 # Ranks
@@ -236,7 +212,7 @@ def _profiled(folder: str, slow_rank: int, guilty: str) -> dict[str, Any]:
     one, two = (ddpshim.wrap_parallel(net) for net in nets)
     optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.01)
     start = time.perf_counter()
-    with ddpshim.profile(Path(folder) / "summary.json") as counted:
+    with ddpshim.profile() as ranks:
         for step, x in enumerate(ddpshim.make_loader(torch.randn(4 * NUM_STEPS, 4), batch_size=4)):
             if guilty == "compute":
                 _late(folder, step, here.rank == slow_rank)
@@ -246,7 +222,7 @@ def _profiled(folder: str, slow_rank: int, guilty: str) -> dict[str, Any]:
             if guilty == "collective":
                 _late(folder, step, here.rank == slow_rank)
                 here.mean(1.0)
-    return {"ranks": counted.ranks, "around": time.perf_counter() - start, "reductions": one.num_reductions}
+    return {"ranks": ranks, "around": time.perf_counter() - start, "reductions": one.num_reductions}
 
 
 @pytest.mark.ranks
@@ -255,29 +231,26 @@ def test_a_slow_rank_makes_the_other_wait_in_communication(guilty: str, tmp_path
     found = run_ranks(_profiled, 2, str(tmp_path), 1, guilty)
     assert found[0]["ranks"] == found[1]["ranks"]
     assert found[0]["reductions"] == NUM_STEPS
-    fast, slow = found[0]["ranks"]
+    fast, slow = (row["seconds"] for row in found[0]["ranks"])
     slept = SLOW_S * NUM_STEPS
-    assert fast["communication_s"] > slept / 2
-    assert fast["communication_s"] > slow["communication_s"]
-    assert slow["compute_s"] >= slept
-    assert slow["compute_s"] > fast["compute_s"]
+    assert fast["communication"] > slept / 2
+    assert fast["communication"] > slow["communication"]
+    assert slow["compute"] >= slept
+    assert slow["compute"] > fast["compute"]
     for row, one in zip(found[0]["ranks"], found):
         assert row["steps"] == NUM_STEPS
-        assert row["wall_s"] == pytest.approx(sum(row[f"{part}_s"] for part in PARTS))
-        assert row["wall_s"] < one["around"]
-        assert row["peak_memory_bytes"] > 50e6
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [row["rank"] for row in summary["ranks"]] == [0, 1]
-    assert summary["ranks"][0]["communication_s"] == fast["communication_s"]
+        assert tuple(row["seconds"]) == PARTS
+        assert sum(row["seconds"].values()) < one["around"]
+        assert row["memory"]["peak_rss"] > 50e6
 
 
-def _failing(folder: str) -> None:
-    with ddpshim.profile(Path(folder) / "summary.json"):
+def _failing() -> None:
+    with ddpshim.profile():
         if ddpshim.world().rank == 1:
             raise ValueError("on purpose")
 
 
 @pytest.mark.ranks
-def test_a_rank_that_fails_is_not_kept_from_it(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_not_kept_from_it() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:\n(.|\n)*ValueError: on purpose"):
-        run_ranks(_failing, 2, str(tmp_path))
+        run_ranks(_failing, 2)

@@ -20,6 +20,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job import failure, machine, records
 from ddpshim.job.group import World, on_cleanup, world
 from ddpshim.job.meter import Meter
+from ddpshim.job.say import say
 from ddpshim.observe import environment
 
 _PROGRESS_EVERY_S = 30.0
@@ -50,6 +51,32 @@ def record(folder: checkpoint.PathLike) -> Iterator[Recorder]:
         raise
     recorder.stop_counting()
     records.end("finished")
+
+
+@contextlib.contextmanager
+def profile() -> Iterator[list[records.Record]]:
+    """Print where the time of this block went, a row for each rank; write nothing.
+
+    Collective at the end, where the block did not raise. For the block around a training loop, with any of torch's
+    data loaders and optimizers, and networks of `wrap_parallel`; `Meter` says what counts to which part. Before and
+    after it nothing is counted, and nothing costs anything.
+
+    Yields a list that is empty in the block. After it, on every rank, it holds a mapping for each rank, in order, as
+    an epoch's record does: `steps` (batches), `seconds` of each part (they add up to those of the block), `memory` in
+    bytes.
+    """
+    here, ranks = world(), list[records.Record]()
+    meter = Meter(uses_events=here.backend == "nccl")
+    meter.start()
+    try:
+        yield ranks
+    finally:
+        meter.stop()
+    ranks += here.gather({**_counted_by(meter), "memory": _memory(here.device)})
+    if here.is_main:
+        from ddpshim.observe.report.tables import table_of_times
+
+        say(f"where the time of each rank went\n{table_of_times(ranks)}")
 
 
 class Recorder:
@@ -138,8 +165,7 @@ class Recorder:
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.stop()
-            seconds = {part: round(s, 6) for part, s in meter.seconds.items()}
-            self._counted = {"steps": meter.num_batches, "seconds": seconds}
+            self._counted = _counted_by(meter)
 
     def write_epoch(
         self,
@@ -174,12 +200,7 @@ class Recorder:
         self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
 
     def _memory(self) -> dict[str, Any]:
-        now, most = machine.resident_bytes()
-        memory: dict[str, Any] = {"rss": now, "peak_rss": most}
-        if self._device.type == "cuda":
-            memory["gpu_allocated"] = torch.cuda.max_memory_allocated(self._device)
-            memory["gpu_reserved"] = torch.cuda.max_memory_reserved(self._device)
-            memory["gpu_total"] = torch.cuda.get_device_properties(self._device).total_memory
+        memory = _memory(self._device)
         if self._gpu_use:
             memory["gpu_use"] = sum(self._gpu_use) / len(self._gpu_use)
             self._gpu_use.clear()
@@ -215,6 +236,21 @@ class _Curve:
         if len(self.means) == _MOST_POINTS:
             self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2])]
             self._width *= 2
+
+
+def _counted_by(meter: Meter) -> dict[str, Any]:
+    return {"steps": meter.num_batches, "seconds": {part: round(s, 6) for part, s in meter.seconds.items()}}
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    """Bytes of the process and of its GPU, now and at most."""
+    now, most = machine.resident_bytes()
+    memory: dict[str, Any] = {"rss": now, "peak_rss": most}
+    if device.type == "cuda":
+        memory["gpu_allocated"] = torch.cuda.max_memory_allocated(device)
+        memory["gpu_reserved"] = torch.cuda.max_memory_reserved(device)
+        memory["gpu_total"] = torch.cuda.get_device_properties(device).total_memory
+    return memory
 
 
 def _number(folder: checkpoint.PathLike) -> int:

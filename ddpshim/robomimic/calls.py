@@ -34,7 +34,6 @@ from ddpshim.job.rank_log import has_log, link_log
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average, broadcast_state
-from ddpshim.observe.profiling import Profile
 from ddpshim.observe.recording import Recorder, numbers
 from ddpshim.options import SECTION, Options
 from ddpshim.robomimic import rollout
@@ -51,7 +50,6 @@ class _Run:
     """What the calls of one training hand to each other."""
 
     section: Optional[Mapping[str, Any]] = None  # of the config file, for `start`
-    profile: Optional[Profile] = None
     recorder: Optional[Recorder] = None
     folder: Optional[Path] = None  # of its progress
     goes_on: bool = False  # in the directory of an earlier start
@@ -132,7 +130,6 @@ def join(device: torch.device) -> torch.device:
             "model. Use a smaller train.batch_size, or more ranks."
         )
     here = setup(device=None if device.type == "cuda" else device, options=options)
-    _run.profile = Profile() if options.profile else None
     return here.device if here.is_launched else device
 
 
@@ -162,8 +159,6 @@ def end_training() -> None:
     records.end("finished")
     if _run.training is not None:
         _run.training.finish()
-    if _run.profile is not None:
-        _run.profile.report()
 
 
 def failed(error: BaseException) -> None:
@@ -226,8 +221,6 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     directories, _run.goes_on = here.run_on_main(_get_exp_dir, config, options)
     parent = Path(directories[0]).parent  # where config.json will be
     _run.folder = parent / "resume"
-    if _run.profile is not None:
-        _run.profile.path = str(parent / "summary.json")
     _run.recorder = Recorder(parent) if here.is_launched and here.options.record else None
     link_log(directories[0])
     return directories
@@ -365,10 +358,10 @@ def run_epoch(
     Ranks meet here first, for as long as the main rank rolls out or saves. The order of samples depends on
     `epoch` alone, each rank's noise on `epoch` and the rank, so that a resumed run sees what the uninterrupted one
     would have seen. An epoch that was left in the middle is made complete, and so are its metrics. The options
-    `precision`, `metrics_every_n_epochs` and `profile` act here.
+    `precision` and `metrics_every_n_epochs` act here.
     """
     here, training, validates = world(), _run.training, options.get("validate", False)
-    profile, every = (None, 1) if validates else (_run.profile, here.options.metrics_every_n_epochs)
+    every = 1 if validates else here.options.metrics_every_n_epochs
     options.update(model=model, epoch=epoch, num_steps=num_steps)
     phase = "validation" if validates else "training"
     if here.is_launched:
@@ -378,7 +371,7 @@ def run_epoch(
         if isinstance(data_loader, Enterable):
             data_loader.set_epoch((epoch - 1) * math.ceil(total / len(data_loader)))
         here.barrier()
-    with here.autocast(), _measured(profile), _measured(_run.recorder):
+    with here.autocast(), contextlib.nullcontext() if _run.recorder is None else _run.recorder.measured():
         if training is None:
             log = _upstreams_epoch(data_loader=data_loader, **options)
         elif validates:
@@ -397,11 +390,7 @@ def run_epoch(
     if _run.recorder is not None:
         mean = None if log is own else log
         _run.recorder.write_epoch(epoch, phase, own, mean, batch_size=getattr(data_loader, "batch_size", None))
-    return log if profile is None else {**log, **profile.collect()}
-
-
-def _measured(counter: Union[Profile, Recorder, None]) -> Any:
-    return contextlib.nullcontext() if counter is None else counter.measured()
+    return log
 
 
 def _upstreams_epoch(**options: Any) -> dict[str, float]:

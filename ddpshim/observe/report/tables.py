@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ddpshim.job.records import Record
-from ddpshim.observe.report.run import PARTS, Run
+from ddpshim.observe.report.run import PARTS, Epoch, Row, Run, Start
 from ddpshim.observe.report.words import clock, duration, first_line, number, percent, shown, size
 from ddpshim.options import Options
 
@@ -48,6 +48,18 @@ def tables(run: Run) -> list[Table]:
     """All numbers of the report."""
     made = (_losses(run), _times(run), _memories(run), _starts(run), _guards(run), _checkpoints(run), _rollouts(run))
     return [table for table in (*made, _environment(run), _options(run)) if table.rows]
+
+
+def table_of_times(ranks: list[Record]) -> str:
+    """The tables of time and memory as plain text, from an epoch's record of each rank."""
+    rows = {rank: Row(1, record) for rank, record in enumerate(ranks)}
+    run = Run(Path(), [Start(1, {rank: [] for rank in rows})], [Epoch(1, rows)], 0)
+    lines = []
+    for table in (_times(run), _memories(run)):
+        widths = [max(map(len, column)) for column in zip(table.columns, *table.rows)]
+        for row in (table.columns, *table.rows) if table.rows else ():
+            lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    return "\n".join(lines)
 
 
 def _losses(run: Run) -> Table:
