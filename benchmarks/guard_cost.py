@@ -19,6 +19,7 @@ from torch import nn
 
 import ddpshim
 from benchmarks.results import Result, main, ratio
+from ddpshim.job.job import current
 from ddpshim.model import guard
 from tests.ranks import run_ranks
 
@@ -61,9 +62,11 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
     x = torch.randn(batch_size_per_rank, D_IN)
     arms = {"without": _Arm(guarded=False), "with": _Arm(guarded=True)}
 
+    watched = current().part(guard.Watched)
+
     def run(name: str) -> float:
         # The hooks are the process's, not the policy's.
-        (guard.watch_optimizers if name == "with" else guard._unwatch)()
+        (guard.watch_optimizers if name == "with" else watched.unwatch_optimizers)()
         return _time_ms(lambda: [arms[name].step(x) for _ in range(steps_per_round)]) / steps_per_round
 
     for name in arms:
@@ -74,7 +77,7 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
             ms[name].append(run(name))
 
     def hook() -> None:
-        guard._stepped.clear()  # as after a new backward pass: the longer way through it
+        watched.steps.clear()  # as after a new backward pass: the longer way through it
         guard._check_step(arms["with"].optimizer, (), {})
 
     def compare() -> None:

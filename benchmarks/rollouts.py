@@ -27,8 +27,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import ddpshim
 from benchmarks.results import Result, alternate, main, ratio
-from ddpshim.job import group
+from ddpshim.job.job import current
 from ddpshim.job.machine import num_cores
 from ddpshim.robomimic import rollout
 from tests.equivalence import DATA, source
@@ -98,7 +99,7 @@ def _measure(plans: list[_Plan]) -> list[dict[str, list[float]]]:
 
 
 def _measure_one(plan: _Plan, folder: str) -> dict[str, list[float]]:
-    here = group.world()
+    here = ddpshim.world()
     env = _sleeping() if plan.simulator == "sleeping" else _lift()
     options = {
         "policy": _policy(),
@@ -109,7 +110,7 @@ def _measure_one(plan: _Plan, folder: str) -> dict[str, list[float]]:
     }
 
     def evaluate(which: str) -> float:
-        group._state.world = replace(here, options=replace(here.options, rollouts=which))
+        current().world = replace(here, options=replace(here.options, rollouts=which))
         here.barrier()
         start = time.perf_counter()
         rollout.rollout_with_stats(epoch=1, **options)
@@ -119,7 +120,7 @@ def _measure_one(plan: _Plan, folder: str) -> dict[str, list[float]]:
     arms = {which: functools.partial(evaluate, which) for which in ("all", "main")}
     arms["all"]()
     found = alternate(arms, plan.num_rounds)
-    group._state.world = here
+    current().world = here
     return found
 
 

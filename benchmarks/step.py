@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
+from ddpshim.job.job import current
 from ddpshim.model import guard
 from tests.ranks import free_port, run_ranks
 
@@ -103,10 +104,7 @@ def available(arms: list[str]) -> list[str]:
 
 def switch_guards(are_on: bool) -> None:
     """Have optimizer steps checked, or not: the gradients of the other arms are reduced by no wrapper of ours."""
-    while guard._handles:
-        guard._handles.pop().remove()
-    if are_on:
-        guard.watch_optimizers()
+    (guard.watch_optimizers if are_on else current().part(guard.Watched).unwatch_optimizers)()
 
 
 def checksum(net: nn.Module) -> str:

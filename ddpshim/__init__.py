@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
     from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.job.failure import abort as abort
-    from ddpshim.job.group import World as World
     from ddpshim.job.group import cleanup as cleanup
     from ddpshim.job.group import setup as setup
     from ddpshim.job.group import split_random_streams as split_random_streams
     from ddpshim.job.group import world as world
     from ddpshim.job.random_streams import shared_random_streams as shared_random_streams
+    from ddpshim.job.world import World as World
     from ddpshim.model.accumulation import accumulate as accumulate
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # Loaded when first used: the patch command must answer without the seconds that importing torch takes.
 _HOMES = {
     "Options": "options",
-    "World": "job.group",
+    "World": "job.world",
     "abort": "job.failure",
     "accumulate": "model.accumulation",
     "cleanup": "job.group",

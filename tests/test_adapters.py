@@ -15,7 +15,7 @@ from ddpshim import adapters
 from ddpshim.data import fetching
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sampler import draws_by_weight
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from ddpshim.observe import environment
 
 

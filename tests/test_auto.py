@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ddpshim.errors import HookError
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from ddpshim.robomimic import stand_ins
 from ddpshim.robomimic.replay import Replay
 from ddpshim.trainers import swapping

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 import pytest
 import torch
 
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from tests.equivalence import copy_release, make_run_config
 from tests.preloaded import environment, kill_all_in, preloaded
 from tests.preloaded_commands import patience

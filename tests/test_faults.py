@@ -71,11 +71,7 @@ def test_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     store.set("failed/2", "1")  # it waited in vain as well
     monkeypatch.setattr(failure, "_TIMEOUTS_APART_S", 0.2)
-    failure.arm(0, store, 4)
-    try:
-        assert failure._silent_ranks() == [1, 3]
-    finally:
-        failure.disarm()
+    assert failure._silent_ranks(failure.Watched(0, 4, store, None)) == [1, 3]
 
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
-from ddpshim.job import failure, group, records, rendezvous
+from ddpshim.job import failure, records, rendezvous
+from ddpshim.job import job as jobs
 from ddpshim.job.devices import choose_backend
 from tests.preloaded import preloaded
 from tests.preloaded_commands import patience
@@ -47,7 +48,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, and a ddpshim that has made no world; the other tests' after the test."""
     for name in filter(LAUNCHER_VARIABLES.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
-    monkeypatch.setattr(group, "_state", group._State())
+    monkeypatch.setattr(jobs, "_current", jobs.Job())
     monkeypatch.setattr(rendezvous, "_state", rendezvous._State())
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     yield
@@ -146,7 +147,7 @@ def test_seed_is_given_late_but_not_after_the_split() -> None:
     torch.manual_seed(5)
     random.seed(5)
     assert drawn == (torch.rand(1).item(), random.random())
-    group._state.world, group._state.rng_is_split = World(launcher="torchrun"), True
+    jobs.current().world, jobs.current().is_split = World(launcher="torchrun"), True
     with pytest.raises(WorldError, match="every rank would draw the same noise"):
         setup(seed=6)
 
@@ -470,7 +471,7 @@ def _facts(*again: int) -> dict[str, Any]:
     assert here.sum(1) == here.world_size
     cleanup()
     assert dict(os.environ) == before
-    known = {name: value for name, value in vars(here).items() if name not in ("_control", "options")}
+    known = {name: value for name, value in vars(here).items() if name not in ("_job", "options")}
     return {**known, "device": str(here.device)}
 
 

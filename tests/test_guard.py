@@ -15,7 +15,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import SyncError
-from ddpshim.job import group
+from ddpshim.job.job import current
 from ddpshim.model import guard
 from tests.ranks import RankFailure, free_port, run_ranks
 
@@ -486,7 +486,7 @@ class _Patient:
 def _rank_ends_epochs(num_steps: list[list[int]], stays_away: int) -> list[str]:
     """For each epoch what check_equal_steps said, where each rank makes the passes that are its own."""
     here, said = ddpshim.world(), []
-    group._state.store = _Patient(group._state.store, stays_away)
+    current().store = _Patient(current().store, stays_away)
     nets = [ddpshim.wrap_parallel(_net()) for _ in num_steps[0]]
     for rank, passes in enumerate(num_steps):
         for net, number in zip(nets, passes):
@@ -567,12 +567,13 @@ def _rank_cleans_up() -> int:
     target = ddpshim.wrap_parallel(_net().requires_grad_(False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     _steps(net, optimizer, 1)
-    assert guard._companions == [target.module]
+    watched = current().part(guard.Watched)
+    assert watched.companions == [target.module]
     ddpshim.cleanup()
     with contextlib.suppress(SyncError):
         _by_hand(net)
         optimizer.step()
-    return len(guard._companions) + len(guard._stepped) + len(guard._handles)
+    return len(watched.steps) + len(vars(current())["_parts"]) + watched.sees_optimizers
 
 
 def test_cleanup_takes_the_guards_away() -> None:

@@ -128,6 +128,53 @@ def test_public_names() -> None:
     assert set(ddpshim.__all__) <= set(dir(ddpshim))
 
 
+# What a process keeps, and a job does not: `cleanup()` leaves it. All else is in `job.job.Job`.
+OF_THE_PROCESS = {
+    "checkpoint.files._writer": "the process that writes in the background serves later jobs, too",
+    "data.loader._with_workers": "torch's iterators, for as long as somebody holds them",
+    "data.mailbox._mailboxes": "shared memory, for as long as a loader holds it",
+    "data.mailbox._names": "two mailboxes of one process must not have one name",
+    "job.group._kept": "groups that torch before 2.8 cannot end",
+    "job.group._worlds": "how many there were: a store keeps the keys of the one before",
+    "job.job._current": "the job itself",
+    "job.meter.running": "a block of code that is measured",
+    "job.preemption._state": "signal handlers, which a job that is told to leave keeps to the end of the process",
+    "job.random_streams._shared": "a block of code that draws alike on all ranks",
+    "job.records._state": "an open file, in which the end of a run is noted after cleanup()",
+    "job.rendezvous._state": "the store of a launcher's address: its server must outlive its clients",
+    "model.seams._depth": "a backward pass",
+    "model.seams._waiting": "a backward pass",
+    "robomimic.batches._maps": "files in memory, of a data worker as well",
+    "robomimic.calls._run": "TODO",
+    "robomimic.datasets._asking": "a call of a function",
+    "robomimic.stand_ins._trainer": "the program's training, until it ends",
+    "trainers.dataparallel.convert._state": "the program's run",
+    "trainers.import_hook._state": "what Python's import finds",
+    "trainers.swapping._at_stand_aside": "functions of other packages that are replaced",
+    "trainers.swapping._running": "functions of other packages that are replaced",
+    "trainers.swapping._swapped": "functions of other packages that are replaced",
+}
+
+
+def _state(source: str) -> set[str]:
+    """The variables of a module that hold something which changes, or may be changed by a function."""
+    tree = ast.parse(source)
+    changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        is_made = isinstance(getattr(node, "value", None), (ast.Call, ast.List, ast.Dict, ast.Set))
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        # A constant is in capitals, a type begins with one.
+        changed |= {name for name in names if is_made and name.islower() and not name.startswith("__")}
+    return changed
+
+
+def test_a_job_is_one_object() -> None:
+    found = {f"{module}.{name}" for module, path in MODULES.items() for name in _state(path.read_text())}
+    assert found == set(OF_THE_PROCESS), "what a job keeps belongs to it: job.current().part(YourClass)"
+    assert _state("_seen = []\nA = []\ndef f():\n    global _n\n    _n = 1\n") == {"_seen", "_n"}
+
+
 EXAMPLES = [module for module, path in MODULES.items() if ">>> " in path.read_text()]
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from ddpshim.data import loader as loader_module
 from ddpshim.data.loader import ShardedLoader, make_loader, scale_lr
 from ddpshim.errors import DataError
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from ddpshim.options import Options
 from tests.ranks import run_ranks
 

@@ -22,7 +22,7 @@ from ddpshim.data import node_memory
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job import machine, say
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from ddpshim.robomimic import batches, datasets, known, node_cache
 from tests.ranks import RankFailure, _server, run_ranks
 

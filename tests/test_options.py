@@ -19,7 +19,7 @@ from torch import nn
 import ddpshim
 from ddpshim import options
 from ddpshim.errors import DataError, OptionsError
-from ddpshim.job import group
+from ddpshim.job.job import current
 from ddpshim.job.meter import PARTS
 from ddpshim.observe.report.run import load
 from ddpshim.options import Options
@@ -223,7 +223,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     ddpshim.cleanup()  # of a world that a test before has left
     yield
     ddpshim.cleanup()
-    group._state.left = None
+    current().left = None
 
 
 def test_the_world_holds_them(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_wrong_variable_stops_setup(alone: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("DDPSHIM_TIMEOUT_S", "soon")
     with pytest.raises(OptionsError, match="variable DDPSHIM_TIMEOUT_S: 'soon'"):
         ddpshim.setup()
-    assert group._state.world is None
+    assert current().world is None
 
 
 def test_bf16_computes_in_bf16_and_sees_weights_that_were_stepped_inside(alone: None) -> None:

@@ -18,8 +18,8 @@ from ddpshim.checkpoint import resume
 from ddpshim.checkpoint.resume import Resumable, find_progress
 from ddpshim.errors import CheckpointError
 from ddpshim.job import preemption
-from ddpshim.job.group import World
 from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.job.world import World
 from tests import equivalence
 from tests.equivalence import copy_release, source
 from tests.interruptions import interrupt
@@ -281,7 +281,7 @@ GROUP = """
 import multiprocessing, os, signal
 import ddpshim
 from ddpshim.job import preemption
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from tests.test_resume import NUMBERS
 
 preemption.listen()

@@ -10,7 +10,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from ddpshim.options import Options
 from ddpshim.robomimic import rollout
 from tests.equivalence import Run, copy_release, make_config, make_data, source, train

@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from ddpshim.job import group
+from ddpshim.job import job as jobs
+from ddpshim.job.job import current
 from ddpshim.model import guard
 from tests.ranks import free_port, run_ranks
 
@@ -146,7 +147,7 @@ def _rank_watches() -> list[int]:
         ddpshim.cleanup()
         ddpshim.setup(options=options, device="cpu", seed=3)
         ddpshim.wrap_parallel(nn.Linear(2, 2).requires_grad_(False))
-        found.append(len(guard._companions))
+        found.append(len(current().part(guard.Watched).companions))
     return found
 
 
@@ -155,9 +156,9 @@ def test_a_job_without_guards_leaves_them_nothing_to_compare() -> None:
 
 
 def test_counters_start_at_0_in_each_world_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_state", group._State())
+    monkeypatch.setattr(jobs, "_current", jobs.Job())
     for _ in range(2):
         here = ddpshim.setup(device="cpu")
         assert (here.count("saved"), here.count("saved", 1)) == (0, 1)
-        assert (group.next_number("a"), group.next_number("a"), group.next_number("b")) == (0, 1, 0)
+        assert tuple(map(current().next_number, "aab")) == (0, 1, 0)
         ddpshim.cleanup()

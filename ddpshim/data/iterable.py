@@ -10,8 +10,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpshim.data.sampler import EpochCounter, Split
 from ddpshim.errors import DataError
-from ddpshim.job.group import World, current_or_new_world
+from ddpshim.job.group import current_or_new_world
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
+from ddpshim.job.world import World
 
 
 def shard_iterable(

@@ -29,12 +29,18 @@ from ddpshim.data.sampler import (
 )
 from ddpshim.errors import DataError
 from ddpshim.job import preemption
-from ddpshim.job.group import World, current_or_new_world
+from ddpshim.job.group import current_or_new_world
 from ddpshim.job.group import world as current_world
+from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.say import count, say
+from ddpshim.job.world import World
 
-_announced: set[tuple[int, int]] = set()
+
+class _Said(set[tuple[int, int]]):
+    """The global batch sizes that were said in a job, with the number of ranks."""
+
+
 _with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
 
 
@@ -535,8 +541,8 @@ def _own_share(num_workers: int) -> Any:
 
 
 def _announce(world: World, global_batch_size: Optional[int]) -> None:
-    if not world.is_main or global_batch_size is None or (global_batch_size, world.world_size) in _announced:
+    if not world.is_main or global_batch_size is None or (global_batch_size, world.world_size) in current().part(_Said):
         return
-    _announced.add((global_batch_size, world.world_size))
+    current().part(_Said).add((global_batch_size, world.world_size))
     ranks = count(world.world_size, "rank")
     say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")

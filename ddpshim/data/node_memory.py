@@ -21,9 +21,9 @@ import torch
 
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job import failure, machine
-from ddpshim.job.group import World
 from ddpshim.job.group import world as current_world
 from ddpshim.job.say import size
+from ddpshim.job.world import World
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"

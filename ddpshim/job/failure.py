@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Callable, NoReturn, Optional, TypeVar
@@ -22,6 +23,7 @@ from typing import Any, Callable, NoReturn, Optional, TypeVar
 from packaging.version import Version
 
 from ddpshim.job import records
+from ddpshim.job.job import Job, current
 from ddpshim.job.peer_errors import is_late, lost_a_peer
 from ddpshim.job.say import ranks_called, say
 
@@ -33,31 +35,29 @@ _LAUNCHER_DEADLINE_S = 5.0
 _TIMEOUTS_APART_S = 3.0
 
 
-class _State:
-    """Who this rank is and whom it can ask, from `arm` on; both outlive the process group."""
+@dataclass
+class Watched:
+    """Who this rank is, and whom it can ask about a failure: from `arm` on, past the end of the process group."""
 
-    rank: int = 0
-    world_size: int = 1
-    store: Any = None
-    previous_hook: Any = None
+    rank: int
+    world_size: int
+    store: Any
+    previous_hook: Any  # of Python, for exceptions that nobody catches
     is_told_to_end: bool = False  # a SIGTERM came
-
-
-_state = _State()
 
 
 def arm(rank: int, store: Any, world_size: int = 1) -> None:
     """Have an exception that nobody catches end the job. `store`: the job's own key-value store. Local."""
-    _state.rank, _state.store, _state.world_size, _state.is_told_to_end = rank, store, world_size, False
-    if sys.excepthook is not _excepthook:
-        _state.previous_hook, sys.excepthook = sys.excepthook, _excepthook
+    job = current()
+    previous = job.watched.previous_hook if job.watched is not None else sys.excepthook
+    job.watched, sys.excepthook = Watched(rank, world_size, store, previous), _excepthook
 
 
-def disarm() -> None:
+def disarm(job: Job) -> None:
     """Leave exceptions to Python again. Local."""
-    if _state.previous_hook is not None and sys.excepthook is _excepthook:
-        sys.excepthook = _state.previous_hook
-    _state.previous_hook = _state.store = None
+    if job.watched is not None and sys.excepthook is _excepthook:
+        sys.excepthook = job.watched.previous_hook
+    job.watched = None
 
 
 def is_there(store: Any, key: str) -> bool:
@@ -84,8 +84,10 @@ def claim(store: Any, key: str, value: str) -> str:
 
 
 def rank() -> int:
-    """The rank that `arm` was told. Local."""
-    return _state.rank
+    """This process's. Local."""
+    job = current()
+    known = job.watched or job.world or job.left
+    return 0 if known is None else known.rank
 
 
 def first() -> Optional[int]:
@@ -97,16 +99,18 @@ def first() -> Optional[int]:
 
 def told_to_end() -> None:
     """Take note that a launcher ends this rank, for `abort` not to wait for that. Local; for signal handlers."""
-    _state.is_told_to_end = True
+    watched = current().watched
+    if watched is not None:
+        watched.is_told_to_end = True
 
 
 def on_the_way_out() -> bool:
     """Whether this rank is failing just now, for code in a `finally`; it then claims the failure. Local."""
     error = sys.exc_info()[1]
-    if _state.store is None or error is None or (isinstance(error, SystemExit) and not error.code):
+    if current().watched is None or error is None or (isinstance(error, SystemExit) and not error.code):
         return False
     # Now, because peers fail as soon as this rank's connections close, and would claim to be the first.
-    if _claim(error) == _state.rank and isinstance(error, SystemExit):
+    if _claim(error) == rank() and isinstance(error, SystemExit):
         _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
     return True
 
@@ -135,32 +139,33 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         # torch raises here when a data worker ends, and a launcher may have ended them with this rank.
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _ask_store(lambda store: store.set(f"failed/{_state.rank}", "1"))
-    rank, first = _state.rank, _claim(error)
+    me, watched = rank(), current().watched
+    _ask_store(lambda store: store.set(f"failed/{me}", "1"))
+    first = _claim(error)
     records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if told:
             os.kill(os.getpid(), signal.SIGTERM)
     stream = sys.__stderr__ or sys.stderr
-    if first == rank and lost_a_peer(error):
+    if first == me and lost_a_peer(error):
         # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.
-        say(f"rank {rank} lost a peer ({type(error).__name__})", directly=True)
-        if _state.is_told_to_end:
+        say(f"rank {me} lost a peer ({type(error).__name__})", directly=True)
+        if watched is not None and watched.is_told_to_end:
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
-    if first == rank and is_late(error):
-        silent = _silent_ranks()
+    if first == me and is_late(error):
+        silent = [] if watched is None else _silent_ranks(watched)
         who = ranks_called(silent) if silent else "no rank in particular"
-        say(f"{who} did not answer rank {rank} in time", directly=True)
-    if first == rank:
+        say(f"{who} did not answer rank {me} in time", directly=True)
+    if first == me:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        say(f"rank {rank} ({socket.gethostname()}) failed:\n{lines}", directly=True)
+        say(f"rank {me} ({socket.gethostname()}) failed:\n{lines}", directly=True)
         if isinstance(error, Exception):
             _record_for_torchrun(error)
     else:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        say(f"rank {rank} stops because rank {first} failed first ({said})", directly=True)
+        say(f"rank {me} stops because rank {first} failed first ({said})", directly=True)
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
         # the earliest second: not before the first has told its traceback and left.
         _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
@@ -171,7 +176,7 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     for out in (sys.stdout, sys.stderr, stream):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             out.flush()
-    if first == rank:
+    if first == me:
         _ask_store(lambda store: store.set("left", "1"))
     os._exit(exit_code)
 
@@ -180,30 +185,31 @@ def _claim(error: BaseException) -> int:
     """The rank that failed first: this one, unless another has said so in the store."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
-    claimed = _ask_store(lambda store: claim(store, "first_failure", str(_state.rank)))
+    claimed = _ask_store(lambda store: claim(store, "first_failure", str(rank())))
     if claimed is not None:
         return int(claimed)
     # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.
-    return 0 if _state.store is not None and lost_a_peer(error) else _state.rank
+    return 0 if current().watched is not None and lost_a_peer(error) else rank()
 
 
-def _silent_ranks() -> list[int]:
+def _silent_ranks(watched: Watched) -> list[int]:
     """The ranks that do not fail as well within a moment: those that wait together give up at about the same time."""
-    others = [rank for rank in range(_state.world_size) if rank != _state.rank]
+    others = [rank for rank in range(watched.world_size) if rank != watched.rank]
     end = time.monotonic() + _TIMEOUTS_APART_S
     while others and time.monotonic() < end:
-        others = [rank for rank in others if not is_there(_state.store, f"failed/{rank}")]
+        others = [rank for rank in others if not is_there(watched.store, f"failed/{rank}")]
         time.sleep(0.1)
     return others
 
 
 def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:
     """The store's answer, or None where it died with its host: nobody can be asked any more."""
-    if _state.store is None:
+    watched = current().watched
+    if watched is None:
         return None
     try:
-        _state.store.set_timeout(timedelta(seconds=_STORE_DEADLINE_S))
-        return ask(_state.store)
+        watched.store.set_timeout(timedelta(seconds=_STORE_DEADLINE_S))
+        return ask(watched.store)
     except (RuntimeError, ValueError):
         return None
 

@@ -5,6 +5,7 @@ A check that fails raises; nothing is repaired. The option `guard` (DDPSHIM_GUAR
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import weakref
 import zlib
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddpshim.errors import SyncError
 from ddpshim.job import records
 from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.job import current
 
 _OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -42,12 +44,27 @@ class Reduced(Protocol):
     def check_equality(self) -> None: ...
 
 
-# Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
-# wrapper keeps its parameters alive until it disowns them.
-_owners: dict[int, Reduced] = {}
-_num_changes = 1  # of _owners, so far
-_handles: list[Any] = []  # of the optimizer hooks, while they are registered
-_companions: list[nn.Module] = []  # not reduced, and to be equal all the same
+class Watched:
+    """What is watched in a job: `job.current().part(Watched)`."""
+
+    def __init__(self) -> None:
+        # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
+        # wrapper keeps its parameters alive until it disowns them.
+        self.owners: dict[int, Reduced] = {}
+        self.num_changes = 1  # of owners, so far
+        self.companions: list[nn.Module] = []  # not reduced, and to be equal all the same
+        self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+        self.hooks = contextlib.ExitStack()  # of optimizers, while they are registered
+        self.sees_optimizers = False
+
+    def unwatch_optimizers(self) -> None:
+        self.hooks.close()
+        self.sees_optimizers = False
+        self.steps.clear()
+
+
+def _watched() -> Watched:
+    return current().part(Watched)
 
 
 class _Steps:
@@ -61,45 +78,44 @@ class _Steps:
 
     def is_known(self, params: list[Any]) -> bool:
         """Whether its parameters, and who reduces them, are those of the step before; takes note where not."""
-        same = self._num_changes == _num_changes and len(params) == len(self._params)
+        watched = _watched()
+        same = self._num_changes == watched.num_changes and len(params) == len(self._params)
         if same and all(map(is_, params, self._params)):
             return True
-        self._params, self._num_changes = params, _num_changes
-        owners = list(map(_owners.get, map(id, params)))
+        self._params, self._num_changes = params, watched.num_changes
+        owners = list(map(watched.owners.get, map(id, params)))
         self.owner = owners[0] if owners and all(map(is_, owners, repeat(owners[0]))) else None
         return False
 
 
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
-
-
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
     """Take note that `wrapper` reduces these gradients. Local."""
-    global _num_changes
-    _num_changes += 1
-    _owners.update((id(p), wrapper) for p in parameters)
+    watched = _watched()
+    watched.num_changes += 1
+    watched.owners.update((id(p), wrapper) for p in parameters)
 
 
 def disown(parameters: Iterable[torch.Tensor]) -> None:
     """Forget who reduces these gradients. Local."""
-    global _num_changes
-    _num_changes += 1
+    watched = _watched()
+    watched.num_changes += 1
     for p in parameters:
-        _owners.pop(id(p), None)
+        watched.owners.pop(id(p), None)
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
     """Whether a wrapper reduces this parameter's gradient already. Local."""
-    return id(parameter) in _owners
+    return id(parameter) in _watched().owners
 
 
 def watch_optimizers() -> None:
     """Have every optimizer step in this process checked, until `cleanup()`. Local."""
-    if _handles:
-        return
-    _handles.append(register_optimizer_step_pre_hook(_check_step))
-    _handles.append(register_optimizer_step_post_hook(_check_closure))
-    on_cleanup(_unwatch)
+    watched = _watched()
+    if not watched.sees_optimizers:
+        watched.sees_optimizers = True
+        watched.hooks.callback(register_optimizer_step_pre_hook(_check_step).remove)
+        watched.hooks.callback(register_optimizer_step_post_hook(_check_closure).remove)
+        on_cleanup(watched.unwatch_optimizers)
 
 
 def also_watch(*modules: nn.Module) -> None:
@@ -107,9 +123,8 @@ def also_watch(*modules: nn.Module) -> None:
 
     Local, but every rank must name the same networks, in the same order, between the same backward passes.
     """
-    if not _companions:
-        on_cleanup(_companions.clear)
-    _companions.extend(module for module in modules if not any(module is there for there in _companions))
+    companions = _watched().companions
+    companions.extend(module for module in modules if not any(module is there for there in companions))
 
 
 def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLINE_S) -> None:
@@ -125,7 +140,7 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     here = world()
     if here.world_size == 1 or not here.options.guard:
         return
-    mine = sum(wrapped.num_reductions for wrapped in {id(w): w for w in _owners.values()}.values())
+    mine = sum(wrapped.num_reductions for wrapped in _wrappers())
     came = here.meet("steps", mine, deadline_s)
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in came.items())
     cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({_OPT_OUT})."
@@ -144,10 +159,8 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
         )
 
 
-def _unwatch() -> None:
-    while _handles:
-        _handles.pop().remove()
-    _stepped.clear()
+def _wrappers() -> list[Reduced]:
+    return list({id(wrapped): wrapped for wrapped in _watched().owners.values()}.values())
 
 
 class Equality:
@@ -252,8 +265,8 @@ class Equality:
         added = "the parameters added after wrap_parallel" + ("" if first is None else f" (here first: '{first}')")
         yield added, _checksum_of_all(now.items(), device)
         if self._is_first:
-            for number, module in enumerate(_companions):
-                seen = [(name, p) for name, p in module.named_parameters() if id(p) not in _owners]
+            for number, module in enumerate(_watched().companions):
+                seen = [(name, p) for name, p in module.named_parameters() if not is_owned(p)]
                 title = f"network {number} of those that are not trained ({type(module).__name__})"
                 yield title, _checksum_of_all(seen, device)
 
@@ -308,9 +321,10 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     # Every line that goes through all parameters does so in C: policies have hundreds, and this is in every step.
     params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
     gradients: list[Any] = list(map(attrgetter("grad"), params))
-    before = _stepped.get(optimizer)
+    stepped = _watched().steps
+    before = stepped.get(optimizer)
     if before is None:
-        before = _stepped[optimizer] = _Steps()
+        before = stepped[optimizer] = _Steps()
     for wrapped, mine in _by_owner(optimizer, before, params, gradients):
         _check_reduced(optimizer, wrapped)
         key, now = id(wrapped), wrapped.num_reductions
@@ -336,7 +350,7 @@ def _by_owner(
         return [(before.owner, gradients)]
     present = list(map(is_not, gradients, repeat(None)))
     params, gradients = list(compress(params, present)), list(compress(gradients, present))
-    owners = list(map(_owners.get, map(id, params)))
+    owners = list(map(_watched().owners.get, map(id, params)))
     for p in compress(params, map(is_, owners, repeat(None))):
         raise _alone(optimizer, p)
     distinct: Any = dict(zip(map(id, owners), owners)).values()
@@ -376,7 +390,7 @@ def _alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> SyncErr
 
 def _describe(parameter: torch.Tensor) -> str:
     """The parameter's name where a wrapped module knows it, else its shape."""
-    for wrapped in {id(w): w for w in _owners.values()}.values():
+    for wrapped in _wrappers():
         for name, other in wrapped.module.named_parameters():
             if other is parameter:
                 return f"'{name}' of {type(wrapped.module).__name__}"

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job.group import World, current_or_new_world, new_group, split_random_streams
+from ddpshim.job.group import current_or_new_world, new_group, split_random_streams
+from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.reducer import DistributedModule, broadcast_state, is_first
 from ddpshim.model.transparent import BareModule, Transparent

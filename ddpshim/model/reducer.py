@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpshim.errors import SyncError
 from ddpshim.job import meter
 from ddpshim.job.group import on_cleanup
+from ddpshim.job.job import current
 from ddpshim.job.say import say
 from ddpshim.model import guard, seams
 from ddpshim.model.transparent import Transparent
@@ -35,12 +36,19 @@ from ddpshim.model.transparent import Transparent
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
 _HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
 
-_wrapped: weakref.WeakSet[DistributedModule] = weakref.WeakSet()
+
+class _Wrapped(weakref.WeakSet["DistributedModule"]):
+    """The networks that are wrapped in a job."""
+
+    def unwrap_all(self) -> None:
+        for wrapped in list(self):
+            DistributedModule._detach(wrapped)
+        self.clear()
 
 
 def is_first() -> bool:
     """Whether no network is wrapped yet in this job. Local."""
-    return not _wrapped
+    return not current().part(_Wrapped)
 
 
 class _Pass:
@@ -169,7 +177,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
         homes = self._buffers_to_send.homes if sync_buffers else []
-        mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, not _wrapped, is_guarded)
+        mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, is_first(), is_guarded)
         if not homes:
             mine["_buffers_to_send"] = None
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
@@ -182,9 +190,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(tell))
         broadcast_state(module, process_group)
         guard.own(self, reduced)
-        if not _wrapped:
-            on_cleanup(_unwrap_all)
-        _wrapped.add(self)
+        if is_first():
+            on_cleanup(current().part(_Wrapped).unwrap_all)
+        current().part(_Wrapped).add(self)
 
     def _begin(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
         """Be torch's DDP, with its reducer."""
@@ -374,12 +382,6 @@ def _accumulator(parameter: torch.Tensor) -> Any:
     """The node of autograd that adds up the gradient of `parameter`."""
     with torch.enable_grad():
         return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
-def _unwrap_all() -> None:
-    for wrapped in list(_wrapped):
-        DistributedModule._detach(wrapped)
-    _wrapped.clear()
 
 
 def _names_of_owned(module: nn.Module) -> list[str]:

@@ -18,9 +18,10 @@ import torch
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job import failure, machine, records
-from ddpshim.job.group import World, on_cleanup, world
+from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.meter import Meter
 from ddpshim.job.say import say
+from ddpshim.job.world import World
 from ddpshim.observe import environment
 
 _PROGRESS_EVERY_S = 30.0

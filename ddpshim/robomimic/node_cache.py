@@ -17,7 +17,7 @@ import torch
 
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 from ddpshim.robomimic import known
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddpshim.job.group import World
+from ddpshim.job.world import World
 
 
 class Replay:

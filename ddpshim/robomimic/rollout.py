@@ -26,9 +26,11 @@ import torch
 
 from ddpshim.errors import RolloutError
 from ddpshim.job.failure import caused_by
-from ddpshim.job.group import World, next_number, world
+from ddpshim.job.group import world
+from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, seed_everything, shared_random_streams
 from ddpshim.job.say import say
+from ddpshim.job.world import World
 
 
 def plays_rollouts() -> bool:
@@ -196,7 +198,7 @@ class _Evaluation:
         here, num_episodes = self.here, self.num_episodes
         num_at_once = len(env) if _is_vector(env) else 1
         num_turns = math.ceil(num_episodes / num_at_once)
-        counter = f"rollouts/{next_number('rollouts')}"
+        counter = f"rollouts/{current().next_number('rollouts')}"
         print(
             f"rollout: env={name}, horizon={horizon}, use_goals={self.use_goals}, "
             f"num_episodes={num_episodes}, ranks={here.world_size}"

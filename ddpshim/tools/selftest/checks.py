@@ -21,9 +21,10 @@ from torch.utils.data import TensorDataset
 from ddpshim import checkpoint
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
-from ddpshim.job.group import World, cleanup, setup
+from ddpshim.job.group import cleanup, setup
 from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.random_streams import shared_random_streams
+from ddpshim.job.world import World
 from ddpshim.model.parallel import wrap_parallel
 
 _SEED = 1

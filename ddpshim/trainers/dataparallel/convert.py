@@ -24,10 +24,11 @@ from torch.utils import data as torch_data
 
 from ddpshim.data.loader import ShardedLoader, make_loader
 from ddpshim.errors import DataError, OptionsError, SyncError
-from ddpshim.job.group import World, cleanup, on_cleanup, setup, split_random_streams, world
+from ddpshim.job.group import cleanup, on_cleanup, setup, split_random_streams, world
 from ddpshim.job.random_streams import TwoStreams, derive_seed, seed_everything
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
+from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.trainers.dataparallel.one_writer import OneWriter

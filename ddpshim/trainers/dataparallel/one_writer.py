@@ -13,8 +13,8 @@ import torch
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.errors import SyncError
-from ddpshim.job.group import World
 from ddpshim.job.replaced import replaced
+from ddpshim.job.world import World
 
 _TICK_S = 0.05
 

@@ -1,0 +1,79 @@
+"""Holds all that is true of this process's job, and of nothing after it: `cleanup()` puts an empty one in its place.
+
+What outlives a job is the process's: see the list in tests/test_layout.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+if TYPE_CHECKING:
+    from ddpshim.job.failure import Watched
+    from ddpshim.job.world import World
+
+P = TypeVar("P")
+
+
+class Job:
+    """A job, from before `setup()` to `cleanup()`.
+
+    Attributes:
+        world: what `setup` made; None before.
+        left: the world of the job before this one: its rank is still true.
+        store: keys and values that all ranks of this world see, and no other world; None where nobody else is.
+        group: the default process group, where `setup` made it.
+        control: the CPU group of World's own collectives.
+        timeout: of training collectives, where `setup` made the group.
+        is_split: whether ranks have random streams of their own.
+        watched: what `failure.arm` has put in place.
+        at_end: what `end` calls, the last one first.
+    """
+
+    def __init__(self) -> None:
+        self.world: Optional[World] = None
+        self.left: Optional[World] = None
+        self.store: Any = None
+        self.group: Any = None
+        self.control: Any = None
+        self.timeout: Optional[timedelta] = None
+        self.is_split = False
+        self.watched: Optional[Watched] = None
+        self.at_end = contextlib.ExitStack()
+        self._numbers: dict[str, int] = {}
+        self._parts: dict[type, Any] = {}
+
+    def part(self, kind: type[P]) -> P:
+        """This job's one object of that class, made when it is first asked for: what a module keeps of a job. Local."""
+        made: Optional[P] = self._parts.get(kind)
+        if made is None:
+            made = self._parts[kind] = kind()
+        return made
+
+    def end(self) -> None:
+        """Call what is to be called at the end, all of it, and let go of what modules kept. Local."""
+        try:
+            self.at_end.close()
+        finally:
+            self._parts.clear()
+
+    def next_number(self, name: str) -> int:
+        """How often this was asked for `name` before: the same on ranks that ask equally often. Local."""
+        number = self._numbers[name] = self._numbers.get(name, -1) + 1
+        return number
+
+
+_current = Job()
+
+
+def current() -> Job:
+    """The job that this process is in, or would join. Local."""
+    return _current
+
+
+def begin_next() -> Job:
+    """Put an empty job in the place of the current one, which is returned. Local."""
+    global _current
+    ended, _current = _current, Job()
+    return ended

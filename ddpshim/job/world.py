@@ -1,0 +1,201 @@
+"""Describes this process's place in its job by a frozen `World`, which carries values between the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Callable, Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddpshim.errors import WorldError
+from ddpshim.job import failure, meter
+from ddpshim.job.job import Job
+from ddpshim.job.reduction import reduce, to_cpu
+from ddpshim.options import Options
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """What one process knows of its job. Get it from `setup()`, later from `ddpshim.world()`.
+
+    The collectives (`barrier`, `mean`, `sum`, `gather`, `broadcast`, `run_on_main`) must be reached by
+    every rank and carry Python values over a CPU group of their own, so numbers stay exact and
+    a rank may work alone for `side_timeout_s` (a rollout, a save) while its peers wait. In one process
+    they return at once.
+
+    Attributes:
+        rank: this process's number among all, 0 to `world_size` - 1.
+        local_rank: its number among those of its node, 0 to `local_world_size` - 1.
+        node_rank: the number of its node.
+        device: where it computes.
+        backend: torch's name of what carries gradients; None where there is no group.
+        launcher: what started the job, "none" in a plain `python train.py`.
+        seed: that of `setup`.
+        num_restarts: how often a launcher or scheduler has started this job before.
+        options: the `Options` of the run.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: Optional[str] = None
+    launcher: str = "none"
+    seed: Optional[int] = None
+    num_restarts: int = 0
+    options: Options = field(default_factory=Options, repr=False)
+    _job: Job = field(default_factory=Job, repr=False, compare=False)
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether a launcher or scheduler has started this job before (torchrun --max-restarts, SLURM's requeue)."""
+        return self.num_restarts > 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints, writes and decides: global rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher started this process, also as a world of one (torchrun --nproc_per_node=1)."""
+        return self.launcher != "none"
+
+    def autocast(self) -> Any:
+        """A context that computes in the precision of `options`, for forward and loss. Local.
+
+        Weights, gradients and optimizers stay float32. No cast of a weight is kept: an optimizer may step inside.
+        """
+        if self.options.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    def _peers(self) -> Any:
+        if self._job.control is None:
+            raise WorldError(
+                f"rank {self.rank} of {self.world_size} left its job with cleanup(); nobody answers a collective any "
+                "more. Call cleanup() last."
+            )
+        return self._job.control
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; patient enough for side work on one rank (collective)."""
+        if self.world_size > 1:
+            self.gather(None)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on every rank (collective). Values are pickled."""
+        if self.world_size == 1:
+            return [value]
+        out: list[Any] = [None] * self.world_size
+        with meter.counted("communication"):
+            dist.all_gather_object(out, value, group=self._peers())
+        return out
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """The value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
+
+        Raises WorldError where `src` is no rank of this world.
+        """
+        if not 0 <= src < self.world_size:
+            raise WorldError(
+                f"broadcast from src={src} in a world of {self.world_size}; nobody would send and every rank "
+                f"would wait. Use a rank from 0 to {self.world_size - 1}."
+            )
+        if self.world_size == 1:
+            return value
+        box: list[Any] = [value]
+        with meter.counted("communication"):
+            dist.broadcast_object_list(box, src=src, group=self._peers())
+        return box[0]  # type: ignore[no-any-return]
+
+    def sum(self, value: Any) -> Any:
+        """The sum over ranks (collective) of a number, a tensor, or a mapping of these.
+
+        Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64.
+        Raises WorldError where ranks hold different keys or shapes, or something that does not add.
+        """
+        return reduce(self.gather(to_cpu(value)), mean=False, like=value)
+
+    def mean(self, value: Any) -> Any:
+        """The mean over ranks (collective); see `sum`. A mean of integers is a float."""
+        return reduce(self.gather(to_cpu(value)), mean=True, like=value)
+
+    def count(self, name: str, by: int = 0) -> int:
+        """What all ranks have added to the counter `name` so far, `by` included. Local: waits for nobody.
+
+        Counters start at 0 in each world that `setup()` makes. For progress, and for news of a failure.
+        """
+        if self._job.store is None:
+            self._job.store = dist.HashStore()
+        return int(self._job.store.add(f"count/{name}", by))
+
+    def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
+        """Send whole numbers to every rank without waiting; the result, called, waits for those of all (collective).
+
+        It takes the seconds that it may wait, and raises RuntimeError when they have passed.
+        """
+        if self.world_size == 1:
+            return lambda deadline_s: [numbers]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
+        work = dist.all_gather(everyones, mine, group=self._peers(), async_op=True)
+
+        def result(deadline_s: float) -> list[list[int]]:
+            work.wait(timedelta(seconds=deadline_s))
+            return [numbers.tolist() for numbers in everyones]
+
+        return result
+
+    def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
+        """The values of the ranks that come here within the deadline, by rank. Never hangs (collective)."""
+        if self.world_size == 1:
+            return {0: value}
+        name = f"{name}/{self._job.next_number(f'meet/{name}')}"
+        self._job.store.set(f"meet/{name}/{self.rank}", pickle.dumps(value))
+        end, came = time.monotonic() + deadline_s, {self.rank: value}
+        for rank in set(range(self.world_size)) - {self.rank}:
+            key = f"meet/{name}/{rank}"
+            # A moment for each also after the end: one rank that stays away must not hide those that are here.
+            with contextlib.suppress(RuntimeError, ValueError):  # torch's DistStoreError, or what older versions raise
+                self._job.store.wait([key], timedelta(seconds=max(0.1, end - time.monotonic())))
+                came[rank] = pickle.loads(self._job.store.get(key))
+        return dict(sorted(came.items()))
+
+    def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """What `function` returns when only the main rank runs it, on every rank (collective).
+
+        An exception on the main rank is raised there as it is, and as WorldError everywhere else.
+        """
+        if self.world_size == 1:
+            return function(*args, **kwargs)
+        name = getattr(function, "__qualname__", repr(function))
+        error: Optional[BaseException] = None
+        result: Any = None
+        if self.is_main:
+            try:
+                result = function(*args, **kwargs)
+                pickle.dumps(result)
+            except BaseException as raised:
+                error = raised
+        message = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if message is not None:
+            raise failure.caused_by(
+                0,
+                WorldError(
+                    f"{name} failed on the main rank ({message}); rank {self.rank} would go on without its result. "
+                    "See the main rank's traceback."
+                ),
+            )
+        return self.broadcast(result)  # type: ignore[no-any-return]
