@@ -28,7 +28,6 @@ TRAINERS = (
     "robomimic.calls",
     "robomimic.datasets",
     "robomimic.rollout",
-    "robomimic.same_experiment",
     "robomimic.stand_ins",
 )  # these import the trainer's packages, or matplotlib, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
@@ -145,7 +144,6 @@ OF_THE_PROCESS = {
     "model.seams._depth": "a backward pass",
     "model.seams._waiting": "a backward pass",
     "robomimic.batches._maps": "files in memory, of a data worker as well",
-    "robomimic.calls._run": "TODO",
     "robomimic.datasets._asking": "a call of a function",
     "robomimic.stand_ins._trainer": "the program's training, until it ends",
     "trainers.dataparallel.convert._state": "the program's run",

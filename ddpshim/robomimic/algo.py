@@ -6,14 +6,12 @@ robomimic is imported inside the functions only.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from torch import nn
 
 from ddpshim.errors import CheckpointError
-from ddpshim.job.group import world
 
 
 def algos(model: Any) -> Iterator[Any]:
@@ -113,36 +111,3 @@ def flat(made: Any) -> list[Any]:
     if isinstance(made, (Mapping, list)):
         return [inner for value in values for inner in flat(value)]
     return [] if made is None else [made]
-
-
-class Metrics:
-    """The metrics of an epoch's steps, those from before a break included."""
-
-    def __init__(self, before: Mapping[str, tuple[float, int]]) -> None:
-        self._before = before  # mean over steps and ranks, and number of steps
-        self._now: dict[str, list[float]] = {}
-
-    @property
-    def are_of_two_starts(self) -> bool:
-        """Whether an earlier start made some of the steps."""
-        return bool(self._before)
-
-    def take(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Note what was said of one step, and return it. Local."""
-        for key, value in said.items():
-            self._now.setdefault(key, []).append(float(value))
-        return said
-
-    def joined(self) -> dict[str, tuple[float, int]]:
-        """Mean and number of steps so far of each metric (collective)."""
-        now = world().mean({key: math.fsum(values) / len(values) for key, values in self._now.items()})
-        out = dict(self._before)
-        for key, mean in now.items():
-            (mean_before, num_before), num_now = self._before.get(key, (0.0, 0)), len(self._now[key])
-            num = num_before + num_now
-            out[key] = ((mean_before * num_before + mean * num_now) / num, num)
-        return out
-
-    def means(self) -> dict[str, float]:
-        """The metrics of the whole epoch (collective)."""
-        return {key: mean for key, (mean, _) in self.joined().items()}

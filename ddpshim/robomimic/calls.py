@@ -7,14 +7,12 @@ functions only.
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import os
 import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional, TypeVar, Union
 
@@ -22,47 +20,40 @@ import torch
 from torch import nn
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
-from ddpshim.data.loader import Enterable, scale_lr
+from ddpshim.checkpoint.resume import find_progress
+from ddpshim.data.loader import scale_lr
 from ddpshim.errors import OptionsError
 from ddpshim.job import machine, preemption, records
 from ddpshim.job.failure import abort
 from ddpshim.job.group import cleanup, setup, split_random_streams, world
+from ddpshim.job.job import current
 from ddpshim.job.launch_env import read_launch_env
-from ddpshim.job.random_streams import derive_seed, seed_everything
-from ddpshim.job.rank_log import has_log, link_log
+from ddpshim.job.rank_log import has_log
+from ddpshim.job.replaced import replaced
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average, broadcast_state
-from ddpshim.observe.recording import Recorder, numbers
+from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION, Options
 from ddpshim.robomimic import rollout
-from ddpshim.robomimic.algo import AlgoState, Metrics, algos, flat, trained_together
+from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
-from ddpshim.robomimic.same_experiment import check_same_experiment
 from ddpshim.trainers import import_hook
+from ddpshim.trainers.session import session
 from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
 
 
 class _Run:
-    """What the calls of one training hand to each other."""
+    """What the calls of one job's training hand to each other, beside its session."""
 
     section: Optional[Mapping[str, Any]] = None  # of the config file, for `start`
-    recorder: Optional[Recorder] = None
-    folder: Optional[Path] = None  # of its progress
-    goes_on: bool = False  # in the directory of an earlier start
-    training: Optional[Resumable] = None
     state: Optional[AlgoState] = None
-    metrics: Optional[Metrics] = None
-    made: list[Any]  # loggers and files of the main rank
-
-    def __init__(self) -> None:
-        self.made = []
 
 
-_run = _Run()
+def _run() -> _Run:
+    return current().part(_Run)
 
 
 def quiet() -> None:
@@ -94,7 +85,7 @@ def keep_the_section() -> None:
 
     def update(config: Any, *args: Any, **kwargs: Any) -> None:
         given = dict(*args, **kwargs)
-        _run.section = given.pop(SECTION, _run.section)
+        _run().section = given.pop(SECTION, _run().section)
         Config.update(config, given)
 
     BaseConfig.update = update
@@ -121,7 +112,7 @@ def start(config: Any, device: torch.device) -> torch.device:
 
 def join(device: torch.device) -> torch.device:
     """The device of this rank, in place of `device`; joins the job (collective). The first half of `start`."""
-    section, _run.section = _run.section, None
+    section, _run().section = _run().section, None
     options = Options.read(section)
     if options.accumulation_steps > 1:
         raise OptionsError(
@@ -138,11 +129,10 @@ def begin(config: Any) -> None:
     here = world()
     if not here.is_launched:
         return
-    check_same_experiment(config)
+    session().begin(config, "robomimic", config.train.seed, first_epoch=1)
     if here.is_main:
         # Before the ranks load their data: afterwards it would be too late.
         advise_on_cache(config, here.local_world_size)
-    setup(seed=config.train.seed)
 
 
 def finish() -> None:
@@ -153,12 +143,7 @@ def finish() -> None:
 
 def end_training() -> None:
     """Take note that training is over: the main rank may be saving still, so all wait (collective)."""
-    preemption.heard()  # nothing is left to save: the main rank may take its time
-    checkpoint.flush()
-    world().barrier()
-    records.end("finished")
-    if _run.training is not None:
-        _run.training.finish()
+    session().end()
 
 
 def failed(error: BaseException) -> None:
@@ -189,20 +174,10 @@ def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
-        remember(made)
+        session().remember(made)
         return made
 
     return remembering
-
-
-def remember(logger: Any) -> None:
-    """Keep what `logger` has recorded with the progress, and close it before a signal ends the run. Local."""
-    _run.made.append(logger)
-
-
-def progress() -> dict[str, Any]:
-    """What is kept with the progress of the training beside the algorithm; empty where none is kept. Local."""
-    return {} if _run.training is None else _run.training.values
 
 
 def main_computes(compute: Callable[..., T], otherwise: T) -> Callable[..., T]:
@@ -218,11 +193,8 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     gets each rank's log, where `python -m ddpshim run` keeps one.
     """
     here = world()
-    directories, _run.goes_on = here.run_on_main(_get_exp_dir, config, options)
-    parent = Path(directories[0]).parent  # where config.json will be
-    _run.folder = parent / "resume"
-    _run.recorder = Recorder(parent) if here.is_launched and here.options.record else None
-    link_log(directories[0])
+    directories, session().goes_on = here.run_on_main(_get_exp_dir, config, options)
+    session().open(Path(directories[0]).parent, logs=directories[0])  # where config.json will be
     return directories
 
 
@@ -258,49 +230,15 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
 
 def has_checkpoint(resume: bool, *paths: str) -> bool:
     """Upstream's `resume`, but not for a run that was left before its first checkpoint (collective)."""
-    if not (resume and _run.goes_on):
+    if not (resume and session().goes_on):
         return resume
     return world().run_on_main(lambda: any(os.path.exists(path) for path in paths))
 
 
 def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
-    """(epoch to start with, *best_so_far) of the progress that an earlier start left, else as given (collective).
-
-    From here on SIGTERM and SIGUSR1 have the ranks save and leave with exit code 75, and progress is saved now and
-    then (`ddpshim.Resumable`). Nothing without a launcher, or with the option resume=never.
-    """
-    here = world()
-    if not here.is_launched or _run.folder is None or here.options.resume == "never":
-        return (start_epoch, *best_so_far)
-    _run.state = AlgoState(model)
-    objects: dict[str, Stateful] = {"algo": _run.state, "loggers": _Loggers()}
-    training = Resumable(_run.folder, objects, before_save=_join_metrics, before_exit=_close_loggers)
-    _run.training = training
-    training.epoch = start_epoch - 1
-    if _run.goes_on and training.restore(later_than=(start_epoch - 1, 0)):
-        return (training.epoch + 1, *training.values["best so far"])
-    return (start_epoch, *best_so_far)
-
-
-def _join_metrics() -> None:
-    assert _run.training is not None
-    _run.training.values["metrics"] = {} if _run.metrics is None else _run.metrics.joined()
-
-
-def _close_loggers() -> None:
-    for made in _run.made:
-        made.close()
-
-
-class _Loggers:
-    """What robomimic's DataLogger has recorded so far: it logs the mean and the maximum over all rollouts."""
-
-    def state_dict(self) -> list[Any]:
-        return [made._data for made in _run.made if hasattr(made, "_data")]
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        for made, data in zip([made for made in _run.made if hasattr(made, "_data")], state):
-            made._data = data
+    """`Session.resume` for all of an Algo that training changes (collective)."""
+    state = _run().state = AlgoState(model)
+    return session().resume({"algo": state}, start_epoch, *best_so_far)
 
 
 def mean_over_ranks(statistic: torch.Tensor) -> torch.Tensor:
@@ -353,113 +291,30 @@ def run_epoch(
     best_so_far: tuple[Any, ...] = (),
     **options: Any,
 ) -> dict[str, float]:
-    """Upstream's run_epoch, its metrics averaged over the ranks (collective).
-
-    Ranks meet here first, for as long as the main rank rolls out or saves. The order of samples depends on
-    `epoch` alone, each rank's noise on `epoch` and the rank, so that a resumed run sees what the uninterrupted one
-    would have seen. An epoch that was left in the middle is made complete, and so are its metrics. The options
-    `precision` and `metrics_every_n_epochs` act here.
-    """
-    here, training, validates = world(), _run.training, options.get("validate", False)
-    every = 1 if validates else here.options.metrics_every_n_epochs
-    options.update(model=model, epoch=epoch, num_steps=num_steps)
-    phase = "validation" if validates else "training"
-    if here.is_launched:
-        total = options["num_steps"] = len(data_loader) if num_steps is None else num_steps
-        seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
-        _restore_counters(model, epoch, total)
-        if isinstance(data_loader, Enterable):
-            data_loader.set_epoch((epoch - 1) * math.ceil(total / len(data_loader)))
-        here.barrier()
-    with here.autocast(), contextlib.nullcontext() if _run.recorder is None else _run.recorder.measured():
-        if training is None:
-            log = _upstreams_epoch(data_loader=data_loader, **options)
-        elif validates:
-            batches = _Batches(data_loader, lambda: _with_looks(data_loader, training))
-            log = _upstreams_epoch(data_loader=batches, **options)
-        else:
-            log = _run_what_is_left(training, data_loader, copy.deepcopy(best_so_far), options)
-    own = log
-    if not validates:
-        guard.check_equal_steps(f"epoch {epoch}")
-    # Ranks decide by the metrics of validation which checkpoint is the best: those are always averaged.
-    if here.world_size > 1 and every and epoch % every == 0:
-        log = {key: float(value) for key, value in here.mean(log).items()}
-    if _run.metrics is not None and _run.metrics.are_of_two_starts and not validates:
-        log = {**log, **_run.metrics.means()}
-    if _run.recorder is not None:
-        mean = None if log is own else log
-        _run.recorder.write_epoch(epoch, phase, own, mean, batch_size=getattr(data_loader, "batch_size", None))
-    return log
-
-
-def _upstreams_epoch(**options: Any) -> dict[str, float]:
+    """Upstream's run_epoch between `Session.begin_epoch` and `Session.end_epoch` (collective)."""
     import robomimic.utils.train_utils as TrainUtils
 
-    ran = TrainUtils.run_epoch(**options)
-    log: dict[str, float] = ran[0] if isinstance(ran, tuple) else ran  # DROID's returns its iterator as well
-    return log
-
-
-def _run_what_is_left(
-    training: Resumable, data_loader: Any, best_so_far: tuple[Any, ...], options: dict[str, Any]
-) -> dict[str, float]:
-    """Upstream's run_epoch over the steps that an earlier start has left, or all; progress is saved from here."""
-    assert _run.state is not None
-    model, epoch, total = options["model"], options["epoch"] - 1, options["num_steps"]
-    start = training.step if training.epoch == epoch else 0
-    training.values["best so far"] = best_so_far
-    metrics = _run.metrics = Metrics(training.values.get("metrics", {}) if start else {})
-    _run.state.release()
+    training, state, validates = session(), _run().state, options.get("validate", False)
+    batches, left = training.begin_epoch(data_loader, epoch, num_steps, validates=validates, best_so_far=best_so_far)
+    trains = training.progress is not None and not validates
+    if world().is_launched:
+        _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
+    if trains and state is not None:
+        state.release()
     log_info = model.log_info
-
-    if _run.recorder is not None:
-        _run.recorder.first_step = start
-
-    def taken(info: Any) -> dict[str, Any]:
-        said = metrics.take(log_info(info))
-        if _run.recorder is not None:
-            _run.recorder.step_of(said)
-        return said
-
-    model.log_info = taken
-    try:
-        steps = _Batches(data_loader, lambda: training.steps(data_loader, epoch, total))
-        log = _upstreams_epoch(data_loader=steps, **{**options, "num_steps": total - start})
-    finally:
-        del model.log_info
-    training.end_epoch(total)
-    _run.state.hold()
+    noting = replaced(model, "log_info", lambda info: training.note_step(log_info(info)))
+    with world().autocast(), noting if trains else contextlib.nullcontext():
+        ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
+    log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
+    if trains and state is not None:
+        state.hold()
     return log
-
-
-class _Batches:
-    """What upstream iterates in place of its loader, and sees as its loader."""
-
-    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
-        self._loader, self._begin = loader, begin
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._begin()
-
-
-def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
-    """The batches of `loader`, between which ranks may leave."""
-    for batch in loader:
-        training.look()
-        yield batch
 
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
     """Upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`), until a signal ends it (collective)."""
     start = time.perf_counter()
-    training = _run.training
+    training = session().progress
     more: dict[str, Any] = {}
     if training is not None:
         more["is_told_to_end"] = lambda: preemption.asked() is not None

@@ -30,6 +30,7 @@ from ddpshim.robomimic import calls as robomimic
 from ddpshim.robomimic import datasets, rollout
 from ddpshim.robomimic.datasets import divided
 from ddpshim.robomimic.replay import Replay
+from ddpshim.trainers.session import session
 from ddpshim.trainers.swapping import refuse_unknown, stand_aside, swap, swap_back
 
 ALGORITHMS = "robomimic.algo."
@@ -208,7 +209,7 @@ def _make_logger(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     original(**options)
     if _trainer.has_joined:
         _trainer.loggers.append(self)
-        robomimic.remember(self)
+        session().remember(self)
 
 
 def _record(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -287,14 +288,14 @@ def _run_epoch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return replay.answer("validation", lambda: robomimic.run_epoch(**options))
     if not _trainer.has_resumed:
         _trainer.has_resumed = True
-        live_from, values = robomimic.resume(model, epoch)[0], robomimic.progress()
+        live_from, values = robomimic.resume(model, epoch)[0], session().values
         replay.go_on(values.get("told", {}), live_from)
     told = replay.begin_epoch(epoch)
     if replay.is_past and _trainer.screen is None:
         _trainer.screen, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - until _live_again
     if not replay.is_past:
         _live_again()
-        robomimic.progress()["told"] = told
+        session().values["told"] = told
     _trainer.is_in_epoch = True
     try:
         log = replay.answer("training", lambda: robomimic.run_epoch(**options))

@@ -1,7 +1,4 @@
-"""Compares the config, the code files and the version of torch between ranks.
-
-robomimic is imported inside the functions only.
-"""
+"""Compares the config, the code files and the version of torch between ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +14,12 @@ from ddpshim.errors import WorldError
 from ddpshim.job.group import world
 
 
-def check_same_experiment(config: Any) -> None:
-    """Raise WorldError, on all ranks, where a value of the config or a file of the code is not the main rank's."""
-    here, settings, code = world(), _flattened(config), _code()
+def check_same_experiment(config: Mapping[str, Any], package: str) -> None:
+    """Raise WorldError, on all ranks, where a value of `config` or a file of the code is not the main rank's.
+
+    Collective. The code is what is imported of `package` and of ddpshim.
+    """
+    here, settings, code = world(), _flattened(config), _code(package)
     mains, mains_code = here.broadcast((settings, code))
     # Of the code what both have imported: a rank may need less.
     pairs = [(name, mains.get(name, "absent"), settings.get(name, "absent")) for name in {**mains, **settings}]
@@ -44,14 +44,12 @@ def _flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flattened
 
 
-def _code() -> dict[str, str]:
-    """A digest of each imported file of robomimic and of ddpshim, by its name, and the version of torch."""
-    import robomimic
-
-    roots = [Path(folder).resolve() for folder in (robomimic.__path__[0], Path(__file__).parents[1])]
+def _code(package: str) -> dict[str, str]:
+    """A digest of each imported file of `package` and of ddpshim, by its name, and the version of torch."""
+    roots = [Path(sys.modules[name].__path__[0]).resolve() for name in (package, "ddpshim")]
     imported = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
     # Thousands of files: to resolve and compare them all would take every start half a second.
-    files = {Path(path).resolve() for path in imported if "robomimic" in path or "ddpshim" in path}
+    files = {Path(path).resolve() for path in imported if package in path or "ddpshim" in path}
     digests = {
         str(file.relative_to(root.parent)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for root in roots

@@ -1,0 +1,276 @@
+"""Does what every trainer needs between its own lines on several ranks; an adapter or a patch set calls it.
+
+Same config and code on all ranks, each epoch's noise, equal numbers of steps, averaged metrics, records, and progress
+from which a later start goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint.resume import Resumable, Stateful
+from ddpshim.data.loader import Enterable
+from ddpshim.job import preemption, records
+from ddpshim.job.group import on_cleanup, setup, world
+from ddpshim.job.job import current
+from ddpshim.job.random_streams import derive_seed, seed_everything
+from ddpshim.job.rank_log import link_log
+from ddpshim.model import guard
+from ddpshim.observe.recording import Recorder
+from ddpshim.trainers.same_experiment import check_same_experiment
+
+
+def session() -> Session:
+    """The training of the job that this process is in, or would join. Local."""
+    return current().part(Session)
+
+
+class Session:
+    """One training, from `begin` to `end`. Without a launcher it changes nothing of what the trainer does.
+
+    Attributes:
+        first_epoch: the trainer's number of its first epoch.
+        goes_on: whether the folder is that of an earlier start.
+        progress: what keeps the place in the training; None where none is kept.
+        recorder: what writes the records; None without.
+    """
+
+    def __init__(self) -> None:
+        self.first_epoch = 0
+        self.goes_on = False
+        self.progress: Optional[Resumable] = None
+        self.recorder: Optional[Recorder] = None
+        self._folder: Optional[Path] = None  # of the progress
+        self._loggers: list[Any] = []
+        self._metrics = _Metrics({})
+        self._epoch = _Epoch(0, "training", None, None)
+
+    def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
+        """Compare the config and the code between ranks, then seed this one (collective, once, before networks).
+
+        Args:
+            config: of the run, with mappings inside; every value is compared.
+            package: the trainer's; what is imported of it is compared.
+            seed: of all ranks, for networks and the order of samples.
+            first_epoch: the trainer's number of its first epoch.
+
+        Raises WorldError, on all ranks, where a value of the config or a file of the code is not the main rank's.
+        """
+        self.first_epoch = first_epoch
+        if world().is_launched:
+            check_same_experiment(config, package)
+            setup(seed=seed)
+
+    def open(self, folder: checkpoint.PathLike, logs: Optional[checkpoint.PathLike] = None) -> None:
+        """Keep records and progress in the existing `folder`, and links to the ranks' logs in `logs` (collective)."""
+        here = world()
+        self._folder = Path(folder, "resume")
+        if here.is_launched and here.options.record:
+            self.recorder = Recorder(folder)
+            on_cleanup(self.recorder.stop_counting)  # of an epoch that raised
+        link_log(os.fspath(logs or folder))
+
+    def remember(self, logger: Any) -> None:
+        """Close `logger` before a signal ends the run, and keep with the progress what it has in `_data`. Local."""
+        self._loggers.append(logger)
+
+    def resume(self, objects: Mapping[str, Stateful], start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
+        """(epoch to start with, *best_so_far) of the progress that an earlier start left, else as given (collective).
+
+        From here on SIGTERM and SIGUSR1 have the ranks save and leave with exit code 75, and progress is saved now and
+        then (`ddpshim.Resumable`). Nothing without a launcher, or with the option resume=never.
+        """
+        here = world()
+        if not here.is_launched or self._folder is None or here.options.resume == "never":
+            return (start_epoch, *best_so_far)
+        kept = {**objects, "loggers": _Loggers(self._loggers)}
+        training = Resumable(self._folder, kept, before_save=self._join_metrics, before_exit=self._close_loggers)
+        self.progress, training.epoch = training, start_epoch - self.first_epoch
+        if self.goes_on and training.restore(later_than=(training.epoch, 0)):
+            return (training.epoch + self.first_epoch, *training.values["best so far"])
+        return (start_epoch, *best_so_far)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What is kept with the progress beside the objects; the trainer may write to it. Empty where none is kept."""
+        return {} if self.progress is None else self.progress.values
+
+    def begin_epoch(
+        self,
+        loader: Any,
+        epoch: int,
+        num_steps: Optional[int] = None,
+        *,
+        validates: bool = False,
+        best_so_far: tuple[Any, ...] = (),
+    ) -> tuple[Any, Optional[int]]:
+        """What to iterate in place of `loader`, and how many of its `num_steps` steps are left (collective).
+
+        Ranks meet here, for as long as the main rank rolls out or saves. The order of samples depends on `epoch`,
+        each rank's noise on `epoch` and the rank: a resumed run sees what the uninterrupted one would have seen.
+        An epoch that was left in the middle is made complete, and so are its metrics.
+
+        Args:
+            validates: this is a pass over data that are not trained on; ranks may leave between its batches.
+            best_so_far: kept with the progress for `resume`.
+        """
+        here, training = world(), self.progress
+        phase = "validation" if validates else "training"
+        batches: Any = loader
+        if here.is_launched:
+            num_steps = len(loader) if num_steps is None else num_steps
+            seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
+            if isinstance(loader, Enterable):
+                loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))
+            here.barrier()
+        self._epoch = _Epoch(epoch, phase, num_steps, getattr(loader, "batch_size", None))
+        if self.recorder is not None:
+            self.recorder.start_counting()
+        if training is not None and validates:
+            batches = _Batches(loader, lambda: _with_looks(loader, training))
+        elif training is not None:
+            number = epoch - self.first_epoch
+            start = training.step if training.epoch == number else 0
+            training.values["best so far"] = copy.deepcopy(best_so_far)
+            self._metrics = _Metrics(training.values.get("metrics", {}) if start else {})
+            if self.recorder is not None:
+                self.recorder.first_step = start
+            total = num_steps or 0  # a launched one has a number
+            batches, num_steps = _Batches(loader, lambda: training.steps(loader, number, total)), total - start
+        return batches, num_steps
+
+    def note_step(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Take note of the metrics of a step of training, and return them. Local."""
+        if self.progress is not None:
+            self._metrics.take(metrics)
+            if self.recorder is not None:
+                self.recorder.step_of(metrics)
+        return metrics
+
+    def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
+        """The metrics of the epoch in `log`, averaged over the ranks where it is time to (collective).
+
+        Those of training as often as the option `metrics_every_n_epochs` says; of validation always, as ranks decide by
+        them which checkpoint is the best. Raises SyncError where ranks made different numbers of steps.
+        """
+        here, epoch, own = world(), self._epoch, log
+        trains = epoch.phase == "training"
+        if self.recorder is not None:
+            self.recorder.stop_counting()
+        if trains:
+            if self.progress is not None and epoch.num_steps is not None:
+                self.progress.end_epoch(epoch.num_steps)
+            guard.check_equal_steps(f"epoch {epoch.number}")
+        every = here.options.metrics_every_n_epochs if trains else 1
+        if here.world_size > 1 and every and epoch.number % every == 0:
+            log = {key: float(value) for key, value in here.mean(log).items()}
+        if trains and self._metrics.are_of_two_starts:
+            log = {**log, **self._metrics.means()}
+        if self.recorder is not None:
+            mean = None if log is own else log
+            self.recorder.write_epoch(epoch.number, epoch.phase, own, mean, batch_size=epoch.batch_size)
+        return log
+
+    def end(self) -> None:
+        """Take note that training is over: the main rank may be saving still, so all wait (collective)."""
+        preemption.heard()  # nothing is left to save: the main rank may take its time
+        checkpoint.flush()
+        world().barrier()
+        records.end("finished")
+        if self.progress is not None:
+            self.progress.finish()
+
+    def _join_metrics(self) -> None:
+        assert self.progress is not None
+        self.progress.values["metrics"] = self._metrics.joined()
+
+    def _close_loggers(self) -> None:
+        for logger in self._loggers:
+            logger.close()
+
+
+class _Epoch(NamedTuple):
+    """A pass over data that goes on: the trainer's number of it, and what it began with."""
+
+    number: int
+    phase: str
+    num_steps: Optional[int]
+    batch_size: Optional[int]
+
+
+class _Loggers:
+    """What loggers have recorded so far: robomimic's logs the mean and the maximum over all rollouts."""
+
+    def __init__(self, loggers: list[Any]) -> None:
+        self._loggers = loggers
+
+    def _recording(self) -> list[Any]:
+        return [logger for logger in self._loggers if hasattr(logger, "_data")]
+
+    def state_dict(self) -> list[Any]:
+        return [logger._data for logger in self._recording()]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        for logger, data in zip(self._recording(), state):
+            logger._data = data
+
+
+class _Batches:
+    """What a trainer iterates in place of its loader, and sees as its loader."""
+
+    def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
+
+
+def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
+    """The batches of `loader`, between which ranks may leave."""
+    for batch in loader:
+        training.look()
+        yield batch
+
+
+class _Metrics:
+    """The metrics of an epoch's steps, those from before a break included."""
+
+    def __init__(self, before: Mapping[str, tuple[float, int]]) -> None:
+        self._before = before  # mean over steps and ranks, and number of steps
+        self._now: dict[str, list[float]] = {}
+
+    @property
+    def are_of_two_starts(self) -> bool:
+        """Whether an earlier start made some of the steps."""
+        return bool(self._before)
+
+    def take(self, metrics: Mapping[str, Any]) -> None:
+        """Take note of the metrics of one step. Local."""
+        for key, value in metrics.items():
+            self._now.setdefault(key, []).append(float(value))
+
+    def joined(self) -> dict[str, tuple[float, int]]:
+        """Mean and number of steps so far of each metric (collective)."""
+        now = world().mean({key: math.fsum(values) / len(values) for key, values in self._now.items()})
+        out = dict(self._before)
+        for key, mean in now.items():
+            (mean_before, num_before), num_now = self._before.get(key, (0.0, 0)), len(self._now[key])
+            num = num_before + num_now
+            out[key] = ((mean_before * num_before + mean * num_now) / num, num)
+        return out
+
+    def means(self) -> dict[str, float]:
+        """The metrics of the whole epoch (collective)."""
+        return {key: mean for key, (mean, _) in self.joined().items()}
