@@ -435,7 +435,6 @@ def robomimic_config(alone: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     import ddpshim.robomimic.calls as adapter
 
-    monkeypatch.setattr(adapter, "_run", adapter._Run())
     adapter.keep_the_section()
 
     def make(section: Any) -> Any:

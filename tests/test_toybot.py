@@ -11,6 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 
+from ddpshim.observe.report.run import load
 from tests.equivalence import largest_difference
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 
@@ -25,8 +26,8 @@ class Toybot:
         self.folder = folder
         shutil.copytree(TOYBOT, folder / "site", ignore=shutil.ignore_patterns("__pycache__"))
 
-    def python(self, *arguments: str) -> tuple[int, str]:
-        inherited = environment()
+    def python(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        inherited = {**environment(), **variables}
         environ = {**inherited, "PYTHONPATH": os.pathsep.join([str(self.folder / "site"), inherited["PYTHONPATH"]])}
         return start_afresh(arguments, environ, self.folder, START_DEADLINE_S)
 
@@ -73,6 +74,46 @@ def test_unedited_on_two_ranks_it_is_the_patched_trainer_and_one_process(toybot:
     assert plain_losses[-1] < plain_losses[0] / 3
 
 
+INTERRUPTED = """    def compute_loss(self, batch):
+        import signal, time
+        time.sleep(0.1)  # ranks look for signals about twice a second
+        if self.training and os.path.exists("interrupt") and os.environ["RANK"] == "1":
+            os.remove("interrupt")
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_interrupted_in_an_epoch_it_goes_on_as_if_it_had_not_been(toybot: Toybot) -> None:
+    whole, losses, _ = toybot.train("whole run", 2)
+    file = toybot.folder / "site" / "toybot" / "train.py"
+    text = file.read_text()
+    file.write_text(text.replace("    def compute_loss(self, batch):\n", INTERRUPTED))
+    toybot.folder.joinpath("interrupt").touch()
+    code, said = toybot.python(
+        *("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "broken run"), DDPSHIM_RESUME="always"
+    )
+    assert code == 75, said
+    assert "trained" not in said
+    parts = [json.loads(line) for line in (toybot.folder / "broken run" / "log.jsonl").read_text().splitlines()]
+    assert len(parts) < 3
+    code, said = toybot.python(
+        *("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "broken run"), DDPSHIM_RESUME="always"
+    )
+    file.write_text(text)
+    assert code == 0, said
+    assert "goes on at epoch" in said
+    logged = [json.loads(line) for line in (toybot.folder / "broken run" / "log.jsonl").read_text().splitlines()]
+    assert [epoch["epoch"] for epoch in logged] == [0, 1, 2]
+    assert [epoch["loss"] for epoch in logged] == pytest.approx(losses, rel=1e-6)
+    assert _difference(torch.load(toybot.folder / "broken run" / "policy.pth"), whole) == 0
+    run = load(toybot.folder / "broken run")
+    assert [len(run.starts), [epoch.number for epoch in run.epochs], run.starts[0].ends()[0]["how"]] == [
+        2,
+        [0, 1, 2],
+        "left",
+    ]
+
+
 def test_its_batches_are_fetched_whole_with_the_same_values(toybot: Toybot) -> None:
     one, losses, _ = toybot.train("whole", 1)
     file = toybot.folder / "site" / "toybot_ddpshim" / "adapter.py"
@@ -99,5 +140,5 @@ def test_a_fork_of_it_is_patched_or_refused(toybot: Toybot) -> None:
     code, said = toybot.python("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "refused")
     file.write_text(text)
     assert code == 1
-    assert "toybot/train.py, 01-ranks.patch, line 24: 'def train(args):' and what follows stand nowhere" in said
+    assert "toybot/train.py, 01-ranks.patch, line 25: 'torch.manual_seed(args.seed)' and what follows stand" in said
     assert not (toybot.folder / "refused").exists()

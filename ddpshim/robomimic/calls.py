@@ -39,7 +39,7 @@ from ddpshim.robomimic import rollout
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.trainers import import_hook
-from ddpshim.trainers.session import session
+from ddpshim.trainers.session import FOLDER, session, wants_to_go_on
 from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
@@ -204,13 +204,11 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
-    choice = here.options.resume
-    wants = choice == "always" or (choice == "auto" and (here.is_restarted or options.get("resume", False)))
-    if here.is_launched and wants:
+    if wants_to_go_on(options.get("resume", False)):
         output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
         starts = sorted(p.parent for p in output.glob("*/logs"))
         # Only the newest: older ones are other runs of that name, which were given up.
-        if starts and find_progress(starts[-1] / "resume") is not None:
+        if starts and find_progress(starts[-1] / FOLDER) is not None:
             parent = starts[-1]
             names = (
                 "logs",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.resume import Resumable, Stateful
+from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
 from ddpshim.data.loader import Enterable
 from ddpshim.job import preemption, records
 from ddpshim.job.group import on_cleanup, setup, world
@@ -25,10 +25,22 @@ from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment
 
+FOLDER = "resume"  # of the progress, in that of the run
+
 
 def session() -> Session:
     """The training of the job that this process is in, or would join. Local."""
     return current().part(Session)
+
+
+def wants_to_go_on(is_asked: bool = False) -> bool:
+    """Whether this start takes up what an earlier one left, if there is any: by the option `resume`. Local.
+
+    With resume=auto it does where a launcher or scheduler started the job before, or the trainer's user asked for it.
+    """
+    here = world()
+    choice = here.options.resume
+    return here.is_launched and (choice == "always" or (choice == "auto" and (here.is_restarted or is_asked)))
 
 
 class Session:
@@ -70,11 +82,17 @@ class Session:
     def open(self, folder: checkpoint.PathLike, logs: Optional[checkpoint.PathLike] = None) -> None:
         """Keep records and progress in the existing `folder`, and links to the ranks' logs in `logs` (collective)."""
         here = world()
-        self._folder = Path(folder, "resume")
+        self._folder = Path(folder, FOLDER)
         if here.is_launched and here.options.record:
             self.recorder = Recorder(folder)
             on_cleanup(self.recorder.stop_counting)  # of an epoch that raised
         link_log(os.fspath(logs or folder))
+
+    def look_for_progress(self, folder: checkpoint.PathLike) -> bool:
+        """Whether this start goes on in `folder`, where an earlier one has left its progress (collective)."""
+        found = wants_to_go_on() and world().run_on_main(_has_progress, folder)
+        self.goes_on = found
+        return found
 
     def remember(self, logger: Any) -> None:
         """Close `logger` before a signal ends the run, and keep with the progress what it has in `_data`. Local."""
@@ -193,6 +211,10 @@ class Session:
     def _close_loggers(self) -> None:
         for logger in self._loggers:
             logger.close()
+
+
+def _has_progress(folder: checkpoint.PathLike) -> bool:
+    return find_progress(Path(folder, FOLDER)) is not None
 
 
 class _Epoch(NamedTuple):
