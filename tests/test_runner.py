@@ -26,9 +26,9 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 import ddpshim.__main__ as command_line
 from ddpshim import variables
 from ddpshim.errors import LaunchError
-from ddpshim.job import rank_log
+from ddpshim.job import failure_notes, rank_log
 from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.launch import rank, runner
+from ddpshim.launch import runner
 from ddpshim.launch.runner import Job
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
@@ -255,7 +255,7 @@ def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path, n
     ],
 )
 def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int]) -> None:
-    own = {number: rank.Failure(*what) for number, what in said.items()}
+    own = {number: failure_notes.Note(*what, "") for number, what in said.items()}
     ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
     assert runner._first(ends, own) == first
 
@@ -268,12 +268,14 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
     with monkeypatch.context() as ended:
         ended.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            rank._write_down(lost, 1)
-    assert rank.failures(str(tmp_path)) == {}
-    rank._write_down(lost, 1)
-    assert rank.failures(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True)}
-    rank.forget_failures(str(tmp_path))
-    assert rank.failures(str(tmp_path)) == {}
+            failure_notes.write(lost, 1)
+    assert failure_notes.read(str(tmp_path)) == {}
+    failure_notes.write(lost, 1)
+    failure_notes.write(ValueError("what came of it"), 3)
+    said = "RuntimeError: Connection reset by peer\n"
+    assert failure_notes.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
+    failure_notes.forget(str(tmp_path))
+    assert failure_notes.read(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])

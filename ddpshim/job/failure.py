@@ -22,7 +22,7 @@ from typing import Any, Callable, NoReturn, Optional, TypeVar
 
 from packaging.version import Version
 
-from ddpshim.job import records
+from ddpshim.job import failure_notes, records
 from ddpshim.job.job import Job, current
 from ddpshim.job.peer_errors import is_late, lost_a_peer
 from ddpshim.job.say import ranks_called, say
@@ -110,9 +110,15 @@ def on_the_way_out() -> bool:
     if current().watched is None or error is None or (isinstance(error, SystemExit) and not error.code):
         return False
     # Now, because peers fail as soon as this rank's connections close, and would claim to be the first.
-    if _claim(error) == rank() and isinstance(error, SystemExit):
-        _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
+    _claim(error)
     return True
+
+
+def note(error: BaseException) -> int:
+    """Take note, in the store and in the records, that `error` ends this rank; the rank that failed first. Local."""
+    first = _claim(error)
+    records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
+    return first
 
 
 def caused_by(rank: int, error: Exception) -> Exception:
@@ -141,8 +147,8 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     me, watched = rank(), current().watched
     _ask_store(lambda store: store.set(f"failed/{me}", "1"))
-    first = _claim(error)
-    records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
+    failure_notes.write(error, exit_code)
+    first = note(error)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if told:
@@ -186,6 +192,8 @@ def _claim(error: BaseException) -> int:
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
     claimed = _ask_store(lambda store: claim(store, "first_failure", str(rank())))
+    if claimed is not None and int(claimed) == rank() and isinstance(error, SystemExit):
+        _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
     if claimed is not None:
         return int(claimed)
     # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.

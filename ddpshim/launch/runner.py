@@ -28,9 +28,9 @@ from typing import Any, Optional
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError
+from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
 from ddpshim.job.say import say
-from ddpshim.launch import rank as rank_module
 
 _NUM_LINES_SHOWN = 20
 
@@ -90,7 +90,8 @@ def run(job: Job) -> int:
                 return 0
             except ChildFailedError as error:
                 failures = error.failures
-        first, code = _first(failures, rank_module.failures(run_dir))
+        notes = failure_notes.read(run_dir)
+        first, code = _first(failures, notes)
         if code == EXIT_REQUEUE:  # no failure
             say(f"the ranks have saved and left, to be started again (exit code {code})")
         elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
@@ -98,7 +99,7 @@ def run(job: Job) -> int:
             name = signal.Signals(-code if code < 0 else code - 128).name
             say(f"the ranks were ended by {name}, as asked{where}")
         else:
-            _report(first, code, log_dir)
+            _report(first, code, log_dir, notes[first].traceback if first in notes else "")
         return 128 - code if code < 0 else code
 
 
@@ -375,7 +376,7 @@ def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
             if received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
                 by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
                 raise ChildFailedError(context.name, by_rank)
-            rank_module.forget_failures(os.environ[variables.RUN_DIR])
+            failure_notes.forget(os.environ[variables.RUN_DIR])
         launch = context._start
 
         def listen_and_launch() -> None:
@@ -410,49 +411,40 @@ def _signal_ranks(context: Any, signum: int) -> None:
             os.kill(pid, signum)
 
 
-def _first(seen: Mapping[int, Any], said: Mapping[int, rank_module.Failure]) -> tuple[int, int]:
-    """The rank that failed first, and its exit code, from what the agent has seen and what ranks said themselves."""
+def _first(seen: Mapping[int, Any], notes: Mapping[int, failure_notes.Note]) -> tuple[int, int]:
+    """The rank that failed first, and its exit code, from what the agent has seen and what ranks wrote themselves."""
 
     def order(rank: int) -> tuple[int, int, bool, float]:
         # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
         # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
         # same one it was the rank that had something to say.
-        own = said.get(rank)
+        own = notes.get(rank)
         if own is not None:
             return int(own.lost_a_peer), int(own.moment), False, own.moment
         return 2 * (seen[rank].exitcode == -signal.SIGTERM), int(seen[rank].timestamp), True, 0.0
 
-    first = min({*seen, *said}, key=order)
-    return first, said[first].exit_code if first in said else seen[first].exitcode
+    first = min({*seen, *notes}, key=order)
+    return first, notes[first].exit_code if first in notes else seen[first].exitcode
 
 
-def _report(rank: int, code: int, log_dir: Optional[Path]) -> None:
-    """Say which rank failed first, and end with its traceback."""
+def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> None:
+    """Say which rank failed first, and end with its traceback, or else with the end of its log."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")
         return
     log = log_dir / f"rank_{rank}.log"
-    lines = _last_lines(log) if log.exists() else []
-    traceback = _last_traceback(lines) if code > 0 else []
     if rank == 0:
         if not traceback:  # else it is the last thing on the screen already
             say(f"rank 0 failed first: it {said} (above, and in {log})")
         return
-    shown = traceback or lines[-_NUM_LINES_SHOWN:]
     say(f"rank {rank} failed first: it {said}; {log} ends:")
-    print("\n".join(shown), file=sys.stderr, flush=True)
+    print(traceback.rstrip() or _end_of(log), file=sys.stderr, flush=True)
 
 
-def _last_lines(log: Path) -> list[str]:
+def _end_of(log: Path) -> str:
+    if not log.exists():
+        return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - (1 << 16)))
-        return file.read().decode(errors="replace").splitlines()
-
-
-def _last_traceback(lines: list[str]) -> list[str]:
-    """From the start of the last traceback on, the exceptions that led to it included."""
-    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    while len(starts) > 1 and lines[starts[-1] - 2].endswith(("another exception occurred:", "following exception:")):
-        starts.pop()
-    return lines[starts[-1] :] if starts else []
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-_NUM_LINES_SHOWN:])

@@ -47,8 +47,7 @@ def record(folder: checkpoint.PathLike) -> Iterator[Recorder]:
         if isinstance(error, SystemExit) and not error.code:
             records.end("finished")
         else:
-            failure.on_the_way_out()
-            records.end("failed", error=f"{type(error).__name__}: {error}", first=failure.first())
+            failure.note(error)
         raise
     recorder.stop_counting()
     records.end("finished")
@@ -282,8 +281,7 @@ def _left_without_a_word() -> None:
     """At `cleanup`, after which nobody will say how it ended: with what is on its way out, or nothing."""
     error = sys.exc_info()[1]
     if error is not None and not (isinstance(error, SystemExit) and not error.code):
-        failure.on_the_way_out()
-        records.end("failed", error=f"{type(error).__name__}: {error}", first=failure.first())
+        failure.note(error)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
