@@ -1,0 +1,132 @@
+"""Parses the sub-commands of `python -m ddpshim patch`, and prints what they return. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpshim.errors import PatchError
+
+if TYPE_CHECKING:
+    from ddpshim.trainers.patching.files import Status
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `patch` to the commands of a parser. Local."""
+    patch = commands.add_parser("patch", help="make an upstream trainer use ddpshim, or take that back")
+    actions = patch.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="the patch sets that ddpshim carries")
+    listing.set_defaults(run=_list)
+    for name, run, text in (
+        ("status", _status, "which set fits the target, and the state of each file"),
+        ("check", _check, "try an apply without changing anything"),
+        ("apply", _apply, "patch all files, or none"),
+        ("revert", _revert, "take the patches out again, byte for byte"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument(
+            "--target",
+            default="robomimic",
+            metavar="PACKAGE|PATH",
+            help="an installed package, or a folder that is or contains it (default: %(default)s)",
+        )
+        action.add_argument("--set", metavar="NAME", help="only this set, e.g. robomimic/0.3.0")
+        action.set_defaults(run=run)
+    manifest = actions.add_parser("manifest", help="maintainers: write manifest.json from a pristine tree")
+    manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
+    manifest.add_argument("--source", type=Path, required=True, help="folder with the package folder in it")
+    manifest.add_argument("--base", required=True, help="the commit or release that SOURCE is")
+    text = "patches of another release whose lines stand in SOURCE, too, once each; default those that it has already"
+    manifest.add_argument("--borrow", nargs="+", type=Path, metavar="PATCH", help=text)
+    manifest.set_defaults(run=_manifest)
+    text = "maintainers: what a tree of another robomimic has that ddpshim does not know. Exit code: 1 if it has any"
+    new_release = actions.add_parser("new-release", help=text, description=text)
+    new_release.add_argument("tree", metavar="PACKAGE|PATH", help="a folder that is the package or contains it")
+    new_release.add_argument("--codebase", default="robomimic", metavar="NAME", help="whose adapter (%(default)s)")
+    new_release.set_defaults(run=_new_release, needs_torch=True)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from ddpshim.trainers.patching.patchset import load_sets
+
+    for patch_set in load_sets():
+        changed = patch_set.num_added + patch_set.num_removed
+        print(
+            f"{patch_set.name}  {changed} changed lines (+{patch_set.num_added} -{patch_set.num_removed}) "
+            f"in {len(patch_set.files)} files, for {patch_set.base}"
+        )
+        for patch, diffs in patch_set.patches.items():
+            print(f"  {patch}  {', '.join(diff.path for diff in diffs)}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from ddpshim.trainers.patching.files import status
+
+    _print_status(status(arguments.target, arguments.set))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from ddpshim.trainers.patching.files import check
+
+    found, changed = check(arguments.target, arguments.set)
+    would = f"would change {len(changed)} files" if changed else "already applied"
+    print(f"{found.patch_set.name} in {found.directory}: {would}")
+    return 0
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    from ddpshim.trainers.patching.files import apply
+
+    found, changed = apply(arguments.target, arguments.set)
+    print(f"{found.patch_set.name}: {'applied' if changed else 'already applied, nothing to do'}")
+    _print_status(found)
+    return 0
+
+
+def _revert(arguments: argparse.Namespace) -> int:
+    from ddpshim.trainers.patching.files import revert
+
+    found, changed = revert(arguments.target, arguments.set)
+    print(f"{found.patch_set.name}: {'reverted' if changed else 'not applied, nothing to do'}")
+    _print_status(found)
+    return 0
+
+
+def _new_release(arguments: argparse.Namespace) -> int:
+    from ddpshim import adapters
+
+    compared = adapters.function(arguments.codebase, "new_release")
+    if compared is None:
+        raise PatchError(
+            f"--codebase={arguments.codebase!r}: no adapter knows what its releases must have; nothing was "
+            f"compared. Use one of: {', '.join(adapters.packages())}."
+        )
+    lines, num_lacking = compared(arguments.tree)
+    print("\n".join(lines))
+    return 1 if num_lacking else 0
+
+
+def _manifest(arguments: argparse.Namespace) -> int:
+    from ddpshim.trainers.patching.patchset import build_manifest
+
+    manifest = build_manifest(arguments.directory, arguments.source, arguments.base, arguments.borrow)
+    print(f"{arguments.directory / 'manifest.json'}: {len(manifest['patches'])} patches")
+    for name, hashes in manifest["files"].items():
+        print(f"  {hashes['original'][:12]} -> {hashes['patched'][:12]}  {name}")
+    return 0
+
+
+def _print_status(found: Status) -> None:
+    print(f"{found.patch_set.name} in {found.directory}: {found.state}")
+    for file in found.files:
+        print(f"  {file.state:8}  {file.sha256[:12]:12}  {file.name}{'  (CRLF)' if file.crlf else ''}")
+    if found.journal is not None:
+        print(
+            f"  journal: {found.journal.get('state')} {found.journal.get('set')} at "
+            f"{found.journal.get('time')} by ddpshim {found.journal.get('ddpshim')}"
+        )
+    if found.state == "unknown":
+        print("  no set fits; `python -m ddpshim patch check` says why and what to do")
