@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
-from ddpshim.job import failure, records, rendezvous
+from ddpshim.job import failure, rendezvous
 from ddpshim.job import job as jobs
 from ddpshim.job.devices import choose_backend
+from ddpshim.observe import records
 from tests.preloaded import preloaded
 from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, _server, free_port, run_ranks

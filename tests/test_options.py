@@ -20,7 +20,7 @@ import ddpshim
 from ddpshim import options
 from ddpshim.errors import DataError, OptionsError
 from ddpshim.job.job import current
-from ddpshim.job.meter import PARTS
+from ddpshim.observe.meter import PARTS
 from ddpshim.observe.report.run import load
 from ddpshim.options import Options
 from tests.equivalence import (

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
-from ddpshim.job import machine, meter
-from ddpshim.job.meter import PARTS, Meter
+from ddpshim.job import events, machine
+from ddpshim.observe import meter
+from ddpshim.observe.meter import PARTS, Meter
 from tests.ranks import RankFailure, run_ranks
 
 TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -102,9 +103,9 @@ def test_a_part_may_interrupt_another(clock: Any) -> None:
     counted.start()
     counted.begin("optimizer")
     clock.now += 1
-    with meter.counted("communication"):
+    with events.counted("communication"):
         clock.now += 2
-        with meter.counted("communication"):  # two networks that finish in one backward pass
+        with events.counted("communication"):  # two networks that finish in one backward pass
             clock.now += 4
         clock.now += 8
     clock.now += 16
@@ -120,11 +121,11 @@ def test_meters_inside_each_other_count_the_same(clock: Any) -> None:
     clock.now += 16
     inner.start()
     for _ in DataLoader(_Samples(clock, 1.0)):
-        with meter.counted("communication"):
+        with events.counted("communication"):
             clock.now += 2
         clock.now += 0.5
     inner.stop()
-    with meter.counted("communication"):
+    with events.counted("communication"):
         clock.now += 32
     outer.stop()
     assert inner.seconds == _seconds(data_wait=4.0, communication=8.0, compute=2.0)
@@ -146,7 +147,7 @@ def test_workers_are_waited_for() -> None:
 
 def _is_in_place() -> tuple[bool, bool, bool, bool]:
     hooks = len(_global_optimizer_pre_hooks) > 0, len(_global_optimizer_post_hooks) > 0
-    return meter.running is not None, _BaseDataLoaderIter.__next__ is not TORCHS_NEXT, *hooks
+    return events.running is not None, _BaseDataLoaderIter.__next__ is not TORCHS_NEXT, *hooks
 
 
 def test_nothing_is_in_place_unless_something_is_counted(capsys: pytest.CaptureFixture[str]) -> None:

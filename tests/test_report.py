@@ -24,8 +24,7 @@ import ddpshim
 from ddpshim import __main__ as command_line
 from ddpshim import checkpoint
 from ddpshim.errors import ReportError, SyncError
-from ddpshim.job import records
-from ddpshim.observe import recording
+from ddpshim.observe import recording, records
 from ddpshim.observe.report.findings import findings, verdict
 from ddpshim.observe.report.run import Run, load
 from ddpshim.observe.report.tables import headline, tables

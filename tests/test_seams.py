@@ -72,7 +72,7 @@ SEAMS = [
         "test_the_store_of_the_default_group",
         "torch/distributed/distributed_c10d",
     ),
-    Seam("_BaseDataLoaderIter", "job/meter.py", "test_every_loader_goes_through_one_next", LOADER),
+    Seam("_BaseDataLoaderIter", "observe/meter.py", "test_every_loader_goes_through_one_next", LOADER),
     Seam(
         "_workers _worker_pids_set _remove_worker_pids", "data/loader.py", "test_workers_are_found_and_let_go", LOADER
     ),

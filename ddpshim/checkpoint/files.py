@@ -28,7 +28,7 @@ import torch
 from ddpshim.checkpoint import snapshot
 from ddpshim.checkpoint.background import Background, JobFailed
 from ddpshim.errors import CheckpointError
-from ddpshim.job import failure, machine, records
+from ddpshim.job import events, failure, machine
 from ddpshim.job.group import has_world, on_cleanup, world
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
@@ -89,7 +89,7 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     final = os.path.abspath(path)
     background.do(functools.partial(_write_snapshot, taken, final, num_bytes), final)
     seconds = time.perf_counter() - start
-    records.note("checkpoint", path=final, bytes=num_bytes, seconds=seconds, in_background=True)
+    events.note("checkpoint", path=final, bytes=num_bytes, seconds=seconds, in_background=True)
 
 
 def get_ready(obj: Any) -> None:
@@ -163,9 +163,9 @@ def noted(path: PathLike) -> Iterator[None]:
     """Have the records of the run say that the block wrote the checkpoint `path`, and how long it took. Local."""
     start = time.perf_counter()
     yield
-    if records.is_on():
+    if events.is_recorded():
         seconds, final = time.perf_counter() - start, os.path.abspath(path)
-        records.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
+        events.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.data.loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
-from ddpshim.job import preemption, records
+from ddpshim.job import events, preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.random_streams import derive_seed, global_states, restore_global_states, seed_everything
@@ -269,7 +269,7 @@ class Resumable:
                 f"leaving with exit code {EXIT_REQUEUE}",
                 directly=True,
             )
-        records.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
+        events.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
         if self._before_exit is not None:
             try:
                 self._before_exit()

@@ -22,7 +22,7 @@ from typing import Any, Callable, NoReturn, Optional, TypeVar
 
 from packaging.version import Version
 
-from ddpshim.job import failure_notes, records
+from ddpshim.job import events, failure_notes
 from ddpshim.job.job import Job, current
 from ddpshim.job.peer_errors import is_late, lost_a_peer
 from ddpshim.job.say import ranks_called, say
@@ -117,7 +117,7 @@ def on_the_way_out() -> bool:
 def note(error: BaseException) -> int:
     """Take note, in the store and in the records, that `error` ends this rank; the rank that failed first. Local."""
     first = _claim(error)
-    records.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
+    events.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
     return first
 
 

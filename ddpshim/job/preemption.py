@@ -15,7 +15,7 @@ import time
 from types import FrameType
 from typing import Any, Optional
 
-from ddpshim.job import failure, records
+from ddpshim.job import events, failure
 from ddpshim.job.say import say
 
 # SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: what `sbatch --signal` is usually told to send before it.
@@ -169,6 +169,6 @@ def _read(hears: socket.socket) -> bytes:
 
 
 def _leave(reason: str, code: int) -> None:
-    records.end("stopped", error=reason, first=failure.first())
+    events.end("stopped", error=reason, first=failure.first())
     say(f"rank {failure.rank()} {reason}", directly=True)
     os._exit(code)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import failure, meter
+from ddpshim.job import events, failure
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
 from ddpshim.options import Options
@@ -97,7 +97,7 @@ class World:
         if self.world_size == 1:
             return [value]
         out: list[Any] = [None] * self.world_size
-        with meter.counted("communication"):
+        with events.counted("communication"):
             dist.all_gather_object(out, value, group=self._peers())
         return out
 
@@ -114,7 +114,7 @@ class World:
         if self.world_size == 1:
             return value
         box: list[Any] = [value]
-        with meter.counted("communication"):
+        with events.counted("communication"):
             dist.broadcast_object_list(box, src=src, group=self._peers())
         return box[0]  # type: ignore[no-any-return]
 

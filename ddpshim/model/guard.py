@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
-from ddpshim.job import records
+from ddpshim.job import events
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 
@@ -146,7 +146,7 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({_OPT_OUT})."
     missing = [rank for rank in range(here.world_size) if rank not in came]
     is_good = not missing and len(set(came.values())) == 1
-    records.note("guard", check="steps", passed=is_good, said="" if is_good else f"{what}: {counts}", reductions=mine)
+    events.note("guard", check="steps", passed=is_good, said="" if is_good else f"{what}: {counts}", reductions=mine)
     if missing:
         raise SyncError(
             f"ranks {missing} did not come to the end of {what} within {deadline_s:g} s of rank {here.rank}; they wait "
@@ -218,9 +218,9 @@ class Equality:
         try:
             self._compare(names, [everyone.tolist() for everyone in everyones], kind, num_reductions)
         except SyncError as error:
-            records.note("guard", passed=False, said=str(error), **compared)
+            events.note("guard", passed=False, said=str(error), **compared)
             raise
-        records.note("guard", passed=True, **compared)
+        events.note("guard", passed=True, **compared)
 
     def _compare(self, names: Sequence[str], table: list[list[list[int]]], kind: str, num_reductions: int) -> None:
         """Raise SyncError where the rows of the ranks, in `table`, differ that must not, or do not that must."""

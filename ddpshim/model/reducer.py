@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import meter
+from ddpshim.job import events
 from ddpshim.job.group import on_cleanup
 from ddpshim.job.job import current
 from ddpshim.job.say import say
@@ -292,7 +292,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def _finish(self) -> None:
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
-        mine, profiled = self.__dict__, meter.running
+        mine, profiled = self.__dict__, events.running
         self._pass.end()
         if profiled is not None:
             profiled.begin("communication")

@@ -23,7 +23,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import find_progress
 from ddpshim.data.loader import scale_lr
 from ddpshim.errors import OptionsError
-from ddpshim.job import machine, preemption, records
+from ddpshim.job import events, machine, preemption
 from ddpshim.job.failure import abort
 from ddpshim.job.group import cleanup, setup, split_random_streams, world
 from ddpshim.job.job import current
@@ -324,7 +324,7 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     else:
         for name, log in logs.items():
             played = {"epoch": options.get("epoch"), "episodes": options.get("num_episodes"), "metrics": numbers(log)}
-            records.note("rollout", environment=name, **played, seconds=time.perf_counter() - start)
+            events.note("rollout", environment=name, **played, seconds=time.perf_counter() - start)
         return logs, videos
     training.leave(reason)  # not in the handler: this is no failure on its way out
 

@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
 from ddpshim.data.loader import Enterable
-from ddpshim.job import preemption, records
+from ddpshim.job import events, preemption
 from ddpshim.job.group import on_cleanup, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, seed_everything
@@ -200,7 +200,7 @@ class Session:
         preemption.heard()  # nothing is left to save: the main rank may take its time
         checkpoint.flush()
         world().barrier()
-        records.end("finished")
+        events.end("finished")
         if self.progress is not None:
             self.progress.finish()
 

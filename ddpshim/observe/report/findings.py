@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 from ddpshim.job.peer_errors import LOST, meaning_of
-from ddpshim.job.records import Record
 from ddpshim.job.say import count, ranks_called
+from ddpshim.observe.records import Record
 from ddpshim.observe.report.run import Epoch, Run
 from ddpshim.observe.report.words import (
     clock,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from ddpshim.errors import ReportError
-from ddpshim.job import records
-from ddpshim.job.records import Record
+from ddpshim.observe import records
+from ddpshim.observe.records import Record
 
-# What a moment of training goes into, as `ddpshim.job.meter.PARTS`, and how it is called here.
+# What a moment of training goes into, as `ddpshim.observe.meter.PARTS`, and how it is called here.
 PARTS = {
     "data_wait": "data wait",
     "compute": "compute",

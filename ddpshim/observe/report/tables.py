@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from ddpshim.job.records import Record
+from ddpshim.observe.records import Record
 from ddpshim.observe.report.run import PARTS, Epoch, Row, Run, Start
 from ddpshim.observe.report.words import clock, duration, first_line, number, percent, shown, size
 from ddpshim.options import Options

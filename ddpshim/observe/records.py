@@ -1,6 +1,6 @@
 """Appends records of a run to a file of JSON lines, one for each rank. Imports no torch.
 
-Rooms that know of an event call `note`, which does nothing unless this process writes records. A line is appended by
+Once it was begun, `ddpshim.job.events` passes on what happens in a training. A line is appended by
 one call of the system; what cannot be written is told once, and the training goes on without records.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
+from ddpshim.job import events
 from ddpshim.job.say import say
 
 FOLDER = "ddpshim"
@@ -48,6 +50,7 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
         _say(path, error)
         return False
     _state.file, _state.path, _state.process = file, path, os.getpid()
+    events.record_to(sys.modules[__name__])
     is_torn = False
     if os.fstat(file).st_size > 0:
         os.lseek(file, -1, os.SEEK_END)
@@ -144,6 +147,7 @@ def _close() -> None:
         assert _state.file is not None
         os.close(_state.file)
     _state.file = None
+    events.record_to(None)
 
 
 def _say(path: Optional[Path], error: OSError) -> None:

@@ -14,12 +14,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from ddpshim.job import events
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
 
 PARTS = ("data_wait", "compute", "communication", "optimizer", "other")
-
-running: Optional[Meter] = None
 
 
 class Meter:
@@ -43,13 +42,12 @@ class Meter:
         self._since = 0.0
         self._outer: list[str] = []  # the parts that the current one interrupts
         self._events: list[tuple[Any, Any]] = []
-        self._around: Optional[Meter] = None
+        self._around: Optional[events.Clock] = None
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
         """Begin to count. A meter that runs already goes on, and is to be stopped after this one."""
-        global running
-        self._around, running = running, self
+        self._around = events.measure_by(self)
         self._part, self._since = "other", time.perf_counter()
         self._outer.clear()
         for hook in (
@@ -78,8 +76,7 @@ class Meter:
 
     def stop(self) -> None:
         """Count no more, and leave torch as it was."""
-        global running
-        running = self._around
+        events.measure_by(self._around)
         self._become("other")
         self._undo.close()
         if self._events:
@@ -119,20 +116,6 @@ class Meter:
             waited = first.elapsed_time(last) / 1000
             self.seconds["communication"] += waited
             self.seconds["compute"] -= waited
-
-
-@contextlib.contextmanager
-def _counted(meter: Meter, part: str) -> Any:
-    meter.begin(part)
-    try:
-        yield
-    finally:
-        meter.end()
-
-
-def counted(part: str) -> Any:
-    """A context whose time counts to `part` where a meter runs, else nothing."""
-    return contextlib.nullcontext() if running is None else _counted(running, part)
 
 
 def _event() -> Any:

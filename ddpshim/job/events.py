@@ -1,0 +1,70 @@
+"""Passes on what happens in a training to whoever records or measures it; does nothing where nobody does."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Optional, Protocol
+
+
+class Records(Protocol):
+    """What a process writes down of a run: `ddpshim.observe.records`, once it was begun."""
+
+    def note(self, kind: str, **values: Any) -> None: ...
+
+    def end(self, how: str, **values: Any) -> None: ...
+
+
+class Clock(Protocol):
+    """What counts the time of this process by parts: `ddpshim.observe.meter.Meter`."""
+
+    def begin(self, part: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+_records: Optional[Records] = None
+running: Optional[Clock] = None  # in a block of code that is measured
+
+
+def record_to(records: Optional[Records]) -> None:
+    """From here on `note` and `end` are passed on to `records`; None: to nobody. Local."""
+    global _records
+    _records = records
+
+
+def measure_by(clock: Optional[Clock]) -> Optional[Clock]:
+    """From here on `counted` is passed on to `clock`; the one before, for giving back. Local."""
+    global running
+    before, running = running, clock
+    return before
+
+
+def is_recorded() -> bool:
+    """Whether somebody listens to `note`. Local."""
+    return _records is not None
+
+
+def note(kind: str, **values: Any) -> None:
+    """Have an event recorded. Local."""
+    if _records is not None:
+        _records.note(kind, **values)
+
+
+def end(how: str, **values: Any) -> None:
+    """Have it recorded how the run ends on this rank, once: the first call counts. Local."""
+    if _records is not None:
+        _records.end(how, **values)
+
+
+def counted(part: str) -> Any:
+    """A context whose time counts to `part` where somebody measures, else nothing."""
+    return contextlib.nullcontext() if running is None else _counted(running, part)
+
+
+@contextlib.contextmanager
+def _counted(clock: Clock, part: str) -> Any:
+    clock.begin(part)
+    try:
+        yield
+    finally:
+        clock.end()
