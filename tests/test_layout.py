@@ -146,7 +146,7 @@ OF_THE_PROCESS = {
     "model.seams._waiting": "a backward pass",
     "robomimic.batches._maps": "files in memory, of a data worker as well",
     "robomimic.datasets._asking": "a call of a function",
-    "robomimic.stand_ins._trainer": "the program's training, until it ends",
+    "robomimic.own_lines.trainer": "the program's training, until it ends",
     "trainers.dataparallel.convert._state": "the program's run",
     "trainers.import_hook._state": "what Python's import finds",
     "trainers.swapping._at_stand_aside": "functions of other packages that are replaced",
