@@ -45,13 +45,13 @@ def is_recorded() -> bool:
 
 
 def note(kind: str, **values: Any) -> None:
-    """Have an event recorded. Local."""
+    """Record an event, where somebody listens. Local."""
     if _records is not None:
         _records.note(kind, **values)
 
 
 def end(how: str, **values: Any) -> None:
-    """Have it recorded how the run ends on this rank, once: the first call counts. Local."""
+    """Record how the run ends on this rank, once: the first call counts. Local."""
     if _records is not None:
         _records.end(how, **values)
 

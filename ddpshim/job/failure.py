@@ -47,7 +47,7 @@ class Watched:
 
 
 def arm(rank: int, store: Any, world_size: int = 1) -> None:
-    """Have an exception that nobody catches end the job. `store`: the job's own key-value store. Local."""
+    """From here on an exception that nobody catches ends the job. `store`: the job's own key-value store. Local."""
     job = current()
     previous = job.watched.previous_hook if job.watched is not None else sys.excepthook
     job.watched, sys.excepthook = Watched(rank, world_size, store, previous), _excepthook

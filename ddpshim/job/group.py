@@ -142,7 +142,7 @@ def setup(
 
 
 def settle_rounding() -> None:
-    """Have MKL choose how it rounds tanh, sin, exp and the like, so that this process computes as the others. Local.
+    """Make MKL choose now how it rounds tanh, sin, exp and the like: this process then computes as the others. Local.
 
     On some machines the first such call of a process is now and then rounded otherwise than all that follow: on two
     virtual cores in 26 processes of 500 (`python -m tests.first_rounding`). Without MKL nothing changes.
@@ -208,7 +208,7 @@ def new_group() -> Any:
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:
-    """Have `cleanup()` call this, last registered first. Local."""
+    """Make `cleanup()` call this, the last one first. Local."""
     current().at_end.callback(callback)
 
 

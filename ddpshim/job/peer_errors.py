@@ -36,7 +36,7 @@ def meaning_of(text: str) -> Optional[str]:
 
 
 def lost_a_peer(error: Optional[BaseException]) -> bool:
-    """Whether `error`, or what it was raised on top of, only says that another process is gone. Local."""
+    """Whether `error`, its cause or its context only says that another process is gone. Local."""
     while error is not None:
         is_of_its_own = isinstance(error, BrokenPipeError)  # a pipe of the program's
         if meaning_of(str(error)) == LOST and not is_of_its_own:

@@ -55,7 +55,7 @@ def redirect_output() -> None:
 
 
 def copy_output(folder: str, rank: int) -> Callable[[], None]:
-    """Have what Python prints from here on also written to `folder`/rank_N.log; what takes that back. Local.
+    """Write what Python prints from here on to `folder`/rank_N.log, too; returns what takes that back. Local.
 
     The file is continued where it exists. What libraries in C print is not in it. Nothing is taken back while an
     exception is on its way out.

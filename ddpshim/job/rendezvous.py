@@ -30,7 +30,7 @@ _state = _State()
 def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
     """A store in which all ranks of the job are, under `prefix` (collective).
 
-    Raises LaunchError where nobody answers, some ranks do not come, or ranks were told different sizes of the world.
+    Raises LaunchError where nobody answers, some ranks do not come, or ranks got different sizes of the world.
     """
     store = dist.PrefixStore(prefix, _root_store(env, timedelta(seconds=timeout_s)))
     _call_the_roll(store, env, timeout_s)
@@ -102,7 +102,7 @@ def _nobody_answers(env: LaunchEnv, timeout_s: float, error: RuntimeError) -> st
 def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
     """Wait until every rank of the job is here (collective).
 
-    Raises LaunchError, on all that are here, where one was told another number of ranks, or where some do not come.
+    Raises LaunchError, on all that are here, where one got another number of ranks, or where some do not come.
     """
     store.set(f"here/{env.rank}", socket.gethostname())
     num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"

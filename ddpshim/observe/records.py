@@ -1,7 +1,7 @@
 """Appends records of a run to a file of JSON lines, one for each rank. Imports no torch.
 
 Once it was begun, `ddpshim.job.events` passes on what happens in a training. A line is appended by
-one call of the system; what cannot be written is told once, and the training goes on without records.
+one call of the system; what cannot be written is reported once, and the training goes on without records.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def silence_other_ranks() -> None:
 
 
 def keep_the_section() -> None:
-    """Have a config that is updated from a file leave our section to `join`: upstream refuses unknown keys. Local.
+    """Keep our section of a config file for `join`: upstream's config refuses unknown keys. Local.
 
     It is not part of the config: what is saved with a checkpoint, code without ddpshim must be able to read.
     """

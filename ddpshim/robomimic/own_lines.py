@@ -33,7 +33,7 @@ class Trainer:
         self.loaders: dict[int, tuple[Any, DataLoader[Any]]] = {}
         self.loggers: list[Any] = []
         self.has_resumed = self.has_ended = self.is_in_epoch = self.has_warned = False
-        self.screen: Any = None  # standard output, while the past is told again
+        self.screen: Any = None  # standard output, while finished epochs are repeated
         self.changed: list[tuple[dict[str, Any], str, Any]] = []  # names of its modules, and what they were
 
 

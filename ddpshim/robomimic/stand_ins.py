@@ -86,7 +86,7 @@ def unhook() -> None:
 
 
 def end() -> None:
-    """At the end of the program: leave the job. Raises nothing; a training that broke off without a word ends the job.
+    """At the end of the program: leave the job. Raises nothing; a training that broke off silently ends the job.
 
     Collective for those that come; a rank whose training is not complete does not wait for the others.
     """

@@ -97,13 +97,13 @@ def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def stand_aside() -> None:
-    """Have whoever swapped functions give them back: the program does by itself what they are for. Local."""
+    """Give all swapped functions back: the program does by itself what they are for. Local."""
     while _at_stand_aside:
         _at_stand_aside.pop()()
 
 
 def at_stand_aside(give_back: Callable[[], None]) -> None:
-    """Have `stand_aside` call this, once. Local."""
+    """Make `stand_aside` call this, once. Local."""
     _at_stand_aside.append(give_back)
 
 
