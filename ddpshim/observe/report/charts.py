@@ -47,10 +47,7 @@ _STYLE: Any = {
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
     "axes.edgecolor": _FAINT,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
@@ -60,10 +57,10 @@ class Chart(NamedTuple):
     """A picture, and what it says to those who cannot see it. `table` names the one with its numbers."""
 
     title: str
-    svg: str
     says: str
     how_to_read: str
     table: str
+    svg: str
 
 
 def charts(run: Run) -> list[Chart]:
@@ -86,8 +83,7 @@ def charts(run: Run) -> list[Chart]:
             figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
             made = draw(run, figure)
             if made is not None:
-                title, says, how_to_read, table = made
-                drawn.append(Chart(title, _svg(figure, draw.__name__), says, how_to_read, table))
+                drawn.append(Chart(*made, _svg(figure, draw.__name__)))
     return drawn
 
 
@@ -102,14 +98,11 @@ def _losses(run: Run, figure: Any) -> _Made:
     x = [epoch.number for epoch in epochs]
     means = [epoch.mean for epoch in epochs]
     has_curves = len(epochs) <= _FEW_EPOCHS and any(r.record.get("curve") for e in epochs for r in e.training.values())
-    wide: Any = {"color": _INK, "linewidth": 6, "alpha": 0.16, "solid_capstyle": "butt", "label": "mean of the ranks"}
+    wide: Any = [*zip(x, means)]
     if has_curves:
-        edges = [
-            edge for number, mean in zip(x, means) for edge in ((number - 1, mean), (number, mean), (number, None))
-        ]
-        axes.plot(*zip(*edges), **wide)
-    else:
-        axes.plot(x, means, **wide)
+        wide = [edge for number, mean in wide for edge in ((number - 1, mean), (number, mean), (number, None))]
+    style: Any = {"linewidth": 6, "alpha": 0.16, "solid_capstyle": "butt"}
+    axes.plot(*zip(*wide), color=_INK, label="mean of the ranks", **style)
     for rank, colour, dash in _styled(run.ranks):
         rows = [(epoch.number, epoch.training[rank]) for epoch in epochs if rank in epoch.training]
         if has_curves:
@@ -127,12 +120,9 @@ def _losses(run: Run, figure: Any) -> _Made:
     shown = [value for value in (*means, *valid) if value is not None and math.isfinite(value)]
     if shown and min(shown) > 0 and max(shown) > 20 * min(shown):
         axes.set_yscale("log")
-    axes.set(xlabel="epochs" if has_curves else "epoch", ylabel="loss")
-    _whole_numbers(axes)
-    _legend(axes)
-    if len(x) == 1:
-        says = f"Mean training loss {means[0]:.4g} in epoch {x[0]}"
-    else:
+    _label_epochs(axes, xlabel="epochs" if has_curves else "epoch", ylabel="loss")
+    says = f"Mean training loss {means[0]:.4g} in epoch {x[0]}"
+    if len(x) > 1:
         says = f"Training loss from {means[0]:.4g} in epoch {x[0]} to {means[-1]:.4g} in epoch {x[-1]}"
     last = next((value for value in reversed(valid) if value is not None), None)
     says += f", validation loss {last:.4g} at the end." if last is not None else "."
@@ -154,10 +144,8 @@ def _deviations(run: Run, figure: Any) -> _Made:
     epoch, rank, share = gap
     offset = by_epoch[run.epochs.index(epoch)][rank]
     axes.plot([epoch.number], [offset], "o", markersize=9, markerfacecolor="none", markeredgecolor=_BAD)
-    axes.set(xlabel="epoch", ylabel="own loss against the mean, %")
     axes.margins(y=0.15)
-    _whole_numbers(axes)
-    _legend(axes)
+    _label_epochs(axes, ylabel="own loss against the mean, %")
     says = f"Rank {rank} is farthest from the mean, by {percent(share)} in epoch {epoch.number} (circled)."
     how = (
         "Each rank sees other samples, so lines move around zero. One that stays away from it has other data or "
@@ -170,21 +158,22 @@ def _times(run: Run, figure: Any) -> _Made:
     ranks = [rank for rank in run.ranks if run.trained_s(rank)]
     if not ranks:
         return None
-    _fit_rows(figure, len(ranks))
+    figure.set_size_inches(_WIDTH, min(6.0, max(_HEIGHT * 0.75, 1.2 + 0.34 * len(ranks))))
     axes = figure.subplots()
     left = [0.0] * len(ranks)
-    for (part, name), colour in zip(PARTS.items(), _PARTS):
-        widths = [100 * run.share(rank, [part]) for rank in ranks]
+    shares = {name: [run.share(rank, [part]) for rank in ranks] for part, name in PARTS.items()}
+    for (name, of_ranks), colour in zip(shares.items(), _PARTS):
+        widths = [100 * share for share in of_ranks]
         axes.barh(range(len(ranks)), widths, left=left, height=0.7, color=colour, label=name)
         for row, (width, start) in enumerate(zip(widths, left)):
             if width >= 8 and len(ranks) <= 16:
                 axes.text(start + width / 2, row, f"{width:.0f}%", ha="center", va="center", fontsize=8.5)
         left = [a + b for a, b in zip(left, widths)]
-    _rows_of_ranks(axes, ranks)
-    axes.set(xlabel="share of the time in training epochs, %", xlim=(0, 100))
+    every = math.ceil(len(ranks) / 16)
+    axes.set_yticks(range(0, len(ranks), every), [f"rank {rank}" for rank in ranks[::every]])
+    axes.set(xlabel="share of the time in training epochs, %", xlim=(0, 100), ylim=(len(ranks) - 0.5, -0.5))
     axes.grid(visible=False, axis="y")
     figure.legend(loc="outside upper center", ncols=5, handlelength=1, columnspacing=1, handletextpad=0.4)
-    shares = {name: [run.share(rank, [part]) for rank in ranks] for part, name in PARTS.items()}
     says = ", ".join(f"{name} {percent(sum(of) / len(of))}" for name, of in shares.items() if max(of) > 0.0005)
     how = (
         "Data wait: the next batch was not there yet. Communication: what of it was not hidden behind compute, waiting "
@@ -206,10 +195,8 @@ def _balance(run: Run, figure: Any) -> _Made:
     x = [epoch.number for epoch in run.epochs]
     for rank, colour, dash in _styled(sorted(lines)):
         _line(axes, x, [lines[rank].get(number) for number in x], color=colour, linestyle=dash, label=f"rank {rank}")
-    axes.set(xlabel="epoch", ylabel="own work, ms a step")
-    axes.set_ylim(0, 1.12 * max(value for line in lines.values() for value in line.values()) or 1)
-    _whole_numbers(axes)
-    _legend(axes)
+    most = 1.12 * max(value for line in lines.values() for value in line.values())
+    _label_epochs(axes, ylabel="own work, ms a step", ylim=(0, most or 1))
     slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
     says = f"Slowest is rank {slow} with {works[slow]:.2f} ms a step, fastest rank {fast} with {works[fast]:.2f}."
     how = (
@@ -240,9 +227,7 @@ def _memory(run: Run, figure: Any) -> _Made:
             if (rank, key) in held:
                 y = [v / scale if (v := held[rank, key].get(number)) is not None else None for number in x]
                 _line(axes, x, y, color=colour, linestyle=dashes[key], label=f"rank {rank}{name}")
-    axes.set(xlabel="epoch", ylabel=f"memory, {unit}", ylim=(0, 1.15 * most / scale))
-    _whole_numbers(axes)
-    _legend(axes)
+    _label_epochs(axes, ylabel=f"memory, {unit}", ylim=(0, 1.15 * most / scale))
     at_end = [line[max(line)] for (_, key), line in held.items() if key == "rss"]
     says = f"At the end processes hold {min(at_end) / scale:.1f} to {max(at_end) / scale:.1f} {unit}." if at_end else ""
     how = (
@@ -264,15 +249,13 @@ def _timeline(run: Run, figure: Any) -> _Made:
 
     unit, scale = ("s", 1.0) if offset < 180 else ("minutes", 60.0) if offset < 3 * 3600 else ("hours", 3600.0)
     bars: dict[str, list[tuple[float, float]]] = {"training": [], "validation": [], "rollouts": []}
-    for start, rank, record in run.events("epoch"):
-        wall = math.fsum(record.get("seconds", {}).values())
+    for start, rank, record in (*run.events("epoch"), *run.events("rollout")):
         if rank == min(start.ranks):
-            phase = "validation" if record.get("phase") == "validation" else "training"
-            bars[phase].append((place(start.number, record["time"]) - wall, wall))
-    for start, rank, record in run.events("rollout"):
-        if rank == min(start.ranks):
-            took = float(record.get("seconds", 0.0))
-            bars["rollouts"].append((place(start.number, record["time"]) - took, took))
+            row, seconds = "rollouts", record.get("seconds", 0.0)
+            if record["kind"] == "epoch":
+                row = "validation" if record.get("phase") == "validation" else "training"
+                seconds = math.fsum(record.get("seconds", {}).values())
+            bars[row].append((place(start.number, record["time"]) - float(seconds), float(seconds)))
     guards, saves = list(run.events("guard")), list(run.events("checkpoint"))
     rows = [name for name, there in {**bars, "guards": guards, "checkpoints": saves}.items() if there]
     if not rows:
@@ -292,9 +275,8 @@ def _timeline(run: Run, figure: Any) -> _Made:
     for start in run.starts[1:]:
         axes.axvline(spans[start.number][0] / scale, color=_BAD, linewidth=1, linestyle=(0, (4, 3)))
     axes.set_yticks(range(len(rows)), rows)
-    axes.set(
-        xlabel=f"time while it ran, {unit}", ylim=(len(rows) - 0.5, -0.5), xlim=(0, max(offset, 1e-3) / scale * 1.01)
-    )
+    until = max(offset, 1e-3) / scale * 1.01
+    axes.set(xlabel=f"time while it ran, {unit}", ylim=(len(rows) - 0.5, -0.5), xlim=(0, until))
     axes.grid(visible=False, axis="y")
     num_failed = sum(not r.get("passed") for _, _, r in guards)
     says = (
@@ -322,36 +304,23 @@ def _line(axes: Any, x: Sequence[float], y: Iterable[Optional[float]], **style: 
     axes.plot(x, values, **{"linewidth": 1.6, **style})
 
 
-def _legend(axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
-        if len(handles) > _MOST_NAMED:
-            handles, labels = (
-                [*handles[: _MOST_NAMED - 1], handles[-1]],
-                [*labels[: _MOST_NAMED - 1], f"... {labels[-1]}"],
-            )
-        ncols = 2 if max(map(len, labels)) > 16 else len(handles) if len(handles) <= 5 else 4
-        shape = {"handlelength": 1.6, "columnspacing": 0.9, "handletextpad": 0.6}
-        axes.figure.legend(handles, labels, loc="outside upper center", ncols=ncols, **shape)
-
-
-def _rows_of_ranks(axes: Any, ranks: Sequence[int]) -> None:
-    every = math.ceil(len(ranks) / 16)
-    axes.set_yticks(range(0, len(ranks), every), [f"rank {rank}" for rank in ranks[::every]])
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
-
-
-def _fit_rows(figure: Any, num_rows: int) -> None:
-    figure.set_size_inches(_WIDTH, min(6.0, max(_HEIGHT * 0.75, 1.2 + 0.34 * num_rows)))
-
-
-def _whole_numbers(axes: Any) -> None:
+def _label_epochs(axes: Any, **labels: Any) -> None:
+    """Names both axes, of which x are epochs, and the lines."""
     from matplotlib.ticker import MaxNLocator
 
+    axes.set(**{"xlabel": "epoch", **labels})
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     low, high = axes.get_xlim()
     if high - low < 1:
         axes.set_xlim(round(low) - 0.5, round(high) + 0.5)
+    handles, names = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        if len(handles) > _MOST_NAMED:
+            handles = [*handles[: _MOST_NAMED - 1], handles[-1]]
+            names = [*names[: _MOST_NAMED - 1], f"... {names[-1]}"]
+        ncols = 2 if max(map(len, names)) > 16 else len(handles) if len(handles) <= 5 else 4
+        shape = {"handlelength": 1.6, "columnspacing": 0.9, "handletextpad": 0.6}
+        axes.figure.legend(handles, names, loc="outside upper center", ncols=ncols, **shape)
 
 
 def _svg(figure: Any, name: str) -> str:

@@ -12,16 +12,7 @@ from ddpshim.job.peer_errors import LOST, meaning_of
 from ddpshim.job.say import count, ranks_called
 from ddpshim.observe.records import Record
 from ddpshim.observe.report.run import Epoch, Run
-from ddpshim.observe.report.words import (
-    clock,
-    duration,
-    first_line,
-    ms,
-    number,
-    percent,
-    size,
-    span,
-)
+from ddpshim.observe.report.words import clock, duration, first_line, ms, number, percent, size, span
 
 _MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
 _UNEVEN = 1.15
@@ -44,16 +35,11 @@ def verdict(run: Run) -> Finding:
     failed = {rank: end for rank, end in ends.items() if end.get("how") in ("failed", "stopped")}
     if failed:
         own = {r: e for r, e in failed.items() if e.get("first") in (None, r) and not _lost_a_peer(e)}
-        named = {e["first"] for e in failed.values() if isinstance(e.get("first"), int)}
-        if own:
-            rank = min(own, key=lambda r: float(own[r]["time"]))
-            return Finding("bad", f"Failed: rank {rank}: {first_line(own[rank].get('error'))}")
-        if silent:
-            rank = next((r for r in silent if r in named), silent[0])
+        if silent and not own:
             return Finding(
                 "bad", f"Failed: {ranks_called(silent)} ended without a word, killed perhaps (out of memory?)"
             )
-        rank = min(failed, key=lambda r: float(failed[r]["time"]))
+        rank = min(own or failed, key=lambda r: float(failed[r]["time"]))
         return Finding("bad", f"Failed: rank {rank}: {first_line(failed[rank].get('error'))}")
     if left:
         where = f"epoch {left[0].get('epoch', '?')}, step {left[0].get('step', '?')}"
@@ -74,14 +60,8 @@ def verdict(run: Run) -> Finding:
 
 def findings(run: Run) -> list[Finding]:
     """What to look at, the worst first."""
-    found = [
-        *_about_records(run),
-        *_about_losses(run),
-        *_about_guards(run),
-        *_about_time(run),
-        *_about_memory(run),
-        *_about_saving(run),
-    ]
+    looks = (_about_records, _about_losses, _about_guards, _about_time, _about_memory, _about_saving)
+    found = [finding for look in looks for finding in look(run)]
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
 
 
@@ -130,9 +110,7 @@ def _about_losses(run: Run) -> Iterator[Finding]:
                 "The ranks' losses differ, as they should, since each sees its own share of the samples: by at most "
                 f"{percent(share)} from their mean (rank {rank}, epoch {epoch.number})",
             )
-    valid = [
-        (epoch.valid, epoch.number) for epoch in run.epochs if epoch.valid is not None and epoch.valid == epoch.valid
-    ]
+    valid = [(loss, epoch.number) for epoch in run.epochs if (loss := epoch.valid) is not None and loss == loss]
     if len(valid) > 2:
         best, then = min(valid)
         if valid[-1][0] > 1.1 * best and then != valid[-1][1]:
@@ -189,18 +167,18 @@ def _about_time(run: Run) -> Iterator[Finding]:
     if not any(run.is_warm(rank) for rank in ranks):
         return
     waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
-    if waits and min(waits.values()) > _MUCH_DATA_WAIT:
+    if min(waits.values()) > _MUCH_DATA_WAIT:
         yield Finding(
             "bad",
             f"Data wait is {span(waits.values())} of the training time on every rank: raise num_workers (robomimic: "
             "train.num_data_workers), or keep the data in memory",
         )
-    elif waits and max(waits.values()) > _MUCH_DATA_WAIT:
+    elif max(waits.values()) > _MUCH_DATA_WAIT:
         rank = max(waits, key=lambda r: waits[r])
         yield Finding(
             "bad", f"Data wait is {percent(waits[rank])} of the training time on rank {rank}: look at that node's disk"
         )
-    elif waits:
+    else:
         yield Finding("good", f"Data wait is {span(waits.values())} of the training time")
     works = run.own_work()
     talks = {rank: run.share(rank, ["communication"]) for rank in ranks}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
@@ -14,15 +15,8 @@ from ddpshim.observe import records
 from ddpshim.observe.records import Record
 
 # What a moment of training goes into, as `ddpshim.observe.meter.PARTS`, and how it is called here.
-PARTS = {
-    "data_wait": "data wait",
-    "compute": "compute",
-    "optimizer": "optimizer",
-    "communication": "communication",
-    "other": "other",
-}
+PARTS = {part: part.replace("_", " ") for part in ("data_wait", "compute", "optimizer", "communication", "other")}
 OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # what a rank does while others may wait for it
-
 
 _WARM_S = 30.0
 
@@ -120,8 +114,20 @@ class Run:
 
     folder: Path
     starts: list[Start]
-    epochs: list[Epoch]
     num_torn: int
+
+    @functools.cached_property
+    def epochs(self) -> list[Epoch]:
+        """By number; what a later start has done again replaces what an earlier one did."""
+        epochs: dict[int, Epoch] = {}
+        for start, rank, record in self.events("epoch"):
+            if isinstance(record.get("epoch"), int):
+                epoch = epochs.setdefault(record["epoch"], Epoch(record["epoch"]))
+                rows = epoch.validation if record.get("phase") == "validation" else epoch.training
+                if any(row.start != start.number for row in rows.values()):
+                    rows.clear()
+                rows[rank] = Row(start.number, record)
+        return [epochs[number] for number in sorted(epochs)]
 
     @property
     def last(self) -> Start:
@@ -144,10 +150,8 @@ class Run:
 
     def unfinished(self) -> Optional[Record]:
         """What was last written down of an epoch that has not ended, in the last start."""
-        found: Optional[Record] = None
-        for record in self.last.ranks[min(self.last.ranks)]:
-            if record["kind"] in ("progress", "epoch"):
-                found = record
+        told = reversed(self.last.ranks[min(self.last.ranks)])
+        found = next((record for record in told if record["kind"] in ("progress", "epoch")), None)
         return found if found is not None and found["kind"] == "progress" else None
 
     def rows(self, rank: int) -> list[Row]:
@@ -205,23 +209,21 @@ def load(folder: Union[str, os.PathLike[str]]) -> Run:
                 f"{path} cannot be read ({error}); the report would pass rank {rank} over. Make it readable."
             ) from error
         num_torn += torn
-        current: Optional[list[Record]] = None
+        current: list[Record] = []  # of what comes before the first start nothing is kept
         for record in found:
             if not isinstance(record.get("time"), (int, float)):
                 num_torn += 1
-            elif record["kind"] == "start":
+                continue
+            if record["kind"] == "start":
                 number = int(record.get("start", 1))
                 current = starts.setdefault(number, Start(number)).ranks.setdefault(rank, [])
-                current.append(record)
-            elif current is not None:
-                current.append(record)
+            current.append(record)
     if not starts:
         raise ReportError(
             f"the records in {home / records.FOLDER} hold no start of a run ({num_torn} lines cannot be read); there "
             "is nothing to report. Was the run killed in its first second, or the disk full?"
         )
-    ordered = [starts[number] for number in sorted(starts)]
-    return Run(home, ordered, _epochs(ordered), num_torn)
+    return Run(home, [starts[number] for number in sorted(starts)], num_torn)
 
 
 def _find(folder: Path) -> Path:
@@ -231,10 +233,8 @@ def _find(folder: Path) -> Path:
     near = (folder, folder.parent) if folder.name in (records.FOLDER, "logs", "models", "videos") else (folder,)
     found = [place for place in near if records.files(place)]
     if not found:
-        below = {
-            p.parent.parent for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{records.FOLDER}/rank_*.jsonl")
-        }
-        found = sorted(below)
+        files = (file for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{records.FOLDER}/rank_*.jsonl"))
+        found = sorted({file.parent.parent for file in files})
     if not found:
         raise ReportError(
             f"{folder} holds no records ({records.FOLDER}/rank_N.jsonl); there is nothing to report. Runs of robomimic "
@@ -245,25 +245,6 @@ def _find(folder: Path) -> Path:
         names = ", ".join(str(place) for place in found[:8]) + (", ..." if len(found) > 8 else "")
         raise ReportError(f"{folder} holds records of {len(found)} runs; one would hide the others. Name one: {names}.")
     return found[0]
-
-
-def _epochs(starts: Sequence[Start]) -> list[Epoch]:
-    """By number; what a later start has done again replaces what an earlier one did."""
-    epochs: dict[int, Epoch] = {}
-    for start in starts:
-        seen: set[tuple[int, str]] = set()
-        for rank, found in start.ranks.items():
-            for record in found:
-                if record["kind"] != "epoch" or not isinstance(record.get("epoch"), int):
-                    continue
-                epoch = epochs.setdefault(record["epoch"], Epoch(record["epoch"]))
-                phase = "validation" if record.get("phase") == "validation" else "training"
-                rows = getattr(epoch, phase)
-                if (epoch.number, phase) not in seen:
-                    seen.add((epoch.number, phase))
-                    rows.clear()
-                rows[rank] = Row(start.number, record)
-    return [epochs[number] for number in sorted(epochs)]
 
 
 def _loss(metrics: Any) -> Optional[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ddpshim.observe.records import Record
-from ddpshim.observe.report.run import PARTS, Epoch, Row, Run, Start
+from ddpshim.observe.report.run import PARTS, Run, Start
 from ddpshim.observe.report.words import clock, duration, first_line, number, percent, shown, size
 from ddpshim.options import Options
 
@@ -52,8 +52,8 @@ def tables(run: Run) -> list[Table]:
 
 def table_of_times(ranks: list[Record]) -> str:
     """The tables of time and memory as plain text, from an epoch's record of each rank."""
-    rows = {rank: Row(1, record) for rank, record in enumerate(ranks)}
-    run = Run(Path(), [Start(1, {rank: [] for rank in rows})], [Epoch(1, rows)], 0)
+    records = {rank: [{"kind": "epoch", "epoch": 1, **record}] for rank, record in enumerate(ranks)}
+    run = Run(Path(), [Start(1, records)], 0)
     lines = []
     for table in (_times(run), _memories(run)):
         widths = [max(map(len, column)) for column in zip(table.columns, *table.rows)]
@@ -78,7 +78,7 @@ def _losses(run: Run) -> Table:
 
 
 def _times(run: Run) -> Table:
-    columns = ["rank", "steps", "steps/s", "ms a step", *(f"{name}" for name in PARTS.values()), "GPU use"]
+    columns = ["rank", "steps", "steps/s", "ms a step", *PARTS.values(), "GPU use"]
     rows = []
     for rank in run.ranks:
         steps, wall = run.steps(rank), run.trained_s(rank)
@@ -170,11 +170,8 @@ def _rollouts(run: Run) -> Table:
 
 def _environment(run: Run) -> Table:
     facts = run.last.facts
-    rows = [
-        [name, shown(facts.get(name))]
-        for name in ("launcher", "world_size", "local_world_size", "backend", "device", "gpu", "seed", "num_restarts")
-        if facts.get(name) is not None
-    ]
+    names = ("launcher", "world_size", "local_world_size", "backend", "device", "gpu", "seed", "num_restarts")
+    rows = [[name, shown(facts[name])] for name in names if facts.get(name) is not None]
     described = facts.get("environment", {})
     for section in ("versions", "GPUs", "robomimic patch", "machine", "variables"):
         content = described.get(section) if isinstance(described, dict) else None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Optional
 
 from ddpshim.job import say
 
 
-def span(shares: Iterable[float]) -> str:
-    values = sorted(shares)
-    low, high = percent(values[0]), percent(values[-1])
+def span(shares: Collection[float]) -> str:
+    low, high = percent(min(shares)), percent(max(shares))
     return high if low == high else f"{low} to {high}"
 
 

@@ -20,13 +20,8 @@ def markdown(run: Run) -> str:
     lines += [f"- {name}: {_md(value)}" for name, value in headline(run)]
     lines += ["", "## What to look at", "", *(f"- {_md(finding.text)}." for finding in findings(run))]
     for table in tables(run):
-        lines += [
-            "",
-            f"## {table.title}",
-            "",
-            "| " + " | ".join(table.columns) + " |",
-            "|" + "---|" * len(table.columns),
-        ]
+        lines += ["", f"## {table.title}", ""]
+        lines += ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
         lines += ["| " + " | ".join(map(_md, row)) + " |" for row in table.rows]
         lines += ["", table.note] if table.note else []
     return "\n".join(lines) + "\n"

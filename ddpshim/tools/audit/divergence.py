@@ -54,13 +54,14 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Finding]:
             return
         gradients, values = (_differing([step[what] for step in steps]) for what in ("gradients", "values"))
         if gradients:
-            code = "DDP102" if all(names["is_wrapped"][i] for i in gradients) else "DDP107"
+            code, how = "DDP107", "no DistributedDataParallel holds them"
+            if all(names["is_wrapped"][i] for i in gradients):
+                code = "DDP102"
+                how = (
+                    "DistributedDataParallel holds them, and did not reduce them: the training went past its forward "
+                    "(through .module, a method, or under no_sync() in the last backward pass)"
+                )
             shown = _show(ranks, steps, "gradients", gradients, names["names"])
-            how = {
-                "DDP102": "DistributedDataParallel holds them, and did not reduce them: the training went past its "
-                "forward (through .module, a method, or under no_sync() in the last backward pass)",
-                "DDP107": "no DistributedDataParallel holds them",
-            }[code]
             yield found(
                 code,
                 f"in step {key[1]} of {steps[0]['type']} ({steps[0]['place']}) gradients of {shown}; {how}. Each rank "
@@ -76,7 +77,6 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Finding]:
                 "models.",
                 "Load checkpoints and change weights on all ranks alike, before the network is wrapped.",
             )
-            return
         if values:
             return
 

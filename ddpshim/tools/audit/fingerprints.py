@@ -55,12 +55,10 @@ def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
         for i, t in enumerate(t for t in tensors if len(t) == size):
             rows = t.flatten(1) if t.dim() > 1 else t[:, None]
             rows = rows[:, :: max(1, rows.shape[1] // _MAX_PARTS)]
-            if rows.is_floating_point() or rows.is_complex():
-                rows = (
-                    (torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows)
-                    .double()
-                    .view(torch.int64)
-                )
+            if rows.is_complex():
+                rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+            if rows.is_floating_point():
+                rows = rows.double().view(torch.int64)
             bits = rows.to("cpu", torch.int64)
             # Odd numbers without an order, so that equal parts at other places are another sample.
             weights = torch.arange(i + 1, i + 1 + bits.shape[1], device="cpu") * 0x5851F42D4C957F2D + (2 * i + 1)
@@ -79,11 +77,8 @@ def _tensors(batch: Any) -> Iterator[Any]:
 
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors(value)
 
 

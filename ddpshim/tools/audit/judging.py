@@ -15,7 +15,6 @@ from ddpshim.tools.audit.overlap import overlaps
 from ddpshim.tools.audit.verdict import Finding, error, found, named, of_ranks
 from ddpshim.tools.audit.witness import Record, Seen, common_steps, usual
 
-_SEVERITIES = ("error", "warning")
 _MAX_NAMED = 3
 
 
@@ -38,7 +37,7 @@ def judge(
     findings = chain(divergences(ranks), overlaps(ranks, single_batch), _ends(ranks, is_stalled))
     return Report(
         _facts(ranks),
-        sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity)),
+        sorted(findings, key=lambda finding: finding.severity != "error"),
         list(_notes(ranks)),
         list(_not_looked_at(ranks)),
     )

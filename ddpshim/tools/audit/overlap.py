@@ -135,10 +135,10 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Finding]:
                 what, path = "append", f"{folder}/events.out.tfevents.*"
             by_path.setdefault((what, path), {})[seen.rank] = record["place"]
     shared = [(what, path, ranks) for (what, path), ranks in by_path.items() if len(ranks) > 1]
-    for code, which, effect in (
-        ("DDP404", "delete", "a rank deletes what another one has just made, or fails because it is gone"),
-        ("DDP401", "write", "files that are written at once are torn, and the last rank's stays"),
-        ("DDP403", "append", "logs have each line several times, from different shares"),
+    for code, which, verb, effect in (
+        ("DDP404", "delete", "delete", "a rank deletes what another one has just made, or fails because it is gone"),
+        ("DDP401", "write", "write", "files that are written at once are torn, and the last rank's stays"),
+        ("DDP403", "append", "append to", "logs have each line several times, from different shares"),
     ):
         mine = [(path, places) for what, path, places in shared if what == which]
         if mine:
@@ -146,7 +146,6 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Finding]:
             place = next(iter(places.values()))
             at = f" at {place}" if place else ""
             more = f", and {len(mine) - 1} more" if len(mine) > 1 else ""
-            verb = {"delete": "delete", "write": "write", "append": "append to"}[which]
             yield found(code, f"{named(list(places))} {verb} {path}{at}{more}; {effect}.")
 
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 from ddpshim.job.replaced import replaced
 from ddpshim.tools.audit.fingerprints import checksums, samples_of, streams
@@ -50,10 +50,6 @@ class Settings:
         """For the ranks, which read it there."""
         (folder / _SETTINGS).write_text(json.dumps(asdict(self)))
 
-    @classmethod
-    def read(cls, folder: Path) -> Settings:
-        return cls(**json.loads((folder / _SETTINGS).read_text()))
-
 
 @contextlib.contextmanager
 def recorded(folder: str) -> Iterator[None]:
@@ -71,12 +67,12 @@ def recorded(folder: str) -> Iterator[None]:
         recorder.end(code)
 
 
-class Recorder:
-    """Writes down what this process does; its forked children are left alone."""
+class Recorder(importlib.abc.MetaPathFinder):
+    """Writes down what this process does; its forked children are left alone. Python asks it where torch is."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._settings = Settings.read(folder)
+        self._settings = Settings(**json.loads((folder / _SETTINGS).read_text()))
         self._process, self._cwd = os.getpid(), os.getcwd()
         # Not asked of tempfile when a file is opened: it may be the one that opens it, and holds a lock.
         temporary = (str(folder.parent), "/tmp", "/var/tmp", "/dev", "/proc", "/sys")
@@ -85,7 +81,6 @@ class Recorder:
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._named: dict[int, Parameters] = {}
         self._stepping: Any = None  # the outermost optimizer whose step this is
-        self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._passes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, samples
         self._num_passes = 0
         self._has_ended_pass = False  # since the last step
@@ -98,11 +93,11 @@ class Recorder:
         if SHOW_STACK is not None:
             self._stacks = open(self._folder / f"stack_{self._rank}", "w")  # noqa: SIM115
             faulthandler.register(SHOW_STACK, self._stacks, all_threads=True)
-        self.write("start", world_size=self._world_size, pid=self._process)
+        self.write("start", pid=self._process)
         if "torch" in sys.modules:
             self._watch_torch()
         else:
-            sys.meta_path.insert(0, _AfterTorch(self._watch_torch))
+            sys.meta_path.insert(0, self)
         sys.addaudithook(self._see_event)
 
     def end(self, code: int) -> None:
@@ -111,14 +106,9 @@ class Recorder:
         self._is_over = True
         self._undo.close()
         self._tell_over()
-        self._let_go_of_groups()
-
-    def _let_go_of_groups(self) -> None:
-        """Now that no DistributedDataParallel is the last to hold its group.
-
-        Where it is, torch (seen with 2.13) waits for gloo's threads and holds Python's lock, for which one of them may
-        wait to let go of its last message: a trainer that is done would now and then be called stalled.
-        """
+        # Where a DistributedDataParallel is the last to hold its group, torch (seen with 2.13) waits for gloo's threads
+        # and holds Python's lock, for which one of them may wait to let go of its last message: a trainer that is done
+        # would now and then be called stalled. Now none is.
         if self._named:
             from ddpshim.job.group import ENDS_THREADS
 
@@ -129,6 +119,25 @@ class Recorder:
         """One record; whole, or not at all, whatever ends this process."""
         if os.getpid() == self._process:
             os.write(self._file, (json.dumps({"kind": kind, **values}) + "\n").encode())
+
+    def find_spec(
+        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[ModuleSpec]:
+        """That of torch, as ever, which is looked at when it has been executed; asked no more after that."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_watch(module: ModuleType) -> None:
+                execute(module)
+                self._watch_torch()
+
+            loader.exec_module = execute_and_watch
+        return spec
 
     def _watch_torch(self) -> None:
         import torch
@@ -170,7 +179,6 @@ class Recorder:
     def _see_pass(self, loader: Any, batches: Any) -> None:
         from torch.utils.data import DistributedSampler, IterableDataset
 
-        number = self._loaders.setdefault(loader, len(self._loaders))
         self._num_passes += 1
         self._passes[batches] = [self._num_passes, 0]
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -178,7 +186,6 @@ class Recorder:
         self.write(
             "pass",
             number=self._num_passes,
-            loader=number,
             data=id(loader.dataset),
             is_iterable=isinstance(loader.dataset, IterableDataset),
             sampler=type(sampler).__name__,
@@ -228,7 +235,7 @@ class Recorder:
         import torch.distributed as dist
 
         known = self._named.get(number)
-        if known is None or known.num != len(params):
+        if known is None or len(known.names) != len(params):
             known = self._named[number] = Parameters(params)
             self.write("optimizer", optimizer=number, names=known.names, is_wrapped=known.is_wrapped)
         has_group = dist.is_available() and dist.is_initialized()
@@ -319,7 +326,6 @@ class Parameters:
         names = _outermost(named)
         kept = _outermost(buffers)
         self.buffers = {kept[id(b)]: b for _, b in buffers}
-        self.num = len(params)
         self.names = [names.get(id(p), "") for p in params]
         self.is_wrapped = [id(p) in wrapped for p in params]
 
@@ -327,31 +333,6 @@ class Parameters:
 def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
     """The longest name of each, which is that in the outermost module; by id."""
     return {id(tensor): name for name, tensor in sorted(named, key=lambda item: len(item[0]))}
-
-
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Calls `then` when torch has been imported."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[ModuleSpec]:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def execute_and_watch(module: ModuleType) -> None:
-                execute(module)
-                self._then()
-
-            loader.exec_module = execute_and_watch
-        return spec
 
 
 def _place() -> str:

@@ -34,51 +34,36 @@ class Seen:
     """What one rank did."""
 
     def __init__(self, rank: int, records: Sequence[Record]) -> None:
+        def of(kind: str) -> list[Record]:
+            return [record for record in records if record["kind"] == kind]
+
+        last = {record["kind"]: record for record in records}
         self.rank = rank
-        self.steps: list[Record] = []
-        self.optimizers: dict[int, Record] = {}
-        self.files: list[Record] = []
-        self.exit_code: Optional[int] = None
-        self.has_stopped = False
-        self.stack = ""
+        self.steps, self.files = of("step"), of("file")
+        self.optimizers: dict[int, Record] = {record["optimizer"]: record for record in of("optimizer")}
+        self.exit_code: Optional[int] = last.get("end", {}).get("code")
+        self.has_stopped = "stopped" in last
+        self.stack: str = last.get("stack", {}).get("place", "")
         self.batch_before: dict[int, Record] = {}  # each step, by its place in `steps`: the batch that it was made on
         self.sizes: list[int] = []  # samples of each step
-        self.num_left = 0  # batches of training passes since the last step
-        passes: dict[int, Pass] = {}
-        waiting: list[Record] = []
+        passes = {record["number"]: Pass(record) for record in of("pass")}
+        for record in of("pass ended"):
+            passes[record["number"]].has_ended = True
+        num_steps, waiting = 0, []
         for record in records:
-            kind = record["kind"]
-            if kind == "pass":
-                passes[record["number"]] = Pass(record)
-            elif kind == "batch":
+            if record["kind"] == "batch":
                 passes[record["number"]].batches.append(record)
                 waiting.append(record)
-            elif kind == "pass ended":
-                passes[record["number"]].has_ended = True
-            elif kind == "step":
+            elif record["kind"] == "step":
                 if waiting:
                     passes[waiting[-1]["number"]].trains = True
-                    self.batch_before[len(self.steps)] = waiting[-1]
+                    self.batch_before[num_steps] = waiting[-1]
                     mine = [batch["size"] for batch in waiting if batch["number"] == waiting[-1]["number"]]
                     self.sizes.append(sum(mine))
                     waiting = []
-                self.steps.append(record)
-            elif kind == "optimizer":
-                self.optimizers[record["optimizer"]] = record
-            elif kind == "file":
-                self.files.append(record)
-            elif kind == "end":
-                self.exit_code = record["code"]
-            elif kind == "stopped":
-                self.has_stopped = True
-            elif kind == "stack":
-                self.stack = record["place"]
+                num_steps += 1
         self.training = [each for each in passes.values() if each.trains]
-        self.num_left = sum(passes[batch["number"]].trains for batch in waiting)
-
-    def at(self) -> dict[tuple[int, int], Record]:
-        """Its steps by the number of the optimizer, and of the step among that one's."""
-        return {(step["optimizer"], step["step"]): step for step in self.steps}
+        self.num_left = sum(passes[batch["number"]].trains for batch in waiting)  # batches since the last step
 
     def without_gradient(self) -> dict[int, list[int]]:
         """By the number of the optimizer: the places of its parameters that had no gradient in any step."""
@@ -94,8 +79,8 @@ class Seen:
 
 
 def common_steps(ranks: Sequence[Seen]) -> Iterator[tuple[tuple[int, int], list[Record]]]:
-    """Each step that all ranks made, in the order of the first one."""
-    tables = [seen.at() for seen in ranks]
+    """Each step that all ranks made, by the number of its optimizer and among that one's; in the order of rank 0."""
+    tables = [{(step["optimizer"], step["step"]): step for step in seen.steps} for seen in ranks]
     for key in tables[0]:
         if all(key in table for table in tables):
             yield key, [table[key] for table in tables]

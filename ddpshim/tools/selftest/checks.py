@@ -154,7 +154,7 @@ class _Rank:
         _expect("sum of integers", here.sum(2**60 + here.rank), size * 2**60 + sum(everyone))
         _expect("sum of floats", here.sum(0.1 * (here.rank + 1)), math.fsum(0.1 * (rank + 1) for rank in everyone))
         _expect("sum of a tensor", here.sum(torch.tensor([1, here.rank])).tolist(), [size, sum(everyone)])
-        _expect("run_on_main", here.run_on_main(_rank_of_the_environment), 0)
+        _expect("run_on_main", here.run_on_main(lambda: int(os.environ["RANK"])), 0)
         here.barrier()
         return "gather, broadcast, sum, run_on_main, barrier"
 
@@ -300,10 +300,6 @@ _CHECKS: dict[str, Callable[[_Rank], str]] = {
     "noise": _Rank.noise,
     "checkpoint": _Rank.checkpoint,
 }
-
-
-def _rank_of_the_environment() -> int:
-    return int(os.environ["RANK"])
 
 
 def _expect(what: str, found: Any, expected: Any) -> None:

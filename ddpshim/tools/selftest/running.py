@@ -117,7 +117,7 @@ def _completed(options: Options, environ: Mapping[str, str]) -> Options:
             "nothing to test. Use 1 or more."
         )
     if options.nnodes == 1:
-        return options
+        return replace(options, node_rank=0, master_addr="127.0.0.1")
     if options.node_rank is None or options.master_addr is None:
         env = read_launch_env(environ)
         if not env.is_launched or env.world_size != options.nnodes or env.local_world_size != 1:
@@ -166,9 +166,8 @@ class _Nodes:
 
     def __init__(self, options: Options) -> None:
         """Raises LaunchError where this node cannot serve or reach the store within the deadline."""
-        is_alone = options.nnodes == 1
-        self.own, self.timeout_s = (0 if is_alone else options.node_rank or 0), options.timeout_s
-        self.master_addr = "127.0.0.1" if is_alone else str(options.master_addr)
+        self.own, self.timeout_s = options.node_rank or 0, options.timeout_s
+        self.master_addr = str(options.master_addr)
         self.store = self._join(options)
         self._came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
         self._is_twin = False  # of a node that came before with the same number
@@ -203,8 +202,8 @@ class _Nodes:
             return
         import torch
 
-        own = {"host": socket.gethostname(), "nproc": options.nproc, "device": options.device}
-        own.update(torch=str(torch.__version__), ddpshim=__version__)
+        versions = {"torch": str(torch.__version__), "ddpshim": __version__}
+        own = {"host": socket.gethostname(), "nproc": options.nproc, "device": options.device, **versions}
         if self.store.add(f"selftest/claims/{self.own}", 1) > 1:
             self._is_twin = True
             raise LaunchError(

@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, TypeVar
 
 import torch
@@ -45,21 +46,18 @@ _PASSED_ON = (
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
 
 
+@dataclass
 class _State:
     """What the converted names of one program share."""
 
     streams: TwoStreams
-    networks: weakref.WeakSet[nn.Module]  # inside the program's DataParallels
-    training: weakref.WeakSet[DataLoader[Any]]  # whose training pass has not come to its end
-    checked: weakref.WeakSet[torch.optim.Optimizer]
+    networks: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # in the program's DataParallels
+    training: weakref.WeakSet[DataLoader[Any]] = field(default_factory=weakref.WeakSet)  # their pass has not ended
+    checked: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     source: Optional[DataLoader[Any]] = None  # gave the last batch
-    is_split = False  # that batch
-    is_reading = False  # a loader is asked for a batch just now
-    num_split = 0  # loaders that were split
-
-    def __init__(self, here: World) -> None:
-        self.streams = TwoStreams(here.rank, here.device)
-        self.networks, self.training, self.checked = weakref.WeakSet(), weakref.WeakSet(), weakref.WeakSet()
+    is_split: bool = False  # that batch
+    is_reading: bool = False  # a loader is asked for a batch just now
+    num_split: int = 0  # loaders that were split
 
 
 _state: _State
@@ -85,7 +83,7 @@ def converted(kind: str) -> Iterator[None]:
     # wrap_parallel would do it, and a script may still build and split after that. See _pass.
     split_random_streams()
     seed_everything(seed)
-    _state = _State(here)
+    _state = _State(TwoStreams(here.rank, here.device))
     undo = contextlib.ExitStack()
     for module in (nn, torch_parallel, sys.modules["torch.nn.parallel.data_parallel"]):
         undo.enter_context(replaced(module, "DataParallel", DataParallel))

@@ -13,14 +13,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import PatchError
 from ddpshim.trainers.patching.patchset import Hashes, PatchSet, load_sets, read, sha256, transform
-from ddpshim.trainers.patching.replacing import drop_bytecode, locked, stage, temporary, write_json
+from ddpshim.trainers.patching.replacing import drop_bytecode, locked, replace, stage, temporary
 
 JOURNAL = ".ddpshim-journal.json"
 _WORDS = {"original": "not applied", "patched": "applied"}
@@ -87,11 +87,7 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
     journal_name = (looks[0].journal or {}).get("set")
     if not fitting:
         said = _said_version(directory)
-
-        def nearness(look: Status) -> tuple[int, bool, bool]:
-            return look.num_known, look.patch_set.name == journal_name, look.patch_set.version == said
-
-        return max(looks, key=nearness)
+        return max(looks, key=lambda s: (s.num_known, s.patch_set.name == journal_name, s.patch_set.version == said))
     recorded = [look for look in fitting if look.patch_set.name == journal_name]
     if not recorded and any(look.patch_set.files != fitting[0].patch_set.files for look in fitting):
         names = ", ".join(look.patch_set.name for look in fitting)
@@ -107,7 +103,7 @@ def check(target: str = "robomimic", set_name: Optional[str] = None, patches_roo
     changes = _plan(look, "patched", patches_root)
     if changes:
         _require_writable(look, changes)
-    return Outcome(look, tuple(change.file.name for change in changes))
+    return Outcome(look, tuple(file.name for file, _ in changes))
 
 
 def apply(target: str = "robomimic", set_name: Optional[str] = None, patches_root: Optional[Path] = None) -> Outcome:
@@ -125,9 +121,7 @@ def revert(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
     return _turn("original", target, set_name, patches_root)
 
 
-class _Change(NamedTuple):
-    file: FileStatus
-    new: bytes
+_Changes = list[tuple[FileStatus, bytes]]
 
 
 def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optional[Path]) -> Outcome:
@@ -149,14 +143,14 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
                 "something else writes there. Stop it, then run `python -m ddpshim patch status`."
             )
         _close_journal(after, wanted)
-    return Outcome(look_at(look.patch_set, look.directory), tuple(change.file.name for change in changes))
+    return Outcome(look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
 
 
-def _plan(look: Status, wanted: str, patches_root: Optional[Path]) -> list[_Change]:
+def _plan(look: Status, wanted: str, patches_root: Optional[Path]) -> _Changes:
     """The new content of every file that is not as wanted, each verified against the manifest."""
     if look.state == "unknown":
         raise PatchError(_refusal(look, load_sets(patches_root)))
-    return [_Change(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
+    return [(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
 
 
 def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
@@ -244,10 +238,9 @@ def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
     return "\n".join(lines)
 
 
-def _write(look: Status, changes: Sequence[_Change], wanted: str) -> None:
+def _write(look: Status, changes: _Changes, wanted: str) -> None:
     """Journal, then every file: all of them, or none with everything put back."""
     journal = look.directory / JOURNAL
-    journal_before = read(journal) if journal.exists() else None
     record = {
         "set": look.patch_set.name,
         "state": "applying" if wanted == "patched" else "reverting",
@@ -261,18 +254,20 @@ def _write(look: Status, changes: Sequence[_Change], wanted: str) -> None:
             for file in look.files
         },
     }
+    before: dict[Path, Optional[bytes]] = {file.path: file.content for file, _ in changes}
+    before[journal] = read(journal) if journal.exists() else None
+    after = {journal: _as_json(record), **{file.path: new for file, new in changes}}
     try:
         for file in look.files:  # what a killed run may have left
             temporary(file.path).unlink(missing_ok=True)
-        for change in changes:
-            stage(change.file.path, change.new)
-        write_json(journal, record)
-        for change in changes:
-            os.replace(temporary(change.file.path), change.file.path)
+        for path, content in after.items():
+            stage(path, content)
+        for path in after:
+            os.replace(temporary(path), path)
         for file in look.files:
             drop_bytecode(look.directory / file.name.split("/", 1)[1], file.path)
     except BaseException as error:
-        _put_back(look, changes, journal_before, error)
+        _put_back(look.directory, before, error)
         if isinstance(error, OSError):
             raise PatchError(
                 f"Could not replace files in {look.directory}: {error}. A half-patched package would not "
@@ -281,32 +276,29 @@ def _write(look: Status, changes: Sequence[_Change], wanted: str) -> None:
         raise
 
 
-def _put_back(look: Status, changes: Sequence[_Change], journal_before: Optional[bytes], cause: BaseException) -> None:
+def _put_back(directory: Path, before: dict[Path, Optional[bytes]], cause: BaseException) -> None:
     try:
-        for change in changes:
-            path = change.file.path
-            if path.read_bytes() != change.file.content:
-                stage(path, change.file.content)
-                os.replace(temporary(path), path)
+        for path, content in before.items():
             temporary(path).unlink(missing_ok=True)
-        journal = look.directory / JOURNAL
-        temporary(journal).unlink(missing_ok=True)
-        if journal_before is None:
-            journal.unlink(missing_ok=True)
-        elif journal.read_bytes() != journal_before:
-            stage(journal, journal_before)
-            os.replace(temporary(journal), journal)
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif path.read_bytes() != content:
+                replace(path, content)
     except OSError as error:
         raise PatchError(
-            f"Replacing files in {look.directory} failed ({cause}), and so did putting them back ({error}); "
+            f"Replacing files in {directory} failed ({cause}), and so did putting them back ({error}); "
             "the package is partly patched and may not run. Cure the cause, then `python -m ddpshim patch "
             "apply` or `revert` completes it."
         ) from cause
 
 
-def _require_writable(look: Status, changes: Sequence[_Change]) -> None:
+def _as_json(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2) + "\n").encode()
+
+
+def _require_writable(look: Status, changes: _Changes) -> None:
     # Replacing a file needs its folder's permission, not the file's: a read-only file stays one.
-    for folder in sorted({look.directory, *(change.file.path.parent for change in changes)}):
+    for folder in sorted({look.directory, *(file.path.parent for file, _ in changes)}):
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PatchError(
                 f"{folder} is not writable for this user; nothing was changed. Use an environment of your "
@@ -365,7 +357,7 @@ def _close_journal(look: Status, wanted: str) -> None:
         if wanted == "original":
             path.unlink()
         else:
-            write_json(path, {**(look.journal or {}), "state": "applied"})
+            replace(path, _as_json({**(look.journal or {}), "state": "applied"}))
     except OSError as error:
         raise PatchError(
             f"All files in {look.directory} are {wanted}, but {path} could not be updated: {error}. Cure "

@@ -7,6 +7,7 @@ imports the package, its adapter names the files that are patched all the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -21,7 +22,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from ddpshim.errors import HookError
 from ddpshim.job.launch_env import read_launch_env
 from ddpshim.job.say import say
-from ddpshim.trainers.patching.files import FileStatus, Status, look_at, status, turned
+from ddpshim.trainers.patching.files import FileStatus, look_at, status, turned
 from ddpshim.trainers.patching.patchset import PatchSet, load_sets, transform_moved
 
 
@@ -51,7 +52,6 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         self._sets = [found for found in load_sets(patches_root) if found.package == folder.name]
         self._patches_root, self._is_library = patches_root, is_library
         self._files = {_module_of(name): name for patch_set in self._sets for name in patch_set.files}
-        self._nearest: Optional[PatchSet] = None
         self._program: Optional[Patched] = None
         self.refused: dict[str, HookError] = {}
 
@@ -122,9 +122,8 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
 
     def report(self) -> list[str]:
         """A line for each module that was loaded patched. Local."""
-        loaders = [getattr(getattr(module, "__spec__", None), "loader", None) for module in [*sys.modules.values()]]
-        ours = [loader for loader in loaders if isinstance(loader, _Loader) and loader.source is not None]
-        return [f"{loader.name}: patched in memory" for loader in ours]
+        loaders = [_loader_of(module) for module in [*sys.modules.values()]]
+        return [f"{loader.name}: patched in memory" for loader in loaders if loader and loader.source is not None]
 
     def _tell(self, found: Patched) -> None:
         if found.moved and read_launch_env(os.environ).rank == 0:
@@ -133,35 +132,34 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
                 f"{', '.join(sorted(found.moved))}, and are patched in memory"
             )
 
+    @functools.cached_property
+    def _nearest(self) -> PatchSet:
+        return status(str(self.folder), patches_root=self._patches_root).patch_set
+
     def _fit(self, modules: set[str]) -> Patched:
         """What the set that fits makes of these modules' files. Raises HookError where none does.
 
         It is one whose release the files are; or else one whose hunks' lines stand in them once each, that of the
         nearest release first.
         """
-        if self._nearest is None:
-            self._nearest = status(str(self.folder), patches_root=self._patches_root).patch_set
-        nearest = self._nearest
-        wanted = [name for name in nearest.files if _module_of(name) in modules]
-        looks = [look_at(s, self.folder) for s in self._sets if all(name in s.files for name in wanted)]
-        files = {
-            look.patch_set.name: [file for file in look.files if _module_of(file.name) in modules] for look in looks
-        }
-
-        def nearness(look: Status) -> tuple[bool, bool]:
-            fits = all(file.state in ("original", "patched") for file in files[look.patch_set.name])
-            return not fits, look.patch_set.name != nearest.name
-
+        nearest = self._nearest.name
+        wanted = {name for name in self._nearest.files if _module_of(name) in modules}
+        candidates = []
+        for patch_set in self._sets:
+            if wanted <= patch_set.files.keys():
+                files = [file for file in look_at(patch_set, self.folder).files if _module_of(file.name) in modules]
+                is_release = all(file.state in ("original", "patched") for file in files)
+                candidates.append((not is_release, patch_set.name != nearest, patch_set, files))
         refused: list[str] = []
-        for look in sorted(looks, key=nearness):
-            found, lacking = _patched(look.patch_set, files[look.patch_set.name])
+        for _, is_other, patch_set, files in sorted(candidates, key=lambda candidate: candidate[:2]):
+            found, lacking = _patched(patch_set, files)
             if not lacking:
                 return found
-            if look.patch_set.name == nearest.name or not refused:
+            if not is_other or not refused:
                 refused = lacking
         raise HookError(
             f"{self.folder} is no release that ddpshim knows, and the lines of no patch set stand in its files. The "
-            f"nearest, {nearest.name}, has no place for:\n  " + "\n  ".join(refused) + "\nWithout them the ranks would "
+            f"nearest, {nearest}, has no place for:\n  " + "\n  ".join(refused) + "\nWithout them the ranks would "
             "train another model than one process. Put the released files back, or merge the set into yours: "
             "MIGRATION.md, section 2."
         )
@@ -175,8 +173,13 @@ _IMPORTED_TOO_EARLY = (
 
 def patched_source(module: Any) -> Optional[bytes]:
     """The patched text that `module` was loaded from; None where it is that of its file. Local."""
+    loader = _loader_of(module)
+    return loader.source if loader else None
+
+
+def _loader_of(module: Any) -> Optional[_Loader]:
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
-    return loader.source if isinstance(loader, _Loader) else None
+    return loader if isinstance(loader, _Loader) else None
 
 
 def _module_of(name: str) -> str:

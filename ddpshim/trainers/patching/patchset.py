@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim import adapters
 from ddpshim.errors import PatchError
-from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_moved, parse_diff
+from ddpshim.trainers.patching.unidiff import FileDiff, Hunk, apply_diff, apply_moved, parse_diff
 
 
 class Hashes(NamedTuple):
@@ -39,11 +39,14 @@ class PatchSet:
 
     @property
     def num_added(self) -> int:
-        return sum(diff.num_added for diffs in self.patches.values() for diff in diffs)
+        return sum(len(hunk.new) - hunk.num_same for hunk in self._hunks())
 
     @property
     def num_removed(self) -> int:
-        return sum(diff.num_removed for diffs in self.patches.values() for diff in diffs)
+        return sum(len(hunk.old) - hunk.num_same for hunk in self._hunks())
+
+    def _hunks(self) -> Iterator[Hunk]:
+        return (hunk for diffs in self.patches.values() for diff in diffs for hunk in diff.hunks)
 
 
 def default_patches_root() -> Path:
@@ -57,7 +60,10 @@ def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
 
     Raises PatchError if one is malformed, or a root has none.
     """
-    roots = [patches_root] if patches_root is not None else [default_patches_root(), *_roots_of_adapters()]
+    roots = [patches_root] if patches_root is not None else [default_patches_root()]
+    if patches_root is None:
+        offers = (adapters.function(package, "patch_sets") for package in adapters.packages())
+        roots += [offer() for offer in offers if offer is not None]
     folders = []
     for root in roots:
         found = sorted({path.parent for path in [*root.glob("*/*/manifest.json"), *root.glob("*/*/*.patch")]})
@@ -68,11 +74,6 @@ def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
             )
         folders += found
     return tuple(_load_set(folder) for folder in folders)
-
-
-def _roots_of_adapters() -> list[Path]:
-    offers = (adapters.function(package, "patch_sets") for package in adapters.packages())
-    return [offer() for offer in offers if offer is not None]
 
 
 def build_manifest(

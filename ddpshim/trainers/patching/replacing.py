@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.util
-import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ddpshim.errors import PatchError
 
@@ -45,6 +43,12 @@ def stage(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def replace(path: Path, content: bytes) -> None:
+    """`stage` and rename: the file `path` is as it was, or has this `content`."""
+    stage(path, content)
+    os.replace(temporary(path), path)
+
+
 def drop_bytecode(*sources: Path) -> None:
     """Remove every interpreter's cached bytecode: a ``.pyc`` is checked by second and size only."""
     for source in sources:
@@ -53,12 +57,6 @@ def drop_bytecode(*sources: Path) -> None:
             for folder in {source.parent / "__pycache__", cached}:
                 for path in folder.glob(f"{glob.escape(source.stem)}.*.pyc"):
                     path.unlink(missing_ok=True)
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace the file `path` by `record`."""
-    stage(path, (json.dumps(record, indent=2) + "\n").encode())
-    os.replace(temporary(path), path)
 
 
 @contextlib.contextmanager

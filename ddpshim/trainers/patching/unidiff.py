@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from ddpshim.errors import PatchError
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
-@dataclass(frozen=True)
-class Hunk:
+class Hunk(NamedTuple):
     """Lines `old` that begin at index `old_at` (from 0) become `new`, which begin at `new_at`."""
 
     old_at: int
     old: tuple[bytes, ...]
     new_at: int
     new: tuple[bytes, ...]
+    num_same: int  # lines of both: context
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,6 @@ class FileDiff:
 
     path: str
     hunks: tuple[Hunk, ...]
-    num_added: int
-    num_removed: int
     is_at_home: bool = True
 
 
@@ -149,25 +147,23 @@ class _Parser:
         if old_path != new_path:
             self.fail(f"the two names differ: {old_path} and {new_path}")
         hunks: list[Hunk] = []
-        added = removed = 0
         while self.peek().startswith(b"@@"):
-            hunk, num_added, num_removed = self.hunk()
+            hunk = self.hunk()
             # Positions in the new file follow from the old ones; without this check a revert, which goes
             # by the new ones, would look elsewhere than the apply wrote.
-            if hunk.new_at != hunk.old_at + added - removed:
+            new_at = hunk.old_at + sum(len(before.new) - len(before.old) for before in hunks)
+            if hunk.new_at != new_at:
                 self.fail(
-                    f"the hunk starts at new line index {hunk.new_at}, but the hunks before it put it at "
-                    f"{hunk.old_at + added - removed}"
+                    f"the hunk starts at new line index {hunk.new_at}, but the hunks before it put it at {new_at}"
                 )
             if hunks and hunk.old_at < hunks[-1].old_at + len(hunks[-1].old):
                 self.fail("the hunk overlaps the one before it, or is out of order")
             hunks.append(hunk)
-            added, removed = added + num_added, removed + num_removed
         if not hunks:
             self.fail(f"no hunk for {old_path}")
-        return FileDiff(old_path, tuple(hunks), added, removed)
+        return FileDiff(old_path, tuple(hunks))
 
-    def hunk(self) -> tuple[Hunk, int, int]:
+    def hunk(self) -> Hunk:
         match = _HUNK.match(self.peek())
         if match is None:
             self.fail(f"{_show(self.peek())} is not `@@ -start,count +start,count @@`")
@@ -177,7 +173,7 @@ class _Parser:
         self.at += 1
         old: list[bytes] = []
         new: list[bytes] = []
-        added = removed = 0
+        num_same = 0
         while len(old) < num_old or len(new) < num_new:
             line = self.peek()
             tag, body = line[:1], line[1:]
@@ -192,15 +188,15 @@ class _Parser:
                 old.append(body)
             if tag != b"-":
                 new.append(body)
-            added, removed = added + (tag == b"+"), removed + (tag == b"-")
+            num_same += tag == b" "
             if len(old) > num_old or len(new) > num_new:
                 self.fail(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
-        if not added and not removed:
+        if num_same == len(old) == len(new):
             self.fail("the hunk changes nothing")
         # With a count of 0 the header names the line *before* the gap, else the first line itself.
         old_at = old_start - 1 if num_old else old_start
         new_at = new_start - 1 if num_new else new_start
-        return Hunk(old_at, tuple(old), new_at, tuple(new)), added, removed
+        return Hunk(old_at, tuple(old), new_at, tuple(new), num_same)
 
     def path(self, prefix: bytes) -> str:
         raw = self.peek()[len(b"--- ") :].split(b"\t")[0].strip()
@@ -224,9 +220,7 @@ class _Parser:
 
 def _split(content: bytes) -> list[bytes]:
     """Lines with their newline, split at LF only: `bytes.splitlines` would also cut at a lone CR."""
-    lines = [line + b"\n" for line in content.split(b"\n")]
-    last = lines.pop()[: -len(b"\n")]
-    return [*lines, last] if last else lines
+    return re.findall(rb"[^\n]*\n|[^\n]+", content)
 
 
 def _show(line: bytes) -> str:
