@@ -24,11 +24,11 @@ TRAINERS = (
     "droid.rlds",
     "observe.report.charts",
     "robomimic.algo",
-    "robomimic.batches",
     "robomimic.calls",
     "robomimic.datasets",
     "robomimic.rollout",
     "robomimic.stand_ins",
+    "robomimic.windows",
 )  # these import the trainer's packages, or matplotlib, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
@@ -130,7 +130,7 @@ def test_public_names() -> None:
 # What a process keeps, and a job does not: `cleanup()` leaves it. All else is in `job.job.Job`.
 OF_THE_PROCESS = {
     "checkpoint.files._writer": "the process that writes in the background serves later jobs, too",
-    "data.loader._with_workers": "torch's iterators, for as long as somebody holds them",
+    "data.sharded_loader._with_workers": "torch's iterators, for as long as somebody holds them",
     "data.mailbox._mailboxes": "shared memory, for as long as a loader holds it",
     "data.mailbox._names": "two mailboxes of one process must not have one name",
     "job.group._kept": "groups that torch before 2.8 cannot end",
@@ -143,7 +143,6 @@ OF_THE_PROCESS = {
     "job.rendezvous._state": "the store of a launcher's address: its server must outlive its clients",
     "model.seams._depth": "a backward pass",
     "model.seams._waiting": "a backward pass",
-    "robomimic.batches._maps": "files in memory, of a data worker as well",
     "robomimic.datasets._asking": "a call of a function",
     "robomimic.stand_ins._trainer": "the program's training, until it ends",
     "trainers.dataparallel.convert._state": "the program's run",

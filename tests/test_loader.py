@@ -19,7 +19,8 @@ from torch.utils.data import (
 )
 
 from ddpshim.data import loader as loader_module
-from ddpshim.data.loader import ShardedLoader, make_loader, scale_lr
+from ddpshim.data.loader import make_loader, scale_lr
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.world import World
 from ddpshim.options import Options

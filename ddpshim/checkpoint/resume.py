@@ -14,7 +14,7 @@ from typing import Any, Callable, NoReturn, Optional, Protocol
 import torch
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.data.loader import Enterable
+from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import preemption, records
 from ddpshim.job.group import cleanup, on_cleanup, world

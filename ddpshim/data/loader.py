@@ -1,12 +1,8 @@
 """Builds data loaders that give each rank its share of the global batch of one process."""
 
-import functools
 import math
-import os
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -27,8 +23,8 @@ from ddpshim.data.sampler import (
     draws_by_weight,
     layers,
 )
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job import preemption
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.group import world as current_world
 from ddpshim.job.job import current
@@ -39,9 +35,6 @@ from ddpshim.job.world import World
 
 class _Said(set[tuple[int, int]]):
     """The global batch sizes that were said in a job, with the number of ranks."""
-
-
-_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
 
 
 def make_loader(
@@ -202,98 +195,6 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     return lr * factors[rule]
 
 
-class Enterable:
-    """A loader whose passes can be begun at any step."""
-
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        """The number of steps of an epoch."""
-        raise NotImplementedError
-
-
-class ShardedLoader(DataLoader[Any], Enterable):
-    """A DataLoader over one rank's share; made by :func:`make_loader`.
-
-    `len()` is the number of steps, equal on every rank. `batch_size` is this rank's,
-    `global_batch_size` that of all (None where a batch_sampler does not say).
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream]",
-        global_batch_size: Optional[int],
-        seed: int,
-        shown: dict[str, Any],
-        **options: Any,
-    ) -> None:
-        # torch draws the seed of the workers from this generator, and without it from the global one.
-        if options.get("num_workers"):
-            options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
-        super().__init__(dataset, generator=torch.Generator(), **options)
-        self.global_batch_size = global_batch_size
-        self._source = source
-        self._worker_seed = seed
-        # What users read off a loader. torch forbids setting these because its batches are made already; so
-        # are ours, and `shown` says how.
-        for name, value in shown.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
-        return self._source.epochs.current
-
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` use `epoch`, and those after it the epochs that follow. Local.
-
-        With `start_step` that pass begins there: its batches are those that the whole pass has from this step on.
-        """
-        self._source.epochs.set(epoch, start_step)
-
-    def __iter__(self) -> Any:
-        epoch = self._source.epochs.advance()
-        start = self._source.epochs.start_step
-        self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
-        self._source.begin(epoch)
-        batches = super().__iter__()
-        if self.num_workers:
-            _with_workers.add(batches)
-            _dismiss_workers_with(os.getpid())
-        return batches
-
-    def __len__(self) -> int:
-        return self._source.num_steps()
-
-
-def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
-    """What a worker does first, and the user's `start`."""
-    preemption.ignore_in_worker()
-    if start is not None:
-        start(worker)
-
-
-@functools.lru_cache(maxsize=1)
-def _dismiss_workers_with(process: int) -> None:
-    """Have the workers that are left leave when this process ends."""
-    Finalize(None, _dismiss_workers, exitpriority=0)
-
-
-def _dismiss_workers() -> None:
-    # Python would end them by a signal that they ignore, and wait for ever. torch's own way is closed by then.
-    for batches in list(_with_workers):
-        if getattr(batches, "_worker_pids_set", False):
-            from torch.utils.data._utils import signal_handling
-
-            signal_handling._remove_worker_pids(id(batches))  # else torch takes their end for a failure
-            batches._worker_pids_set = False
-        for worker in getattr(batches, "_workers", ()):
-            worker.kill()
-
-
 @dataclass
 class _Parts:
     """What a ShardedLoader is made of. Everything here is local; see :func:`_make_alike`."""
@@ -313,22 +214,9 @@ class _Parts:
     def __post_init__(self) -> None:
         # One rank's share is split no further: as in a world of one, but with draws of its own.
         alone = self.already_sharded
-        self.num_shares = 1 if alone else self.world.world_size
-        self.share = 0 if alone else self.world.rank
+        self.sharers = World() if alone else self.world
+        self.num_shares = self.sharers.world_size
         self.order_seed = derive_seed(self.seed, "share", self.world.rank) if alone else self.seed
-        self.run_on_main = None if alone else self.world.run_on_main
-        self.gather = None if alone else self.world.gather
-
-    def facts(self, loader: ShardedLoader) -> dict[str, Any]:
-        """Return what has to be equal on all ranks for them to step together."""
-        return {
-            "number of samples": None if self.already_sharded else length(self.dataset),
-            "number of steps": length(loader),
-            "global batch": loader.global_batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
 
     def make(self, options: dict[str, Any]) -> ShardedLoader:
         """Return the loader, having refused what does not split. Local."""
@@ -361,15 +249,15 @@ class _Parts:
         per_rank = self.batch_size
         if not self.per_rank_batch:
             per_rank = divide(self.batch_size, self.world.world_size)
-        return Split(per_rank * self.num_shares, self.share, self.num_shares, self.drop_last)
+        return Split(per_rank * self.num_shares, self.sharers.rank, self.num_shares, self.drop_last)
 
     def _over_samples(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
         order: Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder]
         if self.sampler is not None:
             if draws_by_weight(self.sampler):
-                order = WeightedOrder(self.sampler, self.order_seed, self.gather, self.run_on_main)
+                order = WeightedOrder(self.sampler, self.order_seed, self.sharers.gather, self.sharers.run_on_main)
             else:
-                order = DrawnOrder(self.sampler, self.order_seed, self.run_on_main)
+                order = DrawnOrder(self.sampler, self.order_seed, self.sharers.run_on_main)
             self._refuse_shards(self.sampler)
             self._refuse_too_small(self.sampler, "sampler")
         elif self.shuffle:
@@ -393,13 +281,13 @@ class _Parts:
                 "would be read in two ways. Drop per_rank_batch and let the batch_sampler give larger "
                 "lists."
             )
-        order = DrawnOrder(self.batch_sampler, self.order_seed, self.run_on_main)
+        order = DrawnOrder(self.batch_sampler, self.order_seed, self.sharers.run_on_main)
         self._refuse_shards(self.batch_sampler)
         if len(order) == 0:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         declared = getattr(self.batch_sampler, "batch_size", None)
         per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
-        sharded = SplitBatchSampler(order, self.share, self.num_shares, self.epochs)
+        sharded = SplitBatchSampler(order, self.sharers.rank, self.num_shares, self.epochs)
         shown = {"sampler": sharded}
         return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=sharded)
 
@@ -504,12 +392,24 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
     facts: dict[str, Any] = {}
     try:
         loader = parts.make(options)
-        facts = parts.facts(loader)
+        facts = {
+            "number of samples": None if parts.already_sharded else length(parts.dataset),
+            "number of steps": length(loader),
+            "global batch": loader.global_batch_size,
+            "seed": parts.seed,
+            "shuffle": parts.shuffle,
+            "drop_last": parts.drop_last,
+        }
     except Exception as error:
         # Raised below: peers are on their way to the same gather.
         problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    reports = parts.world.gather((said, facts, _own_share(options["num_workers"])))
+    share = None  # of the machine, which nobody has to be advised about without workers
+    if options["num_workers"]:
+        from ddpshim.data import advice
+
+        share = advice.own_share(options["num_workers"])
+    reports = parts.world.gather((said, facts, share))
     if problem is not None:
         raise problem
     assert loader is not None
@@ -522,27 +422,17 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
     refuse_unlike(
         [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
     )
-    if parts.world.is_main:
-        shares = [share for _, _, share in reports if share is not None]
-        if shares:
-            from ddpshim.data import advice
+    shares = [share for _, _, share in reports if share is not None]
+    if parts.world.is_main and shares:
+        from ddpshim.data import advice
 
-            advice.give(advice.on_workers(shares))
+        advice.give(advice.on_workers(shares))
     return loader
 
 
-def _own_share(num_workers: int) -> Any:
-    """What this rank asks of its machine; None without workers, which nobody has to be advised about. Local."""
-    if not num_workers:
-        return None
-    from ddpshim.data import advice
-
-    return advice.own_share(num_workers)
-
-
 def _announce(world: World, global_batch_size: Optional[int]) -> None:
-    if not world.is_main or global_batch_size is None or (global_batch_size, world.world_size) in current().part(_Said):
-        return
-    current().part(_Said).add((global_batch_size, world.world_size))
-    ranks = count(world.world_size, "rank")
-    say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")
+    said = current().part(_Said)
+    if world.is_main and global_batch_size is not None and (global_batch_size, world.world_size) not in said:
+        said.add((global_batch_size, world.world_size))
+        ranks = count(world.world_size, "rank")
+        say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")
