@@ -343,6 +343,6 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 
 def _restore_random_state(states: dict[str, Any], device: torch.device) -> None:
-    restore_global_states({name: state for name, state in states.items() if name != "cuda"})
+    restore_global_states(states)
     if device.type == "cuda" and states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -169,17 +169,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
         reduced: list[nn.Parameter] = self._reduced
         mine["_names"] = {id(p): name for name, p in module.named_parameters()}
         mine["_strict"], mine["_same_every_time"] = strict, same_every_time
-        mine["_buffers_to_send"] = _Buffers(module, process_group) if sync_buffers else None
+        buffers = _Buffers(module, process_group) if sync_buffers else None
+        homes = [] if buffers is None else buffers.homes
+        mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"] = _Pass(self._arm)
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
-        homes = self._buffers_to_send.homes if sync_buffers else []
         mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, is_first(), is_guarded)
-        if not homes:
-            mine["_buffers_to_send"] = None
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
