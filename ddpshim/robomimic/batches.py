@@ -39,8 +39,11 @@ def plan(dataset: Any) -> Plan:
 
     Raises Unproven where they are not known to be those of the dataset itself.
     """
-    parts = [Windows(part, release.normalizes_obs) for part, release in _releases(dataset)]
-    return Several(dataset, parts) if hasattr(dataset, "datasets") else parts[0]
+    releases = _releases(dataset)
+    if not hasattr(dataset, "datasets"):
+        return Windows(dataset, releases[0].normalizes_obs)
+    parts = enumerate(zip(dataset.datasets, releases))
+    return Several(dataset, [Windows(part, release.normalizes_obs, f"{n}:") for n, (part, release) in parts])
 
 
 def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays] = None) -> Optional[str]:
@@ -139,8 +142,8 @@ class _Samples(Sequence[Any]):
         return self._all()[at]
 
 
-def _releases(dataset: Any) -> list[tuple[Any, known.Release]]:
-    """Each SequenceDataset in `dataset`, and the release that its code is of; raises Unproven where it is of none."""
+def _releases(dataset: Any) -> list[known.Release]:
+    """The release that the code of each SequenceDataset in `dataset` is of; raises Unproven where it is of none."""
     if not concerns(dataset):
         raise Unproven(f"{type(dataset).__name__} is no dataset of robomimic's")
     parts, releases = [dataset], []
@@ -154,7 +157,7 @@ def _releases(dataset: Any) -> list[tuple[Any, known.Release]]:
             raise Unproven(f"the code of {type(part).__name__} is not one that is known here")
         if getattr(part, "shuffled_obs_key_groups", ()):
             raise Unproven(f"{type(part).__name__} swaps observations at random")
-        releases.append((part, release))
+        releases.append(release)
     return releases
 
 

@@ -34,7 +34,8 @@ class Windows:
 
     arrays: Arrays  # what is held, when it is there
 
-    def __init__(self, dataset: Any, normalizes_obs: bool) -> None:
+    def __init__(self, dataset: Any, normalizes_obs: bool, prefix: str = "") -> None:
+        """`prefix`: of the names of its arrays."""
         import numpy as np
 
         self.dataset = dataset
@@ -49,7 +50,9 @@ class Windows:
         self._window = np.arange(-self._before, dataset.seq_length)
         self._goal = self._lengths - 1 - (0 if dataset.pad_seq_length else dataset.seq_length - 1)
         self._refuse_strange_tables()
+        self._prefix = prefix
         self.specs: Specs = {}
+        self.held: dict[str, str] = {}  # the array of each key that is not in the file
         self.mapped: dict[str, _Region] = {}
         with _left_as_found(dataset), _finder(dataset) as find:
             self._stats = _stats(dataset)
@@ -97,7 +100,8 @@ class Windows:
         if kind.kind not in "biuf" or not kind.isnative or 0 in shape:
             raise Unproven(f"{key} holds {kind} of shape {shape}")
         if in_memory:
-            self.specs[key] = (int(self._lengths.sum()), *shape), kind
+            self.held[key] = self._prefix + key
+            self.specs[self.held[key]] = (int(self._lengths.sum()), *shape), kind
         else:
             self.mapped[key] = _Region(of.hdf5_path, key, found)
 
@@ -105,10 +109,10 @@ class Windows:
         """Copy the data into `arrays`, from the dataset's cache or from the file. Local."""
         of = self.dataset
         with _finder(of) as find:
-            for key in self.specs:
+            for key, name in self.held.items():
                 for demo, row, length in zip(of.demos, self.first_rows, self._lengths):
                     data = find(demo, key)
-                    arrays[key][row : row + length] = 0 if data is None else data[:length]
+                    arrays[name][row : row + length] = 0 if data is None else data[:length]
 
     def read_from(self, arrays: Arrays) -> None:
         """Take what is held from `arrays`, which `fill` has filled. Local."""
@@ -182,8 +186,8 @@ class Windows:
         if of.hdf5_cache_mode == "all":
             of.getitem_cache = _Items(self, len(of))
         elif isinstance(of.hdf5_cache, dict):  # else its arrays are views already
-            for key, array in self.arrays.items():
-                group, _, name = key.rpartition("/")
+            for key, array_name in self.held.items():
+                array, (group, _, name) = self.arrays[array_name], key.rpartition("/")
                 for demo, row, length in zip(of.demos, self.first_rows, self._lengths):
                     held = of.hdf5_cache[demo]
                     (held[group] if group else held)[name] = array[row : row + length]
@@ -199,19 +203,15 @@ class Several:
         self._bins = np.asarray(dataset._ds_ind_bins)
         if list(self._bins) != [0, *np.cumsum([len(part.dataset) for part in parts])]:
             raise Unproven("its samples do not lie dataset by dataset")
-        self.specs: Specs = {f"{n}:{key}": spec for n, part in enumerate(parts) for key, spec in part.specs.items()}
-
-    def _of_parts(self, arrays: Arrays) -> Iterator[tuple[Windows, Arrays]]:
-        for number, part in enumerate(self._parts):
-            yield part, {key: arrays[f"{number}:{key}"] for key in part.specs}
+        self.specs: Specs = {name: spec for part in parts for name, spec in part.specs.items()}
 
     def fill(self, arrays: Arrays) -> None:
-        for part, own in self._of_parts(arrays):
-            part.fill(own)
+        for part in self._parts:
+            part.fill(arrays)
 
     def read_from(self, arrays: Arrays) -> None:
-        for part, own in self._of_parts(arrays):
-            part.read_from(own)
+        for part in self._parts:
+            part.read_from(arrays)
 
     def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
         import numpy as np
@@ -266,10 +266,10 @@ class _Rows:
         self._rows = windows.first_rows[self._demo] + time
 
     def __getitem__(self, key: str) -> Any:
-        region = self._windows.mapped.get(key)
-        return (
-            self._windows.arrays[key].take(self._rows, axis=0) if region is None else region.take(self._demo, self.time)
-        )
+        windows = self._windows
+        if key in windows.mapped:
+            return windows.mapped[key].take(self._demo, self.time)
+        return windows.arrays[windows.held[key]].take(self._rows, axis=0)
 
 
 class _Region:
