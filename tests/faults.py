@@ -202,13 +202,14 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
 def _break_sync() -> None:
     """Leave the reduction of gradients out for good: each rank trains a model of its own."""
     import ddpshim.robomimic.calls as adapter
-    from ddpshim.model import reducer
+    from ddpshim.job.job import current
+    from ddpshim.model.reducer import Wrapped
 
     prepare = adapter.prepare
 
     def broken(model: Any) -> Any:
         model = prepare(model)
-        for wrapped in reducer._wrapped:
+        for wrapped in current().part(Wrapped):
             wrapped.require_backward_grad_sync = False
         return model
 

@@ -26,7 +26,7 @@ CHAPTERS = {
     "Model": ("wrap_parallel", "unwrap", "accumulate", "split_random_streams", "shared_random_streams"),
     "Data": (
         "make_loader",
-        "data.loader.ShardedLoader",
+        "data.sharded_loader.ShardedLoader",
         "scale_lr",
         "check_equal_steps",
         "shard_iterable",

@@ -24,11 +24,11 @@ TRAINERS = (
     "droid.rlds",
     "observe.report.charts",
     "robomimic.algo",
-    "robomimic.batches",
     "robomimic.calls",
     "robomimic.datasets",
     "robomimic.rollout",
     "robomimic.stand_ins",
+    "robomimic.windows",
 )  # these import the trainer's packages, or matplotlib, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
@@ -129,12 +129,15 @@ def test_public_names() -> None:
 
 # What a process keeps, and a job does not: `cleanup()` leaves it. All else is in `job.job.Job`.
 OF_THE_PROCESS = {
+    "adapters.packages": "what is installed",
     "checkpoint.files._writer": "the process that writes in the background serves later jobs, too",
-    "data.loader._with_workers": "torch's iterators, for as long as somebody holds them",
+    "data.sharded_loader._with_workers": "torch's iterators, for as long as somebody holds them",
+    "data.sharded_loader._dismiss_workers_with": "what is done at the end of the process",
     "data.mailbox._mailboxes": "shared memory, for as long as a loader holds it",
     "data.mailbox._names": "two mailboxes of one process must not have one name",
     "job.group._kept": "groups that torch before 2.8 cannot end",
     "job.group._worlds": "how many there were: a store keeps the keys of the one before",
+    "job.say.say_once": "lines that were said",
     "job.job._current": "the job itself",
     "job.events.running": "a block of code that is measured",
     "job.events._records": "an open file",
@@ -144,7 +147,8 @@ OF_THE_PROCESS = {
     "job.rendezvous._state": "the store of a launcher's address: its server must outlive its clients",
     "model.seams._depth": "a backward pass",
     "model.seams._waiting": "a backward pass",
-    "robomimic.batches._maps": "files in memory, of a data worker as well",
+    "robomimic.known.digest": "of code, by the code",
+    "robomimic.windows._rows_of": "files in memory, of a data worker as well",
     "robomimic.datasets._asking": "a call of a function",
     "robomimic.own_lines.trainer": "the program's training, until it ends",
     "trainers.dataparallel.convert._state": "the program's run",
@@ -159,6 +163,8 @@ def _state(source: str) -> set[str]:
     """The variables of a module that hold something which changes, or may be changed by a function."""
     tree = ast.parse(source)
     changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    changed |= {f.name for f in functions if "cache" in "".join(map(ast.unparse, f.decorator_list))}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         is_made = isinstance(getattr(node, "value", None), (ast.Call, ast.List, ast.Dict, ast.Set))
@@ -171,7 +177,8 @@ def _state(source: str) -> set[str]:
 def test_a_job_is_one_object() -> None:
     found = {f"{module}.{name}" for module, path in MODULES.items() for name in _state(path.read_text())}
     assert found == set(OF_THE_PROCESS), "what a job keeps belongs to it: job.current().part(YourClass)"
-    assert _state("_seen = []\nA = []\ndef f():\n    global _n\n    _n = 1\n") == {"_seen", "_n"}
+    source = "_seen = []\nA = []\ndef f():\n    global _n\n    _n = 1\n@functools.cache\ndef g(): ...\n"
+    assert _state(source) == {"_seen", "_n", "g"}
 
 
 EXAMPLES = [module for module, path in MODULES.items() if ">>> " in path.read_text()]

@@ -18,9 +18,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpshim.data import loader as loader_module
-from ddpshim.data.loader import ShardedLoader, make_loader, scale_lr
+
+from ddpshim.data.loader import make_loader, scale_lr
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
+from ddpshim.job import job as jobs
 from ddpshim.job.world import World
 from ddpshim.options import Options
 from tests.ranks import run_ranks
@@ -540,7 +542,7 @@ def test_ranks_that_would_step_apart_all_hear_of_it():
 
 
 def test_the_global_batch_is_printed_once_by_the_main_rank(capsys, monkeypatch):
-    monkeypatch.setattr(loader_module, "_announced", set())
+    monkeypatch.setattr(jobs, "_current", jobs.Job())
     for _ in range(2):
         make_loaders(2, numbers, 8)
     make_loaders(1, numbers, 8)

@@ -74,9 +74,12 @@ SEAMS = [
     ),
     Seam("_BaseDataLoaderIter", "observe/meter.py", "test_every_loader_goes_through_one_next", LOADER),
     Seam(
-        "_workers _worker_pids_set _remove_worker_pids", "data/loader.py", "test_workers_are_found_and_let_go", LOADER
+        "_workers _worker_pids_set _remove_worker_pids",
+        "data/sharded_loader.py",
+        "test_workers_are_found_and_let_go",
+        LOADER,
     ),
-    Seam("torch.utils.data._utils", "data/loader.py", "test_workers_are_found_and_let_go", LOADER),
+    Seam("torch.utils.data._utils", "data/sharded_loader.py", "test_workers_are_found_and_let_go", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
     Seam("_saved_reduction", "trainers/dataparallel/convert.py", "test_a_loss_tells_its_reduction", "autograd codegen"),

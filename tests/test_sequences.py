@@ -20,7 +20,7 @@ from ddpshim.data.loader import make_loader
 from ddpshim.job import say
 from ddpshim.options import Options
 from ddpshim.robomimic import batches as sequences
-from ddpshim.robomimic import datasets
+from ddpshim.robomimic import datasets, windows
 from tests import sequences as demos
 from tests.equivalence import ROOT, source
 from tests.preloaded import environment
@@ -66,13 +66,13 @@ def test_every_kind_of_dataset_of_other_releases(tmp_path: Path, release: str) -
 
 
 def test_the_comparison_can_fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = sequences._Windows._sample
+    mask = windows.Windows._sample
 
     def shifted(self: Any, at: Any, here: Any, *args: Any) -> Any:
         here._rows = np.maximum(here._rows - 1, 0)
         return mask(self, at, here, *args)
 
-    monkeypatch.setattr(sequences._Windows, "_sample", shifted)
+    monkeypatch.setattr(windows.Windows, "_sample", shifted)
     dataset = demos.make(folder, "low_dim", seq_length=3)
     assert "come out different" in str(sequences.attach(dataset))
     assert not hasattr(dataset, "__getitems__")
@@ -88,9 +88,9 @@ def test_batches_are_compared_to_the_last_bit(what: str) -> None:
         "one bit": {**one, "b": {"c": torch.tensor([-0.0, float("nan")])}},
         "shape": {**one, "a": torch.ones(4)},
     }[what]
-    assert sequences._is_same(one, {**one, "a": one["a"].clone()})
-    assert not sequences._is_same(one, other)
-    assert not sequences._is_same(other, one)
+    assert windows._is_same(one, {**one, "a": one["a"].clone()})
+    assert not windows._is_same(one, other)
+    assert not windows._is_same(other, one)
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_patched_code_is_not_known(folder: Path, monkeypatch: pytest.MonkeyPatch
     dataset = demos.make(folder, "low_dim")
     assert not sequences.is_known(dataset)
     assert not sequences.is_known([1, 2])
-    with pytest.raises(sequences.Unproven, match="the code of SequenceDataset is not one that is known here"):
+    with pytest.raises(windows.Unproven, match="the code of SequenceDataset is not one that is known here"):
         sequences.plan(dataset)
     monkeypatch.undo()
     dataset.get_item = lambda index: {}
@@ -200,9 +200,9 @@ def test_the_data_are_held_once_in_arrays_that_are_handed_in(folder: Path, cache
             assert np.shares_memory(held["actions"], arrays["actions"]), demo
     assert demos.is_same_batch(dataset, other)
     one_by_one = default_collate([dataset[index] for index in range(len(other))])
-    assert sequences._is_same(one_by_one, default_collate([other[index] for index in range(len(other))]))
+    assert windows._is_same(one_by_one, default_collate([other[index] for index in range(len(other))]))
     if cache_mode == "all":
-        assert isinstance(dataset.getitem_cache, sequences._Items)
+        assert isinstance(dataset.getitem_cache, windows._Items)
         assert len(dataset.getitem_cache) == len(other)
         assert list(dataset[-1]) == list(other[-1])
         with pytest.raises(IndexError):
@@ -226,7 +226,7 @@ def _passes(loader: Any, num_steps: list[int]) -> list[Any]:
 
 def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
     return [len(a) for a in found] == [len(b) for b in expected] and all(
-        sequences._is_same(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
+        windows._is_same(a, b) for one, other in zip(found, expected) for a, b in zip(one, other)
     )
 
 
@@ -268,7 +268,7 @@ def test_a_batch_that_is_too_large_for_its_place_is_sent() -> None:
         packed = mailbox.Packed(batch, places, worker=1, number=3)
         made, (sent, layout) = packed.__reduce__()
         assert isinstance(sent, torch.Tensor) == (num_bytes == 64)
-        assert sequences._is_same(made(sent, layout), batch)
+        assert windows._is_same(made(sent, layout), batch)
         assert type(made(sent, layout)) is dict
         assert places.places[0].sum() == 0
         assert not places.places[1, 0].any()

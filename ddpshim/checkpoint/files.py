@@ -271,11 +271,16 @@ class _Writer:
     background: Optional[Background] = None
     buffer: snapshot.Buffer
 
+    @property
+    def here(self) -> Optional[Background]:
+        """The process, where this one has started it, and not one that this one was forked from."""
+        return self.background if self.background is not None and self.background.is_here else None
+
     def start(self) -> Background:
         """The process, started where there is none."""
-        if self.background is not None and self.background.is_here:
-            if not self.background.has_ended or self.background.is_busy:
-                return self.background
+        if self.here is not None:
+            if not self.here.has_ended or self.here.is_busy:
+                return self.here
             self.end()
         self.buffer = snapshot.Buffer()
         self.background = Background(__name__, [self.buffer.descriptor])
@@ -289,31 +294,27 @@ class _Writer:
         """Whether there is memory for so much, and a process may be there to write it."""
         if not hasattr(os, "memfd_create") or not sys.executable:
             return False
-        if self.background is None or not self.background.is_here:
-            more = num_bytes
-        elif self.background.did_not_start:
+        if self.here is not None and self.here.did_not_start:
             return False
-        else:
-            more = num_bytes - self.buffer.num_bytes
+        more = num_bytes - (0 if self.here is None else self.buffer.num_bytes)
         return 2 * more <= (machine.memory().available_bytes or 0)
 
     def is_busy(self) -> bool:
         """Whether something is on its way, or has failed and was not told."""
-        return self.background is not None and self.background.is_here and self.background.is_busy
+        return self.here is not None and self.here.is_busy
 
     def wait(self, timeout_s: Optional[float] = None) -> None:
         """Wait for what is on its way; raises CheckpointError where it failed."""
-        if self.is_busy():
-            assert self.background is not None
+        if self.here is not None and self.here.is_busy:
             try:
-                self.background.wait(timeout_s)
+                self.here.wait(timeout_s)
             except JobFailed as error:
                 raise CheckpointError(str(error)) from None
 
     def end(self) -> None:
         """Let the process go; it finishes what it is at."""
-        if self.background is not None and self.background.is_here:
-            self.background.end()
+        if self.here is not None:
+            self.here.end()
             self.buffer.close()
             self.background = None
 

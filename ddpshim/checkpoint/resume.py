@@ -14,7 +14,7 @@ from typing import Any, Callable, NoReturn, Optional, Protocol
 import torch
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.data.loader import Enterable
+from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
@@ -343,6 +343,6 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 
 def _restore_random_state(states: dict[str, Any], device: torch.device) -> None:
-    restore_global_states({name: state for name, state in states.items() if name != "cuda"})
+    restore_global_states(states)
     if device.type == "cuda" and states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"], device)

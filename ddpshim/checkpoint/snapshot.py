@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 
@@ -78,7 +78,7 @@ class Snapshot:
 
     def write(self, path: str) -> None:
         """The file that `torch.save` would have written to `path`."""
-        with _open(path) as file:
+        with torch.serialization._open_zipfile_writer(path) as file:
             memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             for name, kind, held in pickle.loads(memory[self.index]):
                 if kind is None:
@@ -128,7 +128,3 @@ class _Records:
         self._buffer.put(address, num_bytes, start)
         self._end = -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT
         return slice(start, start + num_bytes)
-
-
-def _open(path: Union[str, os.PathLike[str]]) -> Any:
-    return torch.serialization._open_zipfile_writer(os.fspath(path))

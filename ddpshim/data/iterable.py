@@ -70,15 +70,14 @@ def shard_iterable(
             f"{kind} has no __iter__; a dataset that is read by index has no items to deal out, and its order would be "
             "lost. Give it to ddpshim.make_loader."
         )
-    split = Split(here.world_size, here.rank, here.world_size, drop_last)
-    share = ShardedIterable(dataset, split, (here.seed or 0) if seed is None else seed, decode)
     num_items = length(dataset)
     if num_items is not None and num_items < here.world_size:
         raise DataError(
             f"The dataset ({kind}) has {num_items} items for {here.world_size} ranks; some would train on none. Use at "
             f"most {num_items} ranks, or more items."
         )
-    return share
+    split = Split(here.world_size, here.rank, here.world_size, drop_last)
+    return ShardedIterable(dataset, split, (here.seed or 0) if seed is None else seed, decode)
 
 
 def length(sized: Any) -> Optional[int]:

@@ -1,12 +1,8 @@
 """Builds data loaders that give each rank its share of the global batch of one process."""
 
-import functools
 import math
-import os
-import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
+from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -17,6 +13,7 @@ from ddpshim.data.iterable import ShardedIterable, ShardedStream, length, refuse
 from ddpshim.data.sampler import (
     DrawnOrder,
     EpochCounter,
+    Order,
     SequentialOrder,
     ShardedBatchSampler,
     ShardedSampler,
@@ -27,8 +24,8 @@ from ddpshim.data.sampler import (
     draws_by_weight,
     layers,
 )
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
-from ddpshim.job import preemption
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.group import world as current_world
 from ddpshim.job.job import current
@@ -39,9 +36,6 @@ from ddpshim.job.world import World
 
 class _Said(set[tuple[int, int]]):
     """The global batch sizes that were said in a job, with the number of ranks."""
-
-
-_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
 
 
 def make_loader(
@@ -123,14 +117,7 @@ def make_loader(
     drop_last = drop_last and batch_sampler is None and batch_size is not None
     if not here.is_launched:
         return DataLoader(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            drop_last=drop_last,
-            generator=generator,
-            **options,
+            dataset, batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, generator=generator, **options
         )
     if seed is None:
         seed = generator.initial_seed() if generator is not None else here.seed or 0
@@ -145,12 +132,13 @@ def make_loader(
         seed,
         here.options.per_rank_batch if per_rank_batch is None else per_rank_batch,
         already_sharded,
+        options,
     )
     collate: Optional[Collate] = None
     makes_batches = batch_size is not None or batch_sampler is not None
     if makes_batches and collate_fn in (None, default_collate) and here.options.batched_fetch:
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
-    loader = _make_alike(parts, options)
+    loader = _make_alike(parts)
     if collate is not None and hasattr(collate, "expect") and persistent_workers and loader.batch_size:
         collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)
@@ -202,98 +190,6 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     return lr * factors[rule]
 
 
-class Enterable:
-    """A loader whose passes can be begun at any step."""
-
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        """The number of steps of an epoch."""
-        raise NotImplementedError
-
-
-class ShardedLoader(DataLoader[Any], Enterable):
-    """A DataLoader over one rank's share; made by :func:`make_loader`.
-
-    `len()` is the number of steps, equal on every rank. `batch_size` is this rank's,
-    `global_batch_size` that of all (None where a batch_sampler does not say).
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream]",
-        global_batch_size: Optional[int],
-        seed: int,
-        shown: dict[str, Any],
-        **options: Any,
-    ) -> None:
-        # torch draws the seed of the workers from this generator, and without it from the global one.
-        if options.get("num_workers"):
-            options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
-        super().__init__(dataset, generator=torch.Generator(), **options)
-        self.global_batch_size = global_batch_size
-        self._source = source
-        self._worker_seed = seed
-        # What users read off a loader. torch forbids setting these because its batches are made already; so
-        # are ours, and `shown` says how.
-        for name, value in shown.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
-        return self._source.epochs.current
-
-    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` use `epoch`, and those after it the epochs that follow. Local.
-
-        With `start_step` that pass begins there: its batches are those that the whole pass has from this step on.
-        """
-        self._source.epochs.set(epoch, start_step)
-
-    def __iter__(self) -> Any:
-        epoch = self._source.epochs.advance()
-        start = self._source.epochs.start_step
-        self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
-        self._source.begin(epoch)
-        batches = super().__iter__()
-        if self.num_workers:
-            _with_workers.add(batches)
-            _dismiss_workers_with(os.getpid())
-        return batches
-
-    def __len__(self) -> int:
-        return self._source.num_steps()
-
-
-def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
-    """What a worker does first, and the user's `start`."""
-    preemption.ignore_in_worker()
-    if start is not None:
-        start(worker)
-
-
-@functools.lru_cache(maxsize=1)
-def _dismiss_workers_with(process: int) -> None:
-    """Have the workers that are left leave when this process ends."""
-    Finalize(None, _dismiss_workers, exitpriority=0)
-
-
-def _dismiss_workers() -> None:
-    # Python would end them by a signal that they ignore, and wait for ever. torch's own way is closed by then.
-    for batches in list(_with_workers):
-        if getattr(batches, "_worker_pids_set", False):
-            from torch.utils.data._utils import signal_handling
-
-            signal_handling._remove_worker_pids(id(batches))  # else torch takes their end for a failure
-            batches._worker_pids_set = False
-        for worker in getattr(batches, "_workers", ()):
-            worker.kill()
-
-
 @dataclass
 class _Parts:
     """What a ShardedLoader is made of. Everything here is local; see :func:`_make_alike`."""
@@ -308,46 +204,31 @@ class _Parts:
     seed: int
     per_rank_batch: bool
     already_sharded: bool
-    epochs: EpochCounter = field(default_factory=EpochCounter)
+    options: dict[str, Any]  # others of DataLoader's
 
     def __post_init__(self) -> None:
         # One rank's share is split no further: as in a world of one, but with draws of its own.
         alone = self.already_sharded
-        self.num_shares = 1 if alone else self.world.world_size
-        self.share = 0 if alone else self.world.rank
+        self.sharers = World() if alone else self.world
+        self.num_shares = self.sharers.world_size
         self.order_seed = derive_seed(self.seed, "share", self.world.rank) if alone else self.seed
-        self.run_on_main = None if alone else self.world.run_on_main
-        self.gather = None if alone else self.world.gather
 
-    def facts(self, loader: ShardedLoader) -> dict[str, Any]:
-        """Return what has to be equal on all ranks for them to step together."""
-        return {
-            "number of samples": None if self.already_sharded else length(self.dataset),
-            "number of steps": length(loader),
-            "global batch": loader.global_batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
-
-    def make(self, options: dict[str, Any]) -> ShardedLoader:
+    def make(self) -> ShardedLoader:
         """Return the loader, having refused what does not split. Local."""
         is_stream = isinstance(self.dataset, IterableDataset)
         if not is_stream and self.sampler is None and self.batch_sampler is None:
             self._refuse_too_small(self.dataset, "dataset")
         # Only for torch's own refusals (shuffle with a sampler, a negative batch, ...), in torch's words.
         DataLoader(self.dataset, self.batch_size, self.shuffle or None, self.sampler, self.batch_sampler)
-        if options.get("in_order", True) is False and options["num_workers"] > 0:
+        if self.options.get("in_order", True) is False and self.options["num_workers"] > 0:
             raise DataError(
                 "in_order=False with workers: each rank would get its batches in an order of its own, and "
                 "a step would mix global batches. Drop in_order."
             )
         if self.batch_sampler is not None:
-            return self._over_batch_sampler(options)
+            return self._over_batch_sampler()
         split = self._split()
-        if is_stream:
-            return self._over_stream(split, options)
-        return self._over_samples(split, options)
+        return self._over_stream(split) if is_stream else self._over_samples(split)
 
     def _split(self) -> Split:
         if self.batch_size is None:
@@ -358,18 +239,16 @@ class _Parts:
                     "or a dataset of this rank's batches with already_sharded=True."
                 )
             return Split(1, 0, 1, drop_last=True)
-        per_rank = self.batch_size
-        if not self.per_rank_batch:
-            per_rank = divide(self.batch_size, self.world.world_size)
-        return Split(per_rank * self.num_shares, self.share, self.num_shares, self.drop_last)
+        per_rank = self.batch_size if self.per_rank_batch else divide(self.batch_size, self.world.world_size)
+        return Split(per_rank * self.num_shares, self.sharers.rank, self.num_shares, self.drop_last)
 
-    def _over_samples(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
-        order: Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder]
+    def _over_samples(self, split: Split) -> ShardedLoader:
+        order: Order
         if self.sampler is not None:
             if draws_by_weight(self.sampler):
-                order = WeightedOrder(self.sampler, self.order_seed, self.gather, self.run_on_main)
+                order = WeightedOrder(self.sampler, self.order_seed, self.sharers.gather, self.sharers.run_on_main)
             else:
-                order = DrawnOrder(self.sampler, self.order_seed, self.run_on_main)
+                order = DrawnOrder(self.sampler, self.order_seed, self.sharers.run_on_main)
             self._refuse_shards(self.sampler)
             self._refuse_too_small(self.sampler, "sampler")
         elif self.shuffle:
@@ -377,33 +256,30 @@ class _Parts:
         else:
             order = SequentialOrder(len(self.dataset))
         self._refuse_no_step(len(order), split)
-        sharded = ShardedSampler(order, split, self.epochs)
+        sharded = ShardedSampler(order, split)
         if self.batch_size is None:
-            return self._loader(self.dataset, sharded, None, {}, options, batch_size=None, sampler=sharded)
+            return self._loader(self.dataset, sharded, None, {}, batch_size=None, sampler=sharded)
         per_rank = split.global_batch_size // split.world_size
         shown = {"batch_size": per_rank, "drop_last": self.drop_last, "sampler": sharded}
-        batches = ShardedBatchSampler(sharded)
-        return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=batches)
+        return self._loader(self.dataset, sharded, per_rank, shown, batch_sampler=ShardedBatchSampler(sharded))
 
-    def _over_batch_sampler(self, options: dict[str, Any]) -> ShardedLoader:
+    def _over_batch_sampler(self) -> ShardedLoader:
         assert self.batch_sampler is not None
         if self.per_rank_batch:
             raise DataError(
                 "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size "
-                "would be read in two ways. Drop per_rank_batch and let the batch_sampler give larger "
-                "lists."
+                "would be read in two ways. Drop per_rank_batch and let the batch_sampler give larger lists."
             )
-        order = DrawnOrder(self.batch_sampler, self.order_seed, self.run_on_main)
+        order = DrawnOrder(self.batch_sampler, self.order_seed, self.sharers.run_on_main)
         self._refuse_shards(self.batch_sampler)
         if len(order) == 0:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         declared = getattr(self.batch_sampler, "batch_size", None)
         per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
-        sharded = SplitBatchSampler(order, self.share, self.num_shares, self.epochs)
-        shown = {"sampler": sharded}
-        return self._loader(self.dataset, sharded, per_rank, shown, options, batch_sampler=sharded)
+        sharded = SplitBatchSampler(order, self.sharers.rank, self.num_shares, EpochCounter())
+        return self._loader(self.dataset, sharded, per_rank, {"sampler": sharded}, batch_sampler=sharded)
 
-    def _over_stream(self, split: Split, options: dict[str, Any]) -> ShardedLoader:
+    def _over_stream(self, split: Split) -> ShardedLoader:
         if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
             raise DataError(
                 f"{type(self.dataset).__name__} is this rank's share already; split over {self.num_shares} ranks "
@@ -413,19 +289,15 @@ class _Parts:
         if num_samples is not None:
             self._refuse_too_small(self.dataset, "dataset")
             self._refuse_no_step(num_samples, split)
+        stays = self.options["persistent_workers"]
         stream = ShardedStream(
-            self.dataset,
-            split,
-            self.order_seed,
-            self.epochs,
-            is_split=not self.already_sharded,
-            persistent_workers=options["persistent_workers"],
+            self.dataset, split, self.order_seed, EpochCounter(), not self.already_sharded, persistent_workers=stays
         )
         # torch shards a pipe by itself, if it can see that it is one.
         as_is = self.already_sharded and isinstance(self.dataset, IterDataPipe)
         per_rank = None if self.batch_size is None else split.global_batch_size // split.world_size
         batching = {"batch_size": per_rank, "drop_last": self.drop_last}
-        return self._loader(self.dataset if as_is else stream, stream, per_rank, {}, options, **batching)
+        return self._loader(self.dataset if as_is else stream, stream, per_rank, {}, **batching)
 
     def _loader(
         self,
@@ -433,29 +305,25 @@ class _Parts:
         source: Union[ShardedSampler, SplitBatchSampler, ShardedStream],
         batch_size_per_rank: Optional[int],
         shown: dict[str, Any],
-        options: dict[str, Any],
         **batching: Any,
     ) -> ShardedLoader:
         worker_seed = derive_seed(self.seed, "rank", self.world.rank)
         global_batch_size = batch_size_per_rank * self.world.world_size if batch_size_per_rank else None
-        return ShardedLoader(dataset, source, global_batch_size, worker_seed, shown, **batching, **options)
+        return ShardedLoader(dataset, source, global_batch_size, worker_seed, shown, **batching, **self.options)
 
     def _refuse_too_small(self, sized: Any, name: str) -> None:
-        num_samples = length(sized)
+        num_samples, what = length(sized), f"The {name} ({type(sized).__name__})"
         if num_samples is None:
             raise DataError(
-                f"The {name} ({type(sized).__name__}) has no __len__; ranks could not agree on the number "
-                "of steps and would wait for each other. Give it a __len__, or make the dataset an "
-                "IterableDataset."
+                f"{what} has no __len__; ranks could not agree on the number of steps and would wait for each other. "
+                "Give it a __len__, or make the dataset an IterableDataset."
             )
         if num_samples == 0:
-            raise DataError(
-                f"The {name} ({type(sized).__name__}) is empty; a pass would have no step. Check its filter."
-            )
+            raise DataError(f"{what} is empty; a pass would have no step. Check its filter.")
         if num_samples < self.num_shares:
             raise DataError(
-                f"The {name} ({type(sized).__name__}) has {num_samples} samples for {self.num_shares} "
-                f"ranks; some would train on none. Use at most {num_samples} ranks, or more samples."
+                f"{what} has {num_samples} samples for {self.num_shares} ranks; some would train on none. Use at most "
+                f"{num_samples} ranks, or more samples."
             )
 
     def _refuse_no_step(self, num_samples: int, split: Split) -> None:
@@ -493,7 +361,7 @@ def divide(batch_size: int, world_size: int) -> int:
     return batch_size // world_size
 
 
-def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
+def _make_alike(parts: _Parts) -> ShardedLoader:
     """Return the loader, once all ranks have made one that steps alike; collective.
 
     A rank whose dataset alone is short would end its pass first, and the others would wait in the next
@@ -503,13 +371,25 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
     problem: Optional[Exception] = None
     facts: dict[str, Any] = {}
     try:
-        loader = parts.make(options)
-        facts = parts.facts(loader)
+        loader = parts.make()
+        facts = {
+            "number of samples": None if parts.already_sharded else length(parts.dataset),
+            "number of steps": length(loader),
+            "global batch": loader.global_batch_size,
+            "seed": parts.seed,
+            "shuffle": parts.shuffle,
+            "drop_last": parts.drop_last,
+        }
     except Exception as error:
         # Raised below: peers are on their way to the same gather.
         problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    reports = parts.world.gather((said, facts, _own_share(options["num_workers"])))
+    share = None  # of the machine, which nobody has to be advised about without workers
+    if parts.options["num_workers"]:
+        from ddpshim.data import advice
+
+        share = advice.own_share(parts.options["num_workers"])
+    reports = parts.world.gather((said, facts, share))
     if problem is not None:
         raise problem
     assert loader is not None
@@ -522,27 +402,17 @@ def _make_alike(parts: _Parts, options: dict[str, Any]) -> ShardedLoader:
     refuse_unlike(
         [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
     )
-    if parts.world.is_main:
-        shares = [share for _, _, share in reports if share is not None]
-        if shares:
-            from ddpshim.data import advice
+    shares = [share for _, _, share in reports if share is not None]
+    if parts.world.is_main and shares:
+        from ddpshim.data import advice
 
-            advice.give(advice.on_workers(shares))
+        advice.give(advice.on_workers(shares))
     return loader
 
 
-def _own_share(num_workers: int) -> Any:
-    """What this rank asks of its machine; None without workers, which nobody has to be advised about. Local."""
-    if not num_workers:
-        return None
-    from ddpshim.data import advice
-
-    return advice.own_share(num_workers)
-
-
 def _announce(world: World, global_batch_size: Optional[int]) -> None:
-    if not world.is_main or global_batch_size is None or (global_batch_size, world.world_size) in current().part(_Said):
-        return
-    current().part(_Said).add((global_batch_size, world.world_size))
-    ranks = count(world.world_size, "rank")
-    say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")
+    said = current().part(_Said)
+    if world.is_main and global_batch_size is not None and (global_batch_size, world.world_size) not in said:
+        said.add((global_batch_size, world.world_size))
+        ranks = count(world.world_size, "rank")
+        say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")

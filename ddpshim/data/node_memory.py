@@ -85,7 +85,7 @@ def shared_arrays(
             pid, descriptor = made[ranks[0]]
             arrays = SharedArrays(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), specs)
 
-    made = _on_each(here, make if here.rank == ranks[0] else _nothing)
+    made = _on_each(here, make if here.rank == ranks[0] else lambda: None)
     _on_each(here, see)
     assert arrays is not None
     _on_each(here, fill, arrays, ranks.index(here.rank), len(ranks))
@@ -153,10 +153,6 @@ def _handed_over(descriptor: Any, specs: Mapping[str, Spec]) -> SharedArrays:
     return SharedArrays(descriptor.detach(), specs)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _layout(specs: Mapping[str, Spec]) -> tuple[dict[str, int], int]:
     """Where each array begins, and the bytes of all; at least 1, as nothing cannot be mapped."""
     offsets, end = {}, 0
@@ -218,8 +214,10 @@ def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float
         if num_bytes <= place.left_bytes:
             descriptor = place.open()
             try:
-                # Not so in memory without a name: its pages need not be there before they are filled.
-                (os.ftruncate if place.name == "memory" else _reserve)(descriptor, num_bytes)
+                if place.name == "memory":  # its pages need not be there before they are filled
+                    os.ftruncate(descriptor, num_bytes)
+                else:  # a full disk is an error here; found out later, by a write to a page, it is a bus error
+                    os.posix_fallocate(descriptor, 0, num_bytes)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -234,8 +232,12 @@ def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float
 
 
 def _places(directory: Optional[str], budget_bytes: Optional[float]) -> Iterator[_Place]:
-    limits = [(math.inf, "left")]
-    limits += [(float(most), words) for most, words in _limits(budget_bytes) if most is not None]
+    memory, limits = machine.memory(), [(math.inf, "left")]
+    within = "" if memory.limit_bytes is None else f", with its limit of {size(memory.limit_bytes)} for a container"
+    if memory.available_bytes is not None:
+        limits.append((memory.available_bytes, f"available{within}"))
+    if budget_bytes is not None:
+        limits.append((budget_bytes, "of budget"))
     # Python of conda-forge may lack memfd_create, which needs no /dev/shm: a Docker container's has 64 MB.
     if hasattr(os, "memfd_create"):
         yield _Place("memory", *min(limits), lambda: os.memfd_create("ddpshim"))
@@ -248,18 +250,6 @@ def _places(directory: Optional[str], budget_bytes: Optional[float]) -> Iterator
         yield _Place(folder, shutil.disk_usage(folder).free, "left", lambda: _nameless(folder))
 
 
-def _limits(budget_bytes: Optional[float]) -> Iterator[tuple[Optional[float], str]]:
-    memory = machine.memory()
-    within = "" if memory.limit_bytes is None else f", with its limit of {size(memory.limit_bytes)} for a container"
-    yield memory.available_bytes, f"available{within}"
-    yield budget_bytes, "of budget"
-
-
 def _nameless(directory: str) -> int:
     with tempfile.TemporaryFile(dir=directory) as file:
         return os.dup(file.fileno())
-
-
-def _reserve(descriptor: int, num_bytes: int) -> None:
-    # A full disk is an error here; found out later, by a write to a page, it is a bus error.
-    os.posix_fallocate(descriptor, 0, num_bytes)

@@ -9,7 +9,7 @@ orders are computed there and only there: nothing is held of them, and nothing w
 import contextlib
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Callable, Optional, Union
 
@@ -110,38 +110,39 @@ class EpochCounter:
         return self.current
 
 
+@dataclass(eq=False)
 class SequentialOrder:
     """0, 1, 2, ... in every epoch."""
 
-    def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
+    num_samples: int
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def draw(self, epoch: int) -> Indices:
         """Return the order of `epoch`. Local."""
-        return range(self._num_samples)
+        return range(self.num_samples)
 
 
+@dataclass(eq=False)
 class ShuffledOrder:
     """A permutation for each (seed, epoch), the same on every machine and with every torch."""
 
-    def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples = num_samples
-        self._seed = seed
+    num_samples: int
+    seed: int
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def draw(self, epoch: int) -> Indices:
         """Return the order of `epoch`. Local: every rank computes the same one."""
-        key = derive_seed(self._seed, "shuffle", epoch)
-        if self._num_samples <= _NUM_SORTED:
-            return Permutation(2**53, key)[: self._num_samples].argsort()
-        return Permutation(self._num_samples, key)
+        key = derive_seed(self.seed, "shuffle", epoch)
+        if self.num_samples <= _NUM_SORTED:
+            return Permutation(2**53, key)[: self.num_samples].argsort()
+        return Permutation(self.num_samples, key)
 
 
+@dataclass(eq=False)
 class WeightedOrder:
     """What torch's WeightedRandomSampler means by its weights, replacement included: draws for each (seed, epoch).
 
@@ -155,21 +156,14 @@ class WeightedOrder:
         gather, run_on_main: those of `World`. None: the weights are this rank's alone.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        seed: int,
-        gather: Optional[Callable[[Any], list[Any]]] = None,
-        run_on_main: Optional[Callable[[Callable[[], Any]], Any]] = None,
-    ) -> None:
-        self._sampler = sampler
-        self._seed = seed
-        self._gather = gather
-        self._run_on_main = run_on_main
-        self._made: tuple[str, Optional[Weights]] = "", None
+    sampler: Any
+    seed: int
+    gather: Optional[Callable[[Any], list[Any]]] = None
+    run_on_main: Optional[Callable[[Callable[[], Any]], Any]] = None
+    _made: tuple[str, Optional[Weights]] = field(default=("", None), init=False)
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.sampler)
 
     def draw(self, epoch: int) -> Indices:
         """Return the order of `epoch`. Collective, unless the draw is local.
@@ -177,20 +171,21 @@ class WeightedOrder:
         Raises:
             DataError: there is no drawing by such weights; alike on every rank.
         """
-        weights = torch.as_tensor(self._sampler.weights, dtype=torch.float64, device="cpu").detach().contiguous()
+        weights = torch.as_tensor(self.sampler.weights, dtype=torch.float64, device="cpu").detach().contiguous()
         found = fingerprint(weights)
-        if self._gather is not None and self._run_on_main is not None:
-            mains, *others = self._gather(found)
+        if self.gather is not None and self.run_on_main is not None:
+            mains, *others = self.gather(found)
             if any(other != mains for other in others):
-                found, weights = mains, self._run_on_main(lambda: weights)
+                found, weights = mains, self.run_on_main(lambda: weights)
         known, made = self._made
         if made is None or known != found:
             self._made = "", None  # else both would be held while the new ones are made
             made = Weights(weights)
             self._made = found, made
-        return WeightedDraws(made, len(self), derive_seed(self._seed, "draw", epoch))
+        return WeightedDraws(made, len(self), derive_seed(self.seed, "draw", epoch))
 
 
+@dataclass(eq=False)
 class DrawnOrder:
     """What the user's own sampler draws: once for each epoch, and the same on all ranks.
 
@@ -208,23 +203,19 @@ class DrawnOrder:
         DataError: the sampler has no length.
     """
 
-    def __init__(
-        self,
-        sampler: Iterable[Any],
-        seed: int,
-        run_on_main: Optional[Callable[[Callable[[int], Any], int], Any]] = None,
-    ) -> None:
-        self._sampler = sampler
-        self._seed = seed
-        self._run_on_main = run_on_main
-        if not hasattr(sampler, "__len__"):
+    sampler: Iterable[Any]
+    seed: int
+    run_on_main: Optional[Callable[[Callable[[int], Any], int], Any]] = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.sampler, "__len__"):
             raise DataError(
-                f"{type(sampler).__name__} has no __len__; ranks could not agree on the number of steps and "
+                f"{type(self.sampler).__name__} has no __len__; ranks could not agree on the number of steps and "
                 "would wait for each other. Give it a __len__ that returns the number of indices of an epoch."
             )
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+        return len(self.sampler)  # type: ignore[arg-type]
 
     def draw(self, epoch: int) -> Indices:
         """Return the order of `epoch`. Collective, unless the draw is local.
@@ -233,26 +224,29 @@ class DrawnOrder:
             DataError: the sampler gave fewer indices than its length; alike on every rank.
             Exception: on the main rank, whatever the sampler raised; WorldError on the others.
         """
-        if self._run_on_main is None:
+        if self.run_on_main is None:
             num_expected, packed = self._draw_here(epoch)
         else:
-            num_expected, packed = self._run_on_main(self._draw_here, epoch)
+            num_expected, packed = self.run_on_main(self._draw_here, epoch)
         order = _unpack(packed)
         if len(order) < num_expected:
             raise DataError(
-                f"{type(self._sampler).__name__} gave {len(order)} indices in epoch {epoch} where its "
+                f"{type(self.sampler).__name__} gave {len(order)} indices in epoch {epoch} where its "
                 f"__len__ says {num_expected}; the pass would end before len(loader). Make the two agree."
             )
         return order
 
     def _draw_here(self, epoch: int) -> tuple[int, Any]:
-        seed = derive_seed(self._seed, "draw", epoch)
-        with PrivateRandom(seed).swapped_in(), _seeded_generators(self._sampler, seed):
-            for layer in layers(self._sampler):
+        seed = derive_seed(self.seed, "draw", epoch)
+        with PrivateRandom(seed).swapped_in(), _seeded_generators(self.sampler, seed):
+            for layer in layers(self.sampler):
                 if callable(getattr(layer, "set_epoch", None)):
                     layer.set_epoch(epoch)
             num_expected = len(self)
-            return num_expected, _pack(list(islice(iter(self._sampler), num_expected)))
+            return num_expected, _pack(list(islice(iter(self.sampler), num_expected)))
+
+
+Order = Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder]
 
 
 def draws_by_weight(sampler: Any) -> bool:
@@ -341,12 +335,7 @@ class ShardedSampler(_Epochs, Sampler[Any]):
     [0, 2, 4, 6]
     """
 
-    def __init__(
-        self,
-        order: Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder],
-        split: Split,
-        epochs: Optional[EpochCounter] = None,
-    ) -> None:
+    def __init__(self, order: Order, split: Split, epochs: Optional[EpochCounter] = None) -> None:
         self.split = split
         self.epochs = epochs if epochs is not None else EpochCounter()
         self._order = order
@@ -362,7 +351,10 @@ class ShardedSampler(_Epochs, Sampler[Any]):
 
     def batches(self) -> Iterator[list[Any]]:
         """Give this rank's batches of the pass that was begun, from its first step on."""
-        return self.split.batches(self._begun(), self.epochs.start_step)
+        if self._drawn is None:
+            self.begin(self.epoch)
+        assert self._drawn is not None
+        return self.split.batches(self._drawn, self.epochs.start_step)
 
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self.batches())
@@ -370,22 +362,12 @@ class ShardedSampler(_Epochs, Sampler[Any]):
     def __len__(self) -> int:
         return self.split.num_samples_per_rank(len(self._order))
 
-    def _begun(self) -> Indices:
-        if self._drawn is None:
-            self.begin(self.epoch)
-        assert self._drawn is not None
-        return self._drawn
 
-
-class ShardedBatchSampler(Sampler[list[Any]]):
+class ShardedBatchSampler(_Epochs, Sampler[list[Any]]):
     """The batches of a :class:`ShardedSampler`; `len()` is the number of steps."""
 
     def __init__(self, sampler: ShardedSampler) -> None:
-        self.sampler = sampler
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass use `epoch`, and those after it the epochs that follow. Local."""
-        self.sampler.set_epoch(epoch)
+        self.sampler, self.epochs = sampler, sampler.epochs
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.sampler.batches()

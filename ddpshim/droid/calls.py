@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import ddpshim.robomimic.calls as adapter
-from ddpshim.data.loader import Enterable, ShardedLoader
+from ddpshim.data.sharded_loader import Enterable, ShardedLoader
 from ddpshim.job.devices import bind_device
 from ddpshim.job.group import world
 from ddpshim.job.launch_env import read_launch_env

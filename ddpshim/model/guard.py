@@ -254,7 +254,7 @@ class Equality:
         if self._num_seeds > 1:
             seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
         for name, seed in seeds.items():
-            yield name, [torch.tensor(_as_int64(seed), device=device)] * 2
+            yield name, [torch.tensor((seed + 2**63) % 2**64 - 2**63, device=device)] * 2  # as an int64
         now = dict(self._module.named_parameters())
         for name in self._names:
             yield f"parameter '{name}'", checksum(now.pop(name, None), device)
@@ -277,10 +277,6 @@ class Equality:
             return "missing"
         total = struct.unpack("d", struct.pack("q", row[1]))[0]
         return f"sums to {total!r} (#{row[0] % 65521:04x})"
-
-
-def _as_int64(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
 _HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
 
 
-class _Wrapped(weakref.WeakSet["DistributedModule"]):
+class Wrapped(weakref.WeakSet["DistributedModule"]):
     """The networks that are wrapped in a job."""
 
     def unwrap_all(self) -> None:
@@ -48,7 +48,7 @@ class _Wrapped(weakref.WeakSet["DistributedModule"]):
 
 def is_first() -> bool:
     """Whether no network is wrapped yet in this job. Local."""
-    return not current().part(_Wrapped)
+    return not current().part(Wrapped)
 
 
 class _Pass:
@@ -169,17 +169,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
         reduced: list[nn.Parameter] = self._reduced
         mine["_names"] = {id(p): name for name, p in module.named_parameters()}
         mine["_strict"], mine["_same_every_time"] = strict, same_every_time
-        mine["_buffers_to_send"] = _Buffers(module, process_group) if sync_buffers else None
+        buffers = _Buffers(module, process_group) if sync_buffers else None
+        homes = [] if buffers is None else buffers.homes
+        mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"] = _Pass(self._arm)
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
-        homes = self._buffers_to_send.homes if sync_buffers else []
         mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, is_first(), is_guarded)
-        if not homes:
-            mine["_buffers_to_send"] = None
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
@@ -191,8 +190,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         broadcast_state(module, process_group)
         guard.own(self, reduced)
         if is_first():
-            on_cleanup(current().part(_Wrapped).unwrap_all)
-        current().part(_Wrapped).add(self)
+            on_cleanup(current().part(Wrapped).unwrap_all)
+        current().part(Wrapped).add(self)
 
     def _begin(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
         """Be torch's DDP, with its reducer."""

@@ -9,30 +9,15 @@ from ddpshim.errors import DdpShimError
 from ddpshim.robomimic import known
 
 if TYPE_CHECKING:
-    from ddpshim.data.fetching import Collate, Fetcher
+    from ddpshim.data.fetching import Fetcher
     from ddpshim.trainers.interface import StandIns
-
-
-class _Batches:
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def attach(self) -> Optional[str]:
-        from ddpshim.robomimic import batches
-
-        return batches.attach(self._dataset)
-
-    def collate(self) -> Collate:
-        from ddpshim.robomimic import batches
-
-        return batches.Collate()
 
 
 def fetcher(dataset: Any) -> Optional[Fetcher]:
     """For SequenceDataset, MetaDataset and what is derived from them."""
     from ddpshim.robomimic import batches
 
-    return _Batches(dataset) if batches.concerns(dataset) else None
+    return batches.Fetcher(dataset) if batches.concerns(dataset) else None
 
 
 def draws_by_weight(sampler: Any) -> bool:

@@ -44,8 +44,7 @@ class AlgoState:
 
     def hold(self) -> None:
         """Keep schedules and counters as they are now: what the trainer changes after an epoch it will change again."""
-        self._held = [self._light(*pair) for pair in zip(self._algos, self._before)]
-        self._held = copy.deepcopy(self._held)
+        self._held = copy.deepcopy([self._light(*pair) for pair in zip(self._algos, self._before)])
 
     def release(self) -> None:
         """Take them as they are again."""
@@ -107,7 +106,8 @@ def _counters(owner: Any) -> dict[str, Any]:
 
 def flat(made: Any) -> list[Any]:
     """The optimizers or schedules of an Algo: it keeps one by name, or a list of them, or None."""
-    values = made.values() if isinstance(made, Mapping) else made if isinstance(made, list) else [made]
-    if isinstance(made, (Mapping, list)):
-        return [inner for value in values for inner in flat(value)]
+    if isinstance(made, Mapping):
+        made = list(made.values())
+    if isinstance(made, list):
+        return [inner for value in made for inner in flat(value)]
     return [] if made is None else [made]

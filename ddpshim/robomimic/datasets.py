@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 from ddpshim.data import advice, node_memory
-from ddpshim.data.loader import ShardedLoader, make_loader
+from ddpshim.data.loader import make_loader
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import machine
 from ddpshim.job.group import world

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ import torch
 
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError
+from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.robomimic import known
 
@@ -61,11 +64,8 @@ def without_cache(kind: Any) -> Iterator[Waiting]:
             mode = modes.pop(id(dataset), None)
         dataset.hdf5_cache_mode = mode or dataset.hdf5_cache_mode
 
-    kind.__init__, kind.load_dataset_in_memory = init_and_restore, load_later
-    try:
+    with replaced(kind, "__init__", init_and_restore), replaced(kind, "load_dataset_in_memory", load_later):
         yield waiting
-    finally:
-        kind.__init__, kind.load_dataset_in_memory = init, load
 
 
 class _Loader:
@@ -152,10 +152,8 @@ class _Shape:
     def __init__(self, dataset: Any, loader: _Loader) -> None:
         self.path = dataset.hdf5_path
         self.names: list[str] = list(dataset.demos)
-        lengths = [int(dataset._demo_id_to_demo_length[name]) for name in self.names]
-        self.starts = [0]
-        for length in lengths:
-            self.starts.append(self.starts[-1] + length)
+        lengths = (int(dataset._demo_id_to_demo_length[name]) for name in self.names)
+        self.starts = [0, *itertools.accumulate(lengths)]
         first = loader.loaded(self.names[0])
         self.kinds = {path: (array.dtype.str, tuple(array.shape[1:])) for path, array in first.items()}
         for path, array in first.items():
@@ -194,10 +192,7 @@ def _leaves(tree: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[tuple[s
 
 
 def _row_bytes(array: Any) -> int:
-    size = array.dtype.itemsize
-    for length in array.shape[1:]:
-        size *= length
-    return int(size)
+    return int(array.dtype.itemsize * math.prod(array.shape[1:]))
 
 
 class Demos(Mapping[str, Any]):
@@ -252,7 +247,7 @@ class _Demo(Mapping[str, Any]):
         return len(self._tree)
 
 
-class Flat(Mapping[str, Any]):
+class Flat(dict[str, Any]):
     """The arrays that a dataset's cache consists of, `obs/eef` say; of a dataset of datasets `1:obs/eef`.
 
     Handed to another process, they stay where they are.
@@ -266,19 +261,10 @@ class Flat(Mapping[str, Any]):
     def __setstate__(self, caches: dict[str, Demos]) -> None:
         self._caches = caches
         named = ((prefix, path, flat) for prefix, cache in caches.items() for path, flat in cache.flat.items())
-        self._arrays = {prefix + "/".join(path): flat for prefix, path, flat in named}
+        self.update({prefix + "/".join(path): flat for prefix, path, flat in named})
 
-    def __getstate__(self) -> dict[str, Demos]:
-        return self._caches
-
-    def __getitem__(self, key: str) -> Any:
-        return self._arrays[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
+    def __reduce__(self) -> Any:
+        return Flat.__new__, (Flat,), self._caches
 
 
 def trim(waiting: Waiting) -> None:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -261,7 +262,8 @@ class _Evaluation:
         """Upstream's results of a turn's episodes, and their frames."""
         import robomimic.utils.train_utils as TrainUtils
 
-        shown = _Frames() if self.video_dir or self.video_path else None
+        frames: list[Any] = []
+        writer = SimpleNamespace(append_data=frames.append) if self.video_dir or self.video_path else None
         start = time.time()
         with shared_random_streams(seed):
             _seed_generators(env, seed_of_env)
@@ -271,11 +273,10 @@ class _Evaluation:
                 horizon=horizon,
                 use_goals=self.use_goals,
                 render=self.render,
-                video_writer=shown,
+                video_writer=writer,
                 video_skip=self.video_skip,
                 terminate_on_success=self.terminate_on_success,
             )
-        frames = shown.frames if shown is not None else []
         if not _is_vector(env):
             return [{**result, "time": time.time() - start}], frames
         share = (time.time() - start) / len(env)
@@ -309,16 +310,6 @@ class _Evaluation:
                 self.data_logger.record(f"Rollout/{key}/{name}", value, self.epoch, log_stats=True)
         print(f"\nEpoch {self.epoch} Rollouts took {statistics['time']}s (avg) with results:")
         print(f"Env: {name}\n{json.dumps(statistics, sort_keys=True, indent=4)}")
-
-
-class _Frames:
-    """A video writer for upstream that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.frames: list[Any] = []
-
-    def append_data(self, frame: Any) -> None:
-        self.frames.append(frame)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
-from ddpshim.data.loader import Enterable
+from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption
 from ddpshim.job.group import on_cleanup, setup, world
 from ddpshim.job.job import current

@@ -23,7 +23,8 @@ from torch.nn import parallel as torch_parallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import data as torch_data
 
-from ddpshim.data.loader import ShardedLoader, make_loader
+from ddpshim.data.loader import make_loader
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job.group import cleanup, on_cleanup, setup, split_random_streams, world
 from ddpshim.job.random_streams import TwoStreams, derive_seed, seed_everything

@@ -1,0 +1,429 @@
+"""Cuts the windows of a whole batch out of the demonstrations of robomimic's sequence datasets, one index for each key.
+
+What a dataset keeps in memory lies in flat arrays, all demonstrations one after the other. `specs` says which, so
+that they can be placed where several processes see them. What it reads from the file (`hdf5_cache_mode` null, and
+images with "low_dim") is still read from there, through a memory map: nothing of it is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch.utils.data import default_collate
+
+Specs = dict[str, tuple[tuple[int, ...], Any]]  # what is held of all demonstrations: (shape, numpy dtype)
+Arrays = Mapping[str, Any]  # numpy arrays of these shapes and dtypes
+
+_NUM_COMPARED_DEMOS = 3
+
+
+class Unproven(Exception):
+    """Why the batches of a dataset are not known to be equal."""
+
+
+class Windows:
+    """The windows of one SequenceDataset: rows of its demonstrations, of which the first and the last repeat."""
+
+    arrays: Arrays  # what is held, when it is there
+
+    def __init__(self, dataset: Any, normalizes_obs: bool, prefix: str = "") -> None:
+        """`prefix`: of the names of its arrays."""
+        import numpy as np
+
+        self.dataset = dataset
+        self._normalizes_obs = normalizes_obs and dataset.hdf5_normalize_obs
+        self._settings = _settings(dataset)
+        demos = dataset.demos
+        self._starts = np.array([dataset._demo_id_to_start_indices[demo] for demo in demos])
+        self._lengths = np.array([dataset._demo_id_to_demo_length[demo] for demo in demos])
+        self.first_rows = np.concatenate([[0], np.cumsum(self._lengths)[:-1]])
+        self._before = dataset.n_frame_stack - 1
+        self._offset = 0 if dataset.pad_frame_stack else self._before
+        self._window = np.arange(-self._before, dataset.seq_length)
+        self._goal = self._lengths - 1 - (0 if dataset.pad_seq_length else dataset.seq_length - 1)
+        self._refuse_strange_tables()
+        self._prefix = prefix
+        self.specs: Specs = {}
+        self.held: dict[str, str] = {}  # the array of each key that is not in the file
+        self.mapped: dict[str, _Region] = {}
+        with _left_as_found(dataset), _finder(dataset) as find:
+            self._stats = _stats(dataset)
+            for key in self._keys():
+                self._place(key, [find(demo, key) for demo in demos])
+        if dataset.hdf5_cache_mode == "all":  # its samples are what they were when it was made
+            self._stats = copy.deepcopy(self._stats)
+        self._languages = _languages(dataset)
+
+    def _keys(self) -> list[str]:
+        of = self.dataset
+        groups = ["obs", *(["next_obs"] if of.load_next_obs or of.goal_mode is not None else [])]
+        return list(dict.fromkeys([*of.dataset_keys, *(f"{group}/{key}" for group in groups for key in of.obs_keys)]))
+
+    def _refuse_strange_tables(self) -> None:
+        of, ends = self.dataset, [*self._starts[1:], len(self.dataset)]
+        demo_of = of._index_to_demo_id
+        if len(set(of.demos)) != len(of.demos) or any(
+            demo_of.get(index) != demo
+            for demo, start, end in zip(of.demos, self._starts, ends)
+            for index in range(start, end)
+        ):
+            raise Unproven("its samples do not lie demonstration by demonstration")
+        last = ends - self._starts + self._offset
+        if (last > self._lengths).any() or not (ends > self._starts).all():
+            raise Unproven("a demonstration is shorter than what is stacked of it")
+
+    def _place(self, key: str, found: list[Any]) -> None:
+        """Take note of where the data of all demonstrations under `key` are to be held, or are in the file."""
+        import numpy as np
+
+        of, group = self.dataset, key.rpartition("/")[0]
+        in_memory = of.hdf5_cache_mode is not None and (not group or key[len(group) + 1 :] in of.obs_keys_in_memory)
+        if any(data is None for data in found) and (group or not in_memory):
+            raise Unproven(f"there are demonstrations without {key}")
+        kinds = {(data.shape[1:], data.dtype.str) if data is not None else ((1,), "<f4") for data in found}
+        if in_memory and not group:
+            kinds = {(shape, "<f4") for shape, _ in kinds}  # whatever the file says
+        if len(kinds) > 1:
+            raise Unproven(f"{key} differs in shape or type from demonstration to demonstration")
+        ((shape, dtype),) = kinds
+        if any(data is not None and len(data) < length for data, length in zip(found, self._lengths)):
+            raise Unproven(f"{key} is shorter than its demonstration")
+        kind = np.dtype(dtype)
+        if kind.kind not in "biuf" or not kind.isnative or 0 in shape:
+            raise Unproven(f"{key} holds {kind} of shape {shape}")
+        if in_memory:
+            self.held[key] = self._prefix + key
+            self.specs[self.held[key]] = (int(self._lengths.sum()), *shape), kind
+        else:
+            self.mapped[key] = _Region(of.hdf5_path, key, found)
+
+    def fill(self, arrays: Arrays) -> None:
+        """Copy the data into `arrays`, from the dataset's cache or from the file. Local."""
+        of = self.dataset
+        with _finder(of) as find:
+            for key, name in self.held.items():
+                for demo, row, length in zip(of.demos, self.first_rows, self._lengths):
+                    data = find(demo, key)
+                    arrays[name][row : row + length] = 0 if data is None else data[:length]
+
+    def read_from(self, arrays: Arrays) -> None:
+        """Take what is held from `arrays`, which `fill` has filled. Local."""
+        self.arrays = arrays
+
+    def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
+        """The collated samples at `indices`; None where only the dataset itself knows what they are. Local."""
+        import numpy as np
+
+        at = _positions(indices, len(self.dataset))
+        if at is None or (self.dataset.hdf5_cache_mode != "all" and not self._is_current()):
+            return None
+        demo = np.searchsorted(self._starts, at, side="right") - 1
+        length = self._lengths[demo][:, None]
+        time = (at - self._starts[demo] + self._offset)[:, None] + self._window
+        here, last = _Rows(self, demo, time.clip(0, length - 1)), _Rows(self, demo, self._goal[demo])
+        mask = ((time >= 0) & (time < length))[..., None]
+        return _each(torch.from_numpy, self._sample(at, here, last, mask, demo))
+
+    def _sample(self, at: Any, here: _Rows, last: _Rows, mask: Any, demo: Any) -> dict[str, Any]:
+        """All samples of a batch as if they were one, in the order in which upstream puts one together."""
+        import numpy as np
+
+        of = self._settings
+        masked = {"pad_mask": mask} if of["get_pad_mask"] else {}
+        keys: Sequence[str] = of["obs_keys"]
+        meta: dict[str, Any] = {**{key: here[key] for key in of["dataset_keys"]}, **masked}
+        meta["obs"] = self._normalized({**{key: here[f"obs/{key}"] for key in keys}, **masked})
+        if of["load_next_obs"]:
+            meta["next_obs"] = self._normalized({**{key: here[f"next_obs/{key}"] for key in keys}, **masked})
+        if of["goal_mode"] is not None:
+            always = {"pad_mask": np.ones((len(at), 1), bool)} if masked else {}
+            meta["goal_obs"] = self._normalized({**{key: last[f"next_obs/{key}"] for key in keys}, **always})
+        if of["action_keys"] is not None:
+            actions = []
+            for key in of["action_keys"]:
+                values = meta[key] if meta[key].ndim > 2 else meta[key][..., None]
+                stats = self._stats["action"][key]
+                actions.append((values - stats["offset"][0]) / stats["scale"][0])
+            meta["actions"] = np.concatenate(actions, axis=-1)
+            meta["index"] = at.astype(np.int64)
+        if self._languages is not None:
+            name, rows = self._languages
+            length = here.time.shape[1]
+            meta["obs"][name] = np.repeat(rows[demo][:, None], length, axis=1)
+        return meta
+
+    def _normalized(self, obs: dict[str, Any]) -> dict[str, Any]:
+        if self._normalizes_obs:
+            for key, stats in ((key, self._stats["obs"][key]) for key in obs):
+                obs[key] = (obs[key] - stats["mean"][0]) / stats["std"][0]
+        return obs
+
+    def _is_current(self) -> bool:
+        """Whether the dataset is what it was; its users may set what they like."""
+        stats = _stats(self.dataset)
+        return all(stats[of] is self._stats[of] for of in stats) and _settings(self.dataset) == self._settings
+
+    def compare(self) -> None:
+        """Raise Unproven unless a few samples are, bit for bit, what the dataset gives. Local."""
+        draw, num_demos = random.Random(0), len(self._starts)
+        some = {0, num_demos - 1, *draw.sample(range(num_demos), min(num_demos, _NUM_COMPARED_DEMOS))}
+        ends = [*self._starts[1:], len(self.dataset)]
+        edges = {int(edge) for demo in some for edge in (self._starts[demo], ends[demo] - 1)}
+        indices = sorted({*edges, *(draw.randrange(len(self.dataset)) for _ in some)})
+        _compare(self, indices)
+
+    def take_over(self) -> None:
+        """Have the dataset's own caches be views of what `read_from` was given. Local."""
+        of = self.dataset
+        if of.hdf5_cache_mode == "all":
+            of.getitem_cache = _Items(self, len(of))
+        elif isinstance(of.hdf5_cache, dict):  # else its arrays are views already
+            for key, array_name in self.held.items():
+                array, (group, _, name) = self.arrays[array_name], key.rpartition("/")
+                for demo, row, length in zip(of.demos, self.first_rows, self._lengths):
+                    held = of.hdf5_cache[demo]
+                    (held[group] if group else held)[name] = array[row : row + length]
+
+
+class Several:
+    """A MetaDataset: its datasets one after the other. Its methods are those of `Windows`."""
+
+    def __init__(self, dataset: Any, parts: Sequence[Windows]) -> None:
+        import numpy as np
+
+        self.dataset, self._parts = dataset, parts
+        self._bins = np.asarray(dataset._ds_ind_bins)
+        if list(self._bins) != [0, *np.cumsum([len(part.dataset) for part in parts])]:
+            raise Unproven("its samples do not lie dataset by dataset")
+        self.specs: Specs = {name: spec for part in parts for name, spec in part.specs.items()}
+
+    def fill(self, arrays: Arrays) -> None:
+        for part in self._parts:
+            part.fill(arrays)
+
+    def read_from(self, arrays: Arrays) -> None:
+        for part in self._parts:
+            part.read_from(arrays)
+
+    def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
+        import numpy as np
+
+        at = _positions(indices, self._bins[-1])
+        if at is None:
+            return None
+        part_of = np.searchsorted(self._bins, at, side="right") - 1
+        batches, places = [], []
+        for number in np.unique(part_of):
+            where = np.flatnonzero(part_of == number)
+            batch = self._parts[number].batch(at[where] - self._bins[number])
+            if batch is None:
+                return None
+            batches.append(batch)
+            places.append(where)
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
+        whole = _each(lambda *values: torch.cat(values)[back], *batches)
+        whole["index"] = torch.from_numpy(at.astype(np.int64))
+        return whole
+
+    def compare(self) -> None:
+        for part in self._parts:
+            part.compare()
+        edges = {int(edge) for start, end in zip(self._bins, self._bins[1:]) for edge in (start, end - 1)}
+        _compare(self, sorted(edges, key=lambda index: -index))
+
+    def take_over(self) -> None:
+        for part in self._parts:
+            part.take_over()
+
+
+Plan = Union[Windows, Several]
+
+
+def filled(plan: Plan) -> Arrays:
+    """What `plan` must hold, in this process's memory. Local."""
+    import numpy as np
+
+    arrays = {key: np.empty(shape, dtype) for key, (shape, dtype) in plan.specs.items()}
+    plan.fill(arrays)
+    return arrays
+
+
+class _Rows:
+    """What is found under a key at given times of given demonstrations."""
+
+    def __init__(self, windows: Windows, demo: Any, time: Any) -> None:
+        self.time = time
+        self._windows = windows
+        self._demo = demo if time.ndim == 1 else demo[:, None]
+        self._rows = windows.first_rows[self._demo] + time
+
+    def __getitem__(self, key: str) -> Any:
+        windows = self._windows
+        if key in windows.mapped:
+            return windows.mapped[key].take(self._demo, self.time)
+        return windows.arrays[windows.held[key]].take(self._rows, axis=0)
+
+
+class _Region:
+    """Where the data of all demonstrations under one key lie in a file, and what is read from there."""
+
+    def __init__(self, path: str, key: str, found: Sequence[Any]) -> None:
+        import numpy as np
+
+        offsets = [None if data.chunks or data.external or data.is_virtual else data.id.get_offset() for data in found]
+        if None in offsets or found[0].file.userblock_size:
+            raise Unproven(f"{key} is read from the file, where it is chunked or compressed")
+        there = os.stat(path)  # a file that was written anew is another one
+        self._file = path, there.st_ino, there.st_mtime_ns, there.st_size
+        self._shape, self._dtype = found[0].shape[1:], found[0].dtype
+        self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        self._offsets = np.array(offsets)
+
+    def take(self, demo: Any, time: Any) -> Any:
+        rows = _rows_of(self._file, self._row_bytes)[self._offsets[demo] + time * self._row_bytes]
+        return rows.view(self._dtype).reshape(*time.shape, *self._shape)
+
+
+@functools.cache  # in this process; a fork sees the same pages
+def _rows_of(file: tuple[str, int, int, int], row_bytes: int) -> Any:
+    """The bytes of a file from each of its bytes on, as rows that overlap."""
+    import numpy as np
+
+    held = np.memmap(file[0], np.uint8, "r")
+    row = np.dtype((np.void, row_bytes))
+    return np.ndarray((len(held) - row_bytes + 1,), row, buffer=held, strides=(1,))
+
+
+@contextlib.contextmanager
+def _finder(dataset: Any) -> Iterator[Callable[[str, str], Any]]:
+    """Finds the data of one demonstration: in the dataset's cache, else in its file, which is opened when needed."""
+    file: Any = None
+
+    def find(demo: str, key: str) -> Any:
+        nonlocal file
+        group, _, name = key.rpartition("/")
+        if dataset.hdf5_cache is not None:
+            held = dataset.hdf5_cache[demo]
+            cached = (held.get(group, {}) if group else held).get(name)
+            if cached is not None:
+                return cached
+        if file is None:
+            import h5py
+
+            # Not the dataset's own handle: workers must not inherit one.
+            file = opened.enter_context(h5py.File(dataset.hdf5_path, "r", swmr=dataset.hdf5_use_swmr, libver="latest"))
+        return file[f"data/{demo}"].get(key)
+
+    with contextlib.ExitStack() as opened:
+        yield find
+
+
+class _Items(Sequence[Any]):
+    """The samples of a dataset that cached them all, made from its arrays when they are asked for."""
+
+    def __init__(self, windows: Windows, num_samples: int) -> None:
+        self._windows, self._num_samples = windows, num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, at: Any) -> Any:
+        batch = self._windows.batch([range(self._num_samples)[at]])
+        assert batch is not None
+        # As it was before it was collated.
+        first = _each(lambda value: value[0].numpy(), batch)
+        return {**first, "index": int(first["index"])} if "index" in first else first
+
+
+def _positions(indices: Sequence[int], num_samples: int) -> Any:
+    """`indices` as an array; None where they are no positions of samples."""
+    import numpy as np
+
+    at = np.asarray(indices)
+    is_strange = at.ndim != 1 or at.dtype.kind != "i" or not len(at) or at.min() < 0 or at.max() >= num_samples
+    return None if is_strange else at
+
+
+def _each(function: Callable[..., Any], *trees: dict[str, Any]) -> dict[str, Any]:
+    """What `function` makes of each leaf of nested dictionaries that have the same keys."""
+    made = {}
+    for key, value in trees[0].items():
+        values = [tree[key] for tree in trees]
+        made[key] = _each(function, *values) if isinstance(value, dict) else function(*values)
+    return made
+
+
+def _settings(dataset: Any) -> dict[str, Any]:
+    """What decides about a sample, and anybody may set."""
+    names = ["n_frame_stack", "seq_length", "pad_frame_stack", "pad_seq_length", "get_pad_mask", "goal_mode"]
+    names += ["load_next_obs", "obs_keys", "dataset_keys", "hdf5_normalize_obs", "hdf5_cache_mode", "hdf5_path"]
+    return {**{name: getattr(dataset, name) for name in names}, "action_keys": getattr(dataset, "action_keys", None)}
+
+
+def _stats(dataset: Any) -> dict[str, Any]:
+    """What observations and actions are normalised by."""
+    action = dataset.get_action_normalization_stats() if hasattr(dataset, "action_keys") else None
+    return {"obs": dataset.obs_normalization_stats, "action": action}
+
+
+def _languages(dataset: Any) -> Optional[tuple[str, Any]]:
+    """The key and, for each demonstration, the embedding of its instruction, where there are any."""
+    import numpy as np
+
+    of_demo = getattr(dataset, "_demo_id_to_demo_lang_emb", {})
+    if getattr(dataset, "_lang_emb", None) is not None:
+        of_demo = dict.fromkeys(dataset.demos, dataset._lang_emb)
+    if not of_demo:
+        return None
+    if not all(demo in of_demo for demo in dataset.demos):
+        raise Unproven("there are demonstrations without an instruction")
+    module = sys.modules[type(dataset).get_item.__module__]
+    name = getattr(module, "LANG_EMB_KEY", None) or module.LangUtils.LANG_EMB_OBS_KEY
+    return name, np.stack([np.tile(of_demo[demo], (1, 1))[0] for demo in dataset.demos])
+
+
+@contextlib.contextmanager
+def _left_as_found(dataset: Any) -> Iterator[None]:
+    """Close the file again that `dataset` opens meanwhile: workers must not inherit it."""
+    was_open = dataset._hdf5_file is not None
+    try:
+        yield
+    finally:
+        if not was_open:
+            dataset.close_and_delete_hdf5_handle()
+
+
+def _compare(plan: Plan, indices: list[int]) -> None:
+    dataset = plan.dataset
+    with contextlib.ExitStack() as stack:
+        for part in getattr(dataset, "datasets", [dataset]):
+            stack.enter_context(_left_as_found(part))
+        try:
+            expected = default_collate([dataset[index] for index in indices])
+        except Exception as error:
+            # Where it fails is the user's to see: in the training, as without us.
+            raise Unproven(f"{type(dataset).__name__} itself fails ({type(error).__name__}: {error})") from error
+    found = plan.batch(indices)
+    if found is None or not _is_same(found, expected):
+        raise Unproven(f"samples {indices} of {type(dataset).__name__} come out different")
+
+
+def _is_same(found: Any, expected: Any) -> bool:
+    """Whether both have the same keys in the same order, types, shapes and bits."""
+    if isinstance(expected, dict):
+        same_keys = isinstance(found, dict) and list(found) == list(expected)
+        return same_keys and all(_is_same(found[key], value) for key, value in expected.items())
+    return (
+        isinstance(found, torch.Tensor)
+        and isinstance(expected, torch.Tensor)
+        and (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        and found.numpy().tobytes() == expected.numpy().tobytes()
+    )
