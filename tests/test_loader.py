@@ -18,7 +18,6 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-
 from ddpshim.data.loader import make_loader, scale_lr
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError

@@ -21,11 +21,10 @@ from ddpshim.data.sampler import (
     ShuffledOrder,
     Split,
     SplitBatchSampler,
-    WeightedOrder,
     draws_by_weight,
     layers,
 )
-from ddpshim.data.weighted import WeightedDraws, Weights
+from ddpshim.data.weighted import WeightedDraws, WeightedOrder, Weights
 from ddpshim.errors import DataError
 from ddpshim.job.random_streams import PrivateRandom
 from tests.shuffle_quality import ours, quality, randperm, windows

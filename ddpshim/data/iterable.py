@@ -1,13 +1,14 @@
 """Splits an iterable dataset over ranks and data workers."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Callable, Optional
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddpshim.data.alike import length
 from ddpshim.data.sampler import EpochCounter, Split
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
@@ -78,26 +79,6 @@ def shard_iterable(
         )
     split = Split(here.world_size, here.rank, here.world_size, drop_last)
     return ShardedIterable(dataset, split, (here.seed or 0) if seed is None else seed, decode)
-
-
-def length(sized: Any) -> Optional[int]:
-    """Return its length, or None where it has none: some classes have a __len__ that only raises."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def refuse_unlike(facts_of_ranks: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    """Raise DataError where a rank's fact is not rank 0's. Local, of what all have gathered: so on every rank."""
-    for name in facts_of_ranks[0]:
-        values = [facts[name] for facts in facts_of_ranks]
-        odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if odd is not None:
-            raise DataError(
-                f"Ranks disagree on the {name}: {values[0]} on rank 0, {values[odd]} on rank {odd}; they "
-                f"would step on batches that do not belong together, or wait for each other. {remedy}"
-            )
 
 
 class ShardedIterable(IterableDataset[Any]):

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
 
+from ddpshim.data.alike import length, refuse_unlike
 from ddpshim.data.fetching import Collate, fetcher_of
-from ddpshim.data.iterable import ShardedIterable, ShardedStream, length, refuse_unlike
 from ddpshim.data.sampler import (
     DrawnOrder,
     EpochCounter,
@@ -20,7 +20,6 @@ from ddpshim.data.sampler import (
     ShuffledOrder,
     Split,
     SplitBatchSampler,
-    WeightedOrder,
     draws_by_weight,
     layers,
 )
@@ -32,6 +31,9 @@ from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.say import count, say
 from ddpshim.job.world import World
+
+if TYPE_CHECKING:
+    from ddpshim.data.iterable import ShardedStream
 
 
 class _Said(set[tuple[int, int]]):
@@ -246,6 +248,8 @@ class _Parts:
         order: Order
         if self.sampler is not None:
             if draws_by_weight(self.sampler):
+                from ddpshim.data.weighted import WeightedOrder
+
                 order = WeightedOrder(self.sampler, self.order_seed, self.sharers.gather, self.sharers.run_on_main)
             else:
                 order = DrawnOrder(self.sampler, self.order_seed, self.sharers.run_on_main)
@@ -280,6 +284,8 @@ class _Parts:
         return self._loader(self.dataset, sharded, per_rank, {"sampler": sharded}, batch_sampler=sharded)
 
     def _over_stream(self, split: Split) -> ShardedLoader:
+        from ddpshim.data.iterable import ShardedIterable, ShardedStream
+
         if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
             raise DataError(
                 f"{type(self.dataset).__name__} is this rank's share already; split over {self.num_shares} ranks "
@@ -302,7 +308,7 @@ class _Parts:
     def _loader(
         self,
         dataset: Any,
-        source: Union[ShardedSampler, SplitBatchSampler, ShardedStream],
+        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream]",
         batch_size_per_rank: Optional[int],
         shown: dict[str, Any],
         **batching: Any,

@@ -9,18 +9,20 @@ orders are computed there and only there: nothing is held of them, and nothing w
 import contextlib
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Callable, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import Sampler, WeightedRandomSampler
 
 from ddpshim import adapters
 from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
-from ddpshim.data.weighted import WeightedDraws, Weights, fingerprint
 from ddpshim.errors import DataError
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
+
+if TYPE_CHECKING:
+    from ddpshim.data.weighted import WeightedOrder
 
 # What an order is held in: int64 tensors are an eighth of a list of ints; a list holds what is no int.
 Indices = Union[range, Computed, torch.Tensor, list[Any]]
@@ -143,49 +145,6 @@ class ShuffledOrder:
 
 
 @dataclass(eq=False)
-class WeightedOrder:
-    """What torch's WeightedRandomSampler means by its weights, replacement included: draws for each (seed, epoch).
-
-    torch's own way of drawing would make all of them on one rank before the first, of at most 2**24 categories. The
-    weights are looked at as each pass begins, and count for all of it. Where ranks have different ones, the
-    main rank's count.
-
-    Args:
-        sampler: see `draws_by_weight`.
-        seed: equal on all ranks.
-        gather, run_on_main: those of `World`. None: the weights are this rank's alone.
-    """
-
-    sampler: Any
-    seed: int
-    gather: Optional[Callable[[Any], list[Any]]] = None
-    run_on_main: Optional[Callable[[Callable[[], Any]], Any]] = None
-    _made: tuple[str, Optional[Weights]] = field(default=("", None), init=False)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def draw(self, epoch: int) -> Indices:
-        """Return the order of `epoch`. Collective, unless the draw is local.
-
-        Raises:
-            DataError: there is no drawing by such weights; alike on every rank.
-        """
-        weights = torch.as_tensor(self.sampler.weights, dtype=torch.float64, device="cpu").detach().contiguous()
-        found = fingerprint(weights)
-        if self.gather is not None and self.run_on_main is not None:
-            mains, *others = self.gather(found)
-            if any(other != mains for other in others):
-                found, weights = mains, self.run_on_main(lambda: weights)
-        known, made = self._made
-        if made is None or known != found:
-            self._made = "", None  # else both would be held while the new ones are made
-            made = Weights(weights)
-            self._made = found, made
-        return WeightedDraws(made, len(self), derive_seed(self.seed, "draw", epoch))
-
-
-@dataclass(eq=False)
 class DrawnOrder:
     """What the user's own sampler draws: once for each epoch, and the same on all ranks.
 
@@ -246,7 +205,7 @@ class DrawnOrder:
             return num_expected, _pack(list(islice(iter(self.sampler), num_expected)))
 
 
-Order = Union[SequentialOrder, ShuffledOrder, WeightedOrder, DrawnOrder]
+Order = Union[SequentialOrder, ShuffledOrder, "WeightedOrder", DrawnOrder]
 
 
 def draws_by_weight(sampler: Any) -> bool:

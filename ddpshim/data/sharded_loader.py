@@ -4,15 +4,16 @@ import functools
 import os
 import weakref
 from multiprocessing.util import Finalize
-from typing import Any, Callable, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import DataLoader
 
-from ddpshim.data.iterable import ShardedStream
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
-from ddpshim.job import preemption
 from ddpshim.job.random_streams import derive_seed
+
+if TYPE_CHECKING:
+    from ddpshim.data.iterable import ShardedStream
 
 _with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
 
@@ -86,6 +87,8 @@ class ShardedLoader(DataLoader[Any], Enterable):
 
 def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     """What a worker does first, and the user's `start`."""
+    from ddpshim.job import preemption
+
     preemption.ignore_in_worker()
     if start is not None:
         start(worker)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional
 
 import torch
 
 from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
 from ddpshim.errors import DataError
+from ddpshim.job.random_streams import derive_seed
 
 _ROW = 16  # weights that are searched together; of a row only its sum is kept in double precision
 _NUM_SEARCHED = 2**13  # at once: their rows as float64 take 1 MB
@@ -95,3 +98,46 @@ def fingerprint(weights: torch.Tensor) -> str:
     size = weights.numel() * weights.element_size()
     # The bytes where they are: neither a copy of them, nor numpy, which torch would need to show them.
     return hashlib.blake2b((ctypes.c_char * size).from_address(weights.data_ptr()), digest_size=16).hexdigest()
+
+
+@dataclass(eq=False)
+class WeightedOrder:
+    """What torch's WeightedRandomSampler means by its weights, replacement included: draws for each (seed, epoch).
+
+    torch's own way of drawing would make all of them on one rank before the first, of at most 2**24 categories. The
+    weights are looked at as each pass begins, and count for all of it. Where ranks have different ones, the
+    main rank's count.
+
+    Args:
+        sampler: see `draws_by_weight`.
+        seed: equal on all ranks.
+        gather, run_on_main: those of `World`. None: the weights are this rank's alone.
+    """
+
+    sampler: Any
+    seed: int
+    gather: Optional[Callable[[Any], list[Any]]] = None
+    run_on_main: Optional[Callable[[Callable[[], Any]], Any]] = None
+    _made: tuple[str, Optional[Weights]] = field(default=("", None), init=False)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def draw(self, epoch: int) -> WeightedDraws:
+        """Return the order of `epoch`. Collective, unless the draw is local.
+
+        Raises:
+            DataError: there is no drawing by such weights; alike on every rank.
+        """
+        weights = torch.as_tensor(self.sampler.weights, dtype=torch.float64, device="cpu").detach().contiguous()
+        found = fingerprint(weights)
+        if self.gather is not None and self.run_on_main is not None:
+            mains, *others = self.gather(found)
+            if any(other != mains for other in others):
+                found, weights = mains, self.run_on_main(lambda: weights)
+        known, made = self._made
+        if made is None or known != found:
+            self._made = "", None  # else both would be held while the new ones are made
+            made = Weights(weights)
+            self._made = found, made
+        return WeightedDraws(made, len(self), derive_seed(self.seed, "draw", epoch))
