@@ -6,18 +6,17 @@ and dark. matplotlib is imported inside the functions only.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import ReportError
 from ddpshim.job.say import count
 from ddpshim.observe.report.findings import deviations, largest_gap
-from ddpshim.observe.report.run import OWN_WORK, PARTS, Run
+from ddpshim.observe.report.run import OWN_WORK, PARTS, Epoch, Run
 from ddpshim.observe.report.words import percent
 
 # Colours that nothing else has, and the variables that stand for them in the page.
@@ -111,21 +110,20 @@ def _losses(run: Run, figure: Any) -> _Made:
             own = [loss for _, curve in curves for loss in curve]
             axes.plot(at, own, color=colour, linestyle=dash, linewidth=1.2, label=f"rank {rank}")
         else:
-            by_epoch = {number: row.loss for number, row in rows}
-            _line(axes, x, [by_epoch.get(n) for n in x], color=colour, linestyle=dash, label=f"rank {rank}")
-    valid = [epoch.valid for epoch in epochs]
-    if any(value is not None for value in valid):
+            losses = {number: row.loss for number, row in rows}
+            _line(axes, epochs, losses, color=colour, linestyle=dash, label=f"rank {rank}")
+    valid = {epoch.number: epoch.valid for epoch in epochs if epoch.valid is not None}
+    if valid:
         marker = {"marker": "D", "markersize": 3.5, "markerfacecolor": "none"}
-        _line(axes, x, valid, color=_INK, linewidth=1, linestyle=(0, (1, 2)), label="validation", **marker)
-    shown = [value for value in (*means, *valid) if value is not None and math.isfinite(value)]
+        _line(axes, epochs, valid, color=_INK, linewidth=1, linestyle=(0, (1, 2)), label="validation", **marker)
+    shown = [value for value in (*means, *valid.values()) if value is not None and math.isfinite(value)]
     if shown and min(shown) > 0 and max(shown) > 20 * min(shown):
         axes.set_yscale("log")
     _label_epochs(axes, xlabel="epochs" if has_curves else "epoch", ylabel="loss")
     says = f"Mean training loss {means[0]:.4g} in epoch {x[0]}"
     if len(x) > 1:
         says = f"Training loss from {means[0]:.4g} in epoch {x[0]} to {means[-1]:.4g} in epoch {x[-1]}"
-    last = next((value for value in reversed(valid) if value is not None), None)
-    says += f", validation loss {last:.4g} at the end." if last is not None else "."
+    says += f", validation loss {[*valid.values()][-1]:.4g} at the end." if valid else "."
     inside = "inside the epochs, " if has_curves else ""
     how = f"A line for each rank, {inside}over the wide line of their mean: where they cover each other, ranks agree."
     return "Loss", says, how, "loss"
@@ -136,11 +134,11 @@ def _deviations(run: Run, figure: Any) -> _Made:
     if gap is None:
         return None
     axes = figure.subplots()
-    x = [epoch.number for epoch in run.epochs]
     by_epoch = [{rank: 100 * (loss / centre - 1) for rank, loss, centre in deviations(e) if centre} for e in run.epochs]
     axes.axhline(0, color=_INK, linewidth=6, alpha=0.16)
     for rank, colour, dash in _styled(run.ranks):
-        _line(axes, x, [off.get(rank) for off in by_epoch], color=colour, linestyle=dash, label=f"rank {rank}")
+        own = {epoch.number: of_ranks.get(rank) for epoch, of_ranks in zip(run.epochs, by_epoch)}
+        _line(axes, run.epochs, own, color=colour, linestyle=dash, label=f"rank {rank}")
     epoch, rank, share = gap
     offset = by_epoch[run.epochs.index(epoch)][rank]
     axes.plot([epoch.number], [offset], "o", markersize=9, markerfacecolor="none", markeredgecolor=_BAD)
@@ -192,9 +190,8 @@ def _balance(run: Run, figure: Any) -> _Made:
     if len(works) < 2:
         return None
     axes = figure.subplots()
-    x = [epoch.number for epoch in run.epochs]
     for rank, colour, dash in _styled(sorted(lines)):
-        _line(axes, x, [lines[rank].get(number) for number in x], color=colour, linestyle=dash, label=f"rank {rank}")
+        _line(axes, run.epochs, lines[rank], color=colour, linestyle=dash, label=f"rank {rank}")
     most = 1.12 * max(value for line in lines.values() for value in line.values())
     _label_epochs(axes, ylabel="own work, ms a step", ylim=(0, most or 1))
     slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
@@ -207,26 +204,24 @@ def _balance(run: Run, figure: Any) -> _Made:
 
 
 def _memory(run: Run, figure: Any) -> _Made:
+    names = {"rss": "", "gpu_allocated": ", GPU", "gpu_reserved": ", GPU reserved"}
+    dashes = {"rss": "-", "gpu_allocated": (0, (4, 2)), "gpu_reserved": (0, (1, 2))}
     held: dict[tuple[int, str], dict[int, float]] = {}
     for epoch in run.epochs:
         for rank, row in epoch.training.items():
-            memory = row.record.get("memory", {})
-            for key in ("rss", "gpu_allocated", "gpu_reserved"):
-                if memory.get(key) is not None:
-                    held.setdefault((rank, key), {})[epoch.number] = memory[key]
+            for key in names:
+                if row.memory.get(key) is not None:
+                    held.setdefault((rank, key), {})[epoch.number] = row.memory[key]
     if not held:
         return None
     most = max(value for line in held.values() for value in line.values())
     unit, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
     axes = figure.subplots()
-    x = [epoch.number for epoch in run.epochs]
-    names = {"rss": "", "gpu_allocated": ", GPU", "gpu_reserved": ", GPU reserved"}
-    dashes = {"rss": "-", "gpu_allocated": (0, (4, 2)), "gpu_reserved": (0, (1, 2))}
     for rank, colour, _ in _styled(run.ranks):
         for key, name in names.items():
             if (rank, key) in held:
-                y = [v / scale if (v := held[rank, key].get(number)) is not None else None for number in x]
-                _line(axes, x, y, color=colour, linestyle=dashes[key], label=f"rank {rank}{name}")
+                scaled = {number: value / scale for number, value in held[rank, key].items()}
+                _line(axes, run.epochs, scaled, color=colour, linestyle=dashes[key], label=f"rank {rank}{name}")
     _label_epochs(axes, ylabel=f"memory, {unit}", ylim=(0, 1.15 * most / scale))
     at_end = [line[max(line)] for (_, key), line in held.items() if key == "rss"]
     says = f"At the end processes hold {min(at_end) / scale:.1f} to {max(at_end) / scale:.1f} {unit}." if at_end else ""
@@ -296,8 +291,9 @@ def _styled(ranks: Sequence[int]) -> Iterator[tuple[int, str, Any]]:
         yield rank, _RANKS[number % len(_RANKS)], _DASHES[(number + number // len(_RANKS)) % len(_DASHES)]
 
 
-def _line(axes: Any, x: Sequence[float], y: Iterable[Optional[float]], **style: Any) -> None:
-    values = [math.nan if value is None else value for value in y]
+def _line(axes: Any, epochs: Sequence[Epoch], by_epoch: Mapping[int, Optional[float]], **style: Any) -> None:
+    x = [epoch.number for epoch in epochs]
+    values = [math.nan if (value := by_epoch.get(number)) is None else value for number in x]
     if sum(map(math.isfinite, values)) <= 12:
         style.setdefault("marker", "o")
         style.setdefault("markersize", 3.5)
@@ -337,8 +333,6 @@ def _svg(figure: Any, name: str) -> str:
     text = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', text, count=1)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var(--{variable})")
-    ids = re.findall(r'\bid="([^"]+)"', text)
-    with contextlib.suppress(re.error):
-        for one in sorted(set(ids), key=len, reverse=True):
-            text = re.sub(rf'(id="|href="#|url\(#){re.escape(one)}(?=["\)])', rf"\g<1>{name}-{one}", text)
-    return text
+    ids = set(re.findall(r'\bid="([^"]+)"', text))
+    named = r'(id="|href="#|url\(#)([^")]+)(?=["\)])'
+    return re.sub(named, lambda match: f"{match[1]}{name}-{match[2]}" if match[2] in ids else match[0], text)

@@ -207,7 +207,7 @@ def _about_time(run: Run) -> Iterator[Finding]:
 def _about_memory(run: Run) -> Iterator[Finding]:
     for rank in run.ranks:
         rows = [row for row in run.rows(rank) if row.start == run.last.number]
-        held = [rss for row in rows if (rss := row.record.get("memory", {}).get("rss"))]
+        held = [rss for row in rows if (rss := row.memory.get("rss"))]
         if len(held) >= 6:
             # Caches fill in the first epochs.
             early, late = statistics.median(held[1:4]), statistics.median(held[-3:])
@@ -215,7 +215,7 @@ def _about_memory(run: Run) -> Iterator[Finding]:
                 yield Finding(
                     "note", f"The memory of rank {rank} grows: {size(early)} early, {size(late)} in the last epochs"
                 )
-        memory = rows[-1].record.get("memory", {}) if rows else {}
+        memory = rows[-1].memory if rows else {}
         if memory.get("gpu_total") and memory["gpu_reserved"] > 0.92 * memory["gpu_total"]:
             yield Finding(
                 "note",

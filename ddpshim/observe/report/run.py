@@ -40,6 +40,12 @@ class Row(NamedTuple):
     def wall_s(self) -> float:
         return math.fsum(self.record.get("seconds", {}).values())
 
+    @property
+    def memory(self) -> Record:
+        """What was held at the end."""
+        memory: Record = self.record.get("memory", {})
+        return memory
+
     def seconds(self, parts: Iterable[str]) -> float:
         return math.fsum(self.record.get("seconds", {}).get(part, 0.0) for part in parts)
 

@@ -63,13 +63,13 @@ def table_of_times(ranks: list[Record]) -> str:
 
 
 def _losses(run: Run) -> Table:
-    ranks = run.ranks
+    ranks = run.ranks if len(run.ranks) > 1 else []
     has_valid = any(epoch.valid is not None for epoch in run.epochs)
-    columns = ["epoch", "steps", "mean loss", *([f"rank {rank}" for rank in ranks] if len(ranks) > 1 else [])]
+    columns = ["epoch", "steps", "mean loss", *(f"rank {rank}" for rank in ranks)]
     rows = []
     for epoch in run.epochs:
         own = [number(epoch.training[rank].loss) if rank in epoch.training else "" for rank in ranks]
-        row = [str(epoch.number), str(epoch.steps), number(epoch.mean), *(own if len(ranks) > 1 else [])]
+        row = [str(epoch.number), str(epoch.steps), number(epoch.mean), *own]
         rows.append([*row, number(epoch.valid)] if has_valid else row)
     every = math.ceil(len(rows) / _MOST_ROWS)
     kept = rows[:: every or 1] + ([rows[-1]] if rows and (len(rows) - 1) % every else [])
@@ -84,7 +84,7 @@ def _times(run: Run) -> Table:
         steps, wall = run.steps(rank), run.trained_s(rank)
         if not wall:
             continue
-        uses = [use for row in run.rows(rank) if (use := row.record.get("memory", {}).get("gpu_use")) is not None]
+        uses = [use for row in run.rows(rank) if (use := row.memory.get("gpu_use")) is not None]
         shares = [percent(run.share(rank, [part])) for part in PARTS]
         speed = [f"{steps / wall:.1f}", f"{1000 * wall / max(1, steps):.2f}"]
         rows.append([str(rank), str(steps), *speed, *shares, f"{statistics.mean(uses):.0f}%" if uses else ""])
@@ -99,13 +99,13 @@ def _times(run: Run) -> Table:
 
 def _memories(run: Run) -> Table:
     rows = []
-    has_gpu = any("gpu_total" in row.record.get("memory", {}) for rank in run.ranks for row in run.rows(rank))
+    has_gpu = any("gpu_total" in row.memory for rank in run.ranks for row in run.rows(rank))
     for rank in run.ranks:
-        memories = [row.record.get("memory", {}) for row in run.rows(rank)]
+        memories = [row.memory for row in run.rows(rank)]
         if not memories:
             continue
         last = memories[-1]
-        most = max((m.get("peak_rss") or m.get("rss") or 0 for m in memories), default=0)
+        most = max(m.get("peak_rss") or m.get("rss") or 0 for m in memories)
         row = [str(rank), size(last.get("rss")), size(max(most, last.get("rss") or 0) or None)]
         gpu = [size(last.get(key)) for key in ("gpu_allocated", "gpu_reserved", "gpu_total")]
         rows.append([*row, *gpu] if has_gpu else row)

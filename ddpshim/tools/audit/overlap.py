@@ -21,8 +21,7 @@ def overlaps(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Fin
     yield from _lengths(ranks)
     yield from _files(ranks)
     yield from _folders(ranks)
-    if single_batch is not None:
-        yield from _batch(ranks, single_batch)
+    yield from _batch(ranks, single_batch)
 
 
 def _training_passes(ranks: Sequence[Seen]) -> Iterator[tuple[int, list[Pass]]]:
@@ -110,9 +109,9 @@ def _lengths(ranks: Sequence[Seen]) -> Iterator[Finding]:
             return
 
 
-def _batch(ranks: Sequence[Seen], single_batch: int) -> Iterator[Finding]:
+def _batch(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Finding]:
     sizes = [usual(seen.sizes) for seen in ranks]
-    if all(sizes) and sum(sizes) != single_batch:
+    if single_batch is not None and all(sizes) and sum(sizes) != single_batch:
         rates = ranks[0].steps[0]["lr"]
         yield found(
             "DDP206",

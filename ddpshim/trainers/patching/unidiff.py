@@ -174,11 +174,12 @@ class _Parser:
         old: list[bytes] = []
         new: list[bytes] = []
         num_same = 0
-        while len(old) < num_old or len(new) < num_new:
+        while (len(old), len(new)) != (num_old, num_new):
             line = self.peek()
             tag, body = line[:1], line[1:]
             # A body without its newline is a patch file that was cut off, not a "\\ No newline" line.
-            if tag not in (b" ", b"-", b"+") or not body.endswith(b"\n"):
+            is_line = tag in (b" ", b"-", b"+") and body.endswith(b"\n")
+            if not is_line or len(old) > num_old or len(new) > num_new:
                 self.fail(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
             self.at += 1
             if self.peek().startswith(b"\\"):
@@ -189,8 +190,6 @@ class _Parser:
             if tag != b"-":
                 new.append(body)
             num_same += tag == b" "
-            if len(old) > num_old or len(new) > num_new:
-                self.fail(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
         if num_same == len(old) == len(new):
             self.fail("the hunk changes nothing")
         # With a count of 0 the header names the line *before* the gap, else the first line itself.
