@@ -15,7 +15,6 @@ from typing import NamedTuple, Optional
 from ddpshim.tools.doctor import checkpoints, control, data, devices, files, training
 from ddpshim.tools.doctor.findings import CODES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
-from ddpshim.tools.doctor.meaning import Meaning
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
 from ddpshim.tools.doctor.tree import Tree
@@ -63,7 +62,7 @@ def check(
         finding = _finding("DDP001", str(file), (error.line, 1, error.line), message, True, False)
         found[finding.path, finding.line, 1, "DDP001"] = _Found(finding, None, ())
     for program in tree.programs:
-        case = Case(program, tree, Meaning(tree, program))
+        case = Case(tree, program)
         for code, apply in RULES.items():
             if (program.is_distributed or CODES[code].in_single) and _is_chosen(code, select, ignore):
                 for hit in apply(case):
