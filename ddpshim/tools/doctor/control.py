@@ -102,11 +102,8 @@ def collective_under_rank_test(case: Case) -> Iterator[Hit]:
         if guard is None or isinstance(guard, (ast.With, ast.AsyncWith)) or _is_balanced(call, guard, unit, case):
             continue
         what = f"reaches {inner}" if inner else "is reached"
-        message = (
-            f"{text_of(call.func)} {what} by some ranks only ({_describe(guard)}): they wait for the others until the "
-            "timeout."
-        )
-        yield Hit(unit, call, message)
+        reach = f"{text_of(call.func)} {what} by some ranks only ({_describe(guard)})"
+        yield Hit(unit, call, f"{reach}: they wait for the others until the timeout.")
 
 
 def _collective(call: ast.Call, unit: Unit) -> Optional[str]:
@@ -162,7 +159,8 @@ def swallowed_exception(case: Case) -> Iterator[Hit]:
     for unit, statement in case.all(ast.Try):
         trained = _training_in(statement.body, unit, case)
         for handler in statement.handlers if trained is not None else ():
-            if _catches_all(handler) and not _ends(handler.body):
+            caught = identifiers(handler.type) if handler.type is not None else {"BaseException"}
+            if caught & {"Exception", "BaseException", "RuntimeError"} and not _ends(handler.body):
                 message = f"An exception in {trained} ends here: the rank goes on or exits with 0, and the others wait."
                 yield Hit(unit, handler, message)
 
@@ -175,11 +173,6 @@ def _training_in(body: list[ast.stmt], unit: Unit, case: Case) -> Optional[str]:
         if is_direct or (called is not None and called in case.tree.training):
             return text_of(call, 30)
     return None
-
-
-def _catches_all(handler: ast.ExceptHandler) -> bool:
-    names = identifiers(handler.type) if handler.type is not None else {"BaseException"}
-    return bool(names & {"Exception", "BaseException", "RuntimeError"})
 
 
 def _ends(body: list[ast.stmt]) -> bool:
@@ -200,10 +193,8 @@ def wrapped_evaluation_on_one_rank(call: ast.Call, unit: Unit, case: Case) -> Op
     guard = case.guard(call, unit) if wrapped is not None else None
     if wrapped is None or guard is None or "unwrapped" in case.kinds(wrapped, unit):
         return None
-    return (
-        f"{text_of(call, 40)} runs the wrapped {text_of(wrapped, 20)} on some ranks only ({_describe(guard)}): its "
-        "forward broadcasts buffers, and the others do not answer."
-    )
+    runs = f"{text_of(call, 40)} runs the wrapped {text_of(wrapped, 20)} on some ranks only ({_describe(guard)})"
+    return f"{runs}: its forward broadcasts buffers, and the others do not answer."
 
 
 def _first_wrapped(nodes: list[ast.expr], unit: Unit, case: Case) -> Optional[ast.expr]:
@@ -217,31 +208,25 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
         loader = _iterated(loop.iter)
         if loader is None or not _is_split_loader(loader, unit, case) or not _is_validation(loop, unit):
             continue
-        callers = [
-            where for where, _ in case.sites_of(unit)[:5] if where not in case.tree.training or where is not unit
-        ]
+        callers = [u for u, _ in case.sites_of(unit)[:5] if u is not unit or u not in case.tree.training]
         if any(map(_reduces, [unit, *callers])) or not case.on_every_rank(loop, unit):
             continue
         total = _accumulates(loop)
         if total:
-            message = (
-                f"{total} is summed over this rank's share of {text_of(loader, 30)} and never reduced: each rank logs "
-                "and decides by a number of its own."
-            )
-            yield Hit(unit, loop, message)
+            summed = f"{total} is summed over this rank's share of {text_of(loader, 30)} and never reduced"
+            yield Hit(unit, loop, f"{summed}: each rank logs and decides by a number of its own.")
     for unit, call in case.calls():
-        names = (v for v in values_of(call) if isinstance(v, (ast.Name, ast.Attribute)))
-        loader = next((name for name in names if _is_held_out(name, unit, case)), None)
+        names = [v for v in values_of(call) if isinstance(v, (ast.Name, ast.Attribute))]
+        held_out = (name for name in names if _VALIDATION.search(last_name(name)))
+        loader = next((name for name in held_out if _is_split_loader(name, unit, case)), None)
         called = case.function(call, unit) if loader is not None else None
         if loader is None or called is None or _reduces(called) or _reduces(unit):
             continue
         decision = _decision_after(call, unit)
         if decision is not None:
-            message = (
-                f"{text_of(decision, 50)} decides by {text_of(call.func, 30)}() over this rank's share of "
-                f"{text_of(loader, 30)}, which is never reduced."
-            )
-            yield Hit(unit, decision, message)
+            decides = f"{text_of(decision, 50)} decides by {text_of(call.func, 30)}()"
+            share = f"this rank's share of {text_of(loader, 30)}"
+            yield Hit(unit, decision, f"{decides} over {share}, which is never reduced.")
 
 
 def _decision_after(call: ast.Call, unit: Unit) -> Optional[ast.Compare]:
@@ -251,10 +236,6 @@ def _decision_after(call: ast.Call, unit: Unit) -> Optional[ast.Compare]:
         if compared.lineno > call.lineno and is_order and any("best" in n.lower() for n in identifiers(compared)):
             return compared
     return None
-
-
-def _is_held_out(loader: ast.expr, unit: Unit, case: Case) -> bool:
-    return bool(_VALIDATION.search(last_name(loader))) and _is_split_loader(loader, unit, case)
 
 
 def _iterated(node: ast.expr) -> Optional[ast.expr]:
@@ -292,15 +273,12 @@ def _accumulates(loop: ast.For) -> str:
     """What the loop sums up or collects."""
     results = "(?i)loss|acc|correct|total|metric|err|score"
     for node in ast.walk(loop):
+        func = node.func if isinstance(node, ast.Call) else None
         name = ""
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
             name, pattern = last_name(node.target), f"{results}|sum"
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("append", "update")
-        ):
-            name, pattern = last_name(node.func.value), f"{results}|meter|top1|top5"
+        elif isinstance(func, ast.Attribute) and func.attr in ("append", "update"):
+            name, pattern = last_name(func.value), f"{results}|meter|top1|top5"
         if name and re.search(pattern, name):
             return name
     return ""

@@ -32,6 +32,7 @@ _SAYS_PER_RANK = re.compile(
 )
 _SCALED = re.compile(r"(?i)batch|^bs$|(^|_)lr($|_)|learning_?rate|accum")
 _STEPS = re.compile(r"(?i)(steps|batches|iters|iterations|updates)")
+_PRINTING = {"print", "format", "info", "range", "debug", "write", "log"}
 _DATASET = re.compile(r"(train|training)_?(set|data|dataset|ds)$|^dataset$|train_dataset")
 _NOISE = words_of(
     "randn randn_like rand rand_like randint randint_like normal_ bernoulli bernoulli_ dropout Dropout Dropout2d "
@@ -91,11 +92,9 @@ def sampler_lost(case: Case) -> Iterator[Hit]:
                     continue
                 if any("sampler" in case.kinds(a, unit) or key_of(a) == key for a in call.args):
                     continue
-                message = (
-                    f"{key} is {text_of(custom[0].value or call, 40)} in line {custom[0].target.lineno}, and here a "
-                    "DistributedSampler takes its place: its order and weights are lost on several ranks."
-                )
-                yield Hit(unit, call, message)
+                first = f"{key} is {text_of(custom[0].value or call, 40)} in line {custom[0].target.lineno}"
+                lost = "its order and weights are lost on several ranks"
+                yield Hit(unit, call, f"{first}, and here a DistributedSampler takes its place: {lost}.")
 
 
 def _is_custom_sampler(value: Optional[ast.expr], unit: Unit, case: Case) -> bool:
@@ -111,11 +110,8 @@ def shuffle_from_sampler(case: Case) -> Iterator[Hit]:
         name = key_of(asked.left) if isinstance(asked, ast.Compare) and _is_none_test(asked) else None
         bindings = unit.bindings.get(name, []) if name else []
         if asked is not None and any(_is_custom_sampler(b.value, unit, case) for b in bindings):
-            message = (
-                f"shuffle={text_of(asked, 40)} is False where the dataset has a sampler of its own, which is not "
-                "used either: the order is fixed."
-            )
-            yield Hit(unit, call, message)
+            still = f"shuffle={text_of(asked, 40)} is False where the dataset has a sampler of its own"
+            yield Hit(unit, call, f"{still}, which is not used either: the order is fixed.")
     for unit, call in case.calls("DataLoader"):
         sampler, shuffle = argument(call, "sampler"), argument(call, "shuffle", 2)
         if sampler is None or "dsampler" not in case.kinds(sampler, unit) or _is_held_out(call, unit):
@@ -126,11 +122,8 @@ def shuffle_from_sampler(case: Case) -> Iterator[Hit]:
             message = "shuffle=True together with a sampler is refused by DataLoader: ValueError on every rank."
             yield Hit(unit, call, message)
         elif is_still and made is not None and (shuffle is None or _is_none_test(shuffle)):
-            message = (
-                f"The sampler of line {made.lineno} is made with shuffle=False, so the training data keeps one order "
-                "in every epoch."
-            )
-            yield Hit(unit, call, message)
+            made_still = f"The sampler of line {made.lineno} is made with shuffle=False"
+            yield Hit(unit, call, f"{made_still}, so the training data keeps one order in every epoch.")
 
 
 def _maker(node: ast.expr, unit: Unit, case: Case, depth: int = 0) -> Optional[ast.Call]:
@@ -166,8 +159,10 @@ def no_set_epoch(case: Case) -> Iterator[Hit]:
 def loader_without_share(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     if (case.program.is_distributed and any(k.arg is None for k in call.keywords)) or _is_held_out(call, unit):
         return None
+    is_named = any("train" in name.lower() for name in {_target(call, unit), *_dataset_words(call)})
+    trains = is_named or constant(argument(call, "shuffle", 2)) is True or case.tree.root.is_file()
     dataset = argument(call, "dataset", 0)
-    if dataset is None or "iterable" in case.kinds(dataset, unit) or not _trains_with(call, unit, case):
+    if dataset is None or "iterable" in case.kinds(dataset, unit) or not trains:
         return None
     if _SHARES.search(" ".join(identifiers(dataset) | _bound_words(dataset, unit, case))):
         return None
@@ -205,47 +200,34 @@ def _splits(sampler: ast.expr, unit: Unit, case: Case, depth: int = 0) -> bool:
     return False
 
 
-def _trains_with(call: ast.Call, unit: Unit, case: Case) -> bool:
-    """Whether a loader feeds training: by its names, or because it shuffles."""
-    is_named = any("train" in name.lower() for name in {_target(call, unit), *_dataset_words(call)})
-    return is_named or constant(argument(call, "shuffle", 2)) is True or case.tree.root.is_file()
-
-
 @rule("DDP205", unless=("ddpshim", "accelerate"))
 def iterable_unsharded(case: Case) -> Iterator[Hit]:
+    iterating = [unit for source in case.program.files for unit in source.methods.get("__iter__", [])]
+    knowing = [unit.owner for unit in iterating if _SHARES.search(" ".join(unit.words))]
     for source in case.program.files:
         for name, node in source.classes.items():
             if name not in case.sites or "iterable" not in case.bases(node, source.module):
                 continue
-            if not _SHARES.search(" ".join(identifiers(node))) and not _another_shares(node, case):
-                message = (
-                    f"{name} yields all of its samples on every rank: a sampler cannot share an IterableDataset out."
-                )
-                yield Hit(source.module, node, message)
+            # It may only hand on what another object yields, which knows of ranks.
+            is_fed = any(owner is not node for owner in knowing)
+            if not is_fed and not _SHARES.search(" ".join(identifiers(node))):
+                yields = f"{name} yields all of its samples on every rank"
+                yield Hit(source.module, node, f"{yields}: a sampler cannot share an IterableDataset out.")
     for unit, call in case.calls("load_dataset"):
         if constant(argument(call, "streaming")) is True and not case.program.uses("split_dataset_by_node", "shard"):
             yield Hit(unit, call, f"{text_of(call, 40)} streams all of the data to every rank.")
 
 
-def _another_shares(node: ast.ClassDef, case: Case) -> bool:
-    """Whether the class only hands on what another object yields, and something that iterates here knows of ranks."""
-    iterating = (unit for source in case.program.files for unit in source.methods.get("__iter__", []))
-    return any(unit.owner is not node and _SHARES.search(" ".join(unit.words)) for unit in iterating)
-
-
-@rule("DDP206", unless=ANY_FRAMEWORK)
-def batch_per_rank(case: Case) -> Iterator[Hit]:
-    for unit, call in case.calls("DataLoader") if not _says_per_rank(case) else ():
-        size = argument(call, "batch_size", 1)
-        if size is None or _is_held_out(call, unit) or not _has_share(call, unit, case):
-            continue
-        words = identifiers(size) | _bound_words(size, unit, case)
-        if not is_world_size(size) and not any(map(_PER_RANK.search, words)):
-            message = (
-                f"batch_size={text_of(size, 30)} is each rank's own: the global batch grows with the number of ranks, "
-                "and nothing divides it or scales the learning rate."
-            )
-            yield Hit(unit, call, message)
+@call_rule("DDP206", "DataLoader", unless=ANY_FRAMEWORK)
+def batch_per_rank(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
+    size = argument(call, "batch_size", 1)
+    if size is None or _is_held_out(call, unit) or not _has_share(call, unit, case):
+        return None
+    words = identifiers(size) | _bound_words(size, unit, case)
+    if is_world_size(size) or any(map(_PER_RANK.search, words)) or _says_per_rank(case):
+        return None
+    grows = f"batch_size={text_of(size, 30)} is each rank's own: the global batch grows with the number of ranks"
+    return f"{grows}, and nothing divides it or scales the learning rate."
 
 
 def _has_share(call: ast.Call, unit: Unit, case: Case) -> bool:
@@ -276,11 +258,8 @@ def schedule_arithmetic(call: ast.Call, unit: Unit, case: Case) -> Optional[str]
     if not target:
         return None
     above = list(itertools.takewhile(lambda a: not isinstance(a, ast.stmt), unit.source.above(call)))
-    is_divided = any(
-        isinstance(getattr(a, "op", None), (ast.Div, ast.FloorDiv))
-        or (isinstance(a, ast.Call) and last_name(a) == "ceil")
-        for a in above
-    )
+    divides = any(isinstance(getattr(a, "op", None), (ast.Div, ast.FloorDiv)) for a in above)
+    is_divided = divides or any(isinstance(a, ast.Call) and last_name(a) == "ceil" for a in above)
     samples = text_of(call.args[0], 30)
     if not is_divided:
         return f"{target} counts the samples of {samples}, not the optimizer steps."
@@ -293,11 +272,9 @@ def schedule_arithmetic(call: ast.Call, unit: Unit, case: Case) -> Optional[str]
 
 def _schedule_of(call: ast.Call, unit: Unit) -> str:
     """What the count is for: a number of steps, or an argument of a schedule."""
-    printing = {"print", "format", "info", "range", "debug", "write", "log"}
     for above in unit.source.above(call):
-        if isinstance(above, (ast.Compare, ast.JoinedStr)) or (
-            isinstance(above, ast.Call) and last_name(above.func) in printing
-        ):
+        is_printed = isinstance(above, ast.Call) and last_name(above) in _PRINTING
+        if is_printed or isinstance(above, (ast.Compare, ast.JoinedStr)):
             break
         if isinstance(above, ast.keyword) and above.arg:
             return above.arg if _STEPS.search(above.arg) or above.arg == "T_max" else ""
@@ -319,10 +296,8 @@ def one_seed(case: Case) -> Iterator[Hit]:
     torch_seeds = [s for s in seeds if s[0].source.qualified(s[1].func).startswith("torch")] or seeds
     unit, call = min(torch_seeds, key=lambda s: (s[0].source is not case.program.entry, s[1].lineno))
     if case.on_every_rank(call, unit):
-        message = (
-            f"{text_of(call)} is the same on every rank and stays so: all ranks draw equal noise, dropout and crops."
-        )
-        yield Hit(unit, call, message)
+        same = f"{text_of(call)} is the same on every rank and stays so"
+        yield Hit(unit, call, f"{same}: all ranks draw equal noise, dropout and crops.")
 
 
 def _seed_differs(call: ast.Call, unit: Unit, case: Case) -> bool:
@@ -352,14 +327,14 @@ def reseed_each_epoch(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
         return None
     loop = next((a for a in unit.source.above(call) if isinstance(a, ast.For)), None)
     words = identifiers(loop.target) | identifiers(loop.iter) if loop is not None else set[str]()
-    is_sampler = (
-        unit.owner is not None and unit.name in ("__iter__", "set_epoch") and _is_sampler(unit.owner, unit, case)
-    )
+    is_sampler = unit.name in ("__iter__", "set_epoch") and _is_in_sampler(unit, case)
     if not is_sampler and not any("epoch" in word.lower() for word in words):
         return None
     where = "the sampler" if is_sampler else "each epoch"
     return f"{text_of(call)} in {where} sets the global generator back, to the same numbers on every rank."
 
 
-def _is_sampler(node: ast.ClassDef, unit: Unit, case: Case) -> bool:
-    return "Sampler" in node.name or not {"sampler", "dsampler"}.isdisjoint(case.bases(node, unit.source.module))
+def _is_in_sampler(unit: Unit, case: Case) -> bool:
+    if unit.owner is None:
+        return False
+    return "Sampler" in unit.owner.name or bool(case.bases(unit.owner, unit.source.module) & {"sampler", "dsampler"})

@@ -65,11 +65,9 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
             continue
         if case.on_every_rank(call, unit) and not case.depends_on_launch(call, unit):
             because = ", because no torch.cuda.set_device comes before" if device == "cuda" else ""
-            message = (
-                f"{text_of(call, 50)} means GPU {device[5:] or 0} on every rank{because}: they share its memory and "
-                "its time, and NCCL refuses two ranks on one GPU."
-            )
-            yield Hit(unit, call, message)
+            means = f"{text_of(call, 50)} means GPU {device[5:] or 0} on every rank{because}"
+            why = "they share its memory and its time, and NCCL refuses two ranks on one GPU"
+            yield Hit(unit, call, f"{means}: {why}.")
 
 
 def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:
@@ -88,10 +86,8 @@ def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:
 def device_at_import(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     if not _is_at_import(call, unit, case) or _device_named(call, unit) is None:
         return None
-    return (
-        f"{text_of(call, 50)} runs when {unit.source.path.name} is imported, before a rank chose its GPU: all of them "
-        "load it on GPU 0."
-    )
+    runs = f"{text_of(call, 50)} runs when {unit.source.path.name} is imported, before a rank chose its GPU"
+    return f"{runs}: all of them load it on GPU 0."
 
 
 def _is_at_import(call: ast.Call, unit: Unit, case: Case) -> bool:
@@ -113,19 +109,18 @@ def local_rank_as_global(case: Case) -> Iterator[Hit]:
         position = 2 if last_name(call) == "DistributedSampler" else None
         rank = argument(call, "rank", position) or argument(call, "index")
         if rank is not None and case.is_local_rank(rank, unit):
-            message = (
-                f"{text_of(rank, 40)} counts from 0 on every node: on a second one {text_of(call.func)} repeats the "
-                "first."
-            )
-            yield Hit(unit, call, message)
+            counts = f"{text_of(rank, 40)} counts from 0 on every node"
+            yield Hit(unit, call, f"{counts}: on a second one {text_of(call.func)} repeats the first.")
     for unit, branch in case.all(ast.If):
-        written = next((call for call in calls_in(*branch.body) if _is_shared_write(call, unit)), None)
+        writes = (
+            c
+            for c in calls_in(*branch.body)
+            if last_name(c) in _SHARED_WRITERS or unit.source.qualified(c.func) in _SHARED_WRITES
+        )
+        written = next(writes, None)
         if written is not None and _asks_local_rank(branch.test, unit, case):
-            message = (
-                f"`{text_of(branch.test, 40)}` is true once on every node: {text_of(written, 40)} runs on each of "
-                "them, in one shared folder."
-            )
-            yield Hit(unit, branch.test, message)
+            true = f"`{text_of(branch.test, 40)}` is true once on every node"
+            yield Hit(unit, branch.test, f"{true}: {text_of(written, 40)} runs on each of them, in one shared folder.")
 
 
 def _asks_local_rank(test: ast.expr, unit: Unit, case: Case) -> bool:
@@ -145,10 +140,6 @@ def _asks_local_rank(test: ast.expr, unit: Unit, case: Case) -> bool:
     return found
 
 
-def _is_shared_write(call: ast.Call, unit: Unit) -> bool:
-    return unit.source.qualified(call.func) in _SHARED_WRITES or last_name(call) in _SHARED_WRITERS
-
-
 @rule("DDP604")
 def launcher_variable_overwritten(case: Case) -> Iterator[Hit]:
     for unit, assign in case.all(ast.Assign) if not case.program.spawns else ():
@@ -157,11 +148,8 @@ def launcher_variable_overwritten(case: Case) -> Iterator[Hit]:
                 continue
             variable = constant(target.slice)
             if variable in _VARIABLES and _is_forced(assign, unit):
-                message = (
-                    f"os.environ[{variable!r}] = {text_of(assign.value, 30)} replaces what the launcher set: ranks "
-                    "look for each other at a place that nobody serves."
-                )
-                yield Hit(unit, assign, message)
+                sets = f"os.environ[{variable!r}] = {text_of(assign.value, 30)} replaces what the launcher set"
+                yield Hit(unit, assign, f"{sets}: ranks look for each other at a place that nobody serves.")
 
 
 def _is_forced(assign: ast.Assign, unit: Unit) -> bool:

@@ -178,11 +178,8 @@ def path_differs_by_rank(case: Case) -> Iterator[Hit]:
             is_main = source.qualified(call.func) == "hydra.main"
             wanted = _own_configs(argument(call, "config_name", 1), case) if is_main else set[Path]()
             for path, line in [clock for clock in case.tree.clocks if clock[0] in wanted][:1]:
-                message = (
-                    f"Each rank makes a run folder of its own: ${{now:}} in {path.name} line {line} is read from its "
-                    "clock."
-                )
-                yield Hit(unit, call, message)
+                read = f"${{now:}} in {path.name} line {line} is read from its clock"
+                yield Hit(unit, call, f"Each rank makes a run folder of its own: {read}.")
 
 
 def _own_configs(name: Optional[ast.expr], case: Case) -> set[Path]:

@@ -22,9 +22,6 @@ class Code:
     fix: str
     in_single: bool
 
-    def severity_in(self, is_distributed: bool) -> str:
-        return self.severity if is_distributed or self.code == "DDP001" else "migration"
-
 
 # By code: its name and severity, whether it is also told of a trainer of one process, and below it the fix.
 _TABLE = """

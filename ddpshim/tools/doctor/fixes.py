@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
@@ -25,6 +26,7 @@ class Edit(NamedTuple):
     text: bytes
 
 
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 Fix = Callable[..., list[Edit]]
 FIXES: dict[str, tuple[type[ast.AST], Fix]] = {}
 
@@ -52,11 +54,9 @@ def edits_for(code: str, hit: Hit, case: Case) -> list[Edit]:
 
 def unified_diff(path: Path, root: Path, before: bytes, edits: Iterable[Edit]) -> bytes:
     """The diff of one file that `patch -p1` applies in `root` (or beside the file that `root` is)."""
-    after = apply(before, edits)
+    old, new = (_LINE.findall(content) for content in (before, apply(before, edits)))
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix().encode()
-    lines = difflib.diff_bytes(
-        difflib.unified_diff, _lines(before), _lines(after), b"a/" + name, b"b/" + name, lineterm=b"\n"
-    )
+    lines = difflib.diff_bytes(difflib.unified_diff, old, new, b"a/" + name, b"b/" + name, lineterm=b"\n")
     return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
 
 
@@ -204,12 +204,6 @@ def _is_utf8(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return b"coding" not in b"".join(content.split(b"\n", 2)[:2]) or b"utf-8" in content[:200].lower()
-
-
-def _lines(content: bytes) -> list[bytes]:
-    lines = [line + b"\n" for line in content.split(b"\n")]
-    last = lines.pop()[:-1]
-    return [*lines, last] if last else lines
 
 
 def _line_start(source: Source, line: int) -> int:

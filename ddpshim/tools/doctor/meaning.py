@@ -47,12 +47,8 @@ _COPIES = {"deepcopy", "copy", "compile", "convert_sync_batchnorm"}
 _PREPARES = {"prepare", "setup_module", "setup_dataloaders", "prepare_data_loader"}
 _UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
 _CLASS_KINDS = {
-    "Module": "module",
-    "LightningModule": "module",
-    "IterableDataset": "iterable",
-    "Sampler": "sampler",
-    "DistributedSampler": "dsampler",
-    "Dataset": "dataset",
+    **{"Module": "module", "LightningModule": "module", "IterableDataset": "iterable"},
+    **{"Sampler": "sampler", "DistributedSampler": "dsampler", "Dataset": "dataset"},
 }
 _LAUNCH = re.compile(
     r"distrib|ddp|is_dist|world_?size|is_initialized|local_?rank|multi_?gpu|\bdist\b|num_?gpus|n_?gpus"
@@ -108,12 +104,8 @@ class Meaning:
             return [(unit, b) for b in own]
         if key.startswith("self.") and unit.owner is not None:
             # What this method binds further down does not hold here yet.
-            return [
-                (other, b)
-                for other in unit.source.units
-                if other.owner is unit.owner and other is not unit
-                for b in other.bindings.get(key, [])
-            ]
+            mates = [mate for mate in unit.source.units if mate.owner is unit.owner and mate is not unit]
+            return [(mate, b) for mate in mates for b in mate.bindings.get(key, [])]
         if key in unit.parameters:
             return []
         source = unit.source
@@ -135,12 +127,9 @@ class Meaning:
         if key in self._busy:
             return frozenset()
         self._busy.add(key)
-        try:
-            found = frozenset(self._find_kinds(node, unit))
-        finally:
-            self._busy.discard(key)
-        self._kinds[key] = found
-        return found
+        self._kinds[key] = frozenset(self._find_kinds(node, unit))
+        self._busy.discard(key)
+        return self._kinds[key]
 
     def _find_kinds(self, node: ast.AST, unit: Unit) -> Iterator[str]:
         if isinstance(node, ast.Call):
@@ -185,33 +174,27 @@ class Meaning:
         if unit.owner is not None and unit.name == "__init__":
             return self.constructions(unit)
         found = self.sites.get(unit.name, [])
-        if unit.owner is not None:
-            return [
-                (u, c) for u, c in found if isinstance(c.func, ast.Attribute) and self._may_be(c.func.value, u, unit)
-            ]
-        return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) is unit]
-
-    def _is_given(self, value: ast.expr, where: Unit, unit: Unit) -> bool:
-        """Whether an argument is the function itself, for something else to call."""
-        if unit.owner is not None:
-            is_public = not unit.name.startswith("__")  # `cls.__init__` may be of any class
-            return is_public and isinstance(value, ast.Attribute) and self._may_be(value.value, where, unit)
-        return self.tree.defined(value, where.source) is unit
+        return [(where, call) for where, call in found if self._may_mean(call.func, where, unit)]
 
     def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
         """Calls of the class that a method belongs to."""
         found = self.sites.get(unit.owner.name, []) if unit.owner is not None else []
         return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) == (unit.source, unit.owner)]
 
-    def _may_be(self, receiver: ast.expr, where: Unit, method: Unit) -> bool:
-        """Whether the object in `receiver.method()` may be of the method's class, or of a relative."""
+    def _may_mean(self, name: ast.expr, where: Unit, unit: Unit) -> bool:
+        """Whether a name may be `unit`: of a method, whether what it is of may be of its class, or of a relative."""
+        if unit.owner is None:
+            return self.tree.defined(name, where.source) is unit
+        if not isinstance(name, ast.Attribute):
+            return False
+        receiver = name.value
         if isinstance(receiver, ast.Name) and receiver.id in where.source.names:
             return False  # json.dump is no method
         if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
             return True
-        mine, theirs = method.owner, where.owner
-        bases = {last_name(b) for c in (mine, theirs) if c is not None for b in c.bases}
-        return mine is theirs or (mine is not None and bool({mine.name, theirs.name} & bases))
+        mine, theirs = unit.owner, where.owner
+        bases = {last_name(base) for base in (*mine.bases, *theirs.bases)}
+        return mine is theirs or bool({mine.name, theirs.name} & bases)
 
     def _call_kinds(self, call: ast.Call, unit: Unit) -> Iterator[str]:
         name, qualified = last_name(call.func), unit.source.qualified(call.func)
@@ -375,15 +358,14 @@ class Meaning:
         if not bindings or (node, "main only") in self._busy:
             return False
         self._busy.add((node, "main only"))
-        try:
-            made = [(where, b.statement, b.value) for where, b in bindings if not is_none(b.value)]
-            return bool(made) and all(
-                self.guard(statement, where) is not None
-                or (isinstance(value, ast.IfExp) and is_none(value.orelse) and self.test(value.test, where) == MAIN)
-                for where, statement, value in made
-            )
-        finally:
-            self._busy.discard((node, "main only"))
+        made = [(where, b.statement, b.value) for where, b in bindings if not is_none(b.value)]
+        is_main_only = bool(made) and all(
+            self.guard(statement, where) is not None
+            or (isinstance(value, ast.IfExp) and is_none(value.orelse) and self.test(value.test, where) == MAIN)
+            for where, statement, value in made
+        )
+        self._busy.discard((node, "main only"))
+        return is_main_only
 
     def guard(self, node: ast.AST, unit: Unit) -> Optional[ast.AST]:
         """The test, decorator or statement around `node` in its unit that lets only some ranks through."""
@@ -412,10 +394,8 @@ class Meaning:
 
     def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
         """Whether a test asks for the rank and nothing else but for being distributed."""
-        if not isinstance(test, ast.BoolOp):
-            return True
-        rest = [value for value in test.values if self.test(value, unit) is None]
-        return all(map(_speaks_of_launch, rest))
+        values = test.values if isinstance(test, ast.BoolOp) else []
+        return all(_speaks_of_launch(value) for value in values if self.test(value, unit) is None)
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
@@ -447,7 +427,9 @@ class Meaning:
         return self._guarded[unit]
 
     def _has_guarded_callers(self, unit: Unit) -> bool:
-        given = [(u, v) for u, v in self.given.get(unit.name, []) if self._is_given(v, u, unit)]
+        # The function itself may be an argument, for something else to call; `cls.__init__` may be of any class.
+        is_own = unit.owner is None or not unit.name.startswith("__")
+        given = [(u, v) for u, v in self.given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
         made = self.constructions(unit) if unit.name != "__init__" else []
         return self._are_guarded([*self.sites_of(unit), *given]) or self._are_guarded(made)
 

@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +42,7 @@ class Unit:
     def __init__(self, source: Source, node: Union[Function, ast.Module], owner: Optional[ast.ClassDef]) -> None:
         self.source, self.node, self.owner = source, node, owner
         self.name = "<module>" if isinstance(node, ast.Module) else node.name
-        self.by_type: dict[type, list[ast.AST]] = {}
+        self.by_type: dict[type, list[ast.AST]] = defaultdict(list)
 
     def all(self, kind: type[Node]) -> list[Node]:
         """The unit's nodes of one type, in no particular order."""
@@ -167,7 +168,7 @@ class Source:
             if unit.owner is not None:
                 self.methods.setdefault(unit.name, []).append(unit)
 
-    def _index(self, body: list[ast.stmt], parent: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
+    def _index(self, body: Sequence[ast.AST], parent: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
         """Put functions and methods into units of their own, and everything else into `unit`."""
         for statement in body:
             self.parents[statement] = parent
@@ -178,29 +179,25 @@ class Source:
                 self._walk([*statement.decorator_list, *defaults_of(statement)], statement, unit)
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
-                unit.by_type.setdefault(ast.ClassDef, []).append(statement)
+                unit.by_type[ast.ClassDef].append(statement)
                 self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: when it is used
                 self._index(statement.body, statement, unit, statement)
-            elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
+            elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.ExceptHandler)):
                 is_main = unit is self.module and isinstance(statement, ast.If) and _tests_main(statement.test)
                 self._compound(statement, self.main if is_main else unit, owner)
             else:
                 self._walk([statement], parent, unit)
 
     def _compound(self, node: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
-        unit.by_type.setdefault(type(node), []).append(node)
-        for value in node.__dict__.values():
-            if isinstance(value, ast.AST):
-                self._walk([value], node, unit)
-            elif isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                self._index(value, node, unit, owner)
-            elif isinstance(value, list):
-                for inner in value:
-                    if isinstance(inner, ast.ExceptHandler):
-                        self.parents[inner] = node
-                        self._compound(inner, unit, owner)
-                    elif isinstance(inner, ast.AST):
-                        self._walk([inner], node, unit)
+        unit.by_type[type(node)].append(node)
+        for value in vars(node).values():
+            inner = value if isinstance(value, list) else [value]
+            if inner and isinstance(inner[0], (ast.stmt, ast.ExceptHandler)):
+                self._index(inner, node, unit, owner)
+                continue
+            for each in inner:
+                if isinstance(each, ast.AST):
+                    self._walk([each], node, unit)
 
     def _walk(self, nodes: Sequence[ast.AST], parent: ast.AST, unit: Unit) -> None:
         parents, by_type = self.parents, unit.by_type
@@ -208,11 +205,7 @@ class Source:
         while stack:
             node, above = stack.pop()
             parents[node] = above
-            kind = type(node)
-            if kind in by_type:
-                by_type[kind].append(node)
-            else:
-                by_type[kind] = [node]
+            by_type[type(node)].append(node)
             for field, value in node.__dict__.items():
                 if isinstance(value, ast.AST):
                     if field not in _NOT_RUN:

@@ -54,11 +54,8 @@ def dataparallel_left(case: Case) -> Iterator[Hit]:
         has_both = any("ddp" in case.kinds(other, unit) for other in unit.all(ast.Call))
         if case.program.is_distributed and (has_both or case.depends_on_launch(call, unit)):
             continue  # the branch without a launcher
-        message = (
-            f"DataParallel around {text_of(call.args[0], 40)} splits each batch over the GPUs of one process, and "
-            "every rank would do so on the same GPUs."
-        )
-        yield Hit(unit, call, message)
+        splits = f"DataParallel around {text_of(call.args[0], 40)} splits each batch over the GPUs of one process"
+        yield Hit(unit, call, f"{splits}, and every rank would do so on the same GPUs.")
 
 
 @call_rule("DDP102", wraps=True)
@@ -72,10 +69,8 @@ def trains_through_module(call: ast.Call, unit: Unit, case: Case) -> Optional[st
     if method and (is_harmless or not _TRAINING_METHOD.search(method)):
         return None
     wrapped = "DataParallel" if "dp" in case.kinds(owner, unit) else "the wrapper"
-    return (
-        f"{text_of(call.func)} goes around {wrapped}: its gradients are never averaged, and each rank trains a "
-        "model of its own."
-    )
+    goes = f"{text_of(call.func)} goes around {wrapped}: its gradients are never averaged"
+    return f"{goes}, and each rank trains a model of its own."
 
 
 def _through_module(call: ast.Call, unit: Unit, case: Case) -> tuple[Optional[ast.expr], str]:
@@ -100,42 +95,33 @@ def wrapped_non_module(case: Case) -> Iterator[Hit]:
             continue
         found = case.kinds(inner, unit)
         if "plain" in found and "module" not in found:
-            message = (
-                f"DistributedDataParallel around {text_of(inner, 40)}, which is no torch.nn.Module: it has no "
-                "parameters to synchronise."
-            )
-            yield Hit(unit, call, message)
+            wraps = f"DistributedDataParallel around {text_of(inner, 40)}, which is no torch.nn.Module"
+            yield Hit(unit, call, f"{wraps}: it has no parameters to synchronise.")
 
 
 @rule("DDP104", wraps=True)
 def method_on_wrapped(case: Case) -> Iterator[Hit]:
     told: set[ast.Call] = set()
+    unanswered = "AttributeError, and through .module no gradient would be averaged"
     for unit in case.program.units:
         for call in sorted(unit.all(ast.Call), key=lambda c: (c.lineno, c.col_offset)):
             func = call.func
-            if not isinstance(func, ast.Attribute) or not isinstance(
-                func.value, (ast.Name, ast.Attribute, ast.Subscript)
-            ):
+            if not isinstance(func, ast.Attribute):
                 continue
             if func.attr in _MODULE_METHODS | _DEEPSPEED or func.attr.startswith("__"):
                 continue
-            if "ddp" not in case.kinds(func.value, unit) or _asks_first(call, unit):
+            is_name = isinstance(func.value, (ast.Name, ast.Attribute, ast.Subscript))
+            if not is_name or "ddp" not in case.kinds(func.value, unit) or _asks_first(call, unit):
                 continue
             handed = case.handed_over(func.value, unit, "ddp")
             for where, site in handed:
                 if site not in told:
                     told.add(site)
-                    message = (
-                        f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}, which the "
-                        "wrapper does not have: AttributeError, and through .module no gradient would be averaged."
-                    )
-                    yield Hit(where, site, message)
+                    given = f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}"
+                    yield Hit(where, site, f"{given}, which the wrapper does not have: {unanswered}.")
             if not handed:
-                message = (
-                    f"{text_of(func)} is called on a DistributedDataParallel, which has no {func.attr}: "
-                    "AttributeError, and through .module no gradient would be averaged."
-                )
-                yield Hit(unit, call, message)
+                called = f"{text_of(func)} is called on a DistributedDataParallel, which has no {func.attr}"
+                yield Hit(unit, call, f"{called}: {unanswered}.")
 
 
 def _asks_first(node: ast.AST, unit: Unit) -> bool:
@@ -205,36 +191,25 @@ def optimizer_order(case: Case) -> Iterator[Hit]:
     for unit in case.program.units:
         made = [(key, b, b.value) for key, bs in unit.bindings.items() for b in bs if isinstance(b.value, ast.Call)]
         wraps = [(binding, call) for _, binding, call in made if "ddp" in case.kinds(call, unit)]
+        parents = unit.source.parents
         optimizers = [each for each in made if "optimizer" in case.kinds(each[2], unit)]
         for key, first, optimizer in optimizers:
-            trained, line, block = (
-                _parameters_of(optimizer),
-                first.target.lineno,
-                unit.source.parents.get(first.statement),
-            )
+            trained, line = _parameters_of(optimizer), first.target.lineno
             for wrap, call in wraps:
-                if (
-                    trained is None
-                    or wrap.target.lineno <= line
-                    or trained not in map(key_of, (wrap.target, *ast.walk(call)))
-                ):
+                named = {key_of(node) for node in (wrap.target, *ast.walk(call))}
+                if trained is None or wrap.target.lineno <= line or trained not in named:
                     continue
-                for name, again, value in optimizers:
-                    is_later = again.target.lineno > wrap.target.lineno
-                    if name == key and is_later and unit.source.parents.get(again.statement) is block:
-                        message = (
-                            f"{key} is made again after the wrap: schedules and a loaded state still belong to the one "
-                            f"of line {line}."
-                        )
-                        yield Hit(unit, value, message)
+                for name, second, value in optimizers:
+                    is_later = name == key and second.target.lineno > wrap.target.lineno
+                    if is_later and parents.get(second.statement) is parents.get(first.statement):
+                        stale = f"schedules and a loaded state still belong to the one of line {line}"
+                        yield Hit(unit, value, f"{key} is made again after the wrap: {stale}.")
                         break
                 moved = _move_between(trained, line, wrap, unit)
                 if moved is not None:
-                    message = (
-                        f"{key} is made from {trained} before {text_of(moved, 40)} in line {moved.lineno}: it may step "
-                        "parameters that the wrapped network no longer has."
-                    )
-                    yield Hit(unit, optimizer, message)
+                    early = f"{key} is made from {trained} before {text_of(moved, 40)} in line {moved.lineno}"
+                    stale = "it may step parameters that the wrapped network no longer has"
+                    yield Hit(unit, optimizer, f"{early}: {stale}.")
 
 
 def _parameters_of(optimizer: ast.Call) -> Optional[str]:
@@ -250,9 +225,8 @@ def _move_between(name: str, line: int, wrap: Binding, unit: Unit) -> Optional[a
     last = wrap.target.end_lineno or wrap.target.lineno
     for call in (c for c in unit.all(ast.Call) if line < c.lineno <= last):
         first, method = call.args[0] if call.args else None, last_name(call)
-        is_move = method in ("cuda", "half", "double", "bfloat16") or (
-            method == "to" and first is not None and constant(first) != "cpu"
-        )
+        is_to = method == "to" and first is not None and constant(first) != "cpu"
+        is_move = is_to or method in ("cuda", "half", "double", "bfloat16")
         if is_move and isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name:
             return call
         if method == "convert_sync_batchnorm" and first is not None and key_of(first) == name:

@@ -24,6 +24,7 @@ _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
 _CALLED_BACK = {"LightningModule", "LightningDataModule", "Callback", "Trainer", "TrainerCallback"}
 _TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
 _SAVES = re.compile(r"(?i)^_?(save\w*|dump|log_model|push_to_hub)$")
+_COMMANDS = {"wrap", "main", "command", "cli", "hydra_main", "draccus"}  # decorators of what a terminal calls
 _FEW = 3  # a method name that more unrelated classes share says nothing about whose method is called
 # What is built in by a framework is not looked for in programs that use it.
 FRAMEWORKS = {
@@ -287,7 +288,9 @@ class Tree:
             for found in classes:
                 use(*found)
             for name in (unit.attributes & names) - asked:
-                if self._num_families(name, methods) <= _FEW:
+                # How many unrelated classes have a method of this name?
+                families = {self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner is not None}
+                if len(families) <= _FEW:
                     asked.add(name)
                     for method in methods[name]:
                         if method.owner in live:
@@ -298,10 +301,6 @@ class Tree:
                             if method.owner in owner or owner[0] in self._line(method.source, method.owner or owner[0]):
                                 add(method)
         return list(seen)
-
-    def _num_families(self, name: str, methods: dict[str, list[Unit]]) -> int:
-        """How many unrelated classes have a method of this name."""
-        return len({self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner is not None})
 
     def _line(self, source: Source, node: ast.ClassDef) -> tuple[ast.ClassDef, ...]:
         """A class and its bases in the tree, the first of each."""
@@ -350,12 +349,8 @@ def _all_from(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> list[T]
 
 def _run_at_import(files: list[Source], entry: Source) -> list[Unit]:
     registered = [u for s in files for u in s.units if u.owner is None and _is_registered(entered(u.node))]
-    own = [u for u in entry.functions.values() if u.name == "main" or _is_command(u)]
+    own = [u for u in entry.functions.values() if u.name == "main" or not _COMMANDS.isdisjoint(entered(u.node))]
     return [*(s.module for s in files), entry.main, *registered, *own]
-
-
-def _is_command(unit: Unit) -> bool:
-    return not {"wrap", "main", "command", "cli", "hydra_main", "draccus"}.isdisjoint(entered(unit.node))
 
 
 def _is_registered(decorators: Iterable[str]) -> bool:
