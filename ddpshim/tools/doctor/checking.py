@@ -15,7 +15,6 @@ from typing import NamedTuple, Optional
 from ddpshim.tools.doctor import checkpoints, control, data, devices, files, training
 from ddpshim.tools.doctor.findings import CODES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
-from ddpshim.tools.doctor.meaning import Meaning
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
 from ddpshim.tools.doctor.tree import Tree
@@ -60,18 +59,16 @@ def check(
     found: dict[tuple[str, int, int, str], _Found] = {}
     for file, error in tree.unreadable:
         message = f"The file cannot be parsed ({error}), so nothing in it was checked."
-        finding = _finding("DDP001", str(file), (error.line, 1, error.line), message, True, False)
+        finding = _finding("DDP001", file, (error.line, 1, error.line), message, True)
         found[finding.path, finding.line, 1, "DDP001"] = _Found(finding, None, ())
     for program in tree.programs:
-        case = Case(program, tree, Meaning(tree, program))
+        case = Case(tree, program)
         for code, apply in RULES.items():
             if (program.is_distributed or CODES[code].in_single) and _is_chosen(code, select, ignore):
                 for hit in apply(case):
                     edits = tuple(edits_for(code, hit, case))
-                    source = hit.unit.source
-                    finding = _finding(
-                        code, str(source.path), _place(hit.node), hit.message, program.is_distributed, bool(edits)
-                    )
+                    source, place = hit.unit.source, _place(hit.node)
+                    finding = _finding(code, source.path, place, hit.message, program.is_distributed, bool(edits))
                     key = (finding.path, finding.line, finding.column, code)
                     found.setdefault(key, _Found(finding, source, edits))
     chosen = [f for f in found.values() if _is_chosen(f.finding.code, select, ignore)]
@@ -93,6 +90,14 @@ def check(
     )
 
 
+def _finding(
+    code: str, path: Path, place: tuple[int, int, int], message: str, is_distributed: bool, is_fixable: bool = False
+) -> Finding:
+    known = CODES[code]
+    severity = known.severity if is_distributed else "migration"
+    return Finding(str(path), *place, code, known.name, severity, message, known.fix, is_fixable)
+
+
 def _place(node: ast.AST) -> tuple[int, int, int]:
     """Line, column and last line, of a compound statement its first."""
     line: int = node.lineno  # type: ignore[attr-defined]
@@ -101,22 +106,10 @@ def _place(node: ast.AST) -> tuple[int, int, int]:
     return line, column + 1, line if is_compound else getattr(node, "end_lineno", None) or line
 
 
-def _finding(
-    code: str, path: str, place: tuple[int, int, int], message: str, is_distributed: bool, is_fixable: bool
-) -> Finding:
-    line, column, end_line = place
-    known = CODES[code]
-    severity = known.severity_in(is_distributed)
-    return Finding(path, line, column, end_line, code, known.name, severity, message, known.fix, is_fixable)
-
-
 def _is_chosen(code: str, select: Collection[str], ignore: Collection[str]) -> bool:
     return (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore))
 
 
 def _is_ignored(finding: Finding, source: Source) -> bool:
-    for line in range(finding.line, finding.end_line + 1):
-        codes = source.ignores.get(line)
-        if codes is not None and (not codes or finding.code in codes):
-            return True
-    return False
+    codes = (source.ignores.get(line) for line in range(finding.line, finding.end_line + 1))
+    return any(each is not None and (not each or finding.code in each) for each in codes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,207 +20,91 @@ class Code:
     name: str
     severity: str
     fix: str
-    in_single: bool = False
-
-    def severity_in(self, is_distributed: bool) -> str:
-        return self.severity if is_distributed or self.code == "DDP001" else "migration"
+    in_single: bool
 
 
-_TABLE = (
-    Code("DDP001", "unreadable", "note", "Repair the file, or leave it out with --exclude.", True),
-    # Training
-    Code(
-        "DDP101",
-        "dataparallel-left",
-        "error",
-        "Take DataParallel out and wrap the network once, after its checkpoint is loaded: "
-        "ddpshim.wrap_parallel(network).",
-        True,
-    ),
-    Code(
-        "DDP102",
-        "trains-through-module",
-        "error",
-        "Call the wrapper itself, model(batch), and let forward do this work, or wrap with ddpshim.wrap_parallel.",
-        True,
-    ),
-    Code(
-        "DDP103",
-        "wrapped-non-module",
-        "error",
-        "Wrap each network that the object holds, for example algo.nets[key] = wrap_parallel(algo.nets[key]).",
-    ),
-    Code(
-        "DDP104",
-        "method-on-wrapped",
-        "error",
-        "Reach it through forward while training, or wrap with ddpshim.wrap_parallel, which routes every method.",
-    ),
-    Code(
-        "DDP105",
-        "ema-of-wrapped",
-        "error",
-        "Make and update the average from the unwrapped network: EMA(model.module).",
-        True,
-    ),
-    Code(
-        "DDP106",
-        "optimizer-order",
-        "error",
-        "Move and wrap the network first, then make the optimizer, once, from the parameters that will be trained.",
-    ),
-    Code(
-        "DDP107",
-        "never-wrapped",
-        "error",
-        "Wrap the network: DistributedDataParallel(network), or ddpshim.wrap_parallel(network).",
-    ),
-    # Data
-    Code(
-        "DDP201",
-        "sampler-lost",
-        "error",
-        "Keep the order that was asked for and split it over the ranks: ddpshim.make_loader(dataset, sampler=sampler).",
-    ),
-    Code(
-        "DDP202",
-        "shuffle-from-sampler",
-        "error",
-        "Tell the distributed sampler to shuffle: DistributedSampler(dataset, shuffle=True), or use "
-        "ddpshim.make_loader.",
-    ),
-    Code(
-        "DDP203",
-        "no-set-epoch",
-        "error",
-        "Call sampler.set_epoch(epoch) at the top of the epoch loop, or use ddpshim.make_loader, which advances "
-        "itself.",
-    ),
-    Code(
-        "DDP204",
-        "loader-without-share",
-        "error",
-        "Give the loader a DistributedSampler, or make it with ddpshim.make_loader.",
-        True,
-    ),
-    Code(
-        "DDP205",
-        "iterable-unsharded",
-        "error",
-        "Yield every world_size-th sample from rank on (and split that over get_worker_info()), or use "
-        "ddpshim.make_loader.",
-        True,
-    ),
-    Code(
-        "DDP206",
-        "batch-per-rank",
-        "warning",
-        "Divide the global batch, batch_size // world_size, or name it batch_size_per_rank and scale the learning "
-        "rate.",
-    ),
-    Code(
-        "DDP207",
-        "schedule-arithmetic",
-        "warning",
-        "Count optimizer steps: len(loader) of the sharded loader, not the number of samples.",
-        True,
-    ),
-    # Randomness
-    Code(
-        "DDP301",
-        "one-seed",
-        "warning",
-        "Build the network with the shared seed, then seed again with seed + rank; ddpshim.setup(seed=...) does both.",
-        True,
-    ),
-    Code(
-        "DDP302",
-        "reseed-each-epoch",
-        "error",
-        "Give the order a generator of its own: torch.Generator().manual_seed(seed + epoch).",
-        True,
-    ),
-    # Files
-    Code("DDP401", "every-rank-writes", "warning", "Write on the main rank only: if rank == 0.", True),
-    Code(
-        "DDP402", "every-rank-prompts", "error", "Ask before the launch, by an argument; ranks have no terminal.", True
-    ),
-    Code("DDP403", "every-rank-logs", "warning", "Make the logger on the main rank only: if rank == 0.", True),
-    Code(
-        "DDP404",
-        "every-rank-deletes",
-        "error",
-        "Delete on the main rank only, then let all wait: if rank == 0: ...; dist.barrier().",
-        True,
-    ),
-    Code(
-        "DDP405",
-        "path-differs-by-rank",
-        "error",
-        "Decide the name on the main rank and send it: dist.broadcast_object_list([name]).",
-        True,
-    ),
-    # Control
-    Code("DDP501", "bound-on-rank-0", "error", "Bind the name on all ranks before the test, or broadcast the value."),
-    Code(
-        "DDP502",
-        "collective-under-rank-test",
-        "error",
-        "Take the collective out of the test, so that every rank reaches it.",
-    ),
-    Code(
-        "DDP503",
-        "swallowed-exception",
-        "error",
-        "Print and raise again, so that the process ends with an exit code that the launcher sees.",
-        True,
-    ),
-    Code(
-        "DDP504",
-        "wrapped-evaluation-on-one-rank",
-        "error",
-        "Evaluate the unwrapped network there: model.module.",
-    ),
-    Code(
-        "DDP505",
-        "unreduced-validation",
-        "warning",
-        "Reduce the sum and the count over the ranks before the mean is compared or logged: dist.all_reduce.",
-    ),
-    # Devices
-    Code(
-        "DDP601",
-        "hard-coded-device",
-        "error",
-        "Use the device of this rank: torch.device('cuda', local_rank), after torch.cuda.set_device(local_rank).",
-        True,
-    ),
-    Code(
-        "DDP602",
-        "device-at-import",
-        "error",
-        "Move this into a function that runs after torch.cuda.set_device(local_rank).",
-        True,
-    ),
-    Code("DDP603", "local-rank-as-global", "error", "Use the global rank: dist.get_rank()."),
-    Code("DDP604", "launcher-variable-overwritten", "error", "Delete the line: torchrun sets the variable.", True),
-    # Checkpoints
-    Code(
-        "DDP701",
-        "wrapped-keys",
-        "warning",
-        "Save the bare network: model.module.state_dict().",
-        True,
-    ),
-    Code(
-        "DDP702",
-        "replace-module",
-        "warning",
-        'Strip the prefix only: key[len("module."):] if key.startswith("module.") else key.',
-        True,
-    ),
-)
-CODES = {code.code: code for code in _TABLE}
+# By code: its name and severity, whether it is also told of a trainer of one process, and below it the fix.
+_TABLE = """
+DDP001 unreadable note in-single
+    Repair the file, or leave it out with --exclude.
+# Training
+DDP101 dataparallel-left error in-single
+    Take DataParallel out and wrap the network once, after its checkpoint is loaded: ddpshim.wrap_parallel(network).
+DDP102 trains-through-module error in-single
+    Call the wrapper itself, model(batch), and let forward do this work, or wrap with ddpshim.wrap_parallel.
+DDP103 wrapped-non-module error
+    Wrap each network that the object holds, for example algo.nets[key] = wrap_parallel(algo.nets[key]).
+DDP104 method-on-wrapped error
+    Reach it through forward while training, or wrap with ddpshim.wrap_parallel, which routes every method.
+DDP105 ema-of-wrapped error in-single
+    Make and update the average from the unwrapped network: EMA(model.module).
+DDP106 optimizer-order error
+    Move and wrap the network first, then make the optimizer, once, from the parameters that will be trained.
+DDP107 never-wrapped error
+    Wrap the network: DistributedDataParallel(network), or ddpshim.wrap_parallel(network).
+# Data
+DDP201 sampler-lost error
+    Keep the order that was asked for and split it over the ranks: ddpshim.make_loader(dataset, sampler=sampler).
+DDP202 shuffle-from-sampler error
+    Tell the distributed sampler to shuffle: DistributedSampler(dataset, shuffle=True), or use ddpshim.make_loader.
+DDP203 no-set-epoch error
+    Call sampler.set_epoch(epoch) at the top of the epoch loop, or use ddpshim.make_loader, which advances itself.
+DDP204 loader-without-share error in-single
+    Give the loader a DistributedSampler, or make it with ddpshim.make_loader.
+DDP205 iterable-unsharded error in-single
+    Yield every world_size-th sample from rank on (and split that over get_worker_info()), or use
+    ddpshim.make_loader.
+DDP206 batch-per-rank warning
+    Divide the global batch, batch_size // world_size, or name it batch_size_per_rank and scale the learning rate.
+DDP207 schedule-arithmetic warning in-single
+    Count optimizer steps: len(loader) of the sharded loader, not the number of samples.
+# Randomness
+DDP301 one-seed warning in-single
+    Build the network with the shared seed, then seed again with seed + rank; ddpshim.setup(seed=...) does both.
+DDP302 reseed-each-epoch error in-single
+    Give the order a generator of its own: torch.Generator().manual_seed(seed + epoch).
+# Files
+DDP401 every-rank-writes warning in-single
+    Write on the main rank only: if rank == 0.
+DDP402 every-rank-prompts error in-single
+    Ask before the launch, by an argument; ranks have no terminal.
+DDP403 every-rank-logs warning in-single
+    Make the logger on the main rank only: if rank == 0.
+DDP404 every-rank-deletes error in-single
+    Delete on the main rank only, then let all wait: if rank == 0: ...; dist.barrier().
+DDP405 path-differs-by-rank error in-single
+    Decide the name on the main rank and send it: dist.broadcast_object_list([name]).
+# Control
+DDP501 bound-on-rank-0 error
+    Bind the name on all ranks before the test, or broadcast the value.
+DDP502 collective-under-rank-test error
+    Take the collective out of the test, so that every rank reaches it.
+DDP503 swallowed-exception error in-single
+    Print and raise again, so that the process ends with an exit code that the launcher sees.
+DDP504 wrapped-evaluation-on-one-rank error
+    Evaluate the unwrapped network there: model.module.
+DDP505 unreduced-validation warning
+    Reduce the sum and the count over the ranks before the mean is compared or logged: dist.all_reduce.
+# Devices
+DDP601 hard-coded-device error in-single
+    Use the device of this rank: torch.device('cuda', local_rank), after torch.cuda.set_device(local_rank).
+DDP602 device-at-import error in-single
+    Move this into a function that runs after torch.cuda.set_device(local_rank).
+DDP603 local-rank-as-global error
+    Use the global rank: dist.get_rank().
+DDP604 launcher-variable-overwritten error in-single
+    Delete the line: torchrun sets the variable.
+# Checkpoints
+DDP701 wrapped-keys warning in-single
+    Save the bare network: model.module.state_dict().
+DDP702 replace-module warning in-single
+    Strip the prefix only: key[len("module."):] if key.startswith("module.") else key.
+"""
+_ROW = re.compile(r"^(DDP\d+) (\S+) (\w+)( in-single)?\n((?: {4}.*\n)+)", re.MULTILINE)
+CODES = {
+    code: Code(code, name, severity, " ".join(fix.split()), bool(in_single))
+    for code, name, severity, in_single, fix in _ROW.findall(_TABLE)
+}
 
 
 @dataclass(frozen=True)

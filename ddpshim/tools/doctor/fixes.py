@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
+from ddpshim.tools.doctor.meaning import WRAPPERS
+from ddpshim.tools.doctor.nodes import argument, constant, key_of, last_name, spreads, values_of
 from ddpshim.tools.doctor.rules import Case, Hit
-from ddpshim.tools.doctor.source import Source, Unit, argument, constant, key_of, last_name
+from ddpshim.tools.doctor.source import Source, Unit
 
 
 class Edit(NamedTuple):
@@ -23,13 +26,16 @@ class Edit(NamedTuple):
     text: bytes
 
 
-Fix = Callable[[Hit, Case], list[Edit]]
-FIXES: dict[str, Fix] = {}
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
+Fix = Callable[..., list[Edit]]
+FIXES: dict[str, tuple[type[ast.AST], Fix]] = {}
 
 
-def fix(code: str) -> Callable[[Fix], Fix]:
+def fix(code: str, kind: type[ast.AST]) -> Callable[[Fix], Fix]:
+    """Register a function under a code: from a node of this type, its unit and the case to the edits."""
+
     def register(function: Fix) -> Fix:
-        FIXES[code] = function
+        FIXES[code] = kind, function
         return function
 
     return register
@@ -37,21 +43,20 @@ def fix(code: str) -> Callable[[Fix], Fix]:
 
 def edits_for(code: str, hit: Hit, case: Case) -> list[Edit]:
     """The edits that remove a finding, none where it takes a person."""
-    source = hit.unit.source
+    content = hit.unit.source.content
+    kind, function = FIXES.get(code, (ast.AST, None))
     # Python counts columns in UTF-8; in a file of another encoding they would point elsewhere.
-    has_odd_lines = b"\r" in source.content.replace(b"\r\n", b"")
-    if code not in FIXES or has_odd_lines or not _is_utf8(source.content):
+    has_odd_lines = b"\r" in content.replace(b"\r\n", b"")
+    if function is None or not isinstance(hit.node, kind) or has_odd_lines or not _is_utf8(content):
         return []
-    return FIXES[code](hit, case)
+    return function(hit.node, hit.unit, case)
 
 
 def unified_diff(path: Path, root: Path, before: bytes, edits: Iterable[Edit]) -> bytes:
     """The diff of one file that `patch -p1` applies in `root` (or beside the file that `root` is)."""
-    after = apply(before, edits)
+    old, new = (_LINE.findall(content) for content in (before, apply(before, edits)))
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix().encode()
-    lines = difflib.diff_bytes(
-        difflib.unified_diff, _lines(before), _lines(after), b"a/" + name, b"b/" + name, lineterm=b"\n"
-    )
+    lines = difflib.diff_bytes(difflib.unified_diff, old, new, b"a/" + name, b"b/" + name, lineterm=b"\n")
     return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
 
 
@@ -65,121 +70,97 @@ def apply(content: bytes, edits: Iterable[Edit]) -> bytes:
     return out + content[position:]
 
 
-@fix("DDP102")
-def _call_the_wrapper(hit: Hit, case: Case) -> list[Edit]:
-    call = hit.node
-    if not isinstance(call, ast.Call):
-        return []
+@fix("DDP102", ast.Call)
+def _call_the_wrapper(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     func: ast.expr = call.func
     if isinstance(func, ast.Attribute) and func.attr == "forward":
         func = func.value
     if not (isinstance(func, ast.Attribute) and func.attr == "module"):
         return []
-    return [_between(hit.unit.source, func.value, call.func, b"")]
+    return [_between(unit.source, func.value, call.func, b"")]
 
 
-@fix("DDP105")
-@fix("DDP504")
-@fix("DDP701")
-def _unwrap(hit: Hit, case: Case) -> list[Edit]:
-    call = hit.node
-    if not isinstance(call, ast.Call):
-        return []
-    candidates = [*call.args, *(k.value for k in call.keywords), call.func]
-    if isinstance(call.func, ast.Attribute):
-        candidates.append(call.func.value)
-    wrapped = [
-        c
-        for c in candidates
-        if isinstance(c, (ast.Name, ast.Attribute)) and case.meaning.kinds(c, hit.unit) & {"ddp", "holds-wrapped", "dp"}
-    ]
-    if len(wrapped) != 1 or case.meaning.kinds(wrapped[0], hit.unit) != {"ddp"}:
+@fix("DDP105", ast.Call)
+@fix("DDP504", ast.Call)
+@fix("DDP701", ast.Call)
+def _unwrap(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
+    receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    names = [c for c in (*values_of(call), call.func, *receiver) if isinstance(c, (ast.Name, ast.Attribute))]
+    wrapped = [name for name in names if case.kinds(name, unit) & WRAPPERS]
+    if len(wrapped) != 1 or case.kinds(wrapped[0], unit) != {"ddp"}:
         return []  # which is wrapped is not the same on every path
-    return [_after(hit.unit.source, wrapped[0], b".module")]
+    return [_after(unit.source, wrapped[0], b".module")]
 
 
-@fix("DDP202")
-def _shuffle(hit: Hit, case: Case) -> list[Edit]:
-    sampler = argument(hit.node, "sampler") if isinstance(hit.node, ast.Call) else None
-    for where, binding in case.meaning.reaching(sampler, hit.unit) if sampler is not None else ():
-        asked = argument(binding.value, "shuffle", 3) if isinstance(binding.value, ast.Call) else None
-        if asked is not None and constant(asked) is False and where.source is hit.unit.source:
+@fix("DDP202", ast.Call)
+def _shuffle(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
+    for where, value in case.values(argument(call, "sampler"), unit):
+        asked = argument(value, "shuffle", 3) if isinstance(value, ast.Call) else None
+        if asked is not None and constant(asked) is False and where.source is unit.source:
             return [_replace(where.source, asked, b"True")]
     return []
 
 
-@fix("DDP203")
-def _set_epoch(hit: Hit, case: Case) -> list[Edit]:
-    source, unit = hit.unit.source, hit.unit
-    statement = _statement(hit.node, source)
-    if not isinstance(statement, ast.Assign) or statement.value is not hit.node:
+@fix("DDP203", ast.Call)
+def _set_epoch(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
+    source = unit.source
+    statement = _statement(call, source)
+    if not isinstance(statement, ast.Assign) or statement.value is not call:
         return []
     name = key_of(statement.targets[0])
     loops = [
-        loop
+        (loop, loop.target.id)
         for loop in unit.all(ast.For)
         if isinstance(loop.target, ast.Name) and "epoch" in loop.target.id.lower() and loop.lineno > statement.lineno
     ]
-    is_always = name is not None and len(unit.bindings.get(name, [])) == 1
-    if not is_always or len(loops) != 1 or source.parents.get(statement) is not source.parents.get(loops[0]):
+    if name is None or len(unit.bindings.get(name, [])) != 1 or len(loops) != 1:
         return []
-    epoch = loops[0].target
-    return (
-        []
-        if not isinstance(epoch, ast.Name)
-        else [_line_before(source, loops[0].body[0], f"{name}.set_epoch({epoch.id})")]
-    )
+    loop, epoch = loops[0]
+    if source.parents.get(statement) is not source.parents.get(loop):
+        return []
+    return [_line_before(source, loop.body[0], f"{name}.set_epoch({epoch})")]
 
 
-@fix("DDP401")
-def _write_once(hit: Hit, case: Case) -> list[Edit]:
-    call, source = hit.node, hit.unit.source
-    if not isinstance(call, ast.Call):
-        return []
-    if last_name(call.func) in ("makedirs", "mkdir") and source.qualified(call.func) != "os.mkdir":
+@fix("DDP401", ast.Call)
+def _write_once(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
+    source = unit.source
+    if last_name(call) in ("makedirs", "mkdir") and source.qualified(call.func) != "os.mkdir":
         given = argument(call, "exist_ok")
         if given is not None:
             return [_replace(source, given, b"True")] if constant(given) is False else []
-        return [] if not _is_plain(call) else [_last_argument(source, call, b"exist_ok=True")]
-    statement, rank = _statement(call, source), _rank_call(hit.unit)
+        return [_last_argument(source, call, b"exist_ok=True")] if not spreads(call) else []
+    statement, rank = _statement(call, source), _rank_call(unit)
     if rank is None or not isinstance(statement, ast.Expr) or statement.value is not call:
         return []
     return _under_test(source, statement, f"if {rank} == 0:")
 
 
-@fix("DDP503")
-def _raise_again(hit: Hit, case: Case) -> list[Edit]:
-    handler, source = hit.node, hit.unit.source
-    if not isinstance(handler, ast.ExceptHandler) or handler.body[0].lineno == handler.lineno:
-        return []
+@fix("DDP503", ast.ExceptHandler)
+def _raise_again(handler: ast.ExceptHandler, unit: Unit, case: Case) -> list[Edit]:
     last = handler.body[-1]
-    if isinstance(last, (ast.Return, ast.Continue, ast.Break)):
+    if handler.body[0].lineno == handler.lineno or isinstance(last, (ast.Return, ast.Continue, ast.Break)):
         return []
     if len(handler.body) == 1 and isinstance(last, ast.Pass):
-        return [_replace(source, last, b"raise")]
-    return [_line_after(source, last, "raise")]
+        return [_replace(unit.source, last, b"raise")]
+    return [_line_after(unit.source, last, "raise")]
 
 
-@fix("DDP603")
-def _global_rank(hit: Hit, case: Case) -> list[Edit]:
-    rank, node = _rank_call(hit.unit), hit.node
-    if rank is None:
-        return []
+@fix("DDP603", ast.AST)
+def _global_rank(node: ast.AST, unit: Unit, case: Case) -> list[Edit]:
+    rank, found = _rank_call(unit), None
     if isinstance(node, ast.Call):
         found = argument(node, "rank", 2)
-    else:
-        compared = node if isinstance(node, ast.Compare) else None
-        found = compared.left if compared is not None else None
-    return [] if found is None else [_replace(hit.unit.source, found, rank.encode())]
+    elif isinstance(node, ast.Compare):
+        found = node.left
+    return [_replace(unit.source, found, rank.encode())] if rank is not None and found is not None else []
 
 
-@fix("DDP604")
-def _delete(hit: Hit, case: Case) -> list[Edit]:
-    source, node = hit.unit.source, hit.node
-    parent = source.parents.get(node)
-    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+@fix("DDP604", ast.Assign)
+def _delete(node: ast.Assign, unit: Unit, case: Case) -> list[Edit]:
+    source = unit.source
+    if len(node.targets) != 1:
         return []
-    blocks = [getattr(parent, name, []) for name in ("body", "orelse", "finalbody")]
+    blocks = [getattr(source.parents.get(node), name, []) for name in ("body", "orelse", "finalbody")]
     if any(isinstance(b, list) and b == [node] for b in blocks):
         return [_replace(source, node, b"pass")]
     start, end = _line_start(source, node.lineno), _line_start(source, (node.end_lineno or node.lineno) + 1)
@@ -188,20 +169,18 @@ def _delete(hit: Hit, case: Case) -> list[Edit]:
     return [Edit(start, end, b"")] if is_alone and b";" not in line else []
 
 
-@fix("DDP702")
-def _strip_prefix(hit: Hit, case: Case) -> list[Edit]:
-    call = hit.node
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+@fix("DDP702", ast.Call)
+def _strip_prefix(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
+    if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
         return []
-    if not isinstance(call.func.value, ast.Name) or constant(call.args[0]) != "module.":
+    if constant(call.args[0]) != "module.":
         return []
-    key = call.func.value.id
+    key, parent = call.func.value.id, unit.source.parents.get(call)
     text = f'{key}[len("module.") :] if {key}.startswith("module.") else {key}'
-    parent = hit.unit.source.parents.get(call)
     is_whole = isinstance(parent, (ast.Assign, ast.DictComp, ast.keyword, ast.Return)) or (
         isinstance(parent, ast.Subscript) and parent.slice is call
     )
-    return [_replace(hit.unit.source, call, (text if is_whole else f"({text})").encode())]
+    return [_replace(unit.source, call, (text if is_whole else f"({text})").encode())]
 
 
 # Places
@@ -227,49 +206,37 @@ def _is_utf8(content: bytes) -> bool:
     return b"coding" not in b"".join(content.split(b"\n", 2)[:2]) or b"utf-8" in content[:200].lower()
 
 
-def _lines(content: bytes) -> list[bytes]:
-    lines = [line + b"\n" for line in content.split(b"\n")]
-    last = lines.pop()[:-1]
-    return [*lines, last] if last else lines
-
-
 def _line_start(source: Source, line: int) -> int:
-    position = 0
-    for _ in range(line - 1):
-        found = source.content.find(b"\n", position)
-        if found < 0:
-            return len(source.content)
-        position = found + 1
-    return position
+    """The place in the file where a line begins, its end for a line after the last."""
+    rest = source.content.split(b"\n", line - 1)
+    return len(source.content) - (len(rest[-1]) if len(rest) == line else 0)
 
 
-def _mark(source: Source) -> int:
-    """Bytes of a byte order mark, which Python's columns leave out."""
-    return 3 if source.content.startswith(b"\xef\xbb\xbf") else 0
+def _place(source: Source, line: int, column: int) -> int:
+    """The place in the file; Python's columns leave a byte order mark out."""
+    mark = 3 if line == 1 and source.content.startswith(b"\xef\xbb\xbf") else 0
+    return _line_start(source, line) + column + mark
 
 
 def _start(source: Source, node: ast.AST) -> int:
-    line: int = node.lineno  # type: ignore[attr-defined]
-    column: int = node.col_offset  # type: ignore[attr-defined]
-    return _line_start(source, line) + column + (_mark(source) if line == 1 else 0)
+    return _place(source, node.lineno, node.col_offset)  # type: ignore[attr-defined]
 
 
 def _end(source: Source, node: ast.AST) -> int:
-    line: int = node.end_lineno  # type: ignore[attr-defined]
-    column: int = node.end_col_offset  # type: ignore[attr-defined]
-    return _line_start(source, line) + column + (_mark(source) if line == 1 else 0)
+    return _place(source, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
 
 def _replace(source: Source, node: ast.AST, text: bytes) -> Edit:
     return Edit(_start(source, node), _end(source, node), text)
 
 
-def _after(source: Source, node: ast.AST, text: bytes) -> Edit:
-    return Edit(_end(source, node), _end(source, node), text)
-
-
 def _between(source: Source, first: ast.AST, last: ast.AST, text: bytes) -> Edit:
+    """What stands behind the first node, up to the end of the last, becomes `text`."""
     return Edit(_end(source, first), _end(source, last), text)
+
+
+def _after(source: Source, node: ast.AST, text: bytes) -> Edit:
+    return _between(source, node, node, text)
 
 
 def _newline(source: Source) -> bytes:
@@ -314,12 +281,8 @@ def _under_test(source: Source, statement: ast.stmt, test: str) -> list[Edit]:
     return [] if rest.strip().startswith(b";") else edits
 
 
-def _is_plain(call: ast.Call) -> bool:
-    return all(k.arg is not None for k in call.keywords) and not any(isinstance(a, ast.Starred) for a in call.args)
-
-
 def _last_argument(source: Source, call: ast.Call, text: bytes) -> Edit:
-    given = [*call.args, *(k.value for k in call.keywords)]
+    given = values_of(call)
     if not given:
         end = _end(source, call) - 1
         return Edit(end, end, text)

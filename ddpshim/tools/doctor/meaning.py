@@ -7,20 +7,26 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from ddpshim.tools.doctor.source import FUNCTIONS, Binding, Unit, argument, constant, identifiers, key_of, last_name
+from ddpshim.tools.doctor.nodes import (
+    FUNCTIONS,
+    argument,
+    constant,
+    entered,
+    identifiers,
+    is_none,
+    key_of,
+    last_name,
+    values_of,
+    words_of,
+)
+from ddpshim.tools.doctor.source import Binding, Unit
 from ddpshim.tools.doctor.tree import Program, Tree
 
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
-_RANK_WORDS = {
-    "process_index",
-    "local_process_index",
-    "proc_id",
-    "process_id",
-    "gpu",
-    "gpu_id",
-    "device_id",
-    "get_ordinal",
-}
+_RANK_WORDS = words_of("process_index local_process_index proc_id process_id gpu gpu_id device_id get_ordinal")
+_RANK_CALLS = {"get_rank", "get_local_rank", "get_global_rank", "get_node_local_rank", "get_ordinal"}
+_LOCAL_VARIABLES = {"LOCAL_RANK", "SLURM_LOCALID"}
+_RANK_VARIABLES = {"RANK", "SLURM_PROCID"} | _LOCAL_VARIABLES
 _LOCAL_RANK = re.compile(r"(?i)^_*(?:ddp_?|my_?)?local_?rank$|^local_process_index$|^get_local_rank$")
 _IS_MAIN = re.compile(
     r"(?i)^_*(?:is_?|am_?|on_?|if_?|check_?)*(?:local_?|global_?|world_?|ddp_?)*"
@@ -35,28 +41,31 @@ _MAIN_ONLY = re.compile(
 _WORLD_SIZE = re.compile(
     r"(?i)^_*(?:ddp_|global_)?(?:world_?size|num_?(?:gpus|processes|replicas|ranks|devices)|n_?gpus?|ngpus(?:_per_node)?|get_world_size|device_count|nprocs?|num_procs)$"
 )
+WRAPPERS = {"ddp", "dp", "holds-wrapped"}
 _KEEPS_KIND = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "half", "float", "double", "copy"}
 _COPIES = {"deepcopy", "copy", "compile", "convert_sync_batchnorm"}
+_PREPARES = {"prepare", "setup_module", "setup_dataloaders", "prepare_data_loader"}
 _UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
 _CLASS_KINDS = {
-    "Module": "module",
-    "LightningModule": "module",
-    "IterableDataset": "iterable",
-    "Sampler": "sampler",
-    "DistributedSampler": "dsampler",
-    "Dataset": "dataset",
+    **{"Module": "module", "LightningModule": "module", "IterableDataset": "iterable"},
+    **{"Sampler": "sampler", "DistributedSampler": "dsampler", "Dataset": "dataset"},
 }
 _LAUNCH = re.compile(
     r"distrib|ddp|is_dist|world_?size|is_initialized|local_?rank|multi_?gpu|\bdist\b|num_?gpus|n_?gpus"
 )
+_WITHOUT_GRADIENTS = {"no_grad", "inference_mode"}
+_EVALUATION = re.compile(
+    r"(?i)(^|_)(eval\w*|val|valid\w*|test|infer\w*|sample|rollout\w*|predict|generate|get_action|visuali[sz]e)($|_)"
+)
 MAIN, OTHER = "main", "other"
+OPPOSITE = {MAIN: OTHER, OTHER: MAIN}
 
 
 class Meaning:
     """Answers about expressions, from the bindings of their names and the callers in one program."""
 
     def __init__(self, tree: Tree, program: Program) -> None:
-        self.tree = tree
+        self.tree, self.program = tree, program
         self._kinds: dict[tuple[Unit, ast.AST], frozenset[str]] = {}
         self._guarded: dict[Unit, bool] = {}
         self._busy: set[object] = set()
@@ -65,7 +74,7 @@ class Meaning:
         for unit in program.units:
             for call in unit.all(ast.Call):
                 self.sites.setdefault(last_name(call.func), []).append((unit, call))
-                for value in (*call.args, *(k.value for k in call.keywords)):
+                for value in values_of(call):
                     if isinstance(value, (ast.Name, ast.Attribute)):
                         self.given.setdefault(last_name(value), []).append((unit, value))
 
@@ -77,37 +86,36 @@ class Meaning:
         if key is None:
             return []
         own = unit.bindings.get(key, [])
-        before = [b for b in own if (b.target.lineno, b.target.col_offset) < (node.lineno, node.col_offset)]
+        above = set(unit.source.above(node))
         before = [
             b
-            for b in before
-            if not (b.statement in set(unit.source.above(node)) and not isinstance(b.statement, (ast.With, ast.For)))
+            for b in own
+            if (b.target.lineno, b.target.col_offset) < (node.lineno, node.col_offset)
+            and (b.statement not in above or isinstance(b.statement, (ast.With, ast.For)))
         ]
+        for binding in reversed(before):
+            is_last = unit.source.parents.get(binding.statement) in above
+            if is_last and not isinstance(binding.statement, ast.NamedExpr):
+                before = before[before.index(binding) :]
+                break
         if before:
-            out = []
-            above = {id(a) for a in unit.source.above(node)}
-            for binding in reversed(before):
-                out.append((unit, binding))
-                if id(unit.source.parents.get(binding.statement)) in above and not isinstance(
-                    binding.statement, ast.NamedExpr
-                ):
-                    return out
-            return out
+            return [(unit, b) for b in reversed(before)]
         if own and not unit.is_module and "." not in key and "[" not in key:
             return [(unit, b) for b in own]
         if key.startswith("self.") and unit.owner is not None:
             # What this method binds further down does not hold here yet.
-            return [
-                (other, b)
-                for other in unit.source.units
-                if other.owner is unit.owner and other is not unit
-                for b in other.bindings.get(key, [])
-            ]
+            mates = [mate for mate in unit.source.units if mate.owner is unit.owner and mate is not unit]
+            return [(mate, b) for mate in mates for b in mate.bindings.get(key, [])]
         if key in unit.parameters:
             return []
         source = unit.source
         found = [(u, b) for u in (source.module, source.main) if u is not unit for b in u.bindings.get(key, [])]
         return found or ([(unit, b) for b in own] if unit.is_module else [])
+
+    def values(self, node: Optional[ast.expr], unit: Unit) -> list[tuple[Unit, ast.expr]]:
+        """What a name may be bound to at `node`, as far as that can be said."""
+        found = self.reaching(node, unit) if node is not None else []
+        return [(where, b.value) for where, b in found if b.value is not None]
 
     def kinds(self, node: Optional[ast.AST], unit: Unit) -> frozenset[str]:
         """What `node` may hold: ddp, dp, dsampler, sampler, loader, iterable, optimizer, module, unwrapped, ..."""
@@ -119,91 +127,74 @@ class Meaning:
         if key in self._busy:
             return frozenset()
         self._busy.add(key)
-        try:
-            found = frozenset(self._find_kinds(node, unit))
-        finally:
-            self._busy.discard(key)
-        self._kinds[key] = found
-        return found
+        self._kinds[key] = frozenset(self._find_kinds(node, unit))
+        self._busy.discard(key)
+        return self._kinds[key]
 
     def _find_kinds(self, node: ast.AST, unit: Unit) -> Iterator[str]:
         if isinstance(node, ast.Call):
             yield from self._call_kinds(node, unit)
-        elif isinstance(node, ast.IfExp) and "unwrapped" in self.kinds(node.body, unit) | self.kinds(node.orelse, unit):
-            yield "unwrapped"  # `model.module if distributed else model`: the other branch is not wrapped
         elif isinstance(node, ast.IfExp):
-            yield from self.kinds(node.body, unit) | self.kinds(node.orelse, unit)
+            found = self.kinds(node.body, unit) | self.kinds(node.orelse, unit)
+            # `model.module if distributed else model`: the other branch is not wrapped.
+            yield from {"unwrapped"} if "unwrapped" in found else found
         elif isinstance(node, ast.BoolOp):
             for value in node.values:
                 yield from self.kinds(value, unit)
-        elif isinstance(node, ast.Constant) and node.value is None:
+        elif is_none(node):
             yield "none"
-        elif (
-            isinstance(node, ast.Attribute)
-            and node.attr == "module"
-            and self.kinds(node.value, unit) & {"ddp", "dp", "prepared"}
-        ):
-            yield "unwrapped"
         elif isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+            of = self.kinds(node.value, unit) if isinstance(node, ast.Attribute) and node.attr == "module" else set()
+            if of & {"ddp", "dp", "prepared"}:
+                yield "unwrapped"
+                return
             bindings = self.reaching(node, unit)
             found = frozenset[str]().union(*(self.kinds(b.value, where) for where, b in bindings))
             # Bound to `model.module` in one branch and to `model` in the other, it is bare in both.
             yield from found - {"ddp", "dp"} if "unwrapped" in found else found
             if not bindings and isinstance(node, ast.Name):
-                yield from self._parameter_kinds(node.id, unit)
+                for where, _, value in self.passed(node.id, unit):
+                    yield from self.kinds(value, where)
 
-    def _parameter_kinds(self, name: str, unit: Unit) -> Iterator[str]:
-        """What callers hand over."""
-        if name not in unit.parameters:
-            return
-        position = unit.parameters.index(name) - (unit.owner is not None)
-        for where, call in self.sites_of(unit)[:20]:
-            yield from self.kinds(argument(call, name, position), where)
+    def passed(self, name: str, unit: Unit, most: Optional[int] = 20) -> Iterator[tuple[Unit, ast.Call, ast.expr]]:
+        """What callers hand over for a parameter, by call; nothing where `name` is none."""
+        for where, call in self.sites_of(unit)[:most] if name in unit.parameters else ():
+            value = argument(call, name, unit.position(name))
+            if value is not None:
+                yield where, call, value
 
     def handed_over(self, node: ast.expr, unit: Unit, kind: str) -> list[tuple[Unit, ast.Call]]:
         """The calls that give `unit` what `node` names, where that is a parameter."""
-        if not isinstance(node, ast.Name) or node.id not in unit.parameters or self.reaching(node, unit):
+        if not isinstance(node, ast.Name) or self.reaching(node, unit):
             return []
-        position = unit.parameters.index(node.id) - (unit.owner is not None)
-        found = []
-        for where, call in self.sites_of(unit)[:20]:
-            value = argument(call, node.id, position)
-            if value is not None and kind in self.kinds(value, where):
-                found.append((where, call))
-        return found
+        return [(where, call) for where, call, value in self.passed(node.id, unit) if kind in self.kinds(value, where)]
 
     def sites_of(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
         """Calls that may mean `unit`, by name."""
         if unit.owner is not None and unit.name == "__init__":
             return self.constructions(unit)
         found = self.sites.get(unit.name, [])
-        if unit.owner is not None:
-            return [
-                (u, c) for u, c in found if isinstance(c.func, ast.Attribute) and self._may_be(c.func.value, u, unit)
-            ]
-        return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) is unit]
-
-    def _is_given(self, value: ast.expr, where: Unit, unit: Unit) -> bool:
-        """Whether an argument is the function itself, for something else to call."""
-        if unit.owner is not None:
-            is_public = not unit.name.startswith("__")  # `cls.__init__` may be of any class
-            return is_public and isinstance(value, ast.Attribute) and self._may_be(value.value, where, unit)
-        return self.tree.defined(value, where.source) is unit
+        return [(where, call) for where, call in found if self._may_mean(call.func, where, unit)]
 
     def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
         """Calls of the class that a method belongs to."""
         found = self.sites.get(unit.owner.name, []) if unit.owner is not None else []
         return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) == (unit.source, unit.owner)]
 
-    def _may_be(self, receiver: ast.expr, where: Unit, method: Unit) -> bool:
-        """Whether the object in `receiver.method()` may be of the method's class, or of a relative."""
+    def _may_mean(self, name: ast.expr, where: Unit, unit: Unit) -> bool:
+        """Whether a name may be `unit`: of a method, whether what it is of may be of its class, or of a relative."""
+        if unit.owner is None:
+            return self.tree.defined(name, where.source) is unit
+        if not isinstance(name, ast.Attribute):
+            return False
+        receiver = name.value
         if isinstance(receiver, ast.Name) and receiver.id in where.source.names:
             return False  # json.dump is no method
         if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
             return True
-        mine, theirs = method.owner, where.owner
-        bases = {last_name(b) for c in (mine, theirs) if c is not None for b in c.bases}
-        return mine is theirs or (mine is not None and bool({mine.name, theirs.name} & bases))
+        mine, theirs = unit.owner, where.owner
+        bases = {last_name(base) for base in (*mine.bases, *theirs.bases)}
+        return mine is theirs or bool({mine.name, theirs.name} & bases)
 
     def _call_kinds(self, call: ast.Call, unit: Unit) -> Iterator[str]:
         name, qualified = last_name(call.func), unit.source.qualified(call.func)
@@ -224,22 +215,7 @@ class Meaning:
             yield "scheduler"
         elif qualified.startswith("torch.optim.") and tail[:1].isupper():
             yield "optimizer"
-        elif (
-            tail in ("wrap_parallel", "make_loader")
-            or name
-            in (
-                "prepare",
-                "setup_module",
-                "setup_dataloaders",
-                "prepare_data_loader",
-            )
-            or (
-                name == "setup"
-                and isinstance(call.func, ast.Attribute)
-                and call.args
-                and "fabric" in last_name(call.func.value).lower()
-            )
-        ):
+        elif tail in ("wrap_parallel", "make_loader") or name in _PREPARES or _is_fabric_setup(call):
             yield "prepared"
         elif tail in _UNWRAPS or (name == "getattr" and constant(argument(call, "", 1)) == "module"):
             yield "unwrapped"
@@ -250,7 +226,7 @@ class Meaning:
         elif tail in ("ModuleDict", "ModuleList", "Sequential") and call.args:
             yield "module"
             inner_calls = [c for a in call.args for c in ast.walk(a) if isinstance(c, (ast.Call, ast.Name))]
-            if any(self.kinds(c, unit) & {"ddp", "dp", "holds-wrapped"} for c in inner_calls):
+            if any(self.kinds(c, unit) & WRAPPERS for c in inner_calls):
                 yield "holds-wrapped"
         elif tail == "algo_factory":
             yield "plain"  # robomimic's algorithms hold networks and are none
@@ -264,11 +240,8 @@ class Meaning:
         if isinstance(found, tuple):
             return frozenset(self.bases(found[1], found[0].module))
         if isinstance(found, Unit):
-            out: set[str] = set()
-            for returned in found.all(ast.Return):
-                if returned.value is not None and not isinstance(returned.value, ast.Tuple):
-                    out |= self.kinds(returned.value, found)
-            return frozenset(out)
+            values = [r.value for r in found.all(ast.Return) if not isinstance(r.value, ast.Tuple)]
+            return frozenset[str]().union(*(self.kinds(value, found) for value in values))
         return frozenset()
 
     def bases(self, node: ast.ClassDef, unit: Unit, depth: int = 0) -> set[str]:
@@ -298,18 +271,12 @@ class Meaning:
             if name in ("int", "str") and node.args:
                 return self.is_rank(node.args[0], unit, depth)
             if name in ("getenv", "get", "pop") and node.args:
-                return constant(node.args[0]) in (
-                    "RANK",
-                    "LOCAL_RANK",
-                    "SLURM_PROCID",
-                    "SLURM_LOCALID",
-                    "OMPI_COMM_WORLD_RANK",
-                )
-            return name in ("get_rank", "get_local_rank", "get_global_rank", "get_node_local_rank", "get_ordinal")
+                return constant(node.args[0]) in _RANK_VARIABLES | {"OMPI_COMM_WORLD_RANK"}
+            return name in _RANK_CALLS
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             return self.is_rank(node.left, unit, depth)
         if isinstance(node, ast.Subscript) and last_name(node.value) == "environ":
-            return constant(node.slice) in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
+            return constant(node.slice) in _RANK_VARIABLES
         if isinstance(node, ast.NamedExpr):
             return self.is_rank(node.value, unit, depth)
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
@@ -317,9 +284,7 @@ class Meaning:
             if _RANK.match(name) or name in _RANK_WORDS:
                 return True
             if depth < 3 and isinstance(node, ast.Name):
-                return any(
-                    b.value is not None and self.is_rank(b.value, u, depth + 1) for u, b in self.reaching(node, unit)
-                )
+                return any(self.is_rank(value, where, depth + 1) for where, value in self.values(node, unit))
         return False
 
     def is_local_rank(self, node: ast.AST, unit: Unit, depth: int = 0) -> bool:
@@ -328,76 +293,64 @@ class Meaning:
             if _LOCAL_RANK.match(last_name(node)):
                 return True
             if depth < 3 and isinstance(node, ast.Name):
-                found = [b.value for _, b in self.reaching(node, unit) if b.value is not None]
-                return bool(found) and all(self.is_local_rank(value, unit, depth + 1) for value in found)
+                values = [value for _, value in self.values(node, unit)]
+                return bool(values) and all(self.is_local_rank(value, unit, depth + 1) for value in values)
             return False
         if isinstance(node, ast.Call):
             name = last_name(node.func)
             if name == "int" and node.args:
                 return self.is_local_rank(node.args[0], unit, depth)
             if name in ("getenv", "get") and node.args:
-                return constant(node.args[0]) in ("LOCAL_RANK", "SLURM_LOCALID")
+                return constant(node.args[0]) in _LOCAL_VARIABLES
             return name == "get_local_rank"
-        return isinstance(node, ast.Subscript) and constant(node.slice) in ("LOCAL_RANK", "SLURM_LOCALID")
+        return isinstance(node, ast.Subscript) and constant(node.slice) in _LOCAL_VARIABLES
 
     def test(self, node: ast.AST, unit: Unit, depth: int = 0) -> Optional[str]:
         """MAIN where the test is true on the main rank only, OTHER where it is true on others only, else None."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            if self.is_rank(node.operand, unit) and not _looks_like_flag(node.operand):
+            if self.is_rank(node.operand, unit) and not _is_main_word(last_name(node.operand)):
                 return MAIN
-            return {MAIN: OTHER, OTHER: MAIN, None: None}[self.test(node.operand, unit, depth)]
+            return OPPOSITE.get(self.test(node.operand, unit, depth) or "")
         if isinstance(node, ast.BoolOp):
             found = [self.test(value, unit, depth) for value in node.values]
-            if isinstance(node.op, ast.And) or all(found):
-                return next((f for f in found if f), None)
             # `not distributed or rank == 0`: in a distributed run the rank decides.
-            single = [v for v, f in zip(node.values, found) if f is None]
-            return next((f for f in found if f), None) if all(map(_tests_single, single)) else None
+            single = [_tests_single(value) for value, each in zip(node.values, found) if each is None]
+            return next(filter(None, found), None) if isinstance(node.op, ast.And) or all(single) else None
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left, op, right = node.left, node.ops[0], node.comparators[0]
-            if isinstance(right, ast.Constant) and right.value is None and isinstance(op, ast.IsNot):
+            if is_none(right) and isinstance(op, ast.IsNot):
                 return MAIN if self._is_main_only(left, unit) else None
             if not self.is_rank(left, unit):
                 left, right = right, left
-            if not self.is_rank(left, unit):
-                return None
-            values = (
-                {constant(e) for e in right.elts}
-                if isinstance(right, (ast.Tuple, ast.List, ast.Set))
-                else {constant(right)}
-            )
-            if (values <= {0, -1, "0"} and values & {0, "0", -1}) or (isinstance(op, ast.Lt) and values == {1}):
-                if isinstance(op, (ast.Eq, ast.In, ast.LtE, ast.Is, ast.Lt)):
-                    return MAIN if values != {-1} else None
-                if isinstance(op, (ast.NotEq, ast.Gt, ast.NotIn, ast.IsNot)):
-                    return OTHER if values != {-1} else None
-            if isinstance(op, ast.Eq) and isinstance(constant(right), int) and not isinstance(constant(right), bool):
-                return OTHER
-            return None
+                if not self.is_rank(left, unit):
+                    return None
+            values = literals(right)
+            if (values and values <= {0, -1, "0"}) or (isinstance(op, ast.Lt) and values == {1}):
+                is_main = isinstance(op, (ast.Eq, ast.In, ast.LtE, ast.Is, ast.Lt))
+                return None if values == {-1} or isinstance(op, ast.GtE) else MAIN if is_main else OTHER
+            is_number = isinstance(constant(right), int) and not isinstance(constant(right), bool)
+            return OTHER if isinstance(op, ast.Eq) and is_number else None
         if isinstance(node, ast.NamedExpr):
             return self.test(node.value, unit, depth)
         if isinstance(node, ast.Call):
             if _is_main_word(last_name(node.func)):
                 return MAIN
-            found_unit = self.tree.defined(node.func, unit.source) if depth < 3 else None
-            if isinstance(found_unit, Unit):
-                returned = [r.value for r in found_unit.all(ast.Return) if r.value is not None]
-                tests = [self.test(value, found_unit, depth + 1) for value in returned if constant(value) is not True]
-                return tests[0] if tests and all(t == tests[0] for t in tests) else None
-            return None
+            called = self.tree.defined(node.func, unit.source) if depth < 3 else None
+            if not isinstance(called, Unit):
+                return None
+            return self._common_test([(called, r.value) for r in called.all(ast.Return) if r.value is not None], depth)
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             if _is_main_word(last_name(node)):
                 return MAIN
             if depth < 3:
-                found = [
-                    self.test(b.value, u, depth + 1)
-                    for u, b in self.reaching(node, unit)
-                    if b.value is not None and constant(b.value) is not True
-                ]
-                if found and found[0] and all(f == found[0] for f in found):
-                    return found[0]
-                return MAIN if depth == 0 and self._is_main_only(node, unit) else None
+                common = self._common_test(self.values(node, unit), depth)
+                return common or (MAIN if depth == 0 and self._is_main_only(node, unit) else None)
         return None
+
+    def _common_test(self, values: list[tuple[Unit, ast.expr]], depth: int) -> Optional[str]:
+        """What all of the tests that a flag may be agree on."""
+        found = [self.test(value, unit, depth + 1) for unit, value in values if constant(value) is not True]
+        return found[0] if len(set(found)) == 1 else None
 
     def _is_main_only(self, node: ast.expr, unit: Unit) -> bool:
         """Whether a name is None but on the main rank: `log = open(path) if rank == 0 else None`."""
@@ -405,20 +358,14 @@ class Meaning:
         if not bindings or (node, "main only") in self._busy:
             return False
         self._busy.add((node, "main only"))
-        try:
-            made = [(u, b) for u, b in bindings if not (isinstance(b.value, ast.Constant) and b.value.value is None)]
-            return bool(made) and all(
-                self.guard(b.statement, u) is not None
-                or (
-                    isinstance(b.value, ast.IfExp)
-                    and isinstance(b.value.orelse, ast.Constant)
-                    and b.value.orelse.value is None
-                    and self.test(b.value.test, u) == MAIN
-                )
-                for u, b in made
-            )
-        finally:
-            self._busy.discard((node, "main only"))
+        made = [(where, b.statement, b.value) for where, b in bindings if not is_none(b.value)]
+        is_main_only = bool(made) and all(
+            self.guard(statement, where) is not None
+            or (isinstance(value, ast.IfExp) and is_none(value.orelse) and self.test(value.test, where) == MAIN)
+            for where, statement, value in made
+        )
+        self._busy.discard((node, "main only"))
+        return is_main_only
 
     def guard(self, node: ast.AST, unit: Unit) -> Optional[ast.AST]:
         """The test, decorator or statement around `node` in its unit that lets only some ranks through."""
@@ -434,14 +381,8 @@ class Meaning:
                 for value in parent.values[: parent.values.index(child)] if child in parent.values else []:
                     if self.test(value, unit):
                         return parent
-            elif isinstance(parent, (ast.With, ast.AsyncWith)):
-                is_main_only = any(_MAIN_ONLY.search(last_name(item.context_expr)) for item in parent.items)
-                if is_main_only:
-                    return parent
-            if isinstance(parent, FUNCTIONS) and any(
-                _MAIN_ONLY.search(last_name(d)) or last_name(d) in ("on_main_process", "main_process")
-                for d in parent.decorator_list
-            ):
+            names = entered(parent)
+            if any(map(_MAIN_ONLY.search, names)) or (isinstance(parent, FUNCTIONS) and "main_process" in names):
                 return parent
             left = self._left_before(child, parent, unit)
             if left is not None:
@@ -453,19 +394,15 @@ class Meaning:
 
     def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
         """Whether a test asks for the rank and nothing else but for being distributed."""
-        if not isinstance(test, ast.BoolOp):
-            return True
-        rest = [value for value in test.values if self.test(value, unit) is None]
-        return all(_LAUNCH.search(" ".join(identifiers(value)).lower()) for value in rest)
+        values = test.values if isinstance(test, ast.BoolOp) else []
+        return all(_speaks_of_launch(value) for value in values if self.test(value, unit) is None)
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
         child = node
         for parent in unit.source.above(node):
-            if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test:
-                words = " ".join(identifiers(parent.test)).lower()
-                if _LAUNCH.search(words):
-                    return True
+            if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test and _speaks_of_launch(parent.test):
+                return True
             child = parent
         return False
 
@@ -474,68 +411,68 @@ class Meaning:
         for name in ("body", "orelse", "finalbody"):
             block = getattr(parent, name, None)
             if isinstance(block, list) and child in block:
-                for statement in block[: block.index(child)]:
-                    if not isinstance(statement, ast.If):
-                        continue
+                for statement in (s for s in block[: block.index(child)] if isinstance(s, ast.If)):
                     found = self.test(statement.test, unit)
-                    if (found == OTHER and leaves(statement.body)) or (
-                        found == MAIN and statement.orelse and leaves(statement.orelse)
-                    ):
+                    if (found == OTHER and leaves(statement.body)) or (found == MAIN and leaves(statement.orelse)):
                         return statement
         return None
 
     def is_guarded(self, node: ast.AST, unit: Unit) -> bool:
         """Whether only some ranks come to `node`, the callers of its function included."""
-        return self.guard(node, unit) is not None or self.unit_guarded(unit)
-
-    def unit_guarded(self, unit: Unit) -> bool:
-        if unit.is_module:
-            return False
+        if self.guard(node, unit) is not None:
+            return True
         if unit not in self._guarded:
             self._guarded[unit] = False  # while it is looked for: a recursive function guards nothing
-            self._guarded[unit] = self._find_unit_guarded(unit)
+            self._guarded[unit] = not unit.is_module and self._has_guarded_callers(unit)
         return self._guarded[unit]
 
-    def _find_unit_guarded(self, unit: Unit) -> bool:
-        given = [(u, v) for u, v in self.given.get(unit.name, []) if self._is_given(v, u, unit)]
-        if all_guarded(self, [*self.sites_of(unit), *given]):
-            return True
-        if unit.owner is not None and unit.name != "__init__":
-            return all_guarded(self, self.constructions(unit))
-        return False
+    def _has_guarded_callers(self, unit: Unit) -> bool:
+        # The function itself may be an argument, for something else to call; `cls.__init__` may be of any class.
+        is_own = unit.owner is None or not unit.name.startswith("__")
+        given = [(u, v) for u, v in self.given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
+        made = self.constructions(unit) if unit.name != "__init__" else []
+        return self._are_guarded([*self.sites_of(unit), *given]) or self._are_guarded(made)
 
-
-def all_guarded(meaning: Meaning, sites: Sequence[tuple[Unit, ast.AST]]) -> bool:
-    return bool(sites) and all(meaning.is_guarded(call, where) for where, call in sites)
+    def _are_guarded(self, sites: Sequence[tuple[Unit, ast.AST]]) -> bool:
+        return bool(sites) and all(self.is_guarded(call, where) for where, call in sites)
 
 
 def is_world_size(node: ast.AST) -> bool:
     """Whether an expression speaks of the number of ranks."""
-    return any(_WORLD_SIZE.match(name) or name == "WORLD_SIZE" for name in identifiers(node))
+    return any(map(_WORLD_SIZE.match, identifiers(node)))
 
 
 def speaks_of_rank(node: ast.AST) -> bool:
     """Whether the number of a rank is in an expression, as in a file's name."""
-    return any(
-        _RANK.match(name) or name in _RANK_WORDS - {"gpu"} or name in ("get_rank", "RANK") for name in identifiers(node)
-    )
+    return any(_RANK.match(name) or name in _RANK_WORDS - {"gpu"} for name in identifiers(node))
+
+
+def literals(node: ast.expr) -> set[object]:
+    """The values of a literal collection, or of one literal."""
+    elements = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
+    return {constant(element) for element in elements}
 
 
 def leaves(body: list[ast.stmt]) -> bool:
-    last = body[-1]
-    if isinstance(last, (ast.Return, ast.Continue, ast.Break, ast.Raise)):
-        return True
-    return (
-        isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and last_name(last.value) in ("exit", "_exit")
-    )
+    """Whether nothing after these statements is reached."""
+    last = body[-1] if body else None
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+        return last_name(last.value) in ("exit", "_exit")
+    return isinstance(last, (ast.Return, ast.Continue, ast.Break, ast.Raise))
 
 
 def _is_main_word(name: str) -> bool:
     return bool(_IS_MAIN.match(name)) and name.lower() not in _NOT_MAIN
 
 
-def _looks_like_flag(node: ast.AST) -> bool:
-    return _is_main_word(last_name(node))
+def _speaks_of_launch(test: ast.AST) -> bool:
+    return bool(_LAUNCH.search(" ".join(identifiers(test)).lower()))
+
+
+def _is_fabric_setup(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "setup" or not call.args:
+        return False
+    return "fabric" in last_name(call.func.value).lower()
 
 
 def _tests_single(node: ast.AST) -> bool:
@@ -545,12 +482,6 @@ def _tests_single(node: ast.AST) -> bool:
     return isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.LtE, ast.Lt, ast.Is))
 
 
-_WITHOUT_GRADIENTS = {"no_grad", "inference_mode"}
-_EVALUATION = re.compile(
-    r"(?i)(^|_)(eval\w*|val|valid\w*|test|infer\w*|sample|rollout\w*|predict|generate|get_action|visuali[sz]e)($|_)"
-)
-
-
 def is_evaluation(name: str) -> bool:
     """Whether a function's name says that it evaluates."""
     return bool(_EVALUATION.search(name)) and "train" not in name
@@ -558,15 +489,8 @@ def is_evaluation(name: str) -> bool:
 
 def is_without_gradients(node: ast.AST, unit: Unit) -> bool:
     """Whether a node runs under no_grad, or in a function that evaluates."""
-    if is_evaluation(unit.name):
-        return True
-    for above in [*unit.source.above(node)]:
-        if isinstance(above, (ast.With, ast.AsyncWith)) and any(
-            last_name(item.context_expr) in _WITHOUT_GRADIENTS for item in above.items
-        ):
-            return True
-        if isinstance(above, FUNCTIONS) and (
-            any(last_name(d) in _WITHOUT_GRADIENTS for d in above.decorator_list) or is_evaluation(above.name)
-        ):
-            return True
-    return False
+    return is_evaluation(unit.name) or any(
+        not _WITHOUT_GRADIENTS.isdisjoint(entered(above))
+        or (isinstance(above, FUNCTIONS) and is_evaluation(above.name))
+        for above in unit.source.above(node)
+    )

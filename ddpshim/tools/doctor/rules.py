@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Callable, NamedTuple, Optional
 
 from ddpshim.tools.doctor.meaning import Meaning
-from ddpshim.tools.doctor.source import Unit
-from ddpshim.tools.doctor.tree import Program, Tree
+from ddpshim.tools.doctor.source import Node, Unit
+from ddpshim.tools.doctor.tree import FRAMEWORKS
+
+ANY_FRAMEWORK = frozenset(FRAMEWORKS)
 
 
 class Hit(NamedTuple):
@@ -20,39 +21,64 @@ class Hit(NamedTuple):
     message: str
 
 
-@dataclass(frozen=True)
-class Case:
-    """One program to look at, and what is known about the tree that it stands in."""
-
-    program: Program
-    tree: Tree
-    meaning: Meaning
+class Case(Meaning):
+    """One program to look at, and what is known about it and the tree that it stands in."""
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
-        return self.program.calls(*names)
+        """Calls of functions or methods whose last name is one of these; without names, all calls."""
+        return self.program.calls(*names) if names else self.all(ast.Call)
+
+    def all(self, kind: type[Node]) -> Iterator[tuple[Unit, Node]]:
+        """The program's nodes of one type."""
+        return ((unit, node) for unit in self.program.units for node in unit.all(kind))
+
+    def function(self, call: ast.Call, unit: Unit) -> Optional[Unit]:
+        """The function of the tree that is called, if it is one."""
+        found = self.tree.defined(call.func, unit.source)
+        return found if isinstance(found, Unit) else None
 
     def on_every_rank(self, node: ast.AST, unit: Unit) -> bool:
-        return not self.meaning.is_guarded(node, unit)
-
-    @property
-    def is_distributed(self) -> bool:
-        return self.program.is_distributed
-
-    def trains(self, unit: Unit) -> bool:
-        """Whether a function trains, itself or through what it calls."""
-        return unit in self.tree.training
+        return not self.is_guarded(node, unit)
 
     def is_handled_by(self, *frameworks: str) -> bool:
         return not self.program.frameworks.isdisjoint(frameworks)
 
 
 Rule = Callable[[Case], Iterator[Hit]]
+CallRule = Callable[[ast.Call, Unit, Case], Optional[str]]
 RULES: dict[str, Rule] = {}
 
 
-def rule(code: str) -> Callable[[Rule], Rule]:
+def rule(code: str, *, unless: Collection[str] = (), wraps: bool = False) -> Callable[[Rule], Rule]:
+    """Register a function under a code, for programs that no framework of `unless` handles.
+
+    With `wraps`, only for those that name DistributedDataParallel or DataParallel.
+    """
+
     def register(function: Rule) -> Rule:
-        RULES[code] = function
+        def apply(case: Case) -> Iterator[Hit]:
+            if not case.is_handled_by(*unless) and (case.program.wraps or not wraps):
+                yield from function(case)
+
+        RULES[code] = apply
+        return function
+
+    return register
+
+
+def call_rule(
+    code: str, *names: str, unless: Collection[str] = (), wraps: bool = False
+) -> Callable[[CallRule], CallRule]:
+    """Register a function that says of one call what is wrong with it, for the calls of `names`, else for all."""
+
+    def register(function: CallRule) -> CallRule:
+        @rule(code, unless=unless, wraps=wraps)
+        def apply(case: Case) -> Iterator[Hit]:
+            for unit, call in case.calls(*names):
+                message = function(call, unit, case)
+                if message is not None:
+                    yield Hit(unit, call, message)
+
         return function
 
     return register

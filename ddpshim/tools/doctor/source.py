@@ -7,14 +7,15 @@ import io
 import re
 import tokenize
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Optional, TypeVar, Union
 
+from ddpshim.tools.doctor.nodes import CONDITIONALS, FUNCTIONS, Function, key_of
+
 Node = TypeVar("Node", bound=ast.AST)
-Function = Union[ast.FunctionDef, ast.AsyncFunctionDef]
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Fields that are not walked: contexts carry nothing, and a class that is only an annotation is not used.
 _NOT_RUN = {"ctx", "annotation", "returns"}
 _IGNORE = re.compile(r"#\s*ddpshim:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
@@ -41,7 +42,7 @@ class Unit:
     def __init__(self, source: Source, node: Union[Function, ast.Module], owner: Optional[ast.ClassDef]) -> None:
         self.source, self.node, self.owner = source, node, owner
         self.name = "<module>" if isinstance(node, ast.Module) else node.name
-        self.by_type: dict[type, list[ast.AST]] = {}
+        self.by_type: dict[type, list[ast.AST]] = defaultdict(list)
 
     def all(self, kind: type[Node]) -> list[Node]:
         """The unit's nodes of one type, in no particular order."""
@@ -58,6 +59,10 @@ class Unit:
         arguments = self.node.args
         return [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
 
+    def position(self, parameter: str) -> int:
+        """Where a caller puts the parameter, `self` not counted."""
+        return self.parameters.index(parameter) - (self.owner is not None)
+
     @cached_property
     def loaded(self) -> set[str]:
         """Names that are read."""
@@ -69,13 +74,23 @@ class Unit:
         return {n.attr for n in self.all(ast.Attribute) if isinstance(n.ctx, ast.Load)}
 
     @cached_property
+    def words(self) -> set[str]:
+        """Names and attributes that are read."""
+        return self.loaded | self.attributes
+
+    def uses(self, name: str) -> list[ast.Name]:
+        """The places where a name is read."""
+        return [n for n in self.all(ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
+
+    @cached_property
+    def _dotted(self) -> list[ast.AST]:
+        names = [n for n in self.all(ast.Name) if isinstance(n.ctx, ast.Load)]
+        return [*names, *(n for n in self.all(ast.Attribute) if type(n.value) in (ast.Name, ast.Attribute))]
+
+    @cached_property
     def origins(self) -> frozenset[str]:
         """Every dotted name that is read, by the file's imports."""
-        qualified = self.source.qualified
-        names = {self.source.names.get(name, name) for name in self.loaded}
-        return frozenset(
-            names | {qualified(n) for n in self.all(ast.Attribute) if type(n.value) in (ast.Name, ast.Attribute)}
-        )
+        return frozenset(map(self.source.qualified, self._dotted))
 
     @cached_property
     def used(self) -> frozenset[str]:
@@ -83,10 +98,8 @@ class Unit:
         if not self.is_module:
             return self.origins
         source = self.source
-        nodes: list[ast.AST] = [n for n in self.all(ast.Name) if isinstance(n.ctx, ast.Load)]
-        nodes += [n for n in self.all(ast.Attribute) if type(n.value) in (ast.Name, ast.Attribute)]
-        kept = (n for n in nodes if not isinstance(source.parents.get(n), (ast.Assign, ast.AnnAssign)))
-        return frozenset(source.qualified(n) for n in kept)
+        kept = (n for n in self._dotted if not isinstance(source.parents.get(n), (ast.Assign, ast.AnnAssign)))
+        return frozenset(map(source.qualified, kept))
 
     @cached_property
     def bindings(self) -> dict[str, list[Binding]]:
@@ -146,14 +159,16 @@ class Source:
         self.main.name = "<main>"
         self.units = [self.module, self.main]
         self._index(self.tree.body, self.tree, self.module, None)
-        self.names = _imported_names(self.units)
+        self.names: dict[str, str] = {}  # local name to dotted origin; relative ones keep their dots
+        self.imported: list[str] = []  # all that may be a module
+        self._read_imports()
         self.functions = {u.name: u for u in self.units if u.owner is None and not u.is_module}
         self.methods: dict[str, list[Unit]] = {}
         for unit in self.units:
             if unit.owner is not None:
                 self.methods.setdefault(unit.name, []).append(unit)
 
-    def _index(self, body: list[ast.stmt], parent: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
+    def _index(self, body: Sequence[ast.AST], parent: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
         """Put functions and methods into units of their own, and everything else into `unit`."""
         for statement in body:
             self.parents[statement] = parent
@@ -164,29 +179,25 @@ class Source:
                 self._walk([*statement.decorator_list, *defaults_of(statement)], statement, unit)
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
-                unit.by_type.setdefault(ast.ClassDef, []).append(statement)
+                unit.by_type[ast.ClassDef].append(statement)
                 self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: when it is used
                 self._index(statement.body, statement, unit, statement)
-            elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
+            elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.ExceptHandler)):
                 is_main = unit is self.module and isinstance(statement, ast.If) and _tests_main(statement.test)
                 self._compound(statement, self.main if is_main else unit, owner)
             else:
                 self._walk([statement], parent, unit)
 
     def _compound(self, node: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
-        unit.by_type.setdefault(type(node), []).append(node)
-        for value in node.__dict__.values():
-            if isinstance(value, ast.AST):
-                self._walk([value], node, unit)
-            elif isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                self._index(value, node, unit, owner)
-            elif isinstance(value, list):
-                for inner in value:
-                    if isinstance(inner, ast.ExceptHandler):
-                        self.parents[inner] = node
-                        self._compound(inner, unit, owner)
-                    elif isinstance(inner, ast.AST):
-                        self._walk([inner], node, unit)
+        unit.by_type[type(node)].append(node)
+        for value in vars(node).values():
+            inner = value if isinstance(value, list) else [value]
+            if inner and isinstance(inner[0], (ast.stmt, ast.ExceptHandler)):
+                self._index(inner, node, unit, owner)
+                continue
+            for each in inner:
+                if isinstance(each, ast.AST):
+                    self._walk([each], node, unit)
 
     def _walk(self, nodes: Sequence[ast.AST], parent: ast.AST, unit: Unit) -> None:
         parents, by_type = self.parents, unit.by_type
@@ -194,11 +205,7 @@ class Source:
         while stack:
             node, above = stack.pop()
             parents[node] = above
-            kind = type(node)
-            if kind in by_type:
-                by_type[kind].append(node)
-            else:
-                by_type[kind] = [node]
+            by_type[type(node)].append(node)
             for field, value in node.__dict__.items():
                 if isinstance(value, ast.AST):
                     if field not in _NOT_RUN:
@@ -208,10 +215,20 @@ class Source:
                         if isinstance(item, ast.AST):
                             stack.append((item, node))
 
-    @cached_property
-    def text(self) -> str:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(self.content).readline)
-        return self.content.decode(encoding)
+    def _read_imports(self) -> None:
+        for unit in self.units:
+            for plain in unit.all(ast.Import):
+                for alias in plain.names:
+                    self.imported.append(alias.name)
+                    top = alias.name.partition(".")[0]
+                    self.names[alias.asname or top] = alias.name if alias.asname else top
+            for from_ in unit.all(ast.ImportFrom):
+                base = "." * from_.level + (from_.module or "")
+                self.imported.append(base)
+                for alias in from_.names:
+                    dotted = f"{base}.{alias.name}" if from_.module else base + alias.name
+                    self.imported.append(dotted)
+                    self.names[alias.asname or alias.name] = dotted
 
     @cached_property
     def ignores(self) -> dict[int, frozenset[str]]:
@@ -237,6 +254,12 @@ class Source:
             yield at
             at = self.parents.get(at)
 
+    def tests_around(self, node: ast.AST, *kinds: type[ast.AST]) -> Iterator[ast.expr]:
+        """The tests of what is conditional around `node` (`if` and its expression, or these kinds), also of its own."""
+        for above in self.above(node):
+            if isinstance(above, CONDITIONALS) and isinstance(above, kinds or (ast.If, ast.IfExp)):
+                yield above.test
+
     def qualified(self, node: ast.AST) -> str:
         """`nn.DataParallel` as `torch.nn.DataParallel`, by this file's imports; "" for what is no dotted name."""
         parts = []
@@ -254,80 +277,5 @@ def defaults_of(function: Function) -> list[ast.expr]:
     return [*function.args.defaults, *(d for d in function.args.kw_defaults if d is not None)]
 
 
-def key_of(node: ast.AST) -> Optional[str]:
-    """`self.nets["policy"]` as text, the name that a binding goes by; None for what has no fixed name."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        inner = key_of(node.value)
-        return None if inner is None else f"{inner}.{node.attr}"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        inner = key_of(node.value)
-        return None if inner is None else f"{inner}[{node.slice.value!r}]"
-    return None
-
-
-def last_name(node: ast.AST) -> str:
-    """The last identifier of a dotted name or of what is called: `b` of `a.b`, `a.b()` and `a["b"]`."""
-    if isinstance(node, ast.Call):
-        return last_name(node.func)
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-        return node.slice.value
-    return ""
-
-
-def argument(call: ast.Call, name: str, position: Optional[int] = None) -> Optional[ast.expr]:
-    """The argument by keyword, or by position where that is given."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if position is not None and 0 <= position < len(call.args):
-        found = call.args[position]
-        return None if isinstance(found, ast.Starred) else found
-    return None
-
-
-def constant(node: Optional[ast.AST]) -> object:
-    """The value of a literal, else None."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        value = node.operand.value
-        return -value if isinstance(value, (int, float)) else None
-    return node.value if isinstance(node, ast.Constant) else None
-
-
-def identifiers(node: ast.AST) -> set[str]:
-    """All names, attributes, called functions and string keys in an expression."""
-    out: set[str] = set()
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Name):
-            out.add(inner.id)
-        elif isinstance(inner, ast.Attribute):
-            out.add(inner.attr)
-        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
-            out.add(inner.value)
-    return out
-
-
 def _tests_main(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
-
-
-def _imported_names(units: list[Unit]) -> dict[str, str]:
-    """Local name to dotted origin. Relative imports keep their dots, which the tree resolves."""
-    out = {}
-    for unit in units:
-        for plain in unit.all(ast.Import):
-            for alias in plain.names:
-                if alias.asname:
-                    out[alias.asname] = alias.name
-                else:
-                    out[alias.name.partition(".")[0]] = alias.name.partition(".")[0]
-        for from_ in unit.all(ast.ImportFrom):
-            base = "." * from_.level + (from_.module or "")
-            for alias in from_.names:
-                out[alias.asname or alias.name] = f"{base}.{alias.name}" if from_.module else base + alias.name
-    return out

@@ -7,86 +7,22 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.meaning import is_without_gradients
-from ddpshim.tools.doctor.rules import Case, Hit, rule, text_of
-from ddpshim.tools.doctor.source import Binding, Unit, argument, constant, identifiers, key_of, last_name
+from ddpshim.tools.doctor.meaning import WRAPPERS, is_without_gradients
+from ddpshim.tools.doctor.nodes import argument, constant, identifiers, key_of, last_name, values_of, words_of
+from ddpshim.tools.doctor.rules import ANY_FRAMEWORK, Case, Hit, call_rule, rule, text_of
+from ddpshim.tools.doctor.source import Binding, Unit
 
 # What DistributedDataParallel answers itself; everything else of the network it hides.
-_MODULE_METHODS = {
-    *[
-        "add_module",
-        "apply",
-        "bfloat16",
-        "buffers",
-        "children",
-        "compile",
-        "cpu",
-        "cuda",
-        "double",
-        "eval",
-        "extra_repr",
-        "float",
-        "forward",
-        "get_buffer",
-    ],
-    *[
-        "get_extra_state",
-        "get_parameter",
-        "get_submodule",
-        "half",
-        "ipu",
-        "load_state_dict",
-        "modules",
-        "mtia",
-        "named_buffers",
-        "named_children",
-    ],
-    *[
-        "named_modules",
-        "named_parameters",
-        "parameters",
-        "register_backward_hook",
-        "register_buffer",
-        "register_forward_hook",
-    ],
-    *["register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_module"],
-    *[
-        "register_load_state_dict_post_hook",
-        "register_load_state_dict_pre_hook",
-        "register_parameter",
-        "requires_grad_",
-    ],
-    *[
-        "register_state_dict_post_hook",
-        "register_state_dict_pre_hook",
-        "set_extra_state",
-        "set_submodule",
-        "share_memory",
-    ],
-    *[
-        "state_dict",
-        "to",
-        "to_empty",
-        "train",
-        "type",
-        "xpu",
-        "zero_grad",
-        "no_sync",
-        "join",
-        "join_hook",
-        "register_comm_hook",
-        "scatter",
-        "gather",
-    ],
-    *[
-        "to_kwargs",
-        "will_sync_module_buffers",
-        "named_parameters",
-        "module",
-        "_set_static_graph",
-        "_get_ddp_logging_data",
-    ],
-}
+_MODULE_METHODS = words_of(
+    "add_module apply bfloat16 buffers children compile cpu cuda double eval extra_repr float forward gather "
+    "get_buffer get_extra_state get_parameter get_submodule half ipu join join_hook load_state_dict module modules "
+    "mtia named_buffers named_children named_modules named_parameters no_sync parameters register_backward_hook "
+    "register_buffer register_comm_hook register_forward_hook register_forward_pre_hook register_full_backward_hook "
+    "register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook "
+    "register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ "
+    "scatter set_extra_state set_submodule share_memory state_dict to to_empty to_kwargs train type "
+    "will_sync_module_buffers xpu zero_grad _get_ddp_logging_data _set_static_graph"
+)
 _DEEPSPEED = {"backward", "step", "save_checkpoint", "load_checkpoint"}  # its engine is what a wrapper may also be
 # Reached through `.module`, these train nothing.
 _HARMLESS = re.compile(
@@ -104,49 +40,37 @@ _AVERAGES = re.compile(
 _EMA = re.compile(r"(?i)(^|_)ema($|_|[A-Z])|EMA|[Ee]maModel|ModelEma|AveragedModel|ExponentialMovingAverage")
 
 
+def _calls_as(name: str, case: Case) -> Iterator[tuple[Unit, ast.Call]]:
+    """Calls of a class by its name, and by what a file of the program imports it as."""
+    origins = [item for source in case.program.files for item in source.names.items()]
+    return case.calls(name, *(local for local, origin in origins if origin.endswith(name)))
+
+
 @rule("DDP101")
 def dataparallel_left(case: Case) -> Iterator[Hit]:
-    for unit, call in case.calls("DataParallel", *_aliases(case, "DataParallel")):
-        if "dp" not in case.meaning.kinds(call, unit) or not call.args:
+    for unit, call in _calls_as("DataParallel", case):
+        if "dp" not in case.kinds(call, unit) or not call.args:
             continue
-        has_both = any("ddp" in case.meaning.kinds(other, unit) for other in unit.all(ast.Call))
-        if case.is_distributed and (has_both or case.meaning.depends_on_launch(call, unit)):
+        has_both = any("ddp" in case.kinds(other, unit) for other in unit.all(ast.Call))
+        if case.program.is_distributed and (has_both or case.depends_on_launch(call, unit)):
             continue  # the branch without a launcher
-        yield Hit(
-            unit,
-            call,
-            f"DataParallel around {text_of(call.args[0], 40)} splits each batch over the GPUs of one process, and "
-            "every rank would do so on the same GPUs.",
-        )
+        splits = f"DataParallel around {text_of(call.args[0], 40)} splits each batch over the GPUs of one process"
+        yield Hit(unit, call, f"{splits}, and every rank would do so on the same GPUs.")
 
 
-def _aliases(case: Case, name: str) -> set[str]:
-    return {local for s in case.program.files for local, origin in s.names.items() if origin.endswith(name)}
-
-
-@rule("DDP102")
-def trains_through_module(case: Case) -> Iterator[Hit]:
-    if not case.program.wraps:
-        return
-    kinds = case.meaning.kinds
-    for unit in case.program.units:
-        if not {"backward"} & unit.attributes and not _TRAINING_UNIT.search(unit.name):
-            continue
-        for call in unit.all(ast.Call):
-            owner, method = _through_module(call, unit, case)
-            if owner is None or (method and (_HARMLESS.match(method) or method in _MODULE_METHODS - {"forward"})):
-                continue
-            if (not call.args and not call.keywords) or (method and not _TRAINING_METHOD.search(method)):
-                continue
-            if is_without_gradients(call, unit):
-                continue
-            wrapped = "DataParallel" if "dp" in kinds(owner, unit) else "the wrapper"
-            yield Hit(
-                unit,
-                call,
-                f"{text_of(call.func)} goes around {wrapped}: its gradients are never averaged, and each rank trains a "
-                "model of its own.",
-            )
+@call_rule("DDP102", wraps=True)
+def trains_through_module(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
+    if "backward" not in unit.attributes and not _TRAINING_UNIT.search(unit.name):
+        return None
+    owner, method = _through_module(call, unit, case)
+    if owner is None or not values_of(call) or is_without_gradients(call, unit):
+        return None
+    is_harmless = _HARMLESS.match(method) or method in _MODULE_METHODS - {"forward"}
+    if method and (is_harmless or not _TRAINING_METHOD.search(method)):
+        return None
+    wrapped = "DataParallel" if "dp" in case.kinds(owner, unit) else "the wrapper"
+    goes = f"{text_of(call.func)} goes around {wrapped}: its gradients are never averaged"
+    return f"{goes}, and each rank trains a model of its own."
 
 
 def _through_module(call: ast.Call, unit: Unit, case: Case) -> tuple[Optional[ast.expr], str]:
@@ -157,115 +81,74 @@ def _through_module(call: ast.Call, unit: Unit, case: Case) -> tuple[Optional[as
         method, func = func.attr, func.value
     while isinstance(func, ast.Subscript):
         func = func.value
-    if isinstance(func, ast.Attribute) and func.attr == "module":
-        found = case.meaning.kinds(func.value, unit)
-        return (func.value, method) if found & {"ddp", "dp"} else (None, "")
-    if isinstance(func, ast.Name) and "unwrapped" in case.meaning.kinds(func, unit):
-        return (None, "") if case.meaning.kinds(func, unit) & {"ddp", "module"} else (func, method)
-    return None, ""
+    if isinstance(func, ast.Attribute) and func.attr == "module" and case.kinds(func.value, unit) & {"ddp", "dp"}:
+        return func.value, method
+    found = case.kinds(func, unit) if isinstance(func, ast.Name) else frozenset[str]()
+    return (func if "unwrapped" in found and not found & {"ddp", "module"} else None), method
 
 
 @rule("DDP103")
 def wrapped_non_module(case: Case) -> Iterator[Hit]:
-    for unit, call in case.calls("DistributedDataParallel", *_aliases(case, "DistributedDataParallel")):
+    for unit, call in _calls_as("DistributedDataParallel", case):
         inner = argument(call, "module", 0)
-        if inner is None or "ddp" not in case.meaning.kinds(call, unit):
+        if inner is None or "ddp" not in case.kinds(call, unit):
             continue
-        found = case.meaning.kinds(inner, unit)
+        found = case.kinds(inner, unit)
         if "plain" in found and "module" not in found:
-            yield Hit(
-                unit,
-                call,
-                f"DistributedDataParallel around {text_of(inner, 40)}, which is no torch.nn.Module: it has no "
-                "parameters to synchronise.",
-            )
+            wraps = f"DistributedDataParallel around {text_of(inner, 40)}, which is no torch.nn.Module"
+            yield Hit(unit, call, f"{wraps}: it has no parameters to synchronise.")
 
 
-@rule("DDP104")
+@rule("DDP104", wraps=True)
 def method_on_wrapped(case: Case) -> Iterator[Hit]:
-    if not case.program.wraps:
-        return
     told: set[ast.Call] = set()
+    unanswered = "AttributeError, and through .module no gradient would be averaged"
     for unit in case.program.units:
         for call in sorted(unit.all(ast.Call), key=lambda c: (c.lineno, c.col_offset)):
             func = call.func
-            if (
-                not isinstance(func, ast.Attribute)
-                or func.attr in _MODULE_METHODS | _DEEPSPEED
-                or func.attr.startswith("__")
-            ):
+            if not isinstance(func, ast.Attribute):
                 continue
-            if not isinstance(func.value, (ast.Name, ast.Attribute, ast.Subscript)):
+            if func.attr in _MODULE_METHODS | _DEEPSPEED or func.attr.startswith("__"):
                 continue
-            if "ddp" not in case.meaning.kinds(func.value, unit) or _asks_first(call, unit):
+            is_name = isinstance(func.value, (ast.Name, ast.Attribute, ast.Subscript))
+            if not is_name or "ddp" not in case.kinds(func.value, unit) or _asks_first(call, unit):
                 continue
-            handed = case.meaning.handed_over(func.value, unit, "ddp")
+            handed = case.handed_over(func.value, unit, "ddp")
             for where, site in handed:
                 if site not in told:
                     told.add(site)
-                    yield Hit(
-                        where,
-                        site,
-                        f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}, which the "
-                        "wrapper does not have: AttributeError, and through .module no gradient would be averaged.",
-                    )
+                    given = f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}"
+                    yield Hit(where, site, f"{given}, which the wrapper does not have: {unanswered}.")
             if not handed:
-                yield Hit(
-                    unit,
-                    call,
-                    f"{text_of(func)} is called on a DistributedDataParallel, which has no {func.attr}: "
-                    "AttributeError, and through .module no gradient would be averaged.",
-                )
+                called = f"{text_of(func)} is called on a DistributedDataParallel, which has no {func.attr}"
+                yield Hit(unit, call, f"{called}: {unanswered}.")
 
 
 def _asks_first(node: ast.AST, unit: Unit) -> bool:
     """Whether a test around the node looks at whether it is wrapped."""
-    for above in unit.source.above(node):
-        if isinstance(above, (ast.If, ast.IfExp)):
-            names = identifiers(above.test)
-            if names & {"hasattr", "isinstance", "module", "callable", "has_method"} or any(
-                "distrib" in name.lower() or "ddp" in name.lower() for name in names
-            ):
-                return True
-    return False
+    words = {word for test in unit.source.tests_around(node) for word in identifiers(test)}
+    asking = {"hasattr", "isinstance", "module", "callable", "has_method"}
+    return not words.isdisjoint(asking) or any(re.search(r"(?i)distrib|ddp", word) for word in words)
 
 
-@rule("DDP105")
-def ema_of_wrapped(case: Case) -> Iterator[Hit]:
-    if not case.program.wraps:
-        return
-    kinds = case.meaning.kinds
-    wrappers = {"ddp", "dp", "holds-wrapped"}
-    for unit in case.program.units:
-        for call in unit.all(ast.Call):
-            name = last_name(call.func)
-            values = [*call.args, *(k.value for k in call.keywords)]
-            wrapped = next(
-                (
-                    v
-                    for v in values
-                    if isinstance(v, (ast.Name, ast.Attribute, ast.Subscript)) and wrappers & kinds(v, unit)
-                ),
-                None,
-            )
-            if wrapped is None or _asks_first(call, unit):
-                continue
-            is_copy = name == "deepcopy"
-            owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            is_average = _EMA.search(name) or (
-                "ddp" in kinds(wrapped, unit) and _EMA.search(owner) and name in ("step", "update", "update_parameters")
-            )
-            if not is_copy and not is_average:
-                continue
-            definition = case.tree.defined(call.func, unit.source)
-            if _unwraps(definition, name, case) or unit.source.qualified(call.func).startswith("timm."):
-                continue
-            what = (
-                "copies the wrapper with its hooks"
-                if is_copy
-                else "averages the wrapper, by names with module. in front"
-            )
-            yield Hit(unit, call, f"{text_of(call)} {what}: the average may stand still, or a forward on it hangs.")
+@call_rule("DDP105", wraps=True)
+def ema_of_wrapped(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
+    names = (v for v in values_of(call) if isinstance(v, (ast.Name, ast.Attribute, ast.Subscript)))
+    wrapped = next((name for name in names if WRAPPERS & case.kinds(name, unit)), None)
+    if wrapped is None or _asks_first(call, unit):
+        return None
+    name = last_name(call)
+    owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    is_update = name in ("step", "update", "update_parameters") and _EMA.search(owner)
+    is_average = _EMA.search(name) or (is_update and "ddp" in case.kinds(wrapped, unit))
+    if name != "deepcopy" and not is_average:
+        return None
+    definition = case.tree.defined(call.func, unit.source)
+    if _unwraps(definition, name, case) or unit.source.qualified(call.func).startswith("timm."):
+        return None
+    copies, averages = "copies the wrapper with its hooks", "averages the wrapper, by names with module. in front"
+    what = copies if name == "deepcopy" else averages
+    return f"{text_of(call)} {what}: the average may stand still, or a forward on it hangs."
 
 
 def _unwraps(definition: object, name: str, case: Case) -> bool:
@@ -273,11 +156,10 @@ def _unwraps(definition: object, name: str, case: Case) -> bool:
     if isinstance(definition, Unit):
         return _pairs_well(definition)
     files = case.program.files
-    classes = (
-        [definition[1]]
-        if isinstance(definition, tuple)
-        else [u.owner for s in files for u in s.methods.get(name, []) if u.owner and _EMA.search(u.owner.name)]
-    )
+    if isinstance(definition, tuple):
+        classes = [definition[1]]
+    else:
+        classes = [u.owner for s in files for u in s.methods.get(name, []) if u.owner and _EMA.search(u.owner.name)]
     if not classes:  # of another package: diffusers' pairs by name
         return name != "deepcopy" and not any(origin.endswith("EMAModel") for origin in case.program.origins)
     return all(any(_pairs_well(u) for s in files for u in s.units if u.owner is node) for node in classes)
@@ -289,85 +171,50 @@ def _pairs_well(unit: Unit) -> bool:
     return strips or "module" in unit.attributes or ("zip" in unit.loaded and not by_name)
 
 
-@rule("DDP107")
+@rule("DDP107", unless=ANY_FRAMEWORK)
 def never_wrapped(case: Case) -> Iterator[Hit]:
     program = case.program
     starts = "torch.distributed.init_process_group" in program.origins
-    if program.frameworks or not starts or any(_AVERAGES.search(name) for name in program.origins):
+    if not starts or any(map(_AVERAGES.search, program.origins)):
         return
-    if any("grad" in u.attributes and any("reduce" in name for name in u.attributes | u.loaded) for u in program.units):
+    if any("grad" in u.attributes and any("reduce" in word for word in u.words) for u in program.units):
         return
     calls = [(u, c) for u, c in case.calls("backward") if isinstance(c.func, ast.Attribute)]
     if calls:
         unit, call = min(calls, key=lambda each: (each[0].source is not program.entry, each[1].lineno))
-        yield Hit(
-            unit,
-            call,
-            "A process group is started, but nothing is wrapped or reduced: each rank trains its own model.",
-        )
+        message = "A process group is started, but nothing is wrapped or reduced: each rank trains its own model."
+        yield Hit(unit, call, message)
 
 
-@rule("DDP106")
+@rule("DDP106", wraps=True)
 def optimizer_order(case: Case) -> Iterator[Hit]:
-    if not case.program.wraps:
-        return
-    kinds = case.meaning.kinds
     for unit in case.program.units:
-        wraps = [
-            (key, binding)
-            for key, bindings in unit.bindings.items()
-            for binding in bindings
-            if "ddp" in kinds(binding.value, unit) and isinstance(binding.value, ast.Call)
-        ]
-        optimizers = [
-            (key, binding)
-            for key, bindings in unit.bindings.items()
-            for binding in bindings
-            if isinstance(binding.value, ast.Call) and "optimizer" in kinds(binding.value, unit)
-        ]
-        for key, made in optimizers:
-            trained = _parameters_of(made.value)
-            if trained is None:
-                continue
-            for _, wrap in wraps:
-                if not isinstance(wrap.value, ast.Call) or wrap.target.lineno <= made.target.lineno:
+        made = [(key, b, b.value) for key, bs in unit.bindings.items() for b in bs if isinstance(b.value, ast.Call)]
+        wraps = [(binding, call) for _, binding, call in made if "ddp" in case.kinds(call, unit)]
+        parents = unit.source.parents
+        optimizers = [each for each in made if "optimizer" in case.kinds(each[2], unit)]
+        for key, first, optimizer in optimizers:
+            trained, line = _parameters_of(optimizer), first.target.lineno
+            for wrap, call in wraps:
+                named = {key_of(node) for node in (wrap.target, *ast.walk(call))}
+                if trained is None or wrap.target.lineno <= line or trained not in named:
                     continue
-                if key_of(wrap.target) != trained and trained not in map(key_of, ast.walk(wrap.value)):
-                    continue
-                again = next(
-                    (
-                        b
-                        for k, b in optimizers
-                        if k == key
-                        and b.target.lineno > wrap.target.lineno
-                        and _same_block(b.statement, made.statement, unit)
-                    ),
-                    None,
-                )
-                if again is not None and again.value is not None:
-                    yield Hit(
-                        unit,
-                        again.value,
-                        f"{key} is made again after the wrap: schedules and a loaded state still belong to the one of "
-                        f"line {made.target.lineno}.",
-                    )
-                moved = _move_between(trained, made.target.lineno, wrap, unit)
-                if moved is not None and made.value is not None:
-                    yield Hit(
-                        unit,
-                        made.value,
-                        f"{key} is made from {trained} before {text_of(moved, 40)} in line {moved.lineno}: it may step "
-                        "parameters that the wrapped network no longer has.",
-                    )
+                for name, second, value in optimizers:
+                    is_later = name == key and second.target.lineno > wrap.target.lineno
+                    if is_later and parents.get(second.statement) is parents.get(first.statement):
+                        stale = f"schedules and a loaded state still belong to the one of line {line}"
+                        yield Hit(unit, value, f"{key} is made again after the wrap: {stale}.")
+                        break
+                moved = _move_between(trained, line, wrap, unit)
+                if moved is not None:
+                    early = f"{key} is made from {trained} before {text_of(moved, 40)} in line {moved.lineno}"
+                    stale = "it may step parameters that the wrapped network no longer has"
+                    yield Hit(unit, optimizer, f"{early}: {stale}.")
 
 
-def _same_block(one: ast.AST, other: ast.AST, unit: Unit) -> bool:
-    return unit.source.parents.get(one) is unit.source.parents.get(other)
-
-
-def _parameters_of(value: Optional[ast.expr]) -> Optional[str]:
+def _parameters_of(optimizer: ast.Call) -> Optional[str]:
     """`model` of `Adam(model.parameters())`."""
-    first = value.args[0] if isinstance(value, ast.Call) and value.args else None
+    first = optimizer.args[0] if optimizer.args else None
     if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr == "parameters":
         return key_of(first.func.value)
     return None
@@ -376,14 +223,12 @@ def _parameters_of(value: Optional[ast.expr]) -> Optional[str]:
 def _move_between(name: str, line: int, wrap: Binding, unit: Unit) -> Optional[ast.Call]:
     """A move or replacement of the network after `line`, up to the wrap."""
     last = wrap.target.end_lineno or wrap.target.lineno
-    for call in unit.all(ast.Call):
-        if not line < call.lineno <= last:
-            continue
-        func = call.func
-        is_method = isinstance(func, ast.Attribute) and key_of(func.value) == name
-        is_to = last_name(func) == "to" and bool(call.args) and constant(call.args[0]) != "cpu"
-        if is_method and (is_to or last_name(func) in ("cuda", "half", "double", "bfloat16")):
+    for call in (c for c in unit.all(ast.Call) if line < c.lineno <= last):
+        first, method = call.args[0] if call.args else None, last_name(call)
+        is_to = method == "to" and first is not None and constant(first) != "cpu"
+        is_move = is_to or method in ("cuda", "half", "double", "bfloat16")
+        if is_move and isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name:
             return call
-        if last_name(func) == "convert_sync_batchnorm" and call.args and key_of(call.args[0]) == name:
+        if method == "convert_sync_batchnorm" and first is not None and key_of(first) == name:
             return call
     return None

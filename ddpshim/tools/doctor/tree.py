@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Optional, Union
+from typing import Callable, Optional, TypeVar, Union
 
-from ddpshim.tools.doctor.source import FUNCTIONS, Function, Source, Unit, Unreadable, key_of, last_name
+from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, entered, key_of, last_name
+from ddpshim.tools.doctor.source import Source, Unit, Unreadable
 
+T = TypeVar("T", Source, Unit)
+Class = tuple[Source, ast.ClassDef]
 _SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules", "site-packages", ".eggs"}
 _TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
 _DISTRIBUTED = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "init_distributed"}
@@ -20,9 +24,10 @@ _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
 _CALLED_BACK = {"LightningModule", "LightningDataModule", "Callback", "Trainer", "TrainerCallback"}
 _TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
 _SAVES = re.compile(r"(?i)^_?(save\w*|dump|log_model|push_to_hub)$")
+_COMMANDS = {"wrap", "main", "command", "cli", "hydra_main", "draccus"}  # decorators of what a terminal calls
 _FEW = 3  # a method name that more unrelated classes share says nothing about whose method is called
 # What is built in by a framework is not looked for in programs that use it.
-_FRAMEWORKS = {
+FRAMEWORKS = {
     "accelerate": {"accelerate.Accelerator"},
     "fabric": {"lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.pytorch.Fabric"},
     "lightning": {"pytorch_lightning.Trainer", "lightning.Trainer", "lightning.pytorch.Trainer"},
@@ -38,13 +43,9 @@ class Program:
 
     def __init__(self, entry: Source, files: list[Source], units: list[Unit]) -> None:
         self.entry, self.files, self.units = entry, files, units
-        self.frameworks = {name for name, marks in _FRAMEWORKS.items() if marks & self.origins}
+        self.frameworks = {name for name, marks in FRAMEWORKS.items() if marks & self.origins}
         self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
-        self.spawns = any(
-            unit.source.qualified(call.func) in ("torch.multiprocessing.spawn", "torch.multiprocessing.Process")
-            or (isinstance(call.func, ast.Attribute) and call.func.attr == "spawn" and "nprocs" in _keywords(call))
-            for unit, call in self.calls("spawn", "Process")
-        )
+        self.spawns = any(itertools.starmap(_spawns, self.calls("spawn", "Process")))
 
     @cached_property
     def origins(self) -> frozenset[str]:
@@ -59,25 +60,23 @@ class Program:
     @property
     def may_be_launched(self) -> bool:
         """Whether several ranks are worth it for a program of one process: it keeps its result and serves nobody."""
-        own = {name for unit in self.entry.units for name in unit.origins}
+        own = (name for unit in self.entry.units for name in unit.origins)
         serves = any(name.startswith("grpc.") or name.endswith("multiprocessing.Process") for name in own)
-        return not serves and any(_SAVES.match(name) for unit in self.units for name in unit.attributes | unit.loaded)
+        return not serves and any(_SAVES.match(name) for unit in self.units for name in unit.words)
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
         """Calls of functions or methods whose last name is one of these."""
         wanted = set(names)
         for unit in self.units:
-            if wanted & unit.loaded or wanted & unit.attributes or any(w in unit.source.names for w in wanted):
-                for call in unit.all(ast.Call):
-                    if last_name(call.func) in wanted:
-                        yield unit, call
+            if wanted & unit.words or any(w in unit.source.names for w in wanted):
+                yield from ((unit, call) for call in unit.all(ast.Call) if last_name(call) in wanted)
 
     def defines(self, method: str) -> bool:
         """Whether a class of the program has such a method."""
         return any(method in source.methods for source in self.files)
 
     def uses(self, *names: str) -> bool:
-        return any(True for _ in self.calls(*names))
+        return any(self.calls(*names))
 
 
 class Tree:
@@ -87,9 +86,9 @@ class Tree:
         self.root = root
         self.sources: list[Source] = []
         self.unreadable: list[tuple[Path, Unreadable]] = []
-        for path in _files(root, set(exclude), (".py",)):
+        for path, content in self._read(exclude, ".py"):
             try:
-                self.sources.append(Source(path, self._read(path)))
+                self.sources.append(Source(path, content))
             except Unreadable as error:
                 self.unreadable.append((path, error))
         base = root if root.is_dir() else root.parent
@@ -103,28 +102,24 @@ class Tree:
                 self._by_last.setdefault(parts[-1], []).append(source)
         self._found: dict[tuple[str, str], Optional[Source]] = {}
         self._imports: dict[Source, list[Source]] = {}
-        self._edges: dict[Unit, tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]] = {}
+        self._edges: dict[Unit, tuple[list[Unit], list[Class]]] = {}
         self._lines: dict[ast.ClassDef, tuple[ast.ClassDef, ...]] = {}
-        configs: dict[Path, bytes] = {}
-        for path in _files(root, set(exclude), (".yaml", ".yml")) if root.is_dir() else ():
-            try:
-                configs[path] = self._read(path)
-            except Unreadable as error:
-                self.unreadable.append((path, error))
+        configs = dict(self._read(exclude, ".yaml", ".yml")) if root.is_dir() else {}
         self.configs = list(configs)
         self.targets = _targets(configs)
         self.clocks = list(_clocks(configs))
         self.programs = self._find_programs()
         self.training = self._find_training()
 
-    def _read(self, path: Path) -> bytes:
-        """The content of a file; raises Unreadable for one below the root, of which there are more."""
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            if path == self.root:
-                raise
-            raise Unreadable(1, f"it cannot be opened: {error.strerror}") from error
+    def _read(self, exclude: Iterable[str], *endings: str) -> Iterator[tuple[Path, bytes]]:
+        """The files with these endings; one below the root that cannot be opened is one of many, and noted."""
+        for path in _files(self.root, set(exclude), endings):
+            try:
+                yield path, path.read_bytes()
+            except OSError as error:
+                if path == self.root:
+                    raise
+                self.unreadable.append((path, Unreadable(1, f"it cannot be opened: {error.strerror}")))
 
     def is_test(self, source: Source) -> bool:
         """Whether a file below the root is a test: nobody launches it for what it trains."""
@@ -150,11 +145,8 @@ class Tree:
             package = here if importer.path.name == "__init__.py" else here[:-1]
             package = package[: len(package) - level + 1]
             wanted = (*package, *parts)
-            return (
-                next((s for s in self._by_last.get(wanted[-1], []) if self._parts[s] == wanted), None)
-                if wanted
-                else None
-            )
+            named = self._by_last.get(wanted[-1], []) if wanted else []
+            return next((s for s in named if self._parts[s] == wanted), None)
         found = [s for s in self._by_last.get(parts[-1], []) if self._parts[s][-len(parts) :] == parts]
         beside = [s for s in found if self._parts[s][: -len(parts)] == self._parts[importer][:-1]]
         if beside:
@@ -163,9 +155,7 @@ class Tree:
             found = [s for s in found if len(self._parts[s]) == 1]
         return min(found, key=lambda s: len(self._parts[s]), default=None)
 
-    def definition(
-        self, dotted: str, importer: Source, depth: int = 0
-    ) -> Union[Unit, tuple[Source, ast.ClassDef], None]:
+    def definition(self, dotted: str, importer: Source, depth: int = 0) -> Union[Unit, Class, None]:
         """The function or class that a dotted origin names, through re-exports."""
         module, _, name = dotted.rpartition(".")
         if dotted.startswith(".") and not module.strip("."):
@@ -180,79 +170,55 @@ class Tree:
         origin = source.names.get(name)
         return self.definition(origin, source, depth + 1) if origin is not None else None
 
-    def defined(self, node: ast.AST, source: Source) -> Union[Unit, tuple[Source, ast.ClassDef], None]:
+    def defined(self, node: ast.AST, source: Source) -> Union[Unit, Class, None]:
         """What a (dotted) name in the text of `source` was defined as."""
         name = source.qualified(node)
         return self.definition(name, source) if name else None
 
+    def classes(self, nodes: Iterable[Optional[ast.AST]], source: Source) -> list[Class]:
+        """The classes of the tree that these names in the text of `source` mean."""
+        found = (self.defined(node, source) for node in nodes if node is not None)
+        return [each for each in found if isinstance(each, tuple)]
+
     def imports(self, source: Source) -> list[Source]:
         if source not in self._imports:
-            found: dict[Source, None] = {}
-            for unit in source.units:
-                for plain in unit.all(ast.Import):
-                    for alias in plain.names:
-                        self._add(found, alias.name, source)
-                for from_ in unit.all(ast.ImportFrom):
-                    base = "." * from_.level + (from_.module or "")
-                    self._add(found, base, source)
-                    for alias in from_.names:
-                        self._add(found, f"{base}.{alias.name}" if from_.module else base + alias.name, source)
-            found.pop(source, None)
-            self._imports[source] = list(found)
+            found = [self.module(dotted, source) for dotted in source.imported]
+            self._imports[source] = list(dict.fromkeys(s for s in found if s is not None and s is not source))
         return self._imports[source]
-
-    def _add(self, found: dict[Source, None], dotted: str, importer: Source) -> None:
-        module = self.module(dotted, importer)
-        if module is not None:
-            found[module] = None
 
     def closure(self, entry: Source) -> list[Source]:
         """The entry and all that it imports, directly or not."""
-        seen, queue = {entry: None}, [entry]
+        start = [entry]
         if any(name.partition(".")[0] == "hydra" for name in entry.names.values()):
-            for dotted in {dotted for places in self.targets.values() for dotted, _ in places}:
-                module = self.module(dotted.rpartition(".")[0], entry) if "." in dotted else None
-                if module is not None and module not in seen and not module.is_script:
-                    seen[module] = None
-                    queue.append(module)
-        while queue:
-            for source in self.imports(queue.pop()):
-                if source not in seen:
-                    seen[source] = None
-                    queue.append(source)
-        return list(seen)
+            targets = {dotted for places in self.targets.values() for dotted, _ in places if "." in dotted}
+            modules = (self.module(dotted.rpartition(".")[0], entry) for dotted in targets)
+            start += [module for module in modules if module is not None and not module.is_script]
+        return _all_from(start, self.imports)
 
     def _find_programs(self) -> list[Program]:
         trains = {s for s in self.sources if any(_trains(u) for u in s.units)}
         imported = {i for s in self.sources for i in self.imports(s)} if trains else set()
         programs: list[Program] = []
         covered: set[Source] = set()
-        for entry in self.sources:
-            is_root = entry.is_script or entry not in imported
-            if not trains or not is_root or self.is_test(entry):
+        for entry in self.sources if trains else ():
+            if not (entry.is_script or entry not in imported) or self.is_test(entry):
                 continue
             files = self.closure(entry)
-            if trains.isdisjoint(files):
-                continue
-            reached = self._reach([entry.module, entry.main], files)
+            reached = self._reach([entry.module, entry.main], files) if not trains.isdisjoint(files) else []
             if any(_trains(unit) for unit in reached) and not any("init_rpc" in unit.attributes for unit in reached):
                 units = self._reach([*reached, *_run_at_import(files, entry)], files)
                 program = Program(entry, files, units)
                 if program.is_distributed or self.root.is_file() or program.may_be_launched:
                     programs.append(program)
-                covered.update(s for s in trains if any(u.source is s and _trains(u) for u in units))
+                covered.update(u.source for u in units if _trains(u))
         for entry in self.sources:  # a trainer that is reached through a string in a config, or by other code
             is_named = self.root.is_file() or not self.targets.keys().isdisjoint(entry.classes)
-            if (
-                is_named
-                and entry in trains - covered
-                and not any("init_rpc" in u.attributes for u in entry.units)
-                and not self.is_test(entry)
-            ):
+            if not is_named or entry not in trains - covered or self.is_test(entry):
+                continue
+            if not any("init_rpc" in u.attributes for u in entry.units):
                 files = self.closure(entry)
-                programs.append(
-                    Program(entry, files, self._reach([*entry.units, *_run_at_import(files, entry)], files))
-                )
+                units = self._reach([*entry.units, *_run_at_import(files, entry)], files)
+                programs.append(Program(entry, files, units))
         return sorted(programs, key=lambda p: not p.is_distributed)
 
     def _find_training(self) -> set[Unit]:
@@ -265,16 +231,12 @@ class Tree:
                 callers.setdefault(called, []).append(unit)
             for attribute in unit.attributes:
                 names.setdefault(attribute, []).append(unit)
-        queue = [u for u in units if _trains(u)]
-        found = set(queue)
-        while queue:
-            unit = queue.pop()
-            by_name = names.get(unit.name, []) if unit.owner is not None and not unit.name.startswith("__") else []
-            for caller in [*callers.get(unit, []), *by_name]:
-                if caller not in found:
-                    found.add(caller)
-                    queue.append(caller)
-        return found
+
+        def callers_of(unit: Unit) -> list[Unit]:
+            is_method = unit.owner is not None and not unit.name.startswith("__")
+            return [*callers.get(unit, []), *(names.get(unit.name, []) if is_method else [])]
+
+        return set(_all_from((u for u in units if _trains(u)), callers_of))
 
     def _reach(self, start: Iterable[Unit], files: list[Source]) -> list[Unit]:
         """The units that `start` may run: functions by name, methods by name where their class is used somewhere."""
@@ -304,25 +266,20 @@ class Tree:
             for unit in by_class.get(node, []):
                 if is_called_back or unit.name in asked or unit.name[:2] == "__" or unit.name == "forward":
                     add(unit)
-            for base in node.bases:
-                found = self.defined(base, source)
-                if isinstance(found, tuple):
-                    use(*found)
+            for base in self.classes(node.bases, source):
+                use(*base)
 
         for source in files:
             for name, node in source.classes.items():
-                if _is_registered(node) or name in self.targets:
+                if _is_registered(map(last_name, node.decorator_list)) or name in self.targets:
                     use(source, node)
         for unit in list(seen):
             if unit.owner is not None:
                 live.add(unit.owner)
             if isinstance(unit.node, FUNCTIONS) and unit.node.decorator_list:
-                for parameter in unit.node.args.args:  # a parser makes it from the command line
-                    found = (
-                        self.defined(parameter.annotation, unit.source) if parameter.annotation is not None else None
-                    )
-                    if isinstance(found, tuple):
-                        use(*found)
+                # A parser makes its arguments from the command line.
+                for found in self.classes((a.annotation for a in unit.node.args.args), unit.source):
+                    use(*found)
         while queue:
             unit = queue.pop()
             functions, classes = self._direct(unit)
@@ -331,7 +288,9 @@ class Tree:
             for found in classes:
                 use(*found)
             for name in (unit.attributes & names) - asked:
-                if self._num_families(name, methods) <= _FEW:
+                # How many unrelated classes have a method of this name?
+                families = {self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner is not None}
+                if len(families) <= _FEW:
                     asked.add(name)
                     for method in methods[name]:
                         if method.owner in live:
@@ -343,17 +302,12 @@ class Tree:
                                 add(method)
         return list(seen)
 
-    def _num_families(self, name: str, methods: dict[str, list[Unit]]) -> int:
-        """How many unrelated classes have a method of this name."""
-        return len({self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner is not None})
-
     def _line(self, source: Source, node: ast.ClassDef) -> tuple[ast.ClassDef, ...]:
         """A class and its bases in the tree, the first of each."""
         if node not in self._lines:
             self._lines[node] = (node,)  # while it is looked for: a class that seems to be its own base
-            bases = [self.defined(base, source) for base in node.bases]
-            first = next((b for b in bases if isinstance(b, tuple)), None)
-            self._lines[node] = (node, *self._line(*first)) if first is not None else (node,)
+            bases = self.classes(node.bases, source)
+            self._lines[node] = (node, *self._line(*bases[0])) if bases else (node,)
         return self._lines[node]
 
     def _receivers(self, name: str, unit: Unit) -> Iterator[tuple[ast.ClassDef, ...]]:
@@ -369,12 +323,10 @@ class Tree:
             mates = [u for u in unit.source.units if unit.owner is not None and u.owner is unit.owner]
             values: list[Optional[ast.expr]] = [receiver] if isinstance(receiver, ast.Call) else []
             values += [b.value for u in [unit, unit.source.module, *mates] for b in u.bindings.get(key or "", [])]
-            for value in values:
-                found = self.defined(value.func, unit.source) if isinstance(value, ast.Call) else None
-                if isinstance(found, tuple):
-                    yield self._line(*found)
+            made = [value.func for value in values if isinstance(value, ast.Call)]
+            yield from (self._line(*found) for found in self.classes(made, unit.source))
 
-    def _direct(self, unit: Unit) -> tuple[list[Unit], list[tuple[Source, ast.ClassDef]]]:
+    def _direct(self, unit: Unit) -> tuple[list[Unit], list[Class]]:
         """Functions and classes that `unit` names."""
         if unit not in self._edges:
             found = [self.definition(dotted, unit.source) for dotted in unit.used - {""}]
@@ -383,25 +335,27 @@ class Tree:
         return self._edges[unit]
 
 
+def _all_from(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> list[T]:
+    """All that is reached from `start`, itself included."""
+    seen = dict.fromkeys(start)
+    queue = list(seen)
+    while queue:
+        for each in follow(queue.pop()):
+            if each not in seen:
+                seen[each] = None
+                queue.append(each)
+    return list(seen)
+
+
 def _run_at_import(files: list[Source], entry: Source) -> list[Unit]:
-    registered = [
-        u
-        for s in files
-        for u in s.units
-        if isinstance(u.node, FUNCTIONS) and u.owner is None and _is_registered(u.node)
-    ]
-    own = [u for u in entry.functions.values() if u.name == "main" or _is_command(u)]
+    registered = [u for s in files for u in s.units if u.owner is None and _is_registered(entered(u.node))]
+    own = [u for u in entry.functions.values() if u.name == "main" or not _COMMANDS.isdisjoint(entered(u.node))]
     return [*(s.module for s in files), entry.main, *registered, *own]
 
 
-def _is_command(unit: Unit) -> bool:
-    names = {last_name(d) for d in unit.node.decorator_list} if isinstance(unit.node, FUNCTIONS) else set()
-    return not names.isdisjoint({"wrap", "main", "command", "cli", "hydra_main", "draccus"})
-
-
-def _is_registered(node: Union[Function, ast.ClassDef]) -> bool:
-    """Whether a decorator puts it into a registry, from where it is called by a name in a config."""
-    return any("regist" in last_name(decorator).lower() for decorator in node.decorator_list)
+def _is_registered(decorators: Iterable[str]) -> bool:
+    """Whether one of them puts something into a registry, from where it is called by a name in a config."""
+    return any("regist" in name.lower() for name in decorators)
 
 
 def _trains(unit: Unit) -> bool:
@@ -410,18 +364,18 @@ def _trains(unit: Unit) -> bool:
     )
 
 
-def _is_distributed(unit: Unit) -> bool:
-    if _DISTRIBUTED & unit.attributes or any(
-        unit.source.names.get(name, name).rpartition(".")[2] in _DISTRIBUTED for name in unit.loaded
-    ):
+def _spawns(unit: Unit, call: ast.Call) -> bool:
+    if unit.source.qualified(call.func) in ("torch.multiprocessing.spawn", "torch.multiprocessing.Process"):
         return True
-    return "environ" in unit.attributes and any(
-        c.value in _DISTRIBUTED_VARIABLES for c in unit.all(ast.Constant) if isinstance(c.value, str)
-    )
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "spawn" and argument(call, "nprocs") is not None
 
 
-def _keywords(call: ast.Call) -> set[Optional[str]]:
-    return {keyword.arg for keyword in call.keywords}
+def _is_distributed(unit: Unit) -> bool:
+    named = (unit.source.names.get(name, name).rpartition(".")[2] for name in unit.loaded)
+    if not _DISTRIBUTED.isdisjoint(unit.attributes) or not _DISTRIBUTED.isdisjoint(named):
+        return True
+    texts = (c.value for c in unit.all(ast.Constant) if isinstance(c.value, str))
+    return "environ" in unit.attributes and not _DISTRIBUTED_VARIABLES.isdisjoint(texts)
 
 
 def _targets(configs: dict[Path, bytes]) -> dict[str, list[tuple[str, Path]]]:
