@@ -117,11 +117,11 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.selftest.running import Options, coloured, run
+    from ddpshim.tools.selftest.running import Plan, coloured, run
 
     names = ("nproc", "device", "nnodes", "node_rank", "master_addr", "master_port", "timeout_s")
     try:
-        line, is_good = run(Options(**{name: getattr(arguments, name) for name in names})), True
+        line, is_good = run(Plan(**{name: getattr(arguments, name) for name in names})), True
     except DdpShimError as error:
         line, is_good = f"selftest failed: {error}", False
     print(coloured(line, is_good), flush=True)
@@ -210,11 +210,11 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from ddpshim.launch.runner import Job
+    from ddpshim.launch.runner import Launch
     from ddpshim.tools.audit.recording import Settings
     from ddpshim.tools.audit.running import as_json, as_text, audit
 
-    job = Job(
+    job = Launch(
         program=arguments.program,
         arguments=tuple(arguments.arguments),
         is_module=arguments.module,
@@ -273,10 +273,10 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ddpshim.launch.runner import Job, run
+    from ddpshim.launch.runner import Launch, run
 
     return run(
-        Job(
+        Launch(
             program=arguments.program,
             arguments=tuple(arguments.arguments),
             is_module=arguments.module,
@@ -320,13 +320,13 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _slurm(arguments: argparse.Namespace) -> int:
-    from ddpshim.launch.runner import Job, problems_of_program
+    from ddpshim.launch.runner import Launch, problems_of_program
     from ddpshim.launch.slurm import Settings, batch_script
 
     settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
     print(batch_script(Settings(**settings)), end="")
     sys.stdout.flush()
-    for problem in problems_of_program(Job(arguments.program, is_module=arguments.module)):
+    for problem in problems_of_program(Launch(arguments.program, is_module=arguments.module)):
         say(f"{problem} (The script is printed all the same: the job may find it.)")
     return 0
 

@@ -20,7 +20,7 @@ from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.job.random_streams import TwoStreams
 from ddpshim.launch import runner
-from ddpshim.launch.runner import Job
+from ddpshim.launch.runner import Launch
 from ddpshim.trainers.dataparallel import convert
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
@@ -484,12 +484,12 @@ def test_what_run_tells_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         if before is not None:
             monkeypatch.setenv("PYTHONHASHSEED", before)
         monkeypatch.setenv(variables.CONVERT, "left over")
-        runner._tell_conversion(Job("train.py"))
+        runner._tell_conversion(Launch("train.py"))
         assert (os.environ.get(variables.CONVERT), os.environ.get("PYTHONHASHSEED")) == (None, before)
-        runner._tell_conversion(Job("train.py", convert="dataparallel"))
+        runner._tell_conversion(Launch("train.py", convert="dataparallel"))
         assert (os.environ[variables.CONVERT], os.environ["PYTHONHASHSEED"]) == ("dataparallel", after)
     with pytest.raises(LaunchError, match=r"--convert dataparallel with -m robomimic\.scripts\.train"):
-        runner.check(Job("robomimic.scripts.train", is_module=True, convert="dataparallel"), {})
+        runner.check(Launch("robomimic.scripts.train", is_module=True, convert="dataparallel"), {})
 
 
 # Pure functions

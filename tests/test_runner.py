@@ -29,7 +29,7 @@ from ddpshim.errors import LaunchError
 from ddpshim.job import failure_notes, rank_log
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.launch import runner
-from ddpshim.launch.runner import Job
+from ddpshim.launch.runner import Launch
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
 from tests.preloaded_commands import patience
@@ -395,31 +395,31 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
 @pytest.mark.parametrize(
     "job",
     [
-        Job("train.py"),
-        Job("main", is_module=True),
-        Job("loud.train", is_module=True),  # packages above are found, not imported
-        Job("loud.bare.train", is_module=True),
-        Job("train.py", nnodes=1),
-        Job("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
+        Launch("train.py"),
+        Launch("main", is_module=True),
+        Launch("loud.train", is_module=True),  # packages above are found, not imported
+        Launch("loud.bare.train", is_module=True),
+        Launch("train.py", nnodes=1),
+        Launch("train.py", **NODES, node_rank=1),  # type: ignore[arg-type]
     ],
 )
-def test_check_passes(here: Path, job: Job) -> None:
+def test_check_passes(here: Path, job: Launch) -> None:
     runner.check(job, {"DDPSHIM_LAUNCHER": "torchrun"})
 
 
 REFUSED = [
-    (Job("absent.py"), "absent.py is no file (seen from "),
-    (Job("alone"), "alone is a folder"),
-    (Job("broken.py"), "broken.py does not compile (invalid syntax (broken.py, line 1))"),
-    (Job("absent", is_module=True), "-m absent: no such module"),
-    (Job("main.absent", is_module=True), "-m main.absent: no such module"),
-    (Job("alone", is_module=True), "-m alone: no such module, or a package without __main__.py"),
-    (Job("train..x", is_module=True), "-m train..x: no such module"),
-    (Job("train.py", **NODES, node_rank=2), "--node-rank=2 is not below --nnodes=2"),  # type: ignore[arg-type]
-    (Job("train.py", nnodes=2), "--nnodes=2 without --node-rank and --master-addr"),
-    (Job("train.py", node_rank=1), "--node-rank=1 without --nnodes"),
+    (Launch("absent.py"), "absent.py is no file (seen from "),
+    (Launch("alone"), "alone is a folder"),
+    (Launch("broken.py"), "broken.py does not compile (invalid syntax (broken.py, line 1))"),
+    (Launch("absent", is_module=True), "-m absent: no such module"),
+    (Launch("main.absent", is_module=True), "-m main.absent: no such module"),
+    (Launch("alone", is_module=True), "-m alone: no such module, or a package without __main__.py"),
+    (Launch("train..x", is_module=True), "-m train..x: no such module"),
+    (Launch("train.py", **NODES, node_rank=2), "--node-rank=2 is not below --nnodes=2"),  # type: ignore[arg-type]
+    (Launch("train.py", nnodes=2), "--nnodes=2 without --node-rank and --master-addr"),
+    (Launch("train.py", node_rank=1), "--node-rank=1 without --nnodes"),
     (
-        Job("train.py", nnodes=2, node_rank=1, master_addr="absent.invalid", master_port=1),
+        Launch("train.py", nnodes=2, node_rank=1, master_addr="absent.invalid", master_port=1),
         "--master-addr=absent.invalid does not resolve",
     ),
 ]
@@ -427,7 +427,7 @@ REFUSED = [
 
 @pytest.mark.unit
 @pytest.mark.parametrize(("job", "message"), REFUSED)
-def test_check_refuses(here: Path, job: Job, message: str) -> None:
+def test_check_refuses(here: Path, job: Launch, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         runner.check(job, {})
     assert str(caught.value).startswith(message)
@@ -437,7 +437,7 @@ def test_check_refuses(here: Path, job: Job, message: str) -> None:
 @pytest.mark.unit
 def test_check_names_all_that_is_wrong(here: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        runner.check(Job("absent.py", node_rank=1), {"RANK": "0", "WORLD_SIZE": "2", "DDPSHIM_LAUNCHER": "none"})
+        runner.check(Launch("absent.py", node_rank=1), {"RANK": "0", "WORLD_SIZE": "2", "DDPSHIM_LAUNCHER": "none"})
     nested, forced, absent, alone = str(caught.value).splitlines()
     assert nested.startswith("RANK='0', WORLD_SIZE='2' set already: this is a rank of a job")
     assert forced.startswith("DDPSHIM_LAUNCHER='none', but `run` launches through torchrun")
@@ -451,7 +451,7 @@ def test_node_0_needs_its_port_free(here: Path) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        job = Job("train.py", nnodes=2, node_rank=0, master_addr="localhost", master_port=port)
+        job = Launch("train.py", nnodes=2, node_rank=0, master_addr="localhost", master_port=port)
         with pytest.raises(LaunchError, match=f"MASTER_PORT={port} of MASTER_ADDR='localhost' cannot be served"):
             runner.check(job, {})
 
@@ -488,7 +488,7 @@ def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: i
 @pytest.mark.unit
 def test_a_log_dir_that_cannot_be_written_to(here: Path) -> None:
     with pytest.raises(LaunchError, match=r"train.py cannot be written to .* --no-logs"):
-        runner.run(Job("train.py", log_dir="train.py"))
+        runner.run(Launch("train.py", log_dir="train.py"))
 
 
 STEP = {
@@ -505,14 +505,14 @@ STEP = {
 
 @pytest.mark.unit
 def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
-    job = runner._nodes_of_scheduler(Job("train.py"), STEP)
+    job = runner._nodes_of_scheduler(Launch("train.py"), STEP)
     assert (job.nnodes, job.node_rank, job.master_addr) == (2, 1, "gpu1")
     assert 15000 <= (job.master_port or 0) < 30000
-    by_hand = Job("train.py", nnodes=3, node_rank=0, master_addr="a")
+    by_hand = Launch("train.py", nnodes=3, node_rank=0, master_addr="a")
     assert runner._nodes_of_scheduler(by_hand, STEP).master_port == 29500
     crowded = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
     with pytest.raises(LaunchError, match="2 tasks on this node, and each would start all its ranks"):
-        runner._nodes_of_scheduler(Job("train.py"), crowded)
+        runner._nodes_of_scheduler(Launch("train.py"), crowded)
 
 
 @pytest.mark.unit

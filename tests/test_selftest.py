@@ -20,15 +20,15 @@ from ddpshim.errors import LaunchError, WorldError
 from ddpshim.job import failure
 from ddpshim.tools.selftest import checks
 from ddpshim.tools.selftest import running as selftest
-from ddpshim.tools.selftest.checks import Place, Report, run_rank
-from ddpshim.tools.selftest.running import Options, SelfTestFailed, coloured, run
+from ddpshim.tools.selftest.checks import Outcome, Place, run_rank
+from ddpshim.tools.selftest.running import Plan, SelfTestFailed, coloured, run
 from tests.preloaded_commands import patience
 from tests.ranks import free_port
 
 
 def _failure(fault: Callable[[Place, Any], None], **options: Any) -> str:
     with pytest.raises(SelfTestFailed) as caught:
-        run(Options(**{"nproc": 2, "device": "cpu", "timeout_s": 60.0, **options}), {}, lambda line: None, fault)
+        run(Plan(**{"nproc": 2, "device": "cpu", "timeout_s": 60.0, **options}), {}, lambda line: None, fault)
     return str(caught.value)
 
 
@@ -153,9 +153,9 @@ def test_blame_goes_past_a_rank_that_only_lost_or_awaited_another(
     ranks._places = [Place(rank, 2, rank, 2, 0, "127.0.0.1", 1, "cpu", 1.0, "") for rank in range(2)]
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
     ranks._pipes = [receive for receive, _ in pipes]
-    pipes[0][1].send(Report(0, 1.0, 0.0, error="closed by peer", is_consequence=True))
+    pipes[0][1].send(Outcome(0, 1.0, 0.0, error="closed by peer", is_consequence=True))
     if not silent:
-        pipes[1][1].send(Report(1, 2.0, 0.0, error="its own fault"))
+        pipes[1][1].send(Outcome(1, 2.0, 0.0, error="its own fault"))
     said = r"noise, rank 1: no answer for 1 s \(closed by peer\)" if silent else "^noise, rank 1: its own fault$"
     with pytest.raises(SelfTestFailed, match=said):
         ranks.reports_of("noise", 1.0)
@@ -175,7 +175,7 @@ def _sleeps_for_ever(rank: Any) -> str:
 @pytest.mark.launch
 def test_a_rank_that_is_stuck_is_named_with_its_stack_before_the_deadline() -> None:
     passed: list[float] = []  # when each line was said: the start is no part of what a check may take
-    options = Options(nproc=2, device="cpu", timeout_s=4.0)
+    options = Plan(nproc=2, device="cpu", timeout_s=4.0)
     with pytest.raises(SelfTestFailed) as caught:
         run(options, {}, lambda line: passed.append(time.monotonic()), _with_one_rank_stuck)
     assert time.monotonic() - passed[-1] < patience(30)
@@ -190,9 +190,7 @@ class _Node(threading.Thread):
     def __init__(self, port: int, node_rank: int, nnodes: int = 2, fault: Any = None, **options: Any) -> None:
         super().__init__(daemon=True)
         place: dict[str, Any] = {"nnodes": nnodes, "node_rank": node_rank, "master_addr": "127.0.0.1"}
-        self.options = Options(
-            **{"nproc": 1, "device": "cpu", "master_port": port, "timeout_s": 60.0, **place, **options}
-        )
+        self.options = Plan(**{"nproc": 1, "device": "cpu", "master_port": port, "timeout_s": 60.0, **place, **options})
         self.lines: list[str] = []
         self.fault = fault
         self.error: Optional[Exception] = None
@@ -256,7 +254,7 @@ def test_two_nodes_with_one_number() -> None:
 
 
 def test_a_node_that_is_sent_away_does_not_sign_off_for_the_one_with_its_number() -> None:
-    place = Options(1, "cpu", 3, 1, "127.0.0.1", free_port(), timeout_s=2.0)
+    place = Plan(1, "cpu", 3, 1, "127.0.0.1", free_port(), timeout_s=2.0)
     nodes = [selftest._Nodes(replace(place, node_rank=rank)) for rank in (0, 1, 1)]
     nodes[0].store.add("selftest/claims/1", 1)  # as the other one has
     with pytest.raises(LaunchError, match="--node-rank 1 is taken"):
@@ -270,7 +268,7 @@ def test_a_node_that_is_sent_away_does_not_sign_off_for_the_one_with_its_number(
 
 def test_a_port_that_nobody_serves_names_host_port_and_what_to_try() -> None:
     port = free_port()
-    options = Options(1, "cpu", 2, 1, "127.0.0.1", port, timeout_s=0.5)
+    options = Plan(1, "cpu", 2, 1, "127.0.0.1", port, timeout_s=0.5)
     with pytest.raises(
         LaunchError, match=rf"node 1 cannot reach node 0 at 127\.0\.0\.1:{port} .*node 0 has not started"
     ):
@@ -278,7 +276,7 @@ def test_a_port_that_nobody_serves_names_host_port_and_what_to_try() -> None:
 
 
 def test_a_name_that_is_not_known_is_not_tried_again() -> None:
-    options = Options(1, "cpu", 2, 1, "nowhere.invalid", 29500, timeout_s=600)
+    options = Plan(1, "cpu", 2, 1, "nowhere.invalid", 29500, timeout_s=600)
     with pytest.raises(LaunchError, match=r"cannot reach node 0 at nowhere\.invalid:29500 .*Give --master-addr an IP"):
         run(options, {})
 
@@ -319,17 +317,17 @@ def test_the_place_of_a_node_comes_from_its_launcher() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         "SLURM_JOB_NODELIST": "gpu[1-2]",
     }
-    found = selftest._completed(Options(nnodes=2), step)
+    found = selftest._completed(Plan(nnodes=2), step)
     assert (found.node_rank, found.master_addr) == (1, "gpu1")
     assert found.master_port is not None
-    given = selftest._completed(Options(nnodes=2, node_rank=0, master_addr="a"), step)
+    given = selftest._completed(Plan(nnodes=2, node_rank=0, master_addr="a"), step)
     assert (given.node_rank, given.master_addr, given.master_port) == (0, "a", 29500)
     with pytest.raises(LaunchError, match="no launcher that started one process on each node"):
-        selftest._completed(Options(nnodes=3), step)
+        selftest._completed(Plan(nnodes=3), step)
     with pytest.raises(LaunchError, match="--node-rank 2 is none of 2 nodes"):
-        selftest._completed(Options(nnodes=2, node_rank=2, master_addr="a"), {})
+        selftest._completed(Plan(nnodes=2, node_rank=2, master_addr="a"), {})
     with pytest.raises(LaunchError, match="nproc=0"):
-        selftest._completed(Options(nproc=0), {})
+        selftest._completed(Plan(nproc=0), {})
 
 
 def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Callable, Optional
 from ddpshim.errors import DdpShimError
 from ddpshim.job.preemption import SIGNALS
 
-Job = Callable[[], Any]
+Task = Callable[[], Any]
 _READY = "ready"
 _NICE = 5
 _LOOK_EVERY_S = 1.0
@@ -61,7 +61,7 @@ class Background:
 
     def __init__(self, module: str, descriptors: Iterable[int] = ()) -> None:
         self._owner = os.getpid()
-        self._waiting: deque[tuple[Job, str]] = deque()
+        self._waiting: deque[tuple[Task, str]] = deque()
         self._failed: list[str] = []  # why a job failed, and what was left out because of it
         self._is_ready = False
         self.did_not_start = False
@@ -103,7 +103,7 @@ class Background:
         """Of the process."""
         return self._process.pid
 
-    def do(self, job: Job, what: str) -> None:
+    def do(self, job: Task, what: str) -> None:
         """Have `job` done after those before it, if they all succeed; `what` names it in errors."""
         self._waiting.append((job, what))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds that it has ended

@@ -36,7 +36,7 @@ _NUM_LINES_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Job:
+class Launch:
     """What to run, and where. None: as `run` finds best."""
 
     program: str  # a file, or with is_module the name of a module
@@ -55,7 +55,7 @@ class Job:
     audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.tools.audit.recording
 
 
-def run(job: Job) -> int:
+def run(job: Launch) -> int:
     """The exit code of `job`, when all its ranks on this node have ended.
 
     Signals that this process gets are passed on to the ranks, once each; after SIGTERM, SIGINT, SIGHUP or SIGQUIT they
@@ -103,7 +103,7 @@ def run(job: Job) -> int:
         return 128 - code if code < 0 else code
 
 
-def check(job: Job, environ: Mapping[str, str]) -> None:
+def check(job: Launch, environ: Mapping[str, str]) -> None:
     """Nothing, if `job` can start here. Local: reads files, opens and closes a socket, imports no torch.
 
     Raises LaunchError, a line for each thing that is wrong.
@@ -128,7 +128,7 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _tell_conversion(job: Job) -> None:
+def _tell_conversion(job: Launch) -> None:
     os.environ.pop(variables.CONVERT, None)
     if job.convert is not None:
         os.environ[variables.CONVERT] = job.convert
@@ -137,7 +137,7 @@ def _tell_conversion(job: Job) -> None:
             os.environ["PYTHONHASHSEED"] = "0"
 
 
-def problems_of_program(job: Job) -> Iterator[str]:
+def problems_of_program(job: Launch) -> Iterator[str]:
     """Why no rank could run the program of `job`, a line for each reason. Local; reads files, imports nothing."""
     if job.convert is not None and job.is_module and job.program.partition(".")[0] == "robomimic":
         yield (
@@ -186,7 +186,7 @@ def _find_inside(package: Optional[ModuleSpec], name: str) -> Optional[ModuleSpe
     return importlib.machinery.PathFinder.find_spec(name, inside) if inside is not None else None
 
 
-def _problems_of_nodes(job: Job) -> Iterator[str]:
+def _problems_of_nodes(job: Launch) -> Iterator[str]:
     nnodes, node_rank = job.nnodes or 1, job.node_rank or 0
     if nnodes == 1:
         given = {"--master-addr": job.master_addr, "--master-port": job.master_port, "--node-rank": job.node_rank}
@@ -226,12 +226,12 @@ def _problems_of_nodes(job: Job) -> Iterator[str]:
                     yield str(error)
 
 
-def _served(job: Job) -> LaunchEnv:
+def _served(job: Launch) -> LaunchEnv:
     """What node 0 has to serve, in the words of `check_port`."""
     return LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, "arguments of run")
 
 
-def _nodes_of_scheduler(job: Job, environ: Mapping[str, str]) -> Job:
+def _nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
     """`job` with its place among the nodes, where srun or mpirun started one `run` on each node of several."""
     if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
         return _with_port(job)
@@ -253,12 +253,12 @@ def _nodes_of_scheduler(job: Job, environ: Mapping[str, str]) -> Job:
     )
 
 
-def _with_port(job: Job) -> Job:
+def _with_port(job: Launch) -> Launch:
     """All nodes have to know the port: torchrun's own where nobody has said one."""
     return replace(job, master_port=29500) if (job.nnodes or 1) > 1 and job.master_port is None else job
 
 
-def _make_log_dir(job: Job) -> Path:
+def _make_log_dir(job: Launch) -> Path:
     log_dir = Path(job.log_dir or f"ddpshim-logs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ def _check_gpus(nproc: str) -> None:
         )
 
 
-def _torchrun_arguments(job: Job, run_dir: str) -> list[str]:
+def _torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
     if (job.nnodes or 1) == 1:
         # The kernel chooses a free port. The address is stated: the host's own name may not resolve.
         meet = ["--standalone", "--local-addr=127.0.0.1"]

@@ -20,14 +20,14 @@ _MUCH_GROWTH, _LEAST_GROWTH_BYTES = 1.3, 200e6
 _QUIET_S = 120.0
 
 
-class Finding(NamedTuple):
+class Remark(NamedTuple):
     """A sentence for those who look: "bad" is to be seen to, "note" may be, "good" is as it should be."""
 
     level: str
     text: str
 
 
-def verdict(run: Run) -> Finding:
+def verdict(run: Run) -> Remark:
     """How the run ended, in a sentence."""
     start, ends = run.last, run.last.ends()
     silent = [rank for rank in range(start.world_size) if rank not in ends]
@@ -36,61 +36,61 @@ def verdict(run: Run) -> Finding:
     if failed:
         own = {r: e for r, e in failed.items() if e.get("first") in (None, r) and not _lost_a_peer(e)}
         if silent and not own:
-            return Finding(
+            return Remark(
                 "bad", f"Failed: {ranks_called(silent)} ended without a word, killed perhaps (out of memory?)"
             )
         rank = min(own or failed, key=lambda r: float(failed[r]["time"]))
-        return Finding("bad", f"Failed: rank {rank}: {first_line(failed[rank].get('error'))}")
+        return Remark("bad", f"Failed: rank {rank}: {first_line(failed[rank].get('error'))}")
     if left:
         where = f"epoch {left[0].get('epoch', '?')}, step {left[0].get('step', '?')}"
-        return Finding(
+        return Remark(
             "note",
             f"Interrupted ({left[0].get('reason', 'a signal')}): saved at {where}, counted from 0; left with exit code "
             f"{left[0].get('exit_code', 75)} and goes on when it is started again",
         )
     if not silent:
-        return Finding("good", "Finished: every rank came to the end of the training")
+        return Remark("good", "Finished: every rank came to the end of the training")
     quiet_s = time.time() - start.ended
     if quiet_s < _QUIET_S and not ends:
-        return Finding("note", f"Still running, as it seems: the last record is {quiet_s:.0f} s old")
+        return Remark("note", f"Still running, as it seems: the last record is {quiet_s:.0f} s old")
     last = clock(start.ended)
     who = "No rank" if not ends else f"{ranks_called(silent)} of {start.world_size} never"
-    return Finding("bad", f"{who} said how it ended (killed, or the machine went down); the last record is of {last}")
+    return Remark("bad", f"{who} said how it ended (killed, or the machine went down); the last record is of {last}")
 
 
-def findings(run: Run) -> list[Finding]:
+def findings(run: Run) -> list[Remark]:
     """What to look at, the worst first."""
     looks = (_about_records, _about_losses, _about_guards, _about_time, _about_memory, _about_saving)
     found = [finding for look in looks for finding in look(run)]
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
 
 
-def _about_records(run: Run) -> Iterator[Finding]:
+def _about_records(run: Run) -> Iterator[Remark]:
     for start in run.starts:
         if start.missing:
-            yield Finding(
+            yield Remark(
                 "bad",
                 f"Of start {start.number} the records of {ranks_called(start.missing)} are not here; what follows is "
                 "of the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
             )
     if run.num_torn:
         lines = count(run.num_torn, "line")
-        yield Finding("note", f"{lines} of the records could not be read (a kill in the middle of a write): left out")
+        yield Remark("note", f"{lines} of the records could not be read (a kill in the middle of a write): left out")
     progress = run.unfinished()
     if progress is not None:
         said = "" if progress.get("loss") is None else f", loss {number(progress['loss'])}"
-        yield Finding("note", f"After the last whole epoch {progress.get('steps')} more steps were written down{said}")
+        yield Remark("note", f"After the last whole epoch {progress.get('steps')} more steps were written down{said}")
     if len(run.starts) > 1:
         sizes = ", ".join(str(start.world_size) for start in run.starts)
-        yield Finding("note", f"The run was started {len(run.starts)} times, on {sizes} ranks")
+        yield Remark("note", f"The run was started {len(run.starts)} times, on {sizes} ranks")
 
 
-def _about_losses(run: Run) -> Iterator[Finding]:
+def _about_losses(run: Run) -> Iterator[Remark]:
     rows = [(epoch, rank, row.loss) for epoch in run.epochs for rank, row in epoch.training.items()]
     odd = [(epoch, rank) for epoch, rank, loss in rows if loss is not None and not math.isfinite(loss)]
     if odd:
         epoch, rank = odd[0]
-        yield Finding(
+        yield Remark(
             "bad",
             f"The loss is not finite from epoch {epoch.number} on (rank {rank}): lower the learning rate, clip "
             "gradients, or look for broken samples",
@@ -99,13 +99,13 @@ def _about_losses(run: Run) -> Iterator[Finding]:
     if gap is not None:
         epoch, rank, share = gap
         if share == 0:
-            yield Finding(
+            yield Remark(
                 "note",
                 "All ranks report exactly the same losses: they were averaged before they were written down, or every "
                 "rank sees the same samples",
             )
         else:
-            yield Finding(
+            yield Remark(
                 "good",
                 "The ranks' losses differ, as they should, since each sees its own share of the samples: by at most "
                 f"{percent(share)} from their mean (rank {rank}, epoch {epoch.number})",
@@ -114,7 +114,7 @@ def _about_losses(run: Run) -> Iterator[Finding]:
     if len(valid) > 2:
         best, then = min(valid)
         if valid[-1][0] > 1.1 * best and then != valid[-1][1]:
-            yield Finding(
+            yield Remark(
                 "note",
                 f"The validation loss was lowest in epoch {then} ({number(best)}) and is {number(valid[-1][0])} now: "
                 "the policy may be overfitting",
@@ -145,66 +145,66 @@ def deviations(epoch: Epoch) -> list[tuple[int, float, float]]:
     return [(rank, loss, centre) for rank, loss in losses.items()]
 
 
-def _about_guards(run: Run) -> Iterator[Finding]:
+def _about_guards(run: Run) -> Iterator[Remark]:
     guards = list(run.events("guard"))
     failed = [(rank, record) for _, rank, record in guards if not record.get("passed")]
     if failed:
         rank, record = failed[0]
-        yield Finding("bad", f"A guard failed on rank {rank}: {first_line(record.get('said'))}")
+        yield Remark("bad", f"A guard failed on rank {rank}: {first_line(record.get('said'))}")
     elif guards:
         weights, steps = (sum(r.get("check") == check for _, _, r in guards) for check in ("weights", "steps"))
-        yield Finding(
+        yield Remark(
             "good", f"No guard failed ({weights} comparisons of weights, {steps} of step counts, on all ranks)"
         )
     elif run.last.world_size > 1:
         off = run.last.facts.get("options", {}).get("guard") is False
         why = "they are switched off (DDPSHIM_GUARD)" if off else "no backward pass of a wrapped network was compared"
-        yield Finding("note", f"No guard has looked at this run: {why}")
+        yield Remark("note", f"No guard has looked at this run: {why}")
 
 
-def _about_time(run: Run) -> Iterator[Finding]:
+def _about_time(run: Run) -> Iterator[Remark]:
     ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
     if not any(run.is_warm(rank) for rank in ranks):
         return
     waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
     if min(waits.values()) > _MUCH_DATA_WAIT:
-        yield Finding(
+        yield Remark(
             "bad",
             f"Data wait is {span(waits.values())} of the training time on every rank: raise num_workers (robomimic: "
             "train.num_data_workers), or keep the data in memory",
         )
     elif max(waits.values()) > _MUCH_DATA_WAIT:
         rank = max(waits, key=lambda r: waits[r])
-        yield Finding(
+        yield Remark(
             "bad", f"Data wait is {percent(waits[rank])} of the training time on rank {rank}: look at that node's disk"
         )
     else:
-        yield Finding("good", f"Data wait is {span(waits.values())} of the training time")
+        yield Remark("good", f"Data wait is {span(waits.values())} of the training time")
     works = run.own_work()
     talks = {rank: run.share(rank, ["communication"]) for rank in ranks}
     if len(works) > 1:
         slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
         ratio = works[slow] / max(works[fast], 1e-9)
         if ratio > _UNEVEN:
-            yield Finding(
+            yield Remark(
                 "note",
                 f"Rank {slow} is {ratio:.1f} times slower than rank {fast} ({ms(works[slow])} against "
                 f"{ms(works[fast])} of its own work a step), and the others wait for it in communication: look for "
                 "another program on its GPU or cores, or slower data",
             )
         else:
-            yield Finding(
+            yield Remark(
                 "good", f"The ranks are evenly fast: the slowest needs {ratio:.2f} times what the fastest does"
             )
     if len(talks) > 1 and min(talks.values()) > _MUCH_COMMUNICATION:
-        yield Finding(
+        yield Remark(
             "note",
             f"Communication takes {span(talks.values())} of the training time on every rank: the network between them "
             "is slow for this model, or a step is short; a larger batch, or fewer ranks, would use them better",
         )
 
 
-def _about_memory(run: Run) -> Iterator[Finding]:
+def _about_memory(run: Run) -> Iterator[Remark]:
     for rank in run.ranks:
         rows = [row for row in run.rows(rank) if row.start == run.last.number]
         held = [rss for row in rows if (rss := row.memory.get("rss"))]
@@ -212,22 +212,22 @@ def _about_memory(run: Run) -> Iterator[Finding]:
             # Caches fill in the first epochs.
             early, late = statistics.median(held[1:4]), statistics.median(held[-3:])
             if late > _MUCH_GROWTH * early and late - early > _LEAST_GROWTH_BYTES:
-                yield Finding(
+                yield Remark(
                     "note", f"The memory of rank {rank} grows: {size(early)} early, {size(late)} in the last epochs"
                 )
         memory = rows[-1].memory if rows else {}
         if memory.get("gpu_total") and memory["gpu_reserved"] > 0.92 * memory["gpu_total"]:
-            yield Finding(
+            yield Remark(
                 "note",
                 f"Rank {rank} has reserved {percent(memory['gpu_reserved'] / memory['gpu_total'])} of its GPU's "
                 "memory: a larger batch may not fit",
             )
 
 
-def _about_saving(run: Run) -> Iterator[Finding]:
+def _about_saving(run: Run) -> Iterator[Remark]:
     stalled = math.fsum(float(record.get("seconds", 0.0)) for _, _, record in run.events("checkpoint"))
     if run.wall_s and stalled > _MUCH_SAVING * run.wall_s:
-        yield Finding(
+        yield Remark(
             "note",
             f"Training waited {duration(stalled)} for checkpoints, {percent(stalled / run.wall_s)} of the run: save "
             "less often, or to a faster disk, with background_save on",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from ddpshim.observe.report.charts import Chart, charts
-from ddpshim.observe.report.findings import Finding, findings, verdict
+from ddpshim.observe.report.findings import Remark, findings, verdict
 from ddpshim.observe.report.run import Run
 from ddpshim.observe.report.tables import Table, headline, tables
 from ddpshim.observe.report.words import clock
@@ -113,11 +113,11 @@ def html(run: Run) -> str:
 """
 
 
-def _sentence(finding: Finding) -> str:
+def _sentence(finding: Remark) -> str:
     return f'<span class="level">{_MARKS[finding.level]}</span><span>{escape(finding.text)}.</span>'
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Remark) -> str:
     return f'<li class="{finding.level}">{_sentence(finding)}</li>'
 
 

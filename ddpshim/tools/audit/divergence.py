@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpshim.tools.audit.verdict import Finding, error, found, of_ranks
+from ddpshim.tools.audit.verdict import Incident, error, found, of_ranks
 from ddpshim.tools.audit.witness import Record, Seen, common_steps
 
 _MAX_NAMED = 3
 
 
-def divergences(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def divergences(ranks: Sequence[Seen]) -> Iterator[Incident]:
     """What came first, and not what follows from it."""
     without_group = list(_group([seen for seen in ranks if seen.steps], len(ranks)))
     yield from without_group
@@ -23,7 +23,7 @@ def divergences(ranks: Sequence[Seen]) -> Iterator[Finding]:
         yield from _streams(ranks)
 
 
-def _group(ranks: Sequence[Seen], world_size: int) -> Iterator[Finding]:
+def _group(ranks: Sequence[Seen], world_size: int) -> Iterator[Incident]:
     sizes = {seen.rank: seen.steps[0].get("group_size") for seen in ranks}
     if any(size != world_size for size in sizes.values()):
         said = of_ranks({rank: "no process group" if not size else f"one of {size}" for rank, size in sizes.items()})
@@ -35,7 +35,7 @@ def _group(ranks: Sequence[Seen], world_size: int) -> Iterator[Finding]:
         )
 
 
-def _weights(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _weights(ranks: Sequence[Seen]) -> Iterator[Incident]:
     """At most one: the first thing that differed is the cause of all later ones."""
     rates_differ = False  # which is a finding of its own, and makes other weights of equal gradients
     for key, steps in common_steps(ranks):
@@ -81,7 +81,7 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Finding]:
             return
 
 
-def _untrained(seen: Seen) -> Iterator[Finding]:
+def _untrained(seen: Seen) -> Iterator[Incident]:
     """An optimizer that was made from another network than the one that is trained."""
     for number, places in seen.without_gradient().items():
         names, is_wrapped = seen.optimizers[number]["names"], seen.optimizers[number]["is_wrapped"]
@@ -111,7 +111,7 @@ def _show(ranks: Sequence[Seen], steps: Sequence[Record], what: str, places: Seq
     return f"{len(places)} of {total} parameters differ between ranks ({shown}{more}; the first sums to {sums})"
 
 
-def _rates(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _rates(ranks: Sequence[Seen]) -> Iterator[Incident]:
     for key, steps in common_steps(ranks):
         if any(step["lr"] != steps[0]["lr"] for step in steps):
             rates = of_ranks({seen.rank: step["lr"] for seen, step in zip(ranks, steps)})
@@ -125,7 +125,7 @@ def _rates(ranks: Sequence[Seen]) -> Iterator[Finding]:
             return
 
 
-def _streams(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _streams(ranks: Sequence[Seen]) -> Iterator[Incident]:
     """Noise that ranks drew alike between a batch and its step."""
     alike: Counter[str] = Counter()
     total = 0

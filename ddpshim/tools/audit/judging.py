@@ -12,30 +12,30 @@ from typing import Optional
 
 from ddpshim.tools.audit.divergence import divergences
 from ddpshim.tools.audit.overlap import overlaps
-from ddpshim.tools.audit.verdict import Finding, error, found, named, of_ranks
+from ddpshim.tools.audit.verdict import Incident, error, found, named, of_ranks
 from ddpshim.tools.audit.witness import Record, Seen, common_steps, usual
 
 _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Report:
+class Judgement:
     """What `audit` prints."""
 
     facts: dict[str, str]
-    findings: list[Finding]
+    findings: list[Incident]
     notes: list[str]
     not_looked_at: list[str]
 
 
 def judge(
     records: Mapping[int, Sequence[Record]], is_stalled: bool = False, single_batch: Optional[int] = None
-) -> Report:
+) -> Judgement:
     """The report on a job whose ranks left these `records`."""
     ranks = [Seen(rank, records[rank]) for rank in sorted(records)]
     # How it ended comes last: what was found before may be why.
     findings = chain(divergences(ranks), overlaps(ranks, single_batch), _ends(ranks, is_stalled))
-    return Report(
+    return Judgement(
         _facts(ranks),
         sorted(findings, key=lambda finding: finding.severity != "error"),
         list(_notes(ranks)),
@@ -43,7 +43,7 @@ def judge(
     )
 
 
-def _ends(ranks: Sequence[Seen], is_stalled: bool) -> Iterator[Finding]:
+def _ends(ranks: Sequence[Seen], is_stalled: bool) -> Iterator[Incident]:
     steps = {seen.rank: seen.num_steps() for seen in ranks}
     counts = of_ranks({rank: f"{count} steps" for rank, count in steps.items()})
     well = [seen for seen in ranks if seen.exit_code == 0]

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Optional
 
-from ddpshim.tools.audit.verdict import Finding, error, found, named, of_ranks
+from ddpshim.tools.audit.verdict import Incident, error, found, named, of_ranks
 from ddpshim.tools.audit.witness import Pass, Record, Seen, usual
 
 _SELDOM = 0.01  # this share of equal samples is no sign of anything
 
 
-def overlaps(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Finding]:
+def overlaps(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Incident]:
     """`single_batch`: the samples of a step in the training of one process, if they are to be compared."""
     yield from _shares(ranks)
     yield from _orders(ranks)
@@ -30,7 +30,7 @@ def _training_passes(ranks: Sequence[Seen]) -> Iterator[tuple[int, list[Pass]]]:
         yield number, list(passes)
 
 
-def _shares(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _shares(ranks: Sequence[Seen]) -> Iterator[Incident]:
     """At most one: what was wrong in the first pass is in the second."""
     for number, passes in _training_passes(ranks):
         code = "DDP205" if passes[0].record["is_iterable"] else "DDP204"
@@ -66,7 +66,7 @@ def _content(batch: Record) -> Optional[list[str]]:
     return None if batch["samples"] is None else sorted(batch["samples"])
 
 
-def _orders(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _orders(ranks: Sequence[Seen]) -> Iterator[Incident]:
     """At most one."""
     for seen in ranks:
         for number, (first, second) in enumerate(zip(seen.training, seen.training[1:]), start=1):
@@ -93,7 +93,7 @@ def _orders(ranks: Sequence[Seen]) -> Iterator[Finding]:
             return
 
 
-def _lengths(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _lengths(ranks: Sequence[Seen]) -> Iterator[Incident]:
     for number, passes in _training_passes(ranks):
         counts = [len(each.batches) for each in passes]
         ended = [count for count, each in zip(counts, passes) if each.has_ended]
@@ -109,7 +109,7 @@ def _lengths(ranks: Sequence[Seen]) -> Iterator[Finding]:
             return
 
 
-def _batch(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Finding]:
+def _batch(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Incident]:
     sizes = [usual(seen.sizes) for seen in ranks]
     if single_batch is not None and all(sizes) and sum(sizes) != single_batch:
         rates = ranks[0].steps[0]["lr"]
@@ -124,7 +124,7 @@ def _batch(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Findi
 # What was written
 
 
-def _files(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _files(ranks: Sequence[Seen]) -> Iterator[Incident]:
     by_path: dict[tuple[str, str], dict[int, str]] = {}
     for seen in ranks:
         for record in seen.files:
@@ -148,7 +148,7 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Finding]:
             yield found(code, f"{named(list(places))} {verb} {path}{at}{more}; {effect}.")
 
 
-def _folders(ranks: Sequence[Seen]) -> Iterator[Finding]:
+def _folders(ranks: Sequence[Seen]) -> Iterator[Incident]:
     """A folder that one line of the program makes under another name on each rank; at most one."""
     by_place: dict[str, dict[int, list[str]]] = {}
     for seen in ranks:

@@ -54,7 +54,7 @@ class Settings:
 @contextlib.contextmanager
 def recorded(folder: str) -> Iterator[None]:
     """In it, a program that runs is written down in `folder`, and how it ended. Local."""
-    recorder = Recorder(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    recorder = Witness(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     recorder.install()
     code = 1
     try:
@@ -67,7 +67,7 @@ def recorded(folder: str) -> Iterator[None]:
         recorder.end(code)
 
 
-class Recorder(importlib.abc.MetaPathFinder):
+class Witness(importlib.abc.MetaPathFinder):
     """Writes down what this process does; its forked children are left alone. Python asks it where torch is."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.job.say import say
-from ddpshim.launch.runner import Job, run
+from ddpshim.launch.runner import Launch, run
 from ddpshim.tools.audit import recording
-from ddpshim.tools.audit.judging import Report, judge
+from ddpshim.tools.audit.judging import Judgement, judge
 from ddpshim.tools.audit.recording import Settings
 from ddpshim.tools.audit.witness import Record
 
@@ -32,7 +32,7 @@ _STACK_DEADLINE_S = 10.0
 _LAST_FRAME = ("in <module>", "in _run_module_as_main", "...")
 
 
-def audit(job: Job, settings: Settings, single_batch: Optional[int] = None) -> tuple[Report, int]:
+def audit(job: Launch, settings: Settings, single_batch: Optional[int] = None) -> tuple[Judgement, int]:
     """The report on `job`, which runs meanwhile, and its exit code; 0 where it was ended because it stood still.
 
     `single_batch`: the samples of a step in the training of one process. Raises LaunchError where the job could not
@@ -49,12 +49,12 @@ def audit(job: Job, settings: Settings, single_batch: Optional[int] = None) -> t
     return report, 0 if watch.is_stalled else code
 
 
-def as_json(report: Report, exit_code: int) -> dict[str, Any]:
+def as_json(report: Judgement, exit_code: int) -> dict[str, Any]:
     """What `--json` prints; `schema` changes with every change that a reader could notice."""
     return {"schema": _SCHEMA, "exit_code": exit_code, **asdict(report)}
 
 
-def as_text(report: Report, program: str, exit_code: int) -> str:
+def as_text(report: Judgement, program: str, exit_code: int) -> str:
     """Facts, findings, notes, what was not looked at, and a summary of one line."""
     lines = [f"audit of {program}"]
     lines += [f"  {name + ':':28}{value}" for name, value in report.facts.items()]

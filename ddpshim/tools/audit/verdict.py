@@ -10,7 +10,7 @@ from ddpshim.tools.doctor.findings import CODES
 
 
 @dataclass(frozen=True)
-class Finding:
+class Incident:
     """A hazard that happened. `code` where the doctor has the same one, with a page of its own."""
 
     code: Optional[str]
@@ -25,13 +25,13 @@ class Finding:
         return f"{self.severity} {title}: {self.message}\n    fix: {self.fix}{page}"
 
 
-def found(code: str, message: str) -> Finding:
+def found(code: str, message: str) -> Incident:
     known = CODES[code]
-    return Finding(code, known.name, known.severity, message, known.fix)
+    return Incident(code, known.name, known.severity, message, known.fix)
 
 
-def error(name: str, message: str, fix: str) -> Finding:
-    return Finding(None, name, "error", message, fix)
+def error(name: str, message: str, fix: str) -> Incident:
+    return Incident(None, name, "error", message, fix)
 
 
 def of_ranks(values: Mapping[int, Any]) -> str:

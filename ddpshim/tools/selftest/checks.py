@@ -71,7 +71,7 @@ class Place:
         }
 
 
-class Report(NamedTuple):
+class Outcome(NamedTuple):
     """What one rank says of one check: a `detail` to print, or an `error`."""
 
     rank: int
@@ -88,7 +88,7 @@ def names(device: str) -> list[str]:
 
 
 def run_rank(place: Place, out: Connection) -> None:
-    """Run every check and send a Report of each, the last one being the first that failed. For a process of its own."""
+    """Run every check and send an Outcome of each, the last of them the first that failed. For its own process."""
     log = open(place.log, "w")  # noqa: SIM115 - for as long as the process lives
     for stream in (1, 2):  # of libraries in other languages as well
         os.dup2(log.fileno(), stream)
@@ -102,7 +102,7 @@ def run_rank(place: Place, out: Connection) -> None:
             detail = _CHECKS[name](rank)
         except BaseException as error:
             _fail(place, out, error, time.perf_counter() - started)
-        out.send(Report(place.rank, time.time(), time.perf_counter() - started, detail))
+        out.send(Outcome(place.rank, time.time(), time.perf_counter() - started, detail))
     rank.world.barrier()
     cleanup()
     faulthandler.cancel_dump_traceback_later()
@@ -114,7 +114,7 @@ def _fail(place: Place, out: Connection, error: BaseException, seconds: float) -
     is_consequence = "first_failure" in error.__dict__ or has_waited
     if not is_consequence and not isinstance(error, DdpShimError):
         text = traceback.format_exc()
-    out.send(Report(place.rank, time.time(), seconds, error=text.strip(), is_consequence=is_consequence))
+    out.send(Outcome(place.rank, time.time(), seconds, error=text.strip(), is_consequence=is_consequence))
     os._exit(1)  # teardown would wait for peers
 
 

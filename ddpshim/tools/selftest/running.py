@@ -27,7 +27,7 @@ from ddpshim.job.launch_env import check_port, read_launch_env
 from ddpshim.version import __version__
 
 if TYPE_CHECKING:
-    from ddpshim.tools.selftest.checks import Place, Report
+    from ddpshim.tools.selftest.checks import Outcome, Place
 
 # For the other ranks' reports after the first failure: more than checks.WATCHDOG_S, also of a rank that came later.
 _GRACE_S = 6.0
@@ -40,7 +40,7 @@ _UNREACHED = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Plan:
     """What is tested: `nproc` ranks on each of `nnodes` nodes, this one being `node_rank`.
 
     None: nproc is the number of GPUs, or 2 on the CPU; device is cuda where torch sees a GPU; the node's rank
@@ -63,7 +63,7 @@ class SelfTestFailed(DdpShimError):
 
 
 def run(
-    options: Options,
+    options: Plan,
     environ: Mapping[str, str] = os.environ,
     say: Callable[[str], None] = print,
     run_rank: Optional[Callable[[Place, Any], None]] = None,
@@ -109,7 +109,7 @@ def run(
     return f"selftest passed: {places[0].world_size} ranks on {num_nodes}, {device}, {took}"
 
 
-def _completed(options: Options, environ: Mapping[str, str]) -> Options:
+def _completed(options: Plan, environ: Mapping[str, str]) -> Plan:
     """`options` with the node's rank and the master of a launcher, where they are not given."""
     if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or options.timeout_s <= 0:
         raise LaunchError(
@@ -152,7 +152,7 @@ def _preloading_context() -> Any:
     return context
 
 
-def _places(options: Options, nodes: _Nodes, folder: str) -> list[Place]:
+def _places(options: Plan, nodes: _Nodes, folder: str) -> list[Place]:
     from ddpshim.tools.selftest.checks import Place
 
     first = sum(nodes.num_ranks[: nodes.own])
@@ -164,7 +164,7 @@ def _places(options: Options, nodes: _Nodes, folder: str) -> list[Place]:
 class _Nodes:
     """The store that all ranks meet in, served by the first node, and the nodes that answer the roll call in it."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Plan) -> None:
         """Raises LaunchError where this node cannot serve or reach the store within the deadline."""
         self.own, self.timeout_s = options.node_rank or 0, options.timeout_s
         self.master_addr = str(options.master_addr)
@@ -172,7 +172,7 @@ class _Nodes:
         self._came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
         self._is_twin = False  # of a node that came before with the same number
 
-    def _join(self, options: Options) -> Any:
+    def _join(self, options: Plan) -> Any:
         import torch.distributed as dist
 
         address, port = self.master_addr, options.master_port or 0
@@ -196,7 +196,7 @@ class _Nodes:
         """Of each node."""
         return [int(self._came[node]["nproc"]) for node in sorted(self._came)]
 
-    def call(self, options: Options) -> None:
+    def call(self, options: Plan) -> None:
         """Wait for all nodes; raises LaunchError where one does not come, or differs (collective over the nodes)."""
         if options.nnodes == 1:
             return
@@ -314,9 +314,9 @@ class _Ranks:
             self._processes.append(process)
             self._pipes.append(receive)
 
-    def reports_of(self, name: str, timeout_s: float) -> list[Report]:
-        """The Report of each rank on one check; raises SelfTestFailed with the rank to blame."""
-        reports: dict[int, Report] = {}
+    def reports_of(self, name: str, timeout_s: float) -> list[Outcome]:
+        """The Outcome of each rank on one check; raises SelfTestFailed with the rank to blame."""
+        reports: dict[int, Outcome] = {}
         end = time.monotonic() + timeout_s + 2 * _GRACE_S
         while len(reports) < len(self._places) and time.monotonic() < end:
             waiting = {pipe: local for local, pipe in enumerate(self._pipes) if local not in reports}
@@ -345,14 +345,14 @@ class _Ranks:
             )
         return [reports[local] for local in range(len(self._places))]
 
-    def _report(self, local: int) -> Report:
-        from ddpshim.tools.selftest.checks import Report
+    def _report(self, local: int) -> Outcome:
+        from ddpshim.tools.selftest.checks import Outcome
 
         place = self._places[local]
         try:
-            report: Report = self._pipes[local].recv()
+            report: Outcome = self._pipes[local].recv()
         except (EOFError, OSError):
-            report = Report(place.rank, time.time(), 0.0, error=self._last_words(local))
+            report = Outcome(place.rank, time.time(), 0.0, error=self._last_words(local))
         return report
 
     def _last_words(self, local: int) -> str:
