@@ -141,7 +141,7 @@ OF_THE_PROCESS = {
     "job.job._current": "the job itself",
     "job.events.running": "a block of code that is measured",
     "job.events._records": "an open file",
-    "job.preemption._state": "signal handlers, which a job that is told to leave keeps to the end of the process",
+    "job.preemption._state": "signal handlers: a job that a signal asks to leave keeps them to the end of the process",
     "job.random_streams._shared": "a block of code that draws alike on all ranks",
     "observe.records._state": "an open file, in which the end of a run is noted after cleanup()",
     "job.rendezvous._state": "the store of a launcher's address: its server must outlive its clients",

@@ -37,10 +37,8 @@ PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
 _LEAST_BYTES = 32 << 20  # what is smaller is on the disk before a process is told about it
 _FAILING_DEADLINE_S = 5.0
-_DISK_ERRORS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS),
-    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
-}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+_DISK_ERRORS |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
 
 def save(obj: Any, path: PathLike) -> None:

@@ -54,6 +54,6 @@ def read(run_dir: str) -> dict[int, Note]:
 
 
 def forget(run_dir: str) -> None:
-    """Remove all notes: the ranks are about to be restarted, and some may never come to write one. Local."""
+    """Remove all notes: the ranks are about to be restarted, and some may never write one. Local."""
     for file in Path(run_dir).glob("failed.*"):
         file.unlink()

@@ -143,7 +143,7 @@ class _Samples(Sequence[Any]):
 
 
 def _releases(dataset: Any) -> list[known.Release]:
-    """The release that the code of each SequenceDataset in `dataset` is of; raises Unproven where it is of none."""
+    """The release whose code each SequenceDataset in `dataset` runs; raises Unproven where it is no known one."""
     if not concerns(dataset):
         raise Unproven(f"{type(dataset).__name__} is no dataset of robomimic's")
     parts, releases = [dataset], []

@@ -167,7 +167,7 @@ class Windows:
         return obs
 
     def _is_current(self) -> bool:
-        """Whether the dataset is what it was; its users may set what they like."""
+        """Whether nobody has changed the dataset since."""
         stats = _stats(self.dataset)
         return all(stats[of] is self._stats[of] for of in stats) and _settings(self.dataset) == self._settings
 

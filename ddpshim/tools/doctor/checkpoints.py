@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.meaning import WRAPPERS
+from ddpshim.tools.doctor.kinds import WRAPPERS
 from ddpshim.tools.doctor.nodes import argument, calls_in, constant, identifiers, last_name
 from ddpshim.tools.doctor.rules import Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Unit

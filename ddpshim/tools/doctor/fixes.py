@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
-from ddpshim.tools.doctor.meaning import WRAPPERS
+from ddpshim.tools.doctor.kinds import WRAPPERS
 from ddpshim.tools.doctor.nodes import argument, constant, key_of, last_name, spreads, values_of
 from ddpshim.tools.doctor.rules import Case, Hit
 from ddpshim.tools.doctor.source import Source, Unit

@@ -1,26 +1,23 @@
-"""Infers what an expression holds (a wrapped network, a sampler, a rank), and which ranks reach a statement."""
+"""Infers which expressions ask for a rank, and which ranks reach a statement."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Optional
 
+from ddpshim.tools.doctor.kinds import Kinds
 from ddpshim.tools.doctor.nodes import (
     FUNCTIONS,
-    argument,
     constant,
     entered,
     identifiers,
     is_none,
-    key_of,
     last_name,
-    values_of,
     words_of,
 )
-from ddpshim.tools.doctor.source import Binding, Unit
-from ddpshim.tools.doctor.tree import Program, Tree
+from ddpshim.tools.doctor.source import Unit
 
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
 _RANK_WORDS = words_of("process_index local_process_index proc_id process_id gpu gpu_id device_id get_ordinal")
@@ -41,15 +38,6 @@ _MAIN_ONLY = re.compile(
 _WORLD_SIZE = re.compile(
     r"(?i)^_*(?:ddp_|global_)?(?:world_?size|num_?(?:gpus|processes|replicas|ranks|devices)|n_?gpus?|ngpus(?:_per_node)?|get_world_size|device_count|nprocs?|num_procs)$"
 )
-WRAPPERS = {"ddp", "dp", "holds-wrapped"}
-_KEEPS_KIND = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "half", "float", "double", "copy"}
-_COPIES = {"deepcopy", "copy", "compile", "convert_sync_batchnorm"}
-_PREPARES = {"prepare", "setup_module", "setup_dataloaders", "prepare_data_loader"}
-_UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
-_CLASS_KINDS = {
-    **{"Module": "module", "LightningModule": "module", "IterableDataset": "iterable"},
-    **{"Sampler": "sampler", "DistributedSampler": "dsampler", "Dataset": "dataset"},
-}
 _LAUNCH = re.compile(
     r"distrib|ddp|is_dist|world_?size|is_initialized|local_?rank|multi_?gpu|\bdist\b|num_?gpus|n_?gpus"
 )
@@ -61,208 +49,8 @@ MAIN, OTHER = "main", "other"
 OPPOSITE = {MAIN: OTHER, OTHER: MAIN}
 
 
-class Meaning:
-    """Answers about expressions, from the bindings of their names and the callers in one program."""
-
-    def __init__(self, tree: Tree, program: Program) -> None:
-        self.tree, self.program = tree, program
-        self._kinds: dict[tuple[Unit, ast.AST], frozenset[str]] = {}
-        self._guarded: dict[Unit, bool] = {}
-        self._busy: set[object] = set()
-        self.given: dict[str, list[tuple[Unit, ast.expr]]] = {}
-        self.sites: dict[str, list[tuple[Unit, ast.Call]]] = {}
-        for unit in program.units:
-            for call in unit.all(ast.Call):
-                self.sites.setdefault(last_name(call.func), []).append((unit, call))
-                for value in values_of(call):
-                    if isinstance(value, (ast.Name, ast.Attribute)):
-                        self.given.setdefault(last_name(value), []).append((unit, value))
-
-    # What a name holds
-
-    def reaching(self, node: ast.expr, unit: Unit) -> list[tuple[Unit, Binding]]:
-        """The bindings that a name or attribute may have at `node`, the last unconditional one and those after it."""
-        key = key_of(node)
-        if key is None:
-            return []
-        own = unit.bindings.get(key, [])
-        above = set(unit.source.above(node))
-        before = [
-            b
-            for b in own
-            if (b.target.lineno, b.target.col_offset) < (node.lineno, node.col_offset)
-            and (b.statement not in above or isinstance(b.statement, (ast.With, ast.For)))
-        ]
-        for binding in reversed(before):
-            is_last = unit.source.parents.get(binding.statement) in above
-            if is_last and not isinstance(binding.statement, ast.NamedExpr):
-                before = before[before.index(binding) :]
-                break
-        if before:
-            return [(unit, b) for b in reversed(before)]
-        if own and not unit.is_module and "." not in key and "[" not in key:
-            return [(unit, b) for b in own]
-        if key.startswith("self.") and unit.owner is not None:
-            # What this method binds further down does not hold here yet.
-            mates = [mate for mate in unit.source.units if mate.owner is unit.owner and mate is not unit]
-            return [(mate, b) for mate in mates for b in mate.bindings.get(key, [])]
-        if key in unit.parameters:
-            return []
-        source = unit.source
-        found = [(u, b) for u in (source.module, source.main) if u is not unit for b in u.bindings.get(key, [])]
-        return found or ([(unit, b) for b in own] if unit.is_module else [])
-
-    def values(self, node: Optional[ast.expr], unit: Unit) -> list[tuple[Unit, ast.expr]]:
-        """What a name may be bound to at `node`, as far as that can be said."""
-        found = self.reaching(node, unit) if node is not None else []
-        return [(where, b.value) for where, b in found if b.value is not None]
-
-    def kinds(self, node: Optional[ast.AST], unit: Unit) -> frozenset[str]:
-        """What `node` may hold: ddp, dp, dsampler, sampler, loader, iterable, optimizer, module, unwrapped, ..."""
-        if node is None:
-            return frozenset()
-        key = (unit, node)
-        if key in self._kinds:
-            return self._kinds[key]
-        if key in self._busy:
-            return frozenset()
-        self._busy.add(key)
-        self._kinds[key] = frozenset(self._find_kinds(node, unit))
-        self._busy.discard(key)
-        return self._kinds[key]
-
-    def _find_kinds(self, node: ast.AST, unit: Unit) -> Iterator[str]:
-        if isinstance(node, ast.Call):
-            yield from self._call_kinds(node, unit)
-        elif isinstance(node, ast.IfExp):
-            found = self.kinds(node.body, unit) | self.kinds(node.orelse, unit)
-            # `model.module if distributed else model`: the other branch is not wrapped.
-            yield from {"unwrapped"} if "unwrapped" in found else found
-        elif isinstance(node, ast.BoolOp):
-            for value in node.values:
-                yield from self.kinds(value, unit)
-        elif is_none(node):
-            yield "none"
-        elif isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
-            of = self.kinds(node.value, unit) if isinstance(node, ast.Attribute) and node.attr == "module" else set()
-            if of & {"ddp", "dp", "prepared"}:
-                yield "unwrapped"
-                return
-            bindings = self.reaching(node, unit)
-            found = frozenset[str]().union(*(self.kinds(b.value, where) for where, b in bindings))
-            # Bound to `model.module` in one branch and to `model` in the other, it is bare in both.
-            yield from found - {"ddp", "dp"} if "unwrapped" in found else found
-            if not bindings and isinstance(node, ast.Name):
-                for where, _, value in self.passed(node.id, unit):
-                    yield from self.kinds(value, where)
-
-    def passed(self, name: str, unit: Unit, most: Optional[int] = 20) -> Iterator[tuple[Unit, ast.Call, ast.expr]]:
-        """What callers hand over for a parameter, by call; nothing where `name` is none."""
-        for where, call in self.sites_of(unit)[:most] if name in unit.parameters else ():
-            value = argument(call, name, unit.position(name))
-            if value is not None:
-                yield where, call, value
-
-    def handed_over(self, node: ast.expr, unit: Unit, kind: str) -> list[tuple[Unit, ast.Call]]:
-        """The calls that give `unit` what `node` names, where that is a parameter."""
-        if not isinstance(node, ast.Name) or self.reaching(node, unit):
-            return []
-        return [(where, call) for where, call, value in self.passed(node.id, unit) if kind in self.kinds(value, where)]
-
-    def sites_of(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
-        """Calls that may mean `unit`, by name."""
-        if unit.owner is not None and unit.name == "__init__":
-            return self.constructions(unit)
-        found = self.sites.get(unit.name, [])
-        return [(where, call) for where, call in found if self._may_mean(call.func, where, unit)]
-
-    def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
-        """Calls of the class that a method belongs to."""
-        found = self.sites.get(unit.owner.name, []) if unit.owner is not None else []
-        return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) == (unit.source, unit.owner)]
-
-    def _may_mean(self, name: ast.expr, where: Unit, unit: Unit) -> bool:
-        """Whether a name may be `unit`: of a method, whether what it is of may be of its class, or of a relative."""
-        if unit.owner is None:
-            return self.tree.defined(name, where.source) is unit
-        if not isinstance(name, ast.Attribute):
-            return False
-        receiver = name.value
-        if isinstance(receiver, ast.Name) and receiver.id in where.source.names:
-            return False  # json.dump is no method
-        if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
-            return True
-        mine, theirs = unit.owner, where.owner
-        bases = {last_name(base) for base in (*mine.bases, *theirs.bases)}
-        return mine is theirs or bool({mine.name, theirs.name} & bases)
-
-    def _call_kinds(self, call: ast.Call, unit: Unit) -> Iterator[str]:
-        name, qualified = last_name(call.func), unit.source.qualified(call.func)
-        tail = qualified.rpartition(".")[2] or name
-        if tail == "DistributedDataParallel" or qualified in ("ddp", "DDP"):
-            yield "ddp"
-        elif tail == "DataParallel" and (qualified.startswith("torch") or qualified == "DataParallel"):
-            yield "dp"
-        elif tail == "DistributedSampler" or (tail.startswith("Distributed") and tail.endswith("Sampler")):
-            yield "dsampler"
-        elif tail == "BatchSampler":
-            yield from self.kinds(argument(call, "sampler", 0), unit) or {"sampler"}
-        elif tail.endswith("Sampler") and tail not in ("RandomSampler", "SequentialSampler"):
-            yield from self._class_kinds(call, unit) or {"sampler"}
-        elif tail in ("DataLoader", "MultiEpochsDataLoader"):
-            yield "loader"
-        elif qualified.startswith("torch.optim.lr_scheduler"):
-            yield "scheduler"
-        elif qualified.startswith("torch.optim.") and tail[:1].isupper():
-            yield "optimizer"
-        elif tail in ("wrap_parallel", "make_loader") or name in _PREPARES or _is_fabric_setup(call):
-            yield "prepared"
-        elif tail in _UNWRAPS or (name == "getattr" and constant(argument(call, "", 1)) == "module"):
-            yield "unwrapped"
-        elif name in _KEEPS_KIND and isinstance(call.func, ast.Attribute) and self.kinds(call.func.value, unit):
-            yield from self.kinds(call.func.value, unit)
-        elif name in _COPIES and call.args:
-            yield from self.kinds(call.args[0], unit)
-        elif tail in ("ModuleDict", "ModuleList", "Sequential") and call.args:
-            yield "module"
-            inner_calls = [c for a in call.args for c in ast.walk(a) if isinstance(c, (ast.Call, ast.Name))]
-            if any(self.kinds(c, unit) & WRAPPERS for c in inner_calls):
-                yield "holds-wrapped"
-        elif tail == "algo_factory":
-            yield "plain"  # robomimic's algorithms hold networks and are none
-        elif qualified.startswith("torch.nn.") and tail[:1].isupper():
-            yield "module"
-        else:
-            yield from self._class_kinds(call, unit)
-
-    def _class_kinds(self, call: ast.Call, unit: Unit) -> frozenset[str]:
-        found = self.tree.defined(call.func, unit.source)
-        if isinstance(found, tuple):
-            return frozenset(self.bases(found[1], found[0].module))
-        if isinstance(found, Unit):
-            values = [r.value for r in found.all(ast.Return) if not isinstance(r.value, ast.Tuple)]
-            return frozenset[str]().union(*(self.kinds(value, found) for value in values))
-        return frozenset()
-
-    def bases(self, node: ast.ClassDef, unit: Unit, depth: int = 0) -> set[str]:
-        """The kinds that a class inherits; `plain` where all of its bases are in sight and none is torch's."""
-        out: set[str] = set()
-        is_known = True
-        for base in node.bases:
-            tail = unit.source.qualified(base).rpartition(".")[2]
-            if tail in _CLASS_KINDS:
-                out.add(_CLASS_KINDS[tail])
-                continue
-            found = self.tree.defined(base, unit.source)
-            if isinstance(found, tuple) and depth < 8:
-                inherited = self.bases(found[1], found[0].module, depth + 1)
-                is_known = is_known and "plain" in inherited
-                out |= inherited - {"plain"}
-            elif tail not in ("object", "ABC", "Generic", "Protocol"):
-                is_known = False
-        return out | ({"plain"} if is_known and not out else set())
-
-    # Ranks
+class Meaning(Kinds):
+    """Says also who reaches a statement: every rank, or the main one alone."""
 
     def is_rank(self, node: ast.AST, unit: Unit, depth: int = 0) -> bool:
         """Whether an expression is the number of this rank."""
@@ -467,12 +255,6 @@ def _is_main_word(name: str) -> bool:
 
 def _speaks_of_launch(test: ast.AST) -> bool:
     return bool(_LAUNCH.search(" ".join(identifiers(test)).lower()))
-
-
-def _is_fabric_setup(call: ast.Call) -> bool:
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "setup" or not call.args:
-        return False
-    return "fabric" in last_name(call.func.value).lower()
 
 
 def _tests_single(node: ast.AST) -> bool:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.meaning import WRAPPERS, is_without_gradients
+from ddpshim.tools.doctor.kinds import WRAPPERS
+from ddpshim.tools.doctor.meaning import is_without_gradients
 from ddpshim.tools.doctor.nodes import argument, constant, identifiers, key_of, last_name, values_of, words_of
 from ddpshim.tools.doctor.rules import ANY_FRAMEWORK, Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Binding, Unit
