@@ -15,6 +15,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import SyncError
+from ddpshim.job.group import ENDS_THREADS
 from ddpshim.job.job import current
 from ddpshim.model import guard
 from tests.ranks import RankFailure, free_port, run_ranks
@@ -558,7 +559,7 @@ def test_ranks_meet_again_in_the_job_after_one_where_a_rank_stayed_away() -> Non
     (first, *later), (lost, *later_too) = run_ranks(_rank_has_jobs, 2, free_port(), True)
     assert first.startswith("SyncError: ranks [1] did not come to the end of job 0 within 0.2 s of rank 0; they wait")
     assert lost.startswith("RuntimeError: ")
-    assert "by peer" in lost
+    assert ("by peer" if ENDS_THREADS else "Timed out") in lost  # groups that cannot be ended stay connected
     assert later == later_too == ["", ""]
 
 
