@@ -497,7 +497,7 @@ def _train(is_public: bool, has_views: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("has_views", [True, False])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_without_private_names_gradients_are_equal_to_the_last_bit(num_ranks: int, has_views: bool) -> None:
-    # Older torches give the first bucket 1 MB, whatever `bucket_cap_mb` says: in other buckets gloo adds the gradients of
+    # Older torches give the first bucket 1 MB, whatever `bucket_cap_mb` says: in other buckets gloo adds gradients of
     # three ranks in another order.
     has_equal_buckets = "bucket_bytes_cap_default" in inspect.getsource(DistributedDataParallel)
     largest = 0 if has_equal_buckets or num_ranks == 2 else 1e-7
