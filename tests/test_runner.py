@@ -278,6 +278,16 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
     assert failure_notes.read(str(tmp_path)) == {}
 
 
+@pytest.mark.unit
+def test_a_note_that_cannot_be_written_keeps_no_rank_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "removed"))
+    monkeypatch.setenv("RANK", "1")
+    failure_notes.write(ValueError("boom"), 1)
+    assert "failed.1 cannot be written" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_reaches_the_ranks_once_and_their_exit_code_comes_back(tmp_path: Path, name: str) -> None:
     with running(tmp_path, "save", options=("--max-restarts", "1")) as job:

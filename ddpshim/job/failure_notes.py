@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ddpshim import variables
 from ddpshim.job.peer_errors import lost_a_peer
+from ddpshim.job.say import say
 
 
 class Note(NamedTuple):
@@ -33,7 +34,10 @@ class Note(NamedTuple):
 
 
 def write(error: BaseException, exit_code: int) -> None:
-    """Write this rank's note, if it is the first one and `run` started the rank. Local."""
+    """Write this rank's note, if it is the first one and `run` started the rank. Local.
+
+    Raises nothing where it cannot be written: the rank has to end all the same, and `run` then goes by its exit code.
+    """
     folder = os.environ.get(variables.RUN_DIR)
     if folder is None or "RANK" not in os.environ:
         return
@@ -44,8 +48,11 @@ def write(error: BaseException, exit_code: int) -> None:
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
     # torch's agent goes by the end of the process, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes.
-    partial.write_text(json.dumps(Note(time.time(), exit_code, lost_a_peer(error), "".join(lines))))
-    partial.replace(note)
+    try:
+        partial.write_text(json.dumps(Note(time.time(), exit_code, lost_a_peer(error), "".join(lines))))
+        partial.replace(note)
+    except OSError as cause:
+        say(f"{note} cannot be written ({cause}); `run` will not know why rank {rank} failed", directly=True)
 
 
 def read(run_dir: str) -> dict[int, Note]:

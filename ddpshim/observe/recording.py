@@ -156,6 +156,7 @@ class Recorder:
 
     def start_counting(self) -> None:
         """From here on time is counted. Local."""
+        self.stop_counting()  # of an epoch that raised
         if self.is_on:
             self._meter = Meter(self._uses_events)
             self._meter.start()
