@@ -191,6 +191,7 @@ def see_by_hand():
     dist.init_process_group("gloo")
     loader = DataLoader(range(16), 4, sampler=DistributedSampler(range(16)))  # and set_epoch forgotten
     epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    dist.barrier()  # or the other rank may still be connecting to this one when it leaves
     dist.destroy_process_group()
     return epochs
 
