@@ -162,8 +162,9 @@ def install(folder: Path, held: tuple[int, ...] = ()) -> None:
 
     def pip(*arguments: str) -> None:
         print("pip install", " ".join(arguments), flush=True)
-        pip_install = [str(python_of(folder)), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        call([*pip_install, *arguments], held)
+        # Compiling all of torch and mypy takes longer than the rest; Python compiles what is imported, once.
+        quickly = ["-q", "--disable-pip-version-check", "--no-compile"]
+        call([str(python_of(folder)), "-m", "pip", "install", *quickly, *arguments], held)
 
     (folder / STAMP).unlink(missing_ok=True)
     share_torch(folder)
@@ -190,7 +191,6 @@ def commands(what: str, fast: bool, rest: list[str]) -> list[list[str]]:
     return [
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
-        ["-m", "mypy"],
         # More files at a time than cores: jobs wait for each other, too. Each on one process: its fixtures are costly.
         ["-m", "pytest", "-n", "4", "--dist", "loadfile", *chosen, *rest],
     ]
