@@ -63,7 +63,7 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
         is_chosen = not case.program.is_distributed and last_name(call) == "device"  # and may be chosen with an index
         if device == "cuda" and (binds or is_chosen or is_evaluation(unit.name)):
             continue
-        if case.on_every_rank(call, unit) and not case.depends_on_launch(call, unit):
+        if not case.is_guarded(call, unit) and not case.depends_on_launch(call, unit):
             because = ", because no torch.cuda.set_device comes before" if device == "cuda" else ""
             means = f"{text_of(call, 50)} means GPU {device[5:] or 0} on every rank{because}"
             why = "they share its memory and its time, and NCCL refuses two ranks on one GPU"

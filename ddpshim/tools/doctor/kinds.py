@@ -6,14 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.nodes import (
-    argument,
-    constant,
-    is_none,
-    key_of,
-    last_name,
-    values_of,
-)
+from ddpshim.tools.doctor.nodes import argument, constant, is_none, key_of, last_name, values_of
 from ddpshim.tools.doctor.source import Binding, Unit
 from ddpshim.tools.doctor.tree import Program, Tree
 

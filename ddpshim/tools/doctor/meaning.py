@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
 from typing import Optional
 
 from ddpshim.tools.doctor.kinds import Kinds
-from ddpshim.tools.doctor.nodes import (
-    FUNCTIONS,
-    constant,
-    entered,
-    identifiers,
-    is_none,
-    last_name,
-    words_of,
-)
+from ddpshim.tools.doctor.nodes import FUNCTIONS, constant, entered, identifiers, is_none, last_name, words_of
 from ddpshim.tools.doctor.source import Unit
 
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
@@ -219,10 +210,10 @@ class Meaning(Kinds):
         is_own = unit.owner is None or not unit.name.startswith("__")
         given = [(u, v) for u, v in self.given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
         made = self.constructions(unit) if unit.name != "__init__" else []
-        return self._are_guarded([*self.sites_of(unit), *given]) or self._are_guarded(made)
-
-    def _are_guarded(self, sites: Sequence[tuple[Unit, ast.AST]]) -> bool:
-        return bool(sites) and all(self.is_guarded(call, where) for where, call in sites)
+        return any(
+            bool(sites) and all(self.is_guarded(node, where) for where, node in sites)
+            for sites in ([*self.sites_of(unit), *given], made)
+        )
 
 
 def is_world_size(node: ast.AST) -> bool:

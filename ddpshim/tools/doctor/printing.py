@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ddpshim.tools.doctor.checking import Report
@@ -19,7 +20,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "programs": report.num_programs,
         "distributed_programs": report.num_distributed,
         "ignored": report.num_ignored,
-        "findings": [finding.as_json() for finding in report.findings],
+        "findings": [asdict(finding) for finding in report.findings],
     }
 
 

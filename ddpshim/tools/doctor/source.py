@@ -176,7 +176,8 @@ class Source:
                 inner = Unit(self, statement, owner)
                 self.units.append(inner)
                 self._walk(statement.body, statement, inner)
-                self._walk([*statement.decorator_list, *defaults_of(statement)], statement, unit)
+                defaults = (*statement.args.defaults, *statement.args.kw_defaults)
+                self._walk([*statement.decorator_list, *(d for d in defaults if d is not None)], statement, unit)
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
                 unit.by_type[ast.ClassDef].append(statement)
@@ -194,10 +195,8 @@ class Source:
             inner = value if isinstance(value, list) else [value]
             if inner and isinstance(inner[0], (ast.stmt, ast.ExceptHandler)):
                 self._index(inner, node, unit, owner)
-                continue
-            for each in inner:
-                if isinstance(each, ast.AST):
-                    self._walk([each], node, unit)
+            else:
+                self._walk([each for each in reversed(inner) if isinstance(each, ast.AST)], node, unit)
 
     def _walk(self, nodes: Sequence[ast.AST], parent: ast.AST, unit: Unit) -> None:
         parents, by_type = self.parents, unit.by_type
@@ -270,11 +269,6 @@ class Source:
             return ""
         parts.append(self.names.get(node.id, node.id))
         return ".".join(reversed(parts))
-
-
-def defaults_of(function: Function) -> list[ast.expr]:
-    """The default values of a function's parameters."""
-    return [*function.args.defaults, *(d for d in function.args.kw_defaults if d is not None)]
 
 
 def _tests_main(test: ast.expr) -> bool:

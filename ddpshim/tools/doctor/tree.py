@@ -71,10 +71,6 @@ class Program:
             if wanted & unit.words or any(w in unit.source.names for w in wanted):
                 yield from ((unit, call) for call in unit.all(ast.Call) if last_name(call) in wanted)
 
-    def defines(self, method: str) -> bool:
-        """Whether a class of the program has such a method."""
-        return any(method in source.methods for source in self.files)
-
     def uses(self, *names: str) -> bool:
         return any(self.calls(*names))
 
@@ -241,13 +237,12 @@ class Tree:
     def _reach(self, start: Iterable[Unit], files: list[Source]) -> list[Unit]:
         """The units that `start` may run: functions by name, methods by name where their class is used somewhere."""
         methods: dict[str, list[Unit]] = {}
-        by_class: dict[ast.ClassDef, list[Unit]] = {}
+        by_class: dict[Optional[ast.ClassDef], list[Unit]] = {}
         for source in files:
             for name, units in source.methods.items():
                 methods.setdefault(name, []).extend(units)
                 for unit in units:
-                    if unit.owner is not None:
-                        by_class.setdefault(unit.owner, []).append(unit)
+                    by_class.setdefault(unit.owner, []).append(unit)
         names, asked = methods.keys(), set[str]()
         live: set[ast.ClassDef] = set()
         seen = dict.fromkeys(start)
