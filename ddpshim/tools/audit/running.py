@@ -1,8 +1,4 @@
-"""Starts an audited job on several ranks, and judges its records.
-
-Ranks write down what they do (recording.py); what it means is found afterwards (judging.py). They exchange nothing, so
-nothing can hang but the trainer itself, and where that does, it is ended.
-"""
+"""Starts an audited job on several ranks, and judges its records."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ def audit(job: Launch, settings: Settings, single_batch: Optional[int] = None) -
     num_ranks = int(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-audit-") as name:
         folder = Path(name)
-        settings.write(folder)
+        (folder / recording.SETTINGS).write_text(json.dumps(asdict(settings)))
         package = job.program.partition(".")[0] if job.is_module else ""
         with _Watch(folder, num_ranks, settings.timeout_s, package) as watch:
             code = run(replace(job, audit=name))
