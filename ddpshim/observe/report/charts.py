@@ -25,12 +25,9 @@ _RANKS = [f"#0301{n:02x}" for n in range(8)]
 _PARTS = [f"#0401{n:02x}" for n in range(len(PARTS))]
 _GOOD, _BAD = "#050101", "#050102"
 _VARIABLES = {
-    _INK: "ink",
-    _FAINT: "faint",
+    **{_INK: "ink", _FAINT: "faint", _GOOD: "good", _BAD: "bad"},
     **{colour: f"rank{n}" for n, colour in enumerate(_RANKS)},
     **{colour: f"part{n}" for n, colour in enumerate(_PARTS)},
-    _GOOD: "good",
-    _BAD: "bad",
 }
 _DASHES: list[Any] = ["-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2))]
 _WIDTH, _HEIGHT = 5.2, 3.1  # inches

@@ -43,8 +43,7 @@ class Row(NamedTuple):
     @property
     def memory(self) -> Record:
         """What was held at the end."""
-        memory: Record = self.record.get("memory", {})
-        return memory
+        return dict(self.record.get("memory", {}))
 
     def seconds(self, parts: Iterable[str]) -> float:
         return math.fsum(self.record.get("seconds", {}).get(part, 0.0) for part in parts)
@@ -191,9 +190,8 @@ class Run:
         for start in reversed(self.starts):
             rows = {rank: [row for row in self.timed(rank) if row.start == start.number] for rank in start.ranks}
             steps = {rank: sum(row.steps for row in own) for rank, own in rows.items()}
-            works = {
-                r: math.fsum(row.seconds(OWN_WORK) for row in own) / steps[r] for r, own in rows.items() if steps[r]
-            }
+            work = {rank: math.fsum(row.seconds(OWN_WORK) for row in own) for rank, own in rows.items()}
+            works = {rank: work[rank] / steps[rank] for rank in rows if steps[rank]}
             if len(works) > 1:
                 return works
         return {}

@@ -64,7 +64,9 @@ def check(
     kept: list[Finding] = []
     edits_of: dict[Source, list[Edit]] = defaultdict(list)
     for _, (finding, of, edits) in sorted(found.items(), key=lambda item: item[0]):
-        if of is None or not _is_ignored(finding, of):
+        lines = range(finding.line, finding.end_line + 1)
+        ignored = [of.ignores[line] for line in lines if line in of.ignores] if of is not None else []
+        if not any(not codes or finding.code in codes for codes in ignored):
             kept.append(finding)
             if of is not None and edits:
                 edits_of[of] += edits
@@ -94,8 +96,3 @@ def _place(node: ast.AST) -> tuple[int, int, int]:
     column: int = node.col_offset  # type: ignore[attr-defined]
     is_compound = isinstance(node, (ast.stmt, ast.ExceptHandler)) and hasattr(node, "body")
     return line, column + 1, line if is_compound else getattr(node, "end_lineno", None) or line
-
-
-def _is_ignored(finding: Finding, source: Source) -> bool:
-    codes = (source.ignores.get(line) for line in range(finding.line, finding.end_line + 1))
-    return any(each is not None and (not each or finding.code in each) for each in codes)

@@ -24,18 +24,6 @@ class Edit(NamedTuple):
 
 
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
-Fix = Callable[..., list[Edit]]
-FIXES: dict[str, Fix] = {}
-
-
-def fix(*codes: str) -> Callable[[Fix], Fix]:
-    """Register a function under codes: from a hit's node, its unit and the case to the edits."""
-
-    def register(function: Fix) -> Fix:
-        FIXES.update(dict.fromkeys(codes, function))
-        return function
-
-    return register
 
 
 def edits_for(code: str, hit: Hit, case: Case) -> list[Edit]:
@@ -43,9 +31,9 @@ def edits_for(code: str, hit: Hit, case: Case) -> list[Edit]:
     content = hit.unit.source.content
     # Python counts columns in UTF-8; in a file of another encoding they would point elsewhere.
     has_odd_lines = b"\r" in content.replace(b"\r\n", b"")
-    if code not in FIXES or has_odd_lines or not _is_utf8(content):
+    if code not in _FIXES or has_odd_lines or not _is_utf8(content):
         return []
-    return FIXES[code](hit.node, hit.unit, case)
+    return _FIXES[code](hit.node, hit.unit, case)
 
 
 def unified_diff(path: Path, root: Path, before: bytes, edits: Iterable[Edit]) -> bytes:
@@ -66,7 +54,6 @@ def apply(content: bytes, edits: Iterable[Edit]) -> bytes:
     return out + content[position:]
 
 
-@fix("DDP102")
 def _call_the_wrapper(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     func: ast.expr = call.func
     if isinstance(func, ast.Attribute) and func.attr == "forward":
@@ -76,7 +63,6 @@ def _call_the_wrapper(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     return [Edit(_end(unit.source, func.value), _end(unit.source, call.func), b"")]
 
 
-@fix("DDP105", "DDP504", "DDP701")
 def _unwrap(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
     names = [c for c in (*values_of(call), call.func, *receiver) if isinstance(c, (ast.Name, ast.Attribute))]
@@ -86,7 +72,6 @@ def _unwrap(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     return [_insert(_end(unit.source, wrapped[0]), b".module")]
 
 
-@fix("DDP202")
 def _shuffle(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     for where, value in case.values(argument(call, "sampler"), unit):
         asked = argument(value, "shuffle", 3) if isinstance(value, ast.Call) else None
@@ -95,7 +80,6 @@ def _shuffle(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     return []
 
 
-@fix("DDP203")
 def _set_epoch(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     source = unit.source
     statement = _statement(call, source)
@@ -117,7 +101,6 @@ def _set_epoch(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     return [_insert(_start(source, first), text + (b"; " if indent is None else _newline(source) + indent))]
 
 
-@fix("DDP401")
 def _write_once(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     source = unit.source
     if last_name(call) in ("makedirs", "mkdir") and source.qualified(call.func) != "os.mkdir":
@@ -134,7 +117,6 @@ def _write_once(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     return _under_test(source, statement, f"if {rank} == 0:")
 
 
-@fix("DDP503")
 def _raise_again(handler: ast.ExceptHandler, unit: Unit, case: Case) -> list[Edit]:
     last = handler.body[-1]
     if handler.body[0].lineno == handler.lineno or isinstance(last, (ast.Return, ast.Continue, ast.Break)):
@@ -146,14 +128,12 @@ def _raise_again(handler: ast.ExceptHandler, unit: Unit, case: Case) -> list[Edi
     return [_insert(end, line + newline if unit.source.content[end - 1 : end] == b"\n" else newline + line)]
 
 
-@fix("DDP603")
 def _global_rank(node: ast.AST, unit: Unit, case: Case) -> list[Edit]:
     rank = _rank_call(unit)
     found = argument(node, "rank", 2) if isinstance(node, ast.Call) else getattr(node, "left", None)
     return [_replace(unit.source, found, rank.encode())] if rank is not None and found is not None else []
 
 
-@fix("DDP604")
 def _delete(node: ast.Assign, unit: Unit, case: Case) -> list[Edit]:
     source = unit.source
     if len(node.targets) != 1:
@@ -167,7 +147,6 @@ def _delete(node: ast.Assign, unit: Unit, case: Case) -> list[Edit]:
     return [Edit(start, end, b"")] if is_alone and b";" not in line else []
 
 
-@fix("DDP702")
 def _strip_prefix(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
         return []
@@ -254,3 +233,19 @@ def _under_test(source: Source, statement: ast.stmt, test: str) -> list[Edit]:
         return []
     first = _insert(_start(source, statement), test.encode() + _newline(source) + indent + step)
     return [first, *(_insert(_line_start(source, line), step) for line in range(statement.lineno + 1, after))]
+
+
+# From a hit's node, its unit and the case to the edits.
+_FIXES: dict[str, Callable[..., list[Edit]]] = {
+    "DDP102": _call_the_wrapper,
+    "DDP105": _unwrap,
+    "DDP202": _shuffle,
+    "DDP203": _set_epoch,
+    "DDP401": _write_once,
+    "DDP503": _raise_again,
+    "DDP504": _unwrap,
+    "DDP603": _global_rank,
+    "DDP604": _delete,
+    "DDP701": _unwrap,
+    "DDP702": _strip_prefix,
+}

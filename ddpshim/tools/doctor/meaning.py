@@ -134,16 +134,16 @@ class Meaning(Kinds):
     def _is_main_only(self, node: ast.expr, unit: Unit) -> bool:
         """Whether a name is None but on the main rank: `log = open(path) if rank == 0 else None`."""
         bindings = self.reaching(node, unit)
-        if not bindings or (node, "main only") in self._busy:
+        if not bindings or node in self._busy:
             return False
-        self._busy.add((node, "main only"))
+        self._busy.add(node)
         made = [(where, b.statement, b.value) for where, b in bindings if not is_none(b.value)]
         is_main_only = bool(made) and all(
             self.guard(statement, where) is not None
             or (isinstance(value, ast.IfExp) and is_none(value.orelse) and self.test(value.test, where) == MAIN)
             for where, statement, value in made
         )
-        self._busy.discard((node, "main only"))
+        self._busy.discard(node)
         return is_main_only
 
     def guard(self, node: ast.AST, unit: Unit) -> Optional[ast.AST]:
@@ -178,12 +178,9 @@ class Meaning(Kinds):
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
-        child = node
-        for parent in unit.source.above(node):
-            if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test and _speaks_of_launch(parent.test):
-                return True
-            child = parent
-        return False
+        path = [node, *unit.source.above(node)]
+        branches = [(at, above) for at, above in zip(path, path[1:]) if isinstance(above, (ast.If, ast.IfExp))]
+        return any(at is not branch.test and _speaks_of_launch(branch.test) for at, branch in branches)
 
     def _left_before(self, child: ast.AST, parent: ast.AST, unit: Unit) -> Optional[ast.AST]:
         """A statement before `child` in its block by which other ranks leave: `if rank != 0: return`."""

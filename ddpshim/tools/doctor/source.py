@@ -184,7 +184,8 @@ class Source:
                 self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: when it is used
                 self._index(statement.body, statement, unit, statement)
             elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.ExceptHandler)):
-                is_main = unit is self.module and isinstance(statement, ast.If) and _tests_main(statement.test)
+                test = statement.test if unit is self.module and isinstance(statement, ast.If) else None
+                is_main = isinstance(test, ast.Compare) and key_of(test.left) == "__name__"
                 self._compound(statement, self.main if is_main else unit, owner)
             else:
                 self._walk([statement], parent, unit)
@@ -269,7 +270,3 @@ class Source:
             return ""
         parts.append(self.names.get(node.id, node.id))
         return ".".join(reversed(parts))
-
-
-def _tests_main(test: ast.expr) -> bool:
-    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
