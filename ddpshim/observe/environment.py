@@ -98,8 +98,7 @@ def _torch_versions() -> dict[str, Optional[str]]:
     versions: dict[str, Optional[str]] = {"torch": str(torch.__version__), "CUDA": torch.version.cuda}
     if torch.version.hip is not None:
         versions["ROCm"] = torch.version.hip
-    has_cuda = torch.version.cuda is not None
-    has_cudnn = has_cuda and torch.backends.cudnn.is_available()
+    has_cudnn = torch.version.cuda is not None and torch.backends.cudnn.is_available()
     versions["cuDNN"] = str(torch.backends.cudnn.version()) if has_cudnn else None
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
@@ -131,8 +130,7 @@ def _gpus() -> Any:
     gpus = {}
     for index in range(num_gpus):
         at = torch.cuda.get_device_properties(index)
-        others = (other for other in range(num_gpus) if other != index)
-        peers = [other for other in others if torch.cuda.can_device_access_peer(index, other)]
+        peers = [i for i in range(num_gpus) if i != index and torch.cuda.can_device_access_peer(index, i)]
         gpus[f"cuda:{index}"] = (
             f"{at.name}, {_size(at.total_memory)}, compute capability {at.major}.{at.minor}, "
             f"reaches the memory of {', '.join(f'cuda:{peer}' for peer in peers) or 'no other'}"

@@ -253,17 +253,9 @@ def _number(folder: checkpoint.PathLike) -> int:
 
 
 def _facts(here: World) -> dict[str, Any]:
-    facts = {
-        "world_size": here.world_size,
-        "local_world_size": here.local_world_size,
-        "node_rank": here.node_rank,
-        "backend": here.backend,
-        "device": str(here.device),
-        "launcher": here.launcher,
-        "num_restarts": here.num_restarts,
-        "seed": here.seed,
-        "options": asdict(here.options),
-    }
+    names = ("world_size", "local_world_size", "node_rank", "backend", "device", "launcher", "num_restarts", "seed")
+    facts = {name: getattr(here, name) for name in names}
+    facts.update(device=str(here.device), options=asdict(here.options))
     if here.device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(here.device)
     return {**facts, "environment": environment.describe()} if here.is_main else facts

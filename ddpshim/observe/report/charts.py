@@ -1,7 +1,6 @@
 """Draws the charts of the report, as SVG that takes its colours from the page.
 
-Text stays text, in the page's own font, and every colour is a variable of the page's style: one picture serves light
-and dark. matplotlib is imported inside the functions only.
+Text stays text, in the page's own font, and every colour is a variable of its style: one picture serves light and dark.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ddpshim.observe.report.words import clock, duration, first_line, ms, number
 _MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
 _UNEVEN = 1.15
 _MUCH_GROWTH, _LEAST_GROWTH_BYTES = 1.3, 200e6
-_QUIET_S = 120.0
+_QUIET_S, _WARM_S = 120.0, 30.0
 
 
 class Remark(NamedTuple):
@@ -154,8 +154,8 @@ def _about_guards(run: Run) -> Iterator[Remark]:
 
 def _about_time(run: Run) -> Iterator[Remark]:
     ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
-    if not any(run.is_warm(rank) for rank in ranks):
-        return
+    if not any(len(run.timed(rank)) < len(run.rows(rank)) or run.trained_s(rank) > _WARM_S for rank in ranks):
+        return  # it would say no more than how long the first steps take
     waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
     if min(waits.values()) > _MUCH_DATA_WAIT:
         yield Remark(

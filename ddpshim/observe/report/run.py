@@ -18,8 +18,6 @@ from ddpshim.observe.records import Record
 PARTS = {part: part.replace("_", " ") for part in ("data_wait", "compute", "optimizer", "communication", "other")}
 OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # what a rank does while others may wait for it
 
-_WARM_S = 30.0
-
 
 class Row(NamedTuple):
     """One rank's part of an epoch, in the start that made it last."""
@@ -167,10 +165,6 @@ class Run:
         """The training epochs of a rank, but for the first of each start, which warms up, if there are others."""
         rows = self.rows(rank)
         return [row for before, row in zip(rows, rows[1:]) if row.start == before.start] or rows
-
-    def is_warm(self, rank: int) -> bool:
-        """Whether `timed` says more than how long the first steps take."""
-        return len(self.timed(rank)) < len(self.rows(rank)) or self.trained_s(rank) > _WARM_S
 
     def steps(self, rank: int) -> int:
         """The steps in `timed`."""

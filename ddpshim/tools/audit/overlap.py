@@ -112,9 +112,6 @@ def _batch(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Incid
         )
 
 
-# What was written
-
-
 def _files(ranks: Sequence[Seen]) -> Iterator[Incident]:
     by_path: dict[tuple[str, str], dict[int, str]] = {}
     for seen in ranks:
@@ -161,5 +158,4 @@ def _folders(ranks: Sequence[Seen]) -> Iterator[Incident]:
 
 def _name_their_ranks(paths: Mapping[int, str]) -> bool:
     """Whether the numbers in which `paths` differ are the ranks."""
-    first, *others = (re.sub(rf"(?<!\d){rank}(?!\d)", "R", path) for rank, path in paths.items())
-    return all(other == first for other in others)
+    return len({re.sub(rf"(?<!\d){rank}(?!\d)", "R", path) for rank, path in paths.items()}) == 1

@@ -21,7 +21,6 @@ from ddpshim.tools.audit.judging import Judgement, judge
 from ddpshim.tools.audit.recording import Settings
 from ddpshim.tools.audit.witness import Record
 
-_SCHEMA = 1
 _TICK_S = 0.1
 _STACK_DEADLINE_S = 10.0
 # How faulthandler's last line ends when the main thread's outermost frame is written, or too many were before it.
@@ -47,7 +46,7 @@ def audit(job: Launch, settings: Settings, single_batch: Optional[int] = None) -
 
 def as_json(report: Judgement, exit_code: int) -> dict[str, Any]:
     """What `--json` prints; `schema` changes with every change that a reader could notice."""
-    return {"schema": _SCHEMA, "exit_code": exit_code, **asdict(report)}
+    return {"schema": 1, "exit_code": exit_code, **asdict(report)}
 
 
 def as_text(report: Judgement, program: str, exit_code: int) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
+from ddpshim.job.say import count
 from ddpshim.tools.doctor import checkpoints, control, data, devices, files, training
-from ddpshim.tools.doctor.findings import CODES, Finding
+from ddpshim.tools.doctor.findings import CODES, SEVERITIES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
@@ -35,6 +36,28 @@ class Report:
     def diff(self) -> bytes:
         """All edits as one unified diff, for `patch -p1` in the folder that was checked."""
         return b"".join(unified_diff(s.path, self.root, s.content, edits) for s, edits in self.edits.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints; `schema` changes with every change that a reader could notice."""
+        return {
+            "schema": 1,
+            "files": self.num_files,
+            "lines": self.num_lines,
+            "programs": self.num_programs,
+            "distributed_programs": self.num_distributed,
+            "ignored": self.num_ignored,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def as_text(self) -> str:
+        """Each finding with its fix, then a summary of one line."""
+        lines = [finding.as_text() for finding in self.findings]
+        counts = [(severity, sum(f.severity == severity for f in self.findings)) for severity in SEVERITIES]
+        found = ", ".join(f"{number} {severity}" for severity, number in counts if number) or "nothing found"
+        ignored = f", {self.num_ignored} ignored" if self.num_ignored else ""
+        programs = f"{count(self.num_programs, 'trainer')} ({self.num_distributed} distributed)"
+        lines.append(f"{found}{ignored}; {programs} in {self.num_files} files, {self.num_lines} lines")
+        return "\n".join(lines)
 
 
 def check(

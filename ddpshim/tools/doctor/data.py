@@ -36,8 +36,7 @@ _PRINTING = {"print", "format", "info", "range", "debug", "write", "log"}
 _DATASET = re.compile(r"(train|training)_?(set|data|dataset|ds)$|^dataset$|train_dataset")
 _NOISE = words_of(
     "randn randn_like rand rand_like randint randint_like normal_ bernoulli bernoulli_ dropout Dropout Dropout2d "
-    "rsample multinomial uniform_ DropPath normal randperm RandomCrop RandomResizedCrop RandomHorizontalFlip "
-    "Normal"
+    "rsample multinomial uniform_ DropPath normal randperm RandomCrop RandomResizedCrop RandomHorizontalFlip Normal"
 )
 _SEEDS = words_of("manual_seed manual_seed_all seed seed_everything set_seed seed_all set_random_seed fix_seed")
 _GLOBAL_SEEDS = words_of(

@@ -74,10 +74,8 @@ def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:
     if not unit.is_module or not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
         return False
     name = statement.targets[0].id
-    return not any(
-        name in u.words and (u.source is unit.source or name in u.source.names or name in u.attributes)
-        for u in case.program.units
-    )
+    users = (u for u in case.program.units if name in u.words)
+    return not any(u.source is unit.source or name in u.source.names or name in u.attributes for u in users)
 
 
 @call_rule("DDP602")

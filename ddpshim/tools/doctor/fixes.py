@@ -160,9 +160,6 @@ def _strip_prefix(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     return [_replace(unit.source, call, (text if is_whole else f"({text})").encode())]
 
 
-# Places
-
-
 def _rank_call(unit: Unit) -> Optional[str]:
     """`dist.get_rank()` by the name that the function already knows torch.distributed by."""
     for call in unit.all(ast.Call):

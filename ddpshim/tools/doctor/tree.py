@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -45,7 +44,7 @@ class Program:
         self.entry, self.files, self.units = entry, files, units
         self.frameworks = {name for name, marks in FRAMEWORKS.items() if marks & self.origins}
         self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
-        self.spawns = any(itertools.starmap(_spawns, self.calls("spawn", "Process")))
+        self.spawns = any(_spawns(*made) for made in self.calls("spawn", "Process"))
 
     @functools.cached_property
     def origins(self) -> frozenset[str]:

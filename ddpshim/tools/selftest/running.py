@@ -90,7 +90,8 @@ def run(
             num_nodes = f"{options.nnodes} node{'s' * (options.nnodes > 1)}"
             say(f"ddpshim selftest: {places[0].world_size} ranks on {num_nodes}, {device}")
             if options.nnodes > 1:
-                say(_line("nodes", time.monotonic() - started, "came: " + nodes.shown()))
+                came = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.came.items()))
+                say(_line("nodes", time.monotonic() - started, f"came: {', '.join(came)}"))
             ranks = _Ranks(context, places, run_rank or checks.run_rank)
             try:
                 for name in checks.names(device):
@@ -159,7 +160,7 @@ class _Nodes:
         self.own, self.timeout_s = options.node_rank or 0, options.timeout_s
         self.master_addr = str(options.master_addr)
         self.store = self._join(options)
-        self._came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
+        self.came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
         self._is_twin = False  # of a node that came before with the same number
 
     def _join(self, options: Plan) -> Any:
@@ -185,7 +186,7 @@ class _Nodes:
         """Of the ranks of this node."""
         from ddpshim.tools.selftest.checks import Place
 
-        num_ranks = [int(self._came[node]["nproc"]) for node in sorted(self._came)]
+        num_ranks = [int(self.came[node]["nproc"]) for node in sorted(self.came)]
         first, size, local_size = sum(num_ranks[: self.own]), sum(num_ranks), num_ranks[self.own]
         here = (self.own, self.master_addr, self.store.port, device, self.timeout_s, folder)
         return [Place(first + local, size, local, local_size, *here) for local in range(local_size)]
@@ -223,7 +224,7 @@ class _Nodes:
                     "ended, and a job would end with it. Read what it says there."
                 ) from error
             said = {int(node): facts for node, facts in json.loads(roll).items()}
-        self._came = said
+        self.came = said
         missing = [node for node in range(options.nnodes) if node not in said]
         if missing:
             came_from = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
@@ -240,13 +241,9 @@ class _Nodes:
                     "would not understand each other, or compute differently. Install and choose the same everywhere."
                 )
 
-    def shown(self) -> str:
-        """Who came, for the reader."""
-        return ", ".join(f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(self._came.items()))
-
     def first_failure(self, failure: SelfTestFailed) -> SelfTestFailed:
         """`failure`, or that of the node that told its own first: it is the cause of the others'."""
-        if len(self._came) == 1:
+        if len(self.came) == 1:
             return failure
         mine = f"node {self.own} ({socket.gethostname()}): {failure}"
         if failure.is_consequence:
@@ -264,7 +261,7 @@ class _Nodes:
         with contextlib.suppress(RuntimeError):  # the others or the store went before; there is nothing left to say
             self.store.set(f"selftest/left/{self.own}", "1")
             if self.own == 0:
-                keys = [f"selftest/left/{node}" for node in self._came]
+                keys = [f"selftest/left/{node}" for node in self.came]
                 self.store.wait(keys, timedelta(seconds=_OTHER_NODES_S))
 
 
