@@ -147,7 +147,6 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.doctor.checking import check
-    from ddpshim.tools.doctor.printing import as_json, as_text
 
     try:
         report = check(arguments.path, select=arguments.select, ignore=arguments.ignore, exclude=arguments.exclude)
@@ -156,9 +155,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.fix:
         sys.stdout.buffer.write(report.diff())
-        print(as_text(report), file=sys.stderr)
+        print(report.as_text(), file=sys.stderr)
     else:
-        print(json.dumps(as_json(report), indent=2) if arguments.json else as_text(report))
+        print(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
     return 1 if report.findings else 0
 
 

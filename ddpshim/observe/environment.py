@@ -20,6 +20,7 @@ from ddpshim import adapters
 from ddpshim.errors import LaunchError
 from ddpshim.job import machine
 from ddpshim.job.launch_env import expand_nodelist, read_launch_env
+from ddpshim.observe.report.words import shown
 from ddpshim.version import __version__
 
 _PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "numpy", "h5py")
@@ -44,20 +45,19 @@ def describe(with_names: bool = False) -> dict[str, Any]:
     names of machines and of the user and the home folder are replaced, wherever they occur; variables that look
     like secrets are left out in any case.
     """
-    variables = {name: os.environ[name] for name in sorted(os.environ) if _is_relevant(name)}
-    report = {
+    relevant = (name for name in sorted(os.environ) if _RELEVANT.fullmatch(name) and not _SECRET.search(name))
+    report: dict[str, Any] = {
         "versions": _versions(),
         **_patch_states(),
         "GPUs": _gpus(),
         "launch": _launch(),
-        "variables": variables,
+        "variables": {name: os.environ[name] for name in relevant},
         "machine": _machine(),
     }
     if with_names:
         report["machine"]["host"] = socket.gethostname()
     hidden = {} if with_names else _private(os.environ)
-    shown: dict[str, Any] = _without(hidden, report)
-    return shown
+    return {section: _without(hidden, content) for section, content in report.items()}
 
 
 def as_text(report: Mapping[str, Any]) -> str:
@@ -67,23 +67,18 @@ def as_text(report: Mapping[str, Any]) -> str:
         if isinstance(content, Mapping):
             lines.append(f"{section}:" if content else f"{section}: none")
             width = max(map(len, content), default=0)
-            lines += [f"  {name:{width}}  {_shown(value)}" for name, value in content.items()]
+            lines += [f"  {name:{width}}  {shown(value)}" for name, value in content.items()]
         else:
-            lines.append(f"{section}: {_shown(content)}")
+            lines.append(f"{section}: {shown(content)}")
     return "\n".join(lines)
 
 
-def _system() -> str:
-    """As platform.platform(), which starts a process to ask for the name of the processor."""
-    here = os.uname()
-    return "-".join([here.sysname, here.release, here.machine, "with", "".join(platform.libc_ver())])
-
-
 def _versions() -> dict[str, Optional[str]]:
+    here = os.uname()  # platform.platform() starts a process to ask for the name of the processor
     versions: dict[str, Optional[str]] = {
         "ddpshim": __version__,
         "Python": f"{platform.python_version()} ({sys.implementation.name})",
-        "system": _system(),
+        "system": "-".join([here.sysname, here.release, here.machine, "with", "".join(platform.libc_ver())]),
         **_torch_versions(),
     }
     for package in _PACKAGES:
@@ -103,8 +98,7 @@ def _torch_versions() -> dict[str, Optional[str]]:
     versions: dict[str, Optional[str]] = {"torch": str(torch.__version__), "CUDA": torch.version.cuda}
     if torch.version.hip is not None:
         versions["ROCm"] = torch.version.hip
-    has_cuda = torch.version.cuda is not None
-    has_cudnn = has_cuda and torch.backends.cudnn.is_available()
+    has_cudnn = torch.version.cuda is not None and torch.backends.cudnn.is_available()
     versions["cuDNN"] = str(torch.backends.cudnn.version()) if has_cudnn else None
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
@@ -136,8 +130,7 @@ def _gpus() -> Any:
     gpus = {}
     for index in range(num_gpus):
         at = torch.cuda.get_device_properties(index)
-        others = (other for other in range(num_gpus) if other != index)
-        peers = [other for other in others if torch.cuda.can_device_access_peer(index, other)]
+        peers = [i for i in range(num_gpus) if i != index and torch.cuda.can_device_access_peer(index, i)]
         gpus[f"cuda:{index}"] = (
             f"{at.name}, {_size(at.total_memory)}, compute capability {at.major}.{at.minor}, "
             f"reaches the memory of {', '.join(f'cuda:{peer}' for peer in peers) or 'no other'}"
@@ -169,10 +162,6 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _is_relevant(name: str) -> bool:
-    return _RELEVANT.fullmatch(name) is not None and not _SECRET.search(name)
-
-
 def _private(environ: Mapping[str, str]) -> dict[str, str]:
     """What to hide, and what to show in its place; the longest first, as one may be a part of another."""
     try:
@@ -198,12 +187,6 @@ def _without(hidden: Mapping[str, str], value: Any) -> Any:
             value = re.sub(rf"(?<![\w-]){re.escape(text)}(?![\w-])", stand_in, value)
         return re.sub(r"//[^/@\s]+@", "//<user>@", value)
     return value
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {item}" for name, item in value.items())
-    return "none" if value is None else str(value)
 
 
 def _size(num_bytes: Optional[int]) -> str:

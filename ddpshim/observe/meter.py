@@ -1,8 +1,4 @@
-"""Counts where the time of this process goes, while somebody asks: each moment belongs to one part.
-
-A part begins at a call that torch or ddpshim makes: `next` of a data loader, the step of an optimizer, the end of
-a backward pass. Nothing of it is in place unless a `Meter` runs.
-"""
+"""Counts where the time of this process goes, while somebody asks: each moment belongs to one part."""
 
 from __future__ import annotations
 
@@ -24,6 +20,7 @@ PARTS = ("data_wait", "compute", "communication", "optimizer", "other")
 class Meter:
     """Seconds by part, and the number of batches, between `start` and `stop`; both may be called again. Local.
 
+    A part begins at a call that torch or ddpshim makes:
     - data_wait: for a batch. From a batch's arrival to the next request everything is
     - compute, but for
     - communication: what the reducer, or a collective of `World`, makes this rank wait for, and
@@ -50,11 +47,8 @@ class Meter:
         self._around = events.measure_by(self)
         self._part, self._since = "other", time.perf_counter()
         self._outer.clear()
-        for hook in (
-            register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")),
-            register_optimizer_step_post_hook(lambda *_: self.end()),
-        ):
-            self._undo.callback(hook.remove)
+        self._undo.callback(register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")).remove)
+        self._undo.callback(register_optimizer_step_post_hook(lambda *_: self.end()).remove)
         # The one place that all of torch's loaders, with workers or without, go through.
         batches_of_any = getattr(dataloader, "_BaseDataLoaderIter", None)
         if batches_of_any is None:

@@ -39,18 +39,14 @@ def record(folder: checkpoint.PathLike) -> Iterator[Recorder]:
     `record` off (DDPSHIM_RECORD=no).
     """
     recorder = Recorder(folder)
-    recorder.start_counting()
     try:
-        yield recorder
+        with recorder.measured():
+            yield recorder
     except BaseException as error:
-        recorder.stop_counting()
-        if isinstance(error, SystemExit) and not error.code:
-            records.end("finished")
-        else:
-            failure.note(error)
+        _note_failure(error)
         raise
-    recorder.stop_counting()
-    records.end("finished")
+    finally:
+        records.end("finished")  # where no failure was noted: the first word counts
 
 
 @contextlib.contextmanager
@@ -98,7 +94,8 @@ class Recorder:
         if self.is_on:
             number = here.run_on_main(_number, folder)
             self.is_on = records.begin(folder, here.rank, start=number, **_facts(here))
-            on_cleanup(_left_without_a_word)
+            # After it nobody will say how it ended: with what is on its way out, or nothing.
+            on_cleanup(lambda: _note_failure(sys.exc_info()[1]))
 
     def step(self, loss: float) -> None:
         """Take note of this rank's loss of a step. Local. A loss on a GPU would be waited for: give it as a number."""
@@ -109,7 +106,8 @@ class Recorder:
         if now > self._next_look and self._device.type == "cuda":
             self._look_at_gpu(now)
         if now > self._next_progress:
-            records.note("progress", steps=self._curve.num_steps, loss=self._curve.last_mean)
+            means = self._curve.means
+            records.note("progress", steps=self._curve.num_steps, loss=means[-1] if means else None)
             self._next_progress = now + _PROGRESS_EVERY_S
 
     def step_of(self, metrics: Mapping[str, Any]) -> None:
@@ -184,6 +182,10 @@ class Recorder:
         curve, self._curve = self._curve, _Curve()
         counted, self._counted = self._counted, {}
         first_step, self.first_step = self.first_step, 0
+        memory = _memory(self._device)
+        if self._gpu_use:
+            memory["gpu_use"] = sum(self._gpu_use) / len(self._gpu_use)
+            self._gpu_use.clear()
         if batch_size is not None and "steps" in counted:
             num_samples = batch_size * counted["steps"]
         records.note(
@@ -195,17 +197,10 @@ class Recorder:
             samples=num_samples,
             first_step=first_step,
             curve=[float(f"{mean:.6g}") for mean in curve.means] if phase == "training" else [],
-            memory=self._memory(),
+            memory=memory,
             **counted,
         )
         self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
-
-    def _memory(self) -> dict[str, Any]:
-        memory = _memory(self._device)
-        if self._gpu_use:
-            memory["gpu_use"] = sum(self._gpu_use) / len(self._gpu_use)
-            self._gpu_use.clear()
-        return memory
 
     def _look_at_gpu(self, now: float) -> None:
         self._next_look = now + _GPU_LOOK_EVERY_S
@@ -222,10 +217,6 @@ class _Curve:
         self.means: list[float] = []
         self.num_steps = 0
         self._width, self._sum, self._num = 1, 0.0, 0
-
-    @property
-    def last_mean(self) -> Optional[float]:
-        return self.means[-1] if self.means else None
 
     def add(self, loss: float) -> None:
         self.num_steps += 1
@@ -262,33 +253,20 @@ def _number(folder: checkpoint.PathLike) -> int:
 
 
 def _facts(here: World) -> dict[str, Any]:
-    facts = {
-        "world_size": here.world_size,
-        "local_world_size": here.local_world_size,
-        "node_rank": here.node_rank,
-        "backend": here.backend,
-        "device": str(here.device),
-        "launcher": here.launcher,
-        "num_restarts": here.num_restarts,
-        "seed": here.seed,
-        "options": asdict(here.options),
-    }
+    names = ("world_size", "local_world_size", "node_rank", "backend", "device", "launcher", "num_restarts", "seed")
+    facts = {name: getattr(here, name) for name in names}
+    facts.update(device=str(here.device), options=asdict(here.options))
     if here.device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(here.device)
     return {**facts, "environment": environment.describe()} if here.is_main else facts
 
 
-def _left_without_a_word() -> None:
-    """At `cleanup`, after which nobody will say how it ended: with what is on its way out, or nothing."""
-    error = sys.exc_info()[1]
+def _note_failure(error: Optional[BaseException]) -> None:
     if error is not None and not (isinstance(error, SystemExit) and not error.code):
         failure.note(error)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """What of `metrics` is a number, as one of Python's."""
-    return {name: float(value) for name, value in metrics.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
+    found = ((n, v) for n, v in metrics.items() if isinstance(v, Real) or (torch.is_tensor(v) and v.numel() == 1))
+    return {name: float(value) for name, value in found}

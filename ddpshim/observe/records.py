@@ -1,11 +1,11 @@
 """Appends records of a run to a file of JSON lines, one for each rank. Imports no torch.
 
-Once it was begun, `ddpshim.job.events` passes on what happens in a training. A line is appended by
-one call of the system; what cannot be written is reported once, and the training goes on without records.
+A line is appended by one call of the system; what cannot be written is reported once, and the training goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,11 +26,11 @@ Record = dict[str, Any]
 
 
 class _State:
-    """The open file of this process."""
+    """The open file of this process; file is -1 where there is none."""
 
-    file: Optional[int] = None
-    path: Optional[Path] = None
-    process: int = 0
+    file = -1
+    path = Path()
+    process = 0
 
 
 _state = _State()
@@ -61,12 +61,12 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
 
 def is_on() -> bool:
     """Whether this process writes records. Local; not in a process that was forked from it."""
-    return _state.file is not None and _state.process == os.getpid()
+    return _state.file >= 0 and _state.process == os.getpid()
 
 
 def note(kind: str, **values: Any) -> None:
     """Append a record, where this process writes any. Local."""
-    if _state.file is not None and is_on():
+    if is_on():
         _append(_line(kind, values))
 
 
@@ -82,7 +82,10 @@ def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
     last = 0
     for path in files(folder).values():
         with path.open(errors="replace") as file:
-            last = max([last, *(number for line in file if line.startswith(_START) for number in _start_of(line))])
+            for line in file:
+                if line.startswith(_START):
+                    with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+                        last = max(last, int(json.loads(line)["start"]))
     return last
 
 
@@ -120,19 +123,11 @@ def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:
     return next((name for name in ("Loss", *sorted(metrics)) if name in metrics and "loss" in name.lower()), None)
 
 
-def _start_of(line: str) -> list[int]:
-    try:
-        return [int(json.loads(line)["start"])]
-    except (ValueError, KeyError, TypeError):
-        return []
-
-
 def _line(kind: str, values: dict[str, Any]) -> str:
     return json.dumps({"kind": kind, "time": round(time.time(), 3), **values}, default=str) + "\n"
 
 
 def _append(text: str) -> None:
-    assert _state.file is not None
     data = text.encode()
     try:
         if os.write(_state.file, data) < len(data):
@@ -144,13 +139,12 @@ def _append(text: str) -> None:
 
 def _close() -> None:
     if is_on():
-        assert _state.file is not None
         os.close(_state.file)
-    _state.file = None
+    _state.file = -1
     events.record_to(None)
 
 
-def _say(path: Optional[Path], error: OSError) -> None:
+def _say(path: Path, error: OSError) -> None:
     say(
         f"{path} cannot be written ({error}); training goes on, and its report will lack what comes now. Make "
         "room there, or switch records off with DDPSHIM_RECORD=no.",

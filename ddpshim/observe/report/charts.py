@@ -1,7 +1,6 @@
 """Draws the charts of the report, as SVG that takes its colours from the page.
 
-Text stays text, in the page's own font, and every colour is a variable of the page's style: one picture serves light
-and dark. matplotlib is imported inside the functions only.
+Text stays text, in the page's own font, and every colour is a variable of its style: one picture serves light and dark.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ _RANKS = [f"#0301{n:02x}" for n in range(8)]
 _PARTS = [f"#0401{n:02x}" for n in range(len(PARTS))]
 _GOOD, _BAD = "#050101", "#050102"
 _VARIABLES = {
-    _INK: "ink",
-    _FAINT: "faint",
+    **{_INK: "ink", _FAINT: "faint", _GOOD: "good", _BAD: "bad"},
     **{colour: f"rank{n}" for n, colour in enumerate(_RANKS)},
     **{colour: f"part{n}" for n, colour in enumerate(_PARTS)},
-    _GOOD: "good",
-    _BAD: "bad",
 }
 _DASHES: list[Any] = ["-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2))]
 _WIDTH, _HEIGHT = 5.2, 3.1  # inches

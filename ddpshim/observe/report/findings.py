@@ -10,14 +10,13 @@ from typing import NamedTuple, Optional
 
 from ddpshim.job.peer_errors import LOST, meaning_of
 from ddpshim.job.say import count, ranks_called
-from ddpshim.observe.records import Record
 from ddpshim.observe.report.run import Epoch, Run
 from ddpshim.observe.report.words import clock, duration, first_line, ms, number, percent, size, span
 
 _MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
 _UNEVEN = 1.15
 _MUCH_GROWTH, _LEAST_GROWTH_BYTES = 1.3, 200e6
-_QUIET_S = 120.0
+_QUIET_S, _WARM_S = 120.0, 30.0
 
 
 class Remark(NamedTuple):
@@ -34,11 +33,11 @@ def verdict(run: Run) -> Remark:
     left = [end for end in ends.values() if end.get("how") == "left"]
     failed = {rank: end for rank, end in ends.items() if end.get("how") in ("failed", "stopped")}
     if failed:
-        own = {r: e for r, e in failed.items() if e.get("first") in (None, r) and not _lost_a_peer(e)}
+        lost = [r for r, e in failed.items() if e.get("lost_a_peer") or meaning_of(str(e.get("error"))) == LOST]
+        own = [r for r, e in failed.items() if e.get("first") in (None, r) and r not in lost]
         if silent and not own:
-            return Remark(
-                "bad", f"Failed: {ranks_called(silent)} ended without a word, killed perhaps (out of memory?)"
-            )
+            who = ranks_called(silent)
+            return Remark("bad", f"Failed: {who} ended without a word, killed perhaps (out of memory?)")
         rank = min(own or failed, key=lambda r: float(failed[r]["time"]))
         return Remark("bad", f"Failed: rank {rank}: {first_line(failed[rank].get('error'))}")
     if left:
@@ -123,17 +122,9 @@ def _about_losses(run: Run) -> Iterator[Remark]:
 
 def largest_gap(run: Run) -> Optional[tuple[Epoch, int, float]]:
     """Where a rank's loss is farthest from the mean over ranks: epoch, rank, and the distance over the mean."""
-    gaps = [
-        (abs(loss - centre) / abs(centre), epoch.number, -rank, epoch)
-        for epoch in run.epochs
-        if len(epoch.training) > 1
-        for rank, loss, centre in deviations(epoch)
-        if centre
-    ]
-    if not gaps:
-        return None
-    share, _, rank, epoch = max(gaps, key=lambda gap: gap[:3])
-    return epoch, -rank, share
+    found = [(epoch, *each) for epoch in run.epochs if len(epoch.training) > 1 for each in deviations(epoch)]
+    gaps = [(epoch, rank, abs(loss - centre) / abs(centre)) for epoch, rank, loss, centre in found if centre]
+    return max(gaps, key=lambda gap: (gap[2], gap[0].number, -gap[1]), default=None)
 
 
 def deviations(epoch: Epoch) -> list[tuple[int, float, float]]:
@@ -153,9 +144,8 @@ def _about_guards(run: Run) -> Iterator[Remark]:
         yield Remark("bad", f"A guard failed on rank {rank}: {first_line(record.get('said'))}")
     elif guards:
         weights, steps = (sum(r.get("check") == check for _, _, r in guards) for check in ("weights", "steps"))
-        yield Remark(
-            "good", f"No guard failed ({weights} comparisons of weights, {steps} of step counts, on all ranks)"
-        )
+        compared = f"{weights} comparisons of weights, {steps} of step counts"
+        yield Remark("good", f"No guard failed ({compared}, on all ranks)")
     elif run.last.world_size > 1:
         off = run.last.facts.get("options", {}).get("guard") is False
         why = "they are switched off (DDPSHIM_GUARD)" if off else "no backward pass of a wrapped network was compared"
@@ -164,8 +154,8 @@ def _about_guards(run: Run) -> Iterator[Remark]:
 
 def _about_time(run: Run) -> Iterator[Remark]:
     ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
-    if not any(run.is_warm(rank) for rank in ranks):
-        return
+    if not any(len(run.timed(rank)) < len(run.rows(rank)) or run.trained_s(rank) > _WARM_S for rank in ranks):
+        return  # it would say no more than how long the first steps take
     waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
     if min(waits.values()) > _MUCH_DATA_WAIT:
         yield Remark(
@@ -175,9 +165,8 @@ def _about_time(run: Run) -> Iterator[Remark]:
         )
     elif max(waits.values()) > _MUCH_DATA_WAIT:
         rank = max(waits, key=lambda r: waits[r])
-        yield Remark(
-            "bad", f"Data wait is {percent(waits[rank])} of the training time on rank {rank}: look at that node's disk"
-        )
+        share = percent(waits[rank])
+        yield Remark("bad", f"Data wait is {share} of the training time on rank {rank}: look at that node's disk")
     else:
         yield Remark("good", f"Data wait is {span(waits.values())} of the training time")
     works = run.own_work()
@@ -193,9 +182,8 @@ def _about_time(run: Run) -> Iterator[Remark]:
                 "another program on its GPU or cores, or slower data",
             )
         else:
-            yield Remark(
-                "good", f"The ranks are evenly fast: the slowest needs {ratio:.2f} times what the fastest does"
-            )
+            evenly = f"the slowest needs {ratio:.2f} times what the fastest does"
+            yield Remark("good", f"The ranks are evenly fast: {evenly}")
     if len(talks) > 1 and min(talks.values()) > _MUCH_COMMUNICATION:
         yield Remark(
             "note",
@@ -212,9 +200,8 @@ def _about_memory(run: Run) -> Iterator[Remark]:
             # Caches fill in the first epochs.
             early, late = statistics.median(held[1:4]), statistics.median(held[-3:])
             if late > _MUCH_GROWTH * early and late - early > _LEAST_GROWTH_BYTES:
-                yield Remark(
-                    "note", f"The memory of rank {rank} grows: {size(early)} early, {size(late)} in the last epochs"
-                )
+                grows = f"grows: {size(early)} early, {size(late)} in the last epochs"
+                yield Remark("note", f"The memory of rank {rank} {grows}")
         memory = rows[-1].memory if rows else {}
         if memory.get("gpu_total") and memory["gpu_reserved"] > 0.92 * memory["gpu_total"]:
             yield Remark(
@@ -232,7 +219,3 @@ def _about_saving(run: Run) -> Iterator[Remark]:
             f"Training waited {duration(stalled)} for checkpoints, {percent(stalled / run.wall_s)} of the run: save "
             "less often, or to a faster disk, with background_save on",
         )
-
-
-def _lost_a_peer(end: Record) -> bool:
-    return bool(end.get("lost_a_peer")) or meaning_of(str(end.get("error"))) == LOST

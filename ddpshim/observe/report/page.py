@@ -79,10 +79,10 @@ def html(run: Run) -> str:
     named = {table.name for table in made}
     place = run.folder.resolve()
     name = escape(place.name)
-    when = (
-        f"{place.parent.name}/{place.name}, begun {clock(run.starts[0].began)}, last word {clock(run.last.ended)} (UTC)"
-    )
+    began, ended_at = clock(run.starts[0].began), clock(run.last.ended)
+    when = f"{place.parent.name}/{place.name}, begun {began}, last word {ended_at} (UTC)"
     numbers = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headline(run))
+    looks = "".join(f'<li class="{each.level}">{_sentence(each)}</li>' for each in findings(run))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -101,7 +101,7 @@ def html(run: Run) -> str:
 <main>
 <section aria-label="Key numbers"><dl>{numbers}</dl></section>
 <section><h2>What to look at</h2>
-<ul class="findings">{"".join(map(_finding, findings(run)))}</ul></section>
+<ul class="findings">{looks}</ul></section>
 <section><h2>Charts</h2>
 <div class="charts">{"".join(_figure(chart, named) for chart in pictures)}</div></section>
 <section><h2>Tables</h2>
@@ -115,10 +115,6 @@ def html(run: Run) -> str:
 
 def _sentence(finding: Remark) -> str:
     return f'<span class="level">{_MARKS[finding.level]}</span><span>{escape(finding.text)}.</span>'
-
-
-def _finding(finding: Remark) -> str:
-    return f'<li class="{finding.level}">{_sentence(finding)}</li>'
 
 
 def _figure(chart: Chart, named: set[str]) -> str:
@@ -138,10 +134,10 @@ def _cell(text: str) -> str:
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
-    is_long = len(table.rows) > 12
+    is_open = " open" if len(table.rows) <= 12 else ""
     note = f'<p class="soft">{escape(table.note)}</p>' if table.note else ""
     return (
-        f'<details id="{table.name}"{"" if is_long else " open"}><summary>{escape(table.title)}</summary>{note}'
+        f'<details id="{table.name}"{is_open}><summary>{escape(table.title)}</summary>{note}'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>\n"
     )

@@ -18,8 +18,6 @@ from ddpshim.observe.records import Record
 PARTS = {part: part.replace("_", " ") for part in ("data_wait", "compute", "optimizer", "communication", "other")}
 OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # what a rank does while others may wait for it
 
-_WARM_S = 30.0
-
 
 class Row(NamedTuple):
     """One rank's part of an epoch, in the start that made it last."""
@@ -43,8 +41,7 @@ class Row(NamedTuple):
     @property
     def memory(self) -> Record:
         """What was held at the end."""
-        memory: Record = self.record.get("memory", {})
-        return memory
+        return dict(self.record.get("memory", {}))
 
     def seconds(self, parts: Iterable[str]) -> float:
         return math.fsum(self.record.get("seconds", {}).get(part, 0.0) for part in parts)
@@ -169,10 +166,6 @@ class Run:
         rows = self.rows(rank)
         return [row for before, row in zip(rows, rows[1:]) if row.start == before.start] or rows
 
-    def is_warm(self, rank: int) -> bool:
-        """Whether `timed` says more than how long the first steps take."""
-        return len(self.timed(rank)) < len(self.rows(rank)) or self.trained_s(rank) > _WARM_S
-
     def steps(self, rank: int) -> int:
         """The steps in `timed`."""
         return sum(row.steps for row in self.timed(rank))
@@ -191,9 +184,8 @@ class Run:
         for start in reversed(self.starts):
             rows = {rank: [row for row in self.timed(rank) if row.start == start.number] for rank in start.ranks}
             steps = {rank: sum(row.steps for row in own) for rank, own in rows.items()}
-            works = {
-                r: math.fsum(row.seconds(OWN_WORK) for row in own) / steps[r] for r, own in rows.items() if steps[r]
-            }
+            work = {rank: math.fsum(row.seconds(OWN_WORK) for row in own) for rank, own in rows.items()}
+            works = {rank: work[rank] / steps[rank] for rank in rows if steps[rank]}
             if len(works) > 1:
                 return works
         return {}

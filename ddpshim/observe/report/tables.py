@@ -99,7 +99,9 @@ def _times(run: Run) -> Table:
 
 def _memories(run: Run) -> Table:
     rows = []
-    has_gpu = any("gpu_total" in row.memory for rank in run.ranks for row in run.rows(rank))
+    gpu = {"gpu_allocated": "GPU allocated, most", "gpu_reserved": "GPU reserved, most", "gpu_total": "GPU has"}
+    if not any("gpu_total" in row.memory for rank in run.ranks for row in run.rows(rank)):
+        gpu = {}
     for rank in run.ranks:
         memories = [row.memory for row in run.rows(rank)]
         if not memories:
@@ -107,11 +109,9 @@ def _memories(run: Run) -> Table:
         last = memories[-1]
         most = max(m.get("peak_rss") or m.get("rss") or 0 for m in memories)
         row = [str(rank), size(last.get("rss")), size(max(most, last.get("rss") or 0) or None)]
-        gpu = [size(last.get(key)) for key in ("gpu_allocated", "gpu_reserved", "gpu_total")]
-        rows.append([*row, *gpu] if has_gpu else row)
-    columns = ["rank", "process, last epoch", "process, most"]
-    gpu_columns = ["GPU allocated, most", "GPU reserved, most", "GPU has"] if has_gpu else []
-    return Table("memory", "Memory", [*columns, *gpu_columns], rows, "Data workers are processes of their own.")
+        rows.append([*row, *(size(last.get(key)) for key in gpu)])
+    columns = ["rank", "process, last epoch", "process, most", *gpu.values()]
+    return Table("memory", "Memory", columns, rows, "Data workers are processes of their own.")
 
 
 def _starts(run: Run) -> Table:

@@ -47,7 +47,8 @@ def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
     import torch
 
     with torch.no_grad():
-        tensors = [t.detach() for t in _tensors(batch) if t.dim() and _is_plain(t)]
+        strided = (t for t in _tensors(batch) if t.dim() and t.layout == torch.strided)
+        tensors = [t.detach() for t in strided if not (t.is_nested or t.is_quantized or t.is_meta)]
         if not tensors or not len(tensors[0]):
             return 0, None
         size = len(tensors[0])
@@ -64,12 +65,6 @@ def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
             weights = torch.arange(i + 1, i + 1 + bits.shape[1], device="cpu") * 0x5851F42D4C957F2D + (2 * i + 1)
             names += ((bits ^ (bits >> 31)) * (weights | 1)).sum(1)
         return size, [f"{name & 0xFFFFFFFFFFFF:x}" for name in names.tolist()]
-
-
-def _is_plain(t: Any) -> bool:
-    import torch
-
-    return t.layout == torch.strided and not (t.is_nested or t.is_quantized or t.is_meta)
 
 
 def _tensors(batch: Any) -> Iterator[Any]:

@@ -1,7 +1,4 @@
-"""Turns the records of an audited job into facts, findings, and a list of what could not be checked.
-
-Records are those of ddpshim/tools/audit/recording.py, by rank and in the order in which each rank wrote them.
-"""
+"""Turns the records of an audited job into facts, findings, and a list of what could not be checked."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class Judgement:
 def judge(
     records: Mapping[int, Sequence[Record]], is_stalled: bool = False, single_batch: Optional[int] = None
 ) -> Judgement:
-    """The report on a job whose ranks left these `records`."""
+    """The report on a job whose ranks left these `records` (see recording.py), each in the order that it wrote them."""
     ranks = [Seen(rank, records[rank]) for rank in sorted(records)]
     # How it ended comes last: what was found before may be why.
     findings = chain(divergences(ranks), overlaps(ranks, single_batch), _ends(ranks, is_stalled))
@@ -83,17 +80,16 @@ def _ends(ranks: Sequence[Seen], is_stalled: bool) -> Iterator[Incident]:
 
 
 def _position(seen: Seen) -> str:
-    place = f", at {seen.stack}" if seen.stack else ""
     if seen.exit_code is not None:
         return f"was over (exit code {seen.exit_code}) after {seen.num_steps()} steps"
     if seen.has_stopped:
         return f"had made the {seen.num_steps()} steps that were asked for"
+    place = f", at {seen.stack}" if seen.stack else ""
     return f"{seen.num_steps()} steps and {seen.num_left} batches after the last{place}"
 
 
 def _facts(ranks: Sequence[Seen]) -> dict[str, str]:
-    out = {"ranks": str(len(ranks))}
-    out["steps"] = of_ranks({seen.rank: seen.num_steps() for seen in ranks})
+    out = {"ranks": str(len(ranks)), "steps": of_ranks({seen.rank: seen.num_steps() for seen in ranks})}
     first = next((seen.steps[0] for seen in ranks if seen.steps), None)
     if first is None:
         return out
@@ -105,10 +101,9 @@ def _facts(ranks: Sequence[Seen]) -> dict[str, str]:
         out["passes"] = of_ranks(
             {s.rank: f"{len(s.training)} begun, {sum(p.has_ended for p in s.training)} ended" for s in ranks}
         )
-    mine = ranks[0].optimizers.values()
-    wrapped = sum(sum(each["is_wrapped"]) for each in mine)
-    if wrapped:
-        out["in DistributedDataParallel"] = f"{wrapped} of {sum(len(each['names']) for each in mine)} parameters"
+    is_wrapped = [each for optimizer in ranks[0].optimizers.values() for each in optimizer["is_wrapped"]]
+    if any(is_wrapped):
+        out["in DistributedDataParallel"] = f"{sum(is_wrapped)} of {len(is_wrapped)} parameters"
     unused = [
         ranks[0].optimizers[number]["names"][i] or f"number {i}"
         for number, places in ranks[0].without_gradient().items()

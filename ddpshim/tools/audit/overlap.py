@@ -9,30 +9,21 @@ from itertools import combinations
 from typing import Optional
 
 from ddpshim.tools.audit.verdict import Incident, error, found, named, of_ranks
-from ddpshim.tools.audit.witness import Pass, Record, Seen, usual
+from ddpshim.tools.audit.witness import Record, Seen, usual
 
 _SELDOM = 0.01  # this share of equal samples is no sign of anything
 
 
 def overlaps(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Incident]:
     """`single_batch`: the samples of a step in the training of one process, if they are to be compared."""
-    yield from _shares(ranks)
-    yield from _orders(ranks)
-    yield from _lengths(ranks)
-    yield from _files(ranks)
-    yield from _folders(ranks)
+    for look in (_shares, _orders, _lengths, _files, _folders):
+        yield from look(ranks)
     yield from _batch(ranks, single_batch)
-
-
-def _training_passes(ranks: Sequence[Seen]) -> Iterator[tuple[int, list[Pass]]]:
-    """The first, second, ... pass that each rank trained on."""
-    for number, passes in enumerate(zip(*(seen.training for seen in ranks)), start=1):
-        yield number, list(passes)
 
 
 def _shares(ranks: Sequence[Seen]) -> Iterator[Incident]:
     """At most one: what was wrong in the first pass is in the second."""
-    for number, passes in _training_passes(ranks):
+    for number, passes in enumerate(zip(*(seen.training for seen in ranks)), start=1):
         code = "DDP205" if passes[0].record["is_iterable"] else "DDP204"
         for (one, first), (other, second) in combinations(zip(ranks, passes), 2):
             pair = named([one.rank, other.rank])
@@ -94,7 +85,7 @@ def _orders(ranks: Sequence[Seen]) -> Iterator[Incident]:
 
 
 def _lengths(ranks: Sequence[Seen]) -> Iterator[Incident]:
-    for number, passes in _training_passes(ranks):
+    for number, passes in enumerate(zip(*(seen.training for seen in ranks)), start=1):
         counts = [len(each.batches) for each in passes]
         ended = [count for count, each in zip(counts, passes) if each.has_ended]
         if ended and max(counts) > min(ended):
@@ -119,9 +110,6 @@ def _batch(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Incid
             f"training of one process; with the learning rate {rates[0] if rates else 'unknown'} of that one it is "
             f"another training, with {single_batch / sum(sizes):.3g} times the steps in an epoch.",
         )
-
-
-# What was written
 
 
 def _files(ranks: Sequence[Seen]) -> Iterator[Incident]:
@@ -170,5 +158,4 @@ def _folders(ranks: Sequence[Seen]) -> Iterator[Incident]:
 
 def _name_their_ranks(paths: Mapping[int, str]) -> bool:
     """Whether the numbers in which `paths` differ are the ranks."""
-    first, *others = (re.sub(rf"(?<!\d){rank}(?!\d)", "R", path) for rank, path in paths.items())
-    return all(other == first for other in others)
+    return len({re.sub(rf"(?<!\d){rank}(?!\d)", "R", path) for rank, path in paths.items()}) == 1

@@ -19,12 +19,13 @@ import signal
 import sys
 import sysconfig
 import time
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Optional
 
 from ddpshim.job.replaced import replaced
@@ -33,7 +34,7 @@ from ddpshim.tools.audit.fingerprints import checksums, samples_of, streams
 SHOW_STACK: Optional[int] = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 
 _MAX_SAMPLES = 100_000  # of one pass are told apart
-_SETTINGS = "settings.json"
+SETTINGS = "settings.json"  # what ranks read theirs from
 _HERE = str(Path(__file__).absolute().parents[2])  # of ddpshim
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -45,10 +46,6 @@ class Settings:
     steps: int = 20  # of each optimizer
     to_end: bool = False  # the program ends by itself, not after these steps
     timeout_s: float = 300.0
-
-    def write(self, folder: Path) -> None:
-        """For the ranks, which read it there."""
-        (folder / _SETTINGS).write_text(json.dumps(asdict(self)))
 
 
 @contextlib.contextmanager
@@ -72,7 +69,7 @@ class Witness(importlib.abc.MetaPathFinder):
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._settings = Settings(**json.loads((folder / _SETTINGS).read_text()))
+        self._settings = Settings(**json.loads((folder / SETTINGS).read_text()))
         self._process, self._cwd = os.getpid(), os.getcwd()
         # Not asked of tempfile when a file is opened: it may be the one that opens it, and holds a lock.
         temporary = (str(folder.parent), "/tmp", "/var/tmp", "/dev", "/proc", "/sys")
@@ -159,7 +156,9 @@ class Witness(importlib.abc.MetaPathFinder):
             try:
                 batch = advance(batches)
             except StopIteration:
-                self._see_end_of_pass(batches)
+                self._has_ended_pass = True
+                if batches in self._passes:
+                    self.write("pass ended", number=self._passes[batches][0])
                 raise
             self._see_batch(batches, batch)
             return batch
@@ -203,11 +202,6 @@ class Witness(importlib.abc.MetaPathFinder):
         told = samples if seen[1] <= _MAX_SAMPLES else None
         self.write("batch", number=seen[0], size=size, samples=told, streams=streams())
 
-    def _see_end_of_pass(self, batches: Any) -> None:
-        self._has_ended_pass = True
-        if batches in self._passes:
-            self.write("pass ended", number=self._passes[batches][0])
-
     # Steps
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -222,9 +216,8 @@ class Witness(importlib.abc.MetaPathFinder):
         count += 1
         self._optimizers[optimizer] = (number, count)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        about: dict[str, Any] = {}
-        if count <= self._settings.steps or self._has_ended_pass:
-            about = self._look_at(number, params)
+        is_looked_at = count <= self._settings.steps or self._has_ended_pass
+        about = self._look_at(number, params) if is_looked_at else {}
         self._has_ended_pass = False
         lr = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.write("step", optimizer=number, step=count, type=type(optimizer).__name__, lr=lr, place=_place(), **about)
@@ -238,13 +231,12 @@ class Witness(importlib.abc.MetaPathFinder):
         if known is None or len(known.names) != len(params):
             known = self._named[number] = Parameters(params)
             self.write("optimizer", optimizer=number, names=known.names, is_wrapped=known.is_wrapped)
-        has_group = dist.is_available() and dist.is_initialized()
         return {
             "values": checksums(params),
             "gradients": checksums([p.grad for p in params]),
             "buffers": dict(zip(known.buffers, checksums(list(known.buffers.values())))),
             "streams": streams(),
-            "group_size": dist.get_world_size() if has_group else 0,
+            "group_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0,
         }
 
     def _stop(self) -> None:
@@ -338,13 +330,8 @@ def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
 def _place() -> str:
     """The file and line of the program that came here; empty where none of it is in the stack."""
     package = (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
-    frame: Optional[FrameType] = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_program(name, package):
-            return shown(name, frame.f_lineno)
-        frame = frame.f_back
-    return ""
+    stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
+    return next((shown(name, line) for name, line in stack if is_program(name, package)), "")
 
 
 def shown(file: str, line: object) -> str:

@@ -1,8 +1,4 @@
-"""Starts an audited job on several ranks, and judges its records.
-
-Ranks write down what they do (recording.py); what it means is found afterwards (judging.py). They exchange nothing, so
-nothing can hang but the trainer itself, and where that does, it is ended.
-"""
+"""Starts an audited job on several ranks, and judges its records."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ from ddpshim.tools.audit.judging import Judgement, judge
 from ddpshim.tools.audit.recording import Settings
 from ddpshim.tools.audit.witness import Record
 
-_SCHEMA = 1
 _TICK_S = 0.1
 _STACK_DEADLINE_S = 10.0
 # How faulthandler's last line ends when the main thread's outermost frame is written, or too many were before it.
@@ -41,7 +36,7 @@ def audit(job: Launch, settings: Settings, single_batch: Optional[int] = None) -
     num_ranks = int(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-audit-") as name:
         folder = Path(name)
-        settings.write(folder)
+        (folder / recording.SETTINGS).write_text(json.dumps(asdict(settings)))
         package = job.program.partition(".")[0] if job.is_module else ""
         with _Watch(folder, num_ranks, settings.timeout_s, package) as watch:
             code = run(replace(job, audit=name))
@@ -51,7 +46,7 @@ def audit(job: Launch, settings: Settings, single_batch: Optional[int] = None) -
 
 def as_json(report: Judgement, exit_code: int) -> dict[str, Any]:
     """What `--json` prints; `schema` changes with every change that a reader could notice."""
-    return {"schema": _SCHEMA, "exit_code": exit_code, **asdict(report)}
+    return {"schema": 1, "exit_code": exit_code, **asdict(report)}
 
 
 def as_text(report: Judgement, program: str, exit_code: int) -> str:

@@ -1,19 +1,17 @@
-"""Applies every rule to every trainer below a path.
-
-It reads the files below a path with `ast`, finds the trainers among them, and applies every rule to what each of
-them runs.
-"""
+"""Applies every rule to every trainer below a path."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, Optional
 
+from ddpshim.job.say import count
 from ddpshim.tools.doctor import checkpoints, control, data, devices, files, training
-from ddpshim.tools.doctor.findings import CODES, Finding
+from ddpshim.tools.doctor.findings import CODES, SEVERITIES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
@@ -33,17 +31,33 @@ class Report:
     num_programs: int
     num_distributed: int
     num_ignored: int
-    edits: Mapping[Source, tuple[Edit, ...]]
+    edits: Mapping[Source, Sequence[Edit]]
 
     def diff(self) -> bytes:
         """All edits as one unified diff, for `patch -p1` in the folder that was checked."""
         return b"".join(unified_diff(s.path, self.root, s.content, edits) for s, edits in self.edits.items())
 
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints; `schema` changes with every change that a reader could notice."""
+        return {
+            "schema": 1,
+            "files": self.num_files,
+            "lines": self.num_lines,
+            "programs": self.num_programs,
+            "distributed_programs": self.num_distributed,
+            "ignored": self.num_ignored,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
 
-class _Found(NamedTuple):
-    finding: Finding
-    source: Optional[Source]
-    edits: tuple[Edit, ...]
+    def as_text(self) -> str:
+        """Each finding with its fix, then a summary of one line."""
+        lines = [finding.as_text() for finding in self.findings]
+        counts = [(severity, sum(f.severity == severity for f in self.findings)) for severity in SEVERITIES]
+        found = ", ".join(f"{number} {severity}" for severity, number in counts if number) or "nothing found"
+        ignored = f", {self.num_ignored} ignored" if self.num_ignored else ""
+        programs = f"{count(self.num_programs, 'trainer')} ({self.num_distributed} distributed)"
+        lines.append(f"{found}{ignored}; {programs} in {self.num_files} files, {self.num_lines} lines")
+        return "\n".join(lines)
 
 
 def check(
@@ -56,46 +70,47 @@ def check(
     """
     path.stat()  # a path that is not there is the caller's mistake
     tree = Tree(path, exclude)
-    found: dict[tuple[str, int, int, str], _Found] = {}
-    for file, error in tree.unreadable:
+    chosen = [c for c in CODES if (not select or c.startswith(tuple(select))) and not c.startswith(tuple(ignore))]
+    # By path, line, column and code: what is said of the first program that has it, and the edits.
+    found: dict[tuple[str, int, int, str], tuple[Finding, Optional[Source], list[Edit]]] = {}
+    for file, error in tree.unreadable if "DDP001" in chosen else ():
         message = f"The file cannot be parsed ({error}), so nothing in it was checked."
         finding = _finding("DDP001", file, (error.line, 1, error.line), message, True)
-        found[finding.path, finding.line, 1, "DDP001"] = _Found(finding, None, ())
+        found[finding.path, finding.line, 1, "DDP001"] = finding, None, []
     for program in tree.programs:
         case = Case(tree, program)
         for code, apply in RULES.items():
-            if (program.is_distributed or CODES[code].in_single) and _is_chosen(code, select, ignore):
-                for hit in apply(case):
-                    edits = tuple(edits_for(code, hit, case))
-                    source, place = hit.unit.source, _place(hit.node)
-                    finding = _finding(code, source.path, place, hit.message, program.is_distributed, bool(edits))
-                    key = (finding.path, finding.line, finding.column, code)
-                    found.setdefault(key, _Found(finding, source, edits))
-    chosen = [f for f in found.values() if _is_chosen(f.finding.code, select, ignore)]
-    kept = [f for f in chosen if f.source is None or not _is_ignored(f.finding, f.source)]
-    kept.sort(key=lambda f: (f.finding.path, f.finding.line, f.finding.column, f.finding.code))
-    by_source: dict[Source, tuple[Edit, ...]] = {}
-    for each in kept:
-        if each.source is not None and each.edits:
-            by_source[each.source] = by_source.get(each.source, ()) + each.edits
+            for hit in apply(case) if code in chosen and (program.is_distributed or CODES[code].in_single) else ():
+                edits, source = edits_for(code, hit, case), hit.unit.source
+                finding = _finding(code, source.path, _place(hit.node), hit.message, program.is_distributed, edits)
+                found.setdefault((finding.path, finding.line, finding.column, code), (finding, source, edits))
+    kept: list[Finding] = []
+    edits_of: dict[Source, list[Edit]] = defaultdict(list)
+    for _, (finding, of, edits) in sorted(found.items(), key=lambda item: item[0]):
+        lines = range(finding.line, finding.end_line + 1)
+        ignored = [of.ignores[line] for line in lines if line in of.ignores] if of is not None else []
+        if not any(not codes or finding.code in codes for codes in ignored):
+            kept.append(finding)
+            if of is not None and edits:
+                edits_of[of] += edits
     return Report(
         root=path,
-        findings=tuple(f.finding for f in kept),
+        findings=tuple(kept),
         num_files=len(tree.sources) + len(tree.unreadable),
         num_lines=sum(s.content.count(b"\n") for s in tree.sources),
         num_programs=len(tree.programs),
         num_distributed=sum(p.is_distributed for p in tree.programs),
-        num_ignored=len(chosen) - len(kept),
-        edits=by_source,
+        num_ignored=len(found) - len(kept),
+        edits=edits_of,
     )
 
 
 def _finding(
-    code: str, path: Path, place: tuple[int, int, int], message: str, is_distributed: bool, is_fixable: bool = False
+    code: str, path: Path, place: tuple[int, int, int], message: str, is_distributed: bool, edits: Sequence[Edit] = ()
 ) -> Finding:
     known = CODES[code]
     severity = known.severity if is_distributed else "migration"
-    return Finding(str(path), *place, code, known.name, severity, message, known.fix, is_fixable)
+    return Finding(str(path), *place, code, known.name, severity, message, known.fix, bool(edits))
 
 
 def _place(node: ast.AST) -> tuple[int, int, int]:
@@ -104,12 +119,3 @@ def _place(node: ast.AST) -> tuple[int, int, int]:
     column: int = node.col_offset  # type: ignore[attr-defined]
     is_compound = isinstance(node, (ast.stmt, ast.ExceptHandler)) and hasattr(node, "body")
     return line, column + 1, line if is_compound else getattr(node, "end_lineno", None) or line
-
-
-def _is_chosen(code: str, select: Collection[str], ignore: Collection[str]) -> bool:
-    return (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore))
-
-
-def _is_ignored(finding: Finding, source: Source) -> bool:
-    codes = (source.ignores.get(line) for line in range(finding.line, finding.end_line + 1))
-    return any(each is not None and (not each or finding.code in each) for each in codes)

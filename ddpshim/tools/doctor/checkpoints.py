@@ -25,23 +25,18 @@ def wrapped_keys(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
 
 @rule("DDP702")
 def replace_module(case: Case) -> Iterator[Hit]:
-    for unit, call in _replacements(case):
-        if len(call.args) < 2 or constant(call.args[1]) != "" or "module." not in _texts(call.args[0], unit, case):
-            continue
-        if len(call.args) == 3 and constant(call.args[2]) == 1 and _asks_prefix(call, unit):
-            continue
-        message = f'{text_of(call, 40)} also eats the middle of a key: "prior_module.weight" becomes "prior_weight".'
-        yield Hit(unit, call, message)
-
-
-def _replacements(case: Case) -> Iterator[tuple[Unit, ast.Call]]:
-    """Each `replace` in the tree's files about torch: scripts that only load are hurt by it as well."""
-    for source in case.tree.sources:
+    for source in case.tree.sources:  # in all files about torch: scripts that only load are hurt by it as well
         is_of_torch = any(origin.partition(".")[0] == "torch" for origin in source.names.values())
         for unit in source.units if is_of_torch and not case.tree.is_test(source) else ():
             for call in unit.all(ast.Call) if "replace" in unit.attributes else ():
-                if isinstance(call.func, ast.Attribute) and call.func.attr == "replace":
-                    yield unit, call
+                if not isinstance(call.func, ast.Attribute) or call.func.attr != "replace" or len(call.args) < 2:
+                    continue
+                if constant(call.args[1]) != "" or "module." not in _texts(call.args[0], unit, case):
+                    continue
+                if len(call.args) == 3 and constant(call.args[2]) == 1 and _asks_prefix(call, unit):
+                    continue
+                eats = f"{text_of(call, 40)} also eats the middle of a key"
+                yield Hit(unit, call, f'{eats}: "prior_module.weight" becomes "prior_weight".')
 
 
 def _texts(node: ast.expr, unit: Unit, case: Case) -> set[object]:

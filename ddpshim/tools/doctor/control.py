@@ -206,10 +206,13 @@ def _first_wrapped(nodes: list[ast.expr], unit: Unit, case: Case) -> Optional[as
 def unreduced_validation(case: Case) -> Iterator[Hit]:
     for unit, loop in case.all(ast.For):
         loader = _iterated(loop.iter)
-        if loader is None or not _is_split_loader(loader, unit, case) or not _is_validation(loop, unit):
+        is_named = is_evaluation(unit.name) or bool(_VALIDATION.search(" ".join(identifiers(loop.iter))))
+        if loader is None or not is_named or not _is_split_loader(loader, unit, case):
+            continue
+        if any(isinstance(c.func, ast.Attribute) and c.func.attr == "backward" for c in calls_in(loop)):
             continue
         callers = [u for u, _ in case.sites_of(unit)[:5] if u is not unit or u not in case.tree.training]
-        if any(map(_reduces, [unit, *callers])) or not case.on_every_rank(loop, unit):
+        if any(map(_reduces, [unit, *callers])) or case.is_guarded(loop, unit):
             continue
         total = _accumulates(loop)
         if total:
@@ -257,12 +260,6 @@ def _is_split_loader(node: ast.expr, unit: Unit, case: Case, depth: int = 0) -> 
         elif key_of(value) and depth < 3 and _is_split_loader(value, where, case, depth + 1):
             return True
     return False
-
-
-def _is_validation(loop: ast.For, unit: Unit) -> bool:
-    trains = any(isinstance(c.func, ast.Attribute) and c.func.attr == "backward" for c in calls_in(loop))
-    is_named = is_evaluation(unit.name) or bool(_VALIDATION.search(" ".join(identifiers(loop.iter))))
-    return is_named and not trains
 
 
 def _reduces(unit: Unit) -> bool:

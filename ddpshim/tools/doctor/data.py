@@ -36,8 +36,7 @@ _PRINTING = {"print", "format", "info", "range", "debug", "write", "log"}
 _DATASET = re.compile(r"(train|training)_?(set|data|dataset|ds)$|^dataset$|train_dataset")
 _NOISE = words_of(
     "randn randn_like rand rand_like randint randint_like normal_ bernoulli bernoulli_ dropout Dropout Dropout2d "
-    "rsample multinomial uniform_ DropPath normal randperm RandomCrop RandomResizedCrop RandomHorizontalFlip "
-    "Normal"
+    "rsample multinomial uniform_ DropPath normal randperm RandomCrop RandomResizedCrop RandomHorizontalFlip Normal"
 )
 _SEEDS = words_of("manual_seed manual_seed_all seed seed_everything set_seed seed_all set_random_seed fix_seed")
 _GLOBAL_SEEDS = words_of(
@@ -146,13 +145,11 @@ def no_set_epoch(case: Case) -> Iterator[Hit]:
     for unit, call in _samplers(case) if not case.program.uses("set_epoch") else ():
         if _is_held_out(call, unit) or constant(argument(call, "shuffle", 3)) is False:
             continue
-        if case.is_handled_by("accelerate") and "torch" not in unit.source.qualified(call.func):
+        if "accelerate" in case.program.frameworks and "torch" not in unit.source.qualified(call.func):
             continue
-        is_own_class = isinstance(case.tree.defined(call.func, unit.source), tuple)  # it may advance by itself
-        if not is_own_class:
+        if not isinstance(case.tree.defined(call.func, unit.source), tuple):  # else a class that may advance by itself
             name = _target(call, unit) or text_of(call.func)
-            message = f"set_epoch is never called for {name}: every epoch replays the order of the first."
-            yield Hit(unit, call, message)
+            yield Hit(unit, call, f"set_epoch is never called for {name}: every epoch replays the order of the first.")
 
 
 @call_rule("DDP204", "DataLoader", unless=("lightning", "fabric", "transformers", "ddpshim", "accelerate", "deepspeed"))
@@ -175,7 +172,7 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Case) -> Optional[str
         if case.program.is_distributed and not found & {"sampler", "none"}:
             return None  # what it is cannot be said
         what = f"The sampler {text_of(sampler, 40)} draws for one process"
-    if not case.on_every_rank(call, unit) or case.depends_on_launch(call, unit):
+    if case.is_guarded(call, unit) or case.depends_on_launch(call, unit):
         return None
     return f"{what}: every rank reads all of the data, and an epoch costs as long as on one."
 
@@ -295,7 +292,7 @@ def one_seed(case: Case) -> Iterator[Hit]:
         return
     torch_seeds = [s for s in seeds if s[0].source.qualified(s[1].func).startswith("torch")] or seeds
     unit, call = min(torch_seeds, key=lambda s: (s[0].source is not case.program.entry, s[1].lineno))
-    if case.on_every_rank(call, unit):
+    if not case.is_guarded(call, unit):
         same = f"{text_of(call)} is the same on every rank and stays so"
         yield Hit(unit, call, f"{same}: all ranks draw equal noise, dropout and crops.")
 
@@ -327,14 +324,11 @@ def reseed_each_epoch(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
         return None
     loop = next((a for a in unit.source.above(call) if isinstance(a, ast.For)), None)
     words = identifiers(loop.target) | identifiers(loop.iter) if loop is not None else set[str]()
-    is_sampler = unit.name in ("__iter__", "set_epoch") and _is_in_sampler(unit, case)
+    owner = unit.owner if unit.name in ("__iter__", "set_epoch") else None
+    is_sampler = owner is not None and (
+        "Sampler" in owner.name or not case.bases(owner, unit.source.module).isdisjoint({"sampler", "dsampler"})
+    )
     if not is_sampler and not any("epoch" in word.lower() for word in words):
         return None
     where = "the sampler" if is_sampler else "each epoch"
     return f"{text_of(call)} in {where} sets the global generator back, to the same numbers on every rank."
-
-
-def _is_in_sampler(unit: Unit, case: Case) -> bool:
-    if unit.owner is None:
-        return False
-    return "Sampler" in unit.owner.name or bool(case.bases(unit.owner, unit.source.module) & {"sampler", "dsampler"})

@@ -52,10 +52,8 @@ def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
 
 @rule("DDP601")
 def hard_coded_device(case: Case) -> Iterator[Hit]:
-    limits_visible = any(
-        constant(s.slice) == "CUDA_VISIBLE_DEVICES" and isinstance(s.ctx, ast.Store) for _, s in case.all(ast.Subscript)
-    )
-    binds = limits_visible or bool(case.program.frameworks) or case.program.uses("set_device")
+    stored = (constant(s.slice) for _, s in case.all(ast.Subscript) if isinstance(s.ctx, ast.Store))
+    binds = "CUDA_VISIBLE_DEVICES" in stored or bool(case.program.frameworks) or case.program.uses("set_device")
     for unit, call in case.calls():
         device = _device_named(call, unit)
         if device is None or _is_at_import(call, unit, case) or _is_unused(call, unit, case):
@@ -63,7 +61,7 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
         is_chosen = not case.program.is_distributed and last_name(call) == "device"  # and may be chosen with an index
         if device == "cuda" and (binds or is_chosen or is_evaluation(unit.name)):
             continue
-        if case.on_every_rank(call, unit) and not case.depends_on_launch(call, unit):
+        if not case.is_guarded(call, unit) and not case.depends_on_launch(call, unit):
             because = ", because no torch.cuda.set_device comes before" if device == "cuda" else ""
             means = f"{text_of(call, 50)} means GPU {device[5:] or 0} on every rank{because}"
             why = "they share its memory and its time, and NCCL refuses two ranks on one GPU"
@@ -76,10 +74,8 @@ def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:
     if not unit.is_module or not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
         return False
     name = statement.targets[0].id
-    return not any(
-        name in u.words and (u.source is unit.source or name in u.source.names or name in u.attributes)
-        for u in case.program.units
-    )
+    users = (u for u in case.program.units if name in u.words)
+    return not any(u.source is unit.source or name in u.source.names or name in u.attributes for u in users)
 
 
 @call_rule("DDP602")
@@ -112,12 +108,8 @@ def local_rank_as_global(case: Case) -> Iterator[Hit]:
             counts = f"{text_of(rank, 40)} counts from 0 on every node"
             yield Hit(unit, call, f"{counts}: on a second one {text_of(call.func)} repeats the first.")
     for unit, branch in case.all(ast.If):
-        writes = (
-            c
-            for c in calls_in(*branch.body)
-            if last_name(c) in _SHARED_WRITERS or unit.source.qualified(c.func) in _SHARED_WRITES
-        )
-        written = next(writes, None)
+        names = ((last_name(c), unit.source.qualified(c.func), c) for c in calls_in(*branch.body))
+        written = next((c for tail, name, c in names if tail in _SHARED_WRITERS or name in _SHARED_WRITES), None)
         if written is not None and _asks_local_rank(branch.test, unit, case):
             true = f"`{text_of(branch.test, 40)}` is true once on every node"
             yield Hit(unit, branch.test, f"{true}: {text_of(written, 40)} runs on each of them, in one shared folder.")

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import Optional
 
 from ddpshim.tools.doctor.meaning import speaks_of_rank
-from ddpshim.tools.doctor.nodes import (
-    FUNCTIONS,
-    argument,
-    constant,
-    identifiers,
-    last_name,
-    spreads,
-    values_of,
-    words_of,
-)
+from ddpshim.tools.doctor.nodes import argument, constant, identifiers, last_name, spreads, values_of, words_of
 from ddpshim.tools.doctor.rules import Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Unit
 
@@ -63,7 +54,7 @@ def every_rank_writes(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
         return None
     if _is_shared_file(target, unit, case) or _names_rank(target, unit, case):
         return None
-    if not case.on_every_rank(call, unit) or _needs_argument(call, unit, case):
+    if case.is_guarded(call, unit) or _needs_argument(call, unit, case):
         return None
     return f"Every rank runs {text_of(call)}, on the same path at the same time."
 
@@ -94,13 +85,13 @@ def _written(call: ast.Call, unit: Unit, case: Case) -> Optional[ast.expr]:
     if tail in ("write_text", "write_bytes", "symlink_to"):
         return call.func.value
     # What a method of the program writes is seen inside it.
-    is_writing = tail in _WRITING_METHODS and bool(call.args) and not case.program.defines(tail)
-    return call.args[0] if is_writing else None
+    is_own = any(tail in source.methods for source in case.program.files)
+    return call.args[0] if tail in _WRITING_METHODS and call.args and not is_own else None
 
 
 def _needs_argument(node: ast.AST, unit: Unit, case: Case) -> bool:
     """Whether a test around the node asks for a parameter that is None by default, and no caller passes it."""
-    if not isinstance(unit.node, FUNCTIONS):
+    if isinstance(unit.node, ast.Module):
         return False
     arguments = unit.node.args
     pairs = [*zip(reversed([*arguments.posonlyargs, *arguments.args]), reversed(arguments.defaults))]
@@ -136,7 +127,7 @@ def _names_rank(target: ast.expr, unit: Unit, case: Case, depth: int = 0) -> boo
 @call_rule("DDP402", "input")
 def every_rank_prompts(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     is_builtin = isinstance(call.func, ast.Name) and "input" not in unit.parameters
-    if not is_builtin or not case.on_every_rank(call, unit):
+    if not is_builtin or case.is_guarded(call, unit):
         return None
     return f"Every rank waits for an answer to {text_of(call)}, and none of them has a terminal."
 
@@ -148,7 +139,7 @@ def every_rank_logs(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     if unit.source.qualified(call.func) not in _LOGGERS and not is_alias:
         return None
     is_told = any(map(speaks_of_rank, values_of(call))) or argument(call, "group") is not None
-    if is_told or not case.on_every_rank(call, unit):
+    if is_told or case.is_guarded(call, unit):
         return None
     return f"Every rank opens {text_of(call.func)} and logs the same run again."
 
@@ -160,7 +151,7 @@ def every_rank_deletes(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
         target = argument(call, "path", 0)
     elif last_name(call) in ("unlink", "rmdir") and isinstance(call.func, ast.Attribute) and not call.args:
         target = call.func.value
-    if target is None or _names_rank(target, unit, case) or not case.on_every_rank(call, unit):
+    if target is None or _names_rank(target, unit, case) or case.is_guarded(call, unit):
         return None
     return f"Every rank runs {text_of(call)}: one deletes what another still uses, or finds it gone."
 
@@ -170,7 +161,7 @@ def path_differs_by_rank(case: Case) -> Iterator[Hit]:
     for unit, call in case.calls("strftime", "isoformat", "ctime", *_CLOCKS):
         is_read = _is_clock(call, unit) and unit.name not in ("__repr__", "__str__")
         use = _path_use(call, unit) if is_read else ""
-        if use and case.on_every_rank(call, unit):
+        if use and not case.is_guarded(call, unit):
             yield Hit(unit, call, f"Each rank reads its own clock: {text_of(call)} in {use} may differ between ranks.")
     source = case.program.entry
     for unit in (source.module, source.main):  # a script whose hydra config puts the time into the folder of the run

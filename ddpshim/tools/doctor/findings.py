@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 # An error trains or evaluates something else than was meant, or hangs; a warning loses or damages files, time or
 # numbers; a note says what could not be checked. A migration finding is an error or warning that waits for the second
@@ -121,9 +120,6 @@ class Finding:
     message: str
     fix: str
     fixable: bool
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def as_text(self) -> str:
         return f"{self.path}:{self.line}:{self.column} {self.code} {self.severity} {self.message}\n    fix: {self.fix}"

@@ -1,7 +1,4 @@
-"""Writes the fixes that need no judgement as exact edits, and the unified diff of them.
-
-An edit replaces bytes between two places of a file; whatever it does not name stays as it is, byte for byte.
-"""
+"""Writes the fixes that need no judgement as exact edits, and the unified diff of them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from ddpshim.tools.doctor.source import Source, Unit
 
 
 class Edit(NamedTuple):
-    """Bytes `start` to `end` of a file become `text`."""
+    """Bytes `start` to `end` of a file become `text`; all others stay as they are."""
 
     start: int
     end: int
@@ -27,29 +24,16 @@ class Edit(NamedTuple):
 
 
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
-Fix = Callable[..., list[Edit]]
-FIXES: dict[str, tuple[type[ast.AST], Fix]] = {}
-
-
-def fix(code: str, kind: type[ast.AST]) -> Callable[[Fix], Fix]:
-    """Register a function under a code: from a node of this type, its unit and the case to the edits."""
-
-    def register(function: Fix) -> Fix:
-        FIXES[code] = kind, function
-        return function
-
-    return register
 
 
 def edits_for(code: str, hit: Hit, case: Case) -> list[Edit]:
     """The edits that remove a finding, none where it takes a person."""
     content = hit.unit.source.content
-    kind, function = FIXES.get(code, (ast.AST, None))
     # Python counts columns in UTF-8; in a file of another encoding they would point elsewhere.
     has_odd_lines = b"\r" in content.replace(b"\r\n", b"")
-    if function is None or not isinstance(hit.node, kind) or has_odd_lines or not _is_utf8(content):
+    if code not in _FIXES or has_odd_lines or not _is_utf8(content):
         return []
-    return function(hit.node, hit.unit, case)
+    return _FIXES[code](hit.node, hit.unit, case)
 
 
 def unified_diff(path: Path, root: Path, before: bytes, edits: Iterable[Edit]) -> bytes:
@@ -70,29 +54,24 @@ def apply(content: bytes, edits: Iterable[Edit]) -> bytes:
     return out + content[position:]
 
 
-@fix("DDP102", ast.Call)
 def _call_the_wrapper(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     func: ast.expr = call.func
     if isinstance(func, ast.Attribute) and func.attr == "forward":
         func = func.value
     if not (isinstance(func, ast.Attribute) and func.attr == "module"):
         return []
-    return [_between(unit.source, func.value, call.func, b"")]
+    return [Edit(_end(unit.source, func.value), _end(unit.source, call.func), b"")]
 
 
-@fix("DDP105", ast.Call)
-@fix("DDP504", ast.Call)
-@fix("DDP701", ast.Call)
 def _unwrap(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []
     names = [c for c in (*values_of(call), call.func, *receiver) if isinstance(c, (ast.Name, ast.Attribute))]
     wrapped = [name for name in names if case.kinds(name, unit) & WRAPPERS]
     if len(wrapped) != 1 or case.kinds(wrapped[0], unit) != {"ddp"}:
         return []  # which is wrapped is not the same on every path
-    return [_after(unit.source, wrapped[0], b".module")]
+    return [_insert(_end(unit.source, wrapped[0]), b".module")]
 
 
-@fix("DDP202", ast.Call)
 def _shuffle(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     for where, value in case.values(argument(call, "sampler"), unit):
         asked = argument(value, "shuffle", 3) if isinstance(value, ast.Call) else None
@@ -101,7 +80,6 @@ def _shuffle(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     return []
 
 
-@fix("DDP203", ast.Call)
 def _set_epoch(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     source = unit.source
     statement = _statement(call, source)
@@ -118,44 +96,44 @@ def _set_epoch(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     loop, epoch = loops[0]
     if source.parents.get(statement) is not source.parents.get(loop):
         return []
-    return [_line_before(source, loop.body[0], f"{name}.set_epoch({epoch})")]
+    first = loop.body[0]
+    indent, text = _indent(source, first), f"{name}.set_epoch({epoch})".encode()
+    return [_insert(_start(source, first), text + (b"; " if indent is None else _newline(source) + indent))]
 
 
-@fix("DDP401", ast.Call)
 def _write_once(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     source = unit.source
     if last_name(call) in ("makedirs", "mkdir") and source.qualified(call.func) != "os.mkdir":
         given = argument(call, "exist_ok")
         if given is not None:
             return [_replace(source, given, b"True")] if constant(given) is False else []
-        return [_last_argument(source, call, b"exist_ok=True")] if not spreads(call) else []
+        if spreads(call):
+            return []
+        ends = [_end(source, value) for value in values_of(call)]
+        return [_insert(max(ends), b", exist_ok=True") if ends else _insert(_end(source, call) - 1, b"exist_ok=True")]
     statement, rank = _statement(call, source), _rank_call(unit)
     if rank is None or not isinstance(statement, ast.Expr) or statement.value is not call:
         return []
     return _under_test(source, statement, f"if {rank} == 0:")
 
 
-@fix("DDP503", ast.ExceptHandler)
 def _raise_again(handler: ast.ExceptHandler, unit: Unit, case: Case) -> list[Edit]:
     last = handler.body[-1]
     if handler.body[0].lineno == handler.lineno or isinstance(last, (ast.Return, ast.Continue, ast.Break)):
         return []
     if len(handler.body) == 1 and isinstance(last, ast.Pass):
         return [_replace(unit.source, last, b"raise")]
-    return [_line_after(unit.source, last, "raise")]
+    end = _line_start(unit.source, (last.end_lineno or last.lineno) + 1)  # behind a comment in its line
+    newline, line = _newline(unit.source), (_indent(unit.source, last) or b"") + b"raise"
+    return [_insert(end, line + newline if unit.source.content[end - 1 : end] == b"\n" else newline + line)]
 
 
-@fix("DDP603", ast.AST)
 def _global_rank(node: ast.AST, unit: Unit, case: Case) -> list[Edit]:
-    rank, found = _rank_call(unit), None
-    if isinstance(node, ast.Call):
-        found = argument(node, "rank", 2)
-    elif isinstance(node, ast.Compare):
-        found = node.left
+    rank = _rank_call(unit)
+    found = argument(node, "rank", 2) if isinstance(node, ast.Call) else getattr(node, "left", None)
     return [_replace(unit.source, found, rank.encode())] if rank is not None and found is not None else []
 
 
-@fix("DDP604", ast.Assign)
 def _delete(node: ast.Assign, unit: Unit, case: Case) -> list[Edit]:
     source = unit.source
     if len(node.targets) != 1:
@@ -169,7 +147,6 @@ def _delete(node: ast.Assign, unit: Unit, case: Case) -> list[Edit]:
     return [Edit(start, end, b"")] if is_alone and b";" not in line else []
 
 
-@fix("DDP702", ast.Call)
 def _strip_prefix(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
         return []
@@ -181,9 +158,6 @@ def _strip_prefix(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
         isinstance(parent, ast.Subscript) and parent.slice is call
     )
     return [_replace(unit.source, call, (text if is_whole else f"({text})").encode())]
-
-
-# Places
 
 
 def _rank_call(unit: Unit) -> Optional[str]:
@@ -230,13 +204,8 @@ def _replace(source: Source, node: ast.AST, text: bytes) -> Edit:
     return Edit(_start(source, node), _end(source, node), text)
 
 
-def _between(source: Source, first: ast.AST, last: ast.AST, text: bytes) -> Edit:
-    """What stands behind the first node, up to the end of the last, becomes `text`."""
-    return Edit(_end(source, first), _end(source, last), text)
-
-
-def _after(source: Source, node: ast.AST, text: bytes) -> Edit:
-    return _between(source, node, node, text)
+def _insert(place: int, text: bytes) -> Edit:
+    return Edit(place, place, text)
 
 
 def _newline(source: Source) -> bytes:
@@ -249,22 +218,6 @@ def _indent(source: Source, node: ast.AST) -> Optional[bytes]:
     return None if before.strip() else before
 
 
-def _line_before(source: Source, node: ast.stmt, text: str) -> Edit:
-    indent, start = _indent(source, node), _start(source, node)
-    if indent is None:
-        return Edit(start, start, f"{text}; ".encode())
-    return Edit(start, start, text.encode() + _newline(source) + indent)
-
-
-def _line_after(source: Source, node: ast.stmt, text: str) -> Edit:
-    """A statement behind another, after what stands in its line (a comment)."""
-    indent = _indent(source, node)
-    end = _line_start(source, (node.end_lineno or node.lineno) + 1)
-    has_newline = source.content[end - 1 : end] == b"\n"
-    line = (indent or b"") + text.encode()
-    return Edit(end, end, line + _newline(source) if has_newline else _newline(source) + line)
-
-
 def _under_test(source: Source, statement: ast.stmt, test: str) -> list[Edit]:
     """The statement indented below a test; none where it shares its line, or a string in it spans lines."""
     indent = _indent(source, statement)
@@ -272,19 +225,24 @@ def _under_test(source: Source, statement: ast.stmt, test: str) -> list[Edit]:
     if indent is None or any(n.lineno != n.end_lineno for n in strings):
         return []
     step = b"\t" if b"\t" in indent else b"    "
-    first = _start(source, statement)
-    edits = [Edit(first, first, test.encode() + _newline(source) + indent + step)]
-    for line in range(statement.lineno + 1, (statement.end_lineno or statement.lineno) + 1):
-        start = _line_start(source, line)
-        edits.append(Edit(start, start, step))
-    rest = source.content[_end(source, statement) : _line_start(source, (statement.end_lineno or 0) + 1)]
-    return [] if rest.strip().startswith(b";") else edits
+    after = (statement.end_lineno or statement.lineno) + 1
+    if source.content[_end(source, statement) : _line_start(source, after)].strip().startswith(b";"):
+        return []
+    first = _insert(_start(source, statement), test.encode() + _newline(source) + indent + step)
+    return [first, *(_insert(_line_start(source, line), step) for line in range(statement.lineno + 1, after))]
 
 
-def _last_argument(source: Source, call: ast.Call, text: bytes) -> Edit:
-    given = values_of(call)
-    if not given:
-        end = _end(source, call) - 1
-        return Edit(end, end, text)
-    last = max(given, key=lambda node: _end(source, node))
-    return _after(source, last, b", " + text)
+# From a hit's node, its unit and the case to the edits.
+_FIXES: dict[str, Callable[..., list[Edit]]] = {
+    "DDP102": _call_the_wrapper,
+    "DDP105": _unwrap,
+    "DDP202": _shuffle,
+    "DDP203": _set_epoch,
+    "DDP401": _write_once,
+    "DDP503": _raise_again,
+    "DDP504": _unwrap,
+    "DDP603": _global_rank,
+    "DDP604": _delete,
+    "DDP701": _unwrap,
+    "DDP702": _strip_prefix,
+}

@@ -6,14 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.nodes import (
-    argument,
-    constant,
-    is_none,
-    key_of,
-    last_name,
-    values_of,
-)
+from ddpshim.tools.doctor.nodes import argument, constant, is_none, key_of, last_name, values_of
 from ddpshim.tools.doctor.source import Binding, Unit
 from ddpshim.tools.doctor.tree import Program, Tree
 
@@ -35,7 +28,7 @@ class Kinds:
         self.tree, self.program = tree, program
         self._kinds: dict[tuple[Unit, ast.AST], frozenset[str]] = {}
         self._guarded: dict[Unit, bool] = {}
-        self._busy: set[object] = set()
+        self._busy: set[ast.AST] = set()
         self.given: dict[str, list[tuple[Unit, ast.expr]]] = {}
         self.sites: dict[str, list[tuple[Unit, ast.Call]]] = {}
         for unit in program.units:
@@ -87,13 +80,9 @@ class Kinds:
         if node is None:
             return frozenset()
         key = (unit, node)
-        if key in self._kinds:
-            return self._kinds[key]
-        if key in self._busy:
-            return frozenset()
-        self._busy.add(key)
-        self._kinds[key] = frozenset(self._find_kinds(node, unit))
-        self._busy.discard(key)
+        if key not in self._kinds:
+            self._kinds[key] = frozenset()  # while it is looked for: a name that is bound to itself
+            self._kinds[key] = frozenset(self._find_kinds(node, unit))
         return self._kinds[key]
 
     def _find_kinds(self, node: ast.AST, unit: Unit) -> Iterator[str]:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
 from typing import Optional
 
 from ddpshim.tools.doctor.kinds import Kinds
-from ddpshim.tools.doctor.nodes import (
-    FUNCTIONS,
-    constant,
-    entered,
-    identifiers,
-    is_none,
-    last_name,
-    words_of,
-)
+from ddpshim.tools.doctor.nodes import FUNCTIONS, constant, entered, identifiers, is_none, last_name, words_of
 from ddpshim.tools.doctor.source import Unit
 
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
@@ -143,16 +134,16 @@ class Meaning(Kinds):
     def _is_main_only(self, node: ast.expr, unit: Unit) -> bool:
         """Whether a name is None but on the main rank: `log = open(path) if rank == 0 else None`."""
         bindings = self.reaching(node, unit)
-        if not bindings or (node, "main only") in self._busy:
+        if not bindings or node in self._busy:
             return False
-        self._busy.add((node, "main only"))
+        self._busy.add(node)
         made = [(where, b.statement, b.value) for where, b in bindings if not is_none(b.value)]
         is_main_only = bool(made) and all(
             self.guard(statement, where) is not None
             or (isinstance(value, ast.IfExp) and is_none(value.orelse) and self.test(value.test, where) == MAIN)
             for where, statement, value in made
         )
-        self._busy.discard((node, "main only"))
+        self._busy.discard(node)
         return is_main_only
 
     def guard(self, node: ast.AST, unit: Unit) -> Optional[ast.AST]:
@@ -187,12 +178,9 @@ class Meaning(Kinds):
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
-        child = node
-        for parent in unit.source.above(node):
-            if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test and _speaks_of_launch(parent.test):
-                return True
-            child = parent
-        return False
+        path = [node, *unit.source.above(node)]
+        branches = [(at, above) for at, above in zip(path, path[1:]) if isinstance(above, (ast.If, ast.IfExp))]
+        return any(at is not branch.test and _speaks_of_launch(branch.test) for at, branch in branches)
 
     def _left_before(self, child: ast.AST, parent: ast.AST, unit: Unit) -> Optional[ast.AST]:
         """A statement before `child` in its block by which other ranks leave: `if rank != 0: return`."""
@@ -219,10 +207,10 @@ class Meaning(Kinds):
         is_own = unit.owner is None or not unit.name.startswith("__")
         given = [(u, v) for u, v in self.given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
         made = self.constructions(unit) if unit.name != "__init__" else []
-        return self._are_guarded([*self.sites_of(unit), *given]) or self._are_guarded(made)
-
-    def _are_guarded(self, sites: Sequence[tuple[Unit, ast.AST]]) -> bool:
-        return bool(sites) and all(self.is_guarded(call, where) for where, call in sites)
+        return any(
+            bool(sites) and all(self.is_guarded(node, where) for where, node in sites)
+            for sites in ([*self.sites_of(unit), *given], made)
+        )
 
 
 def is_world_size(node: ast.AST) -> bool:

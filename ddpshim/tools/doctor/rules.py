@@ -37,12 +37,6 @@ class Case(Meaning):
         found = self.tree.defined(call.func, unit.source)
         return found if isinstance(found, Unit) else None
 
-    def on_every_rank(self, node: ast.AST, unit: Unit) -> bool:
-        return not self.is_guarded(node, unit)
-
-    def is_handled_by(self, *frameworks: str) -> bool:
-        return not self.program.frameworks.isdisjoint(frameworks)
-
 
 Rule = Callable[[Case], Iterator[Hit]]
 CallRule = Callable[[ast.Call, Unit, Case], Optional[str]]
@@ -57,7 +51,7 @@ def rule(code: str, *, unless: Collection[str] = (), wraps: bool = False) -> Cal
 
     def register(function: Rule) -> Rule:
         def apply(case: Case) -> Iterator[Hit]:
-            if not case.is_handled_by(*unless) and (case.program.wraps or not wraps):
+            if case.program.frameworks.isdisjoint(unless) and (case.program.wraps or not wraps):
                 yield from function(case)
 
         RULES[code] = apply

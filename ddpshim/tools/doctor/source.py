@@ -176,14 +176,16 @@ class Source:
                 inner = Unit(self, statement, owner)
                 self.units.append(inner)
                 self._walk(statement.body, statement, inner)
-                self._walk([*statement.decorator_list, *defaults_of(statement)], statement, unit)
+                defaults = (*statement.args.defaults, *statement.args.kw_defaults)
+                self._walk([*statement.decorator_list, *(d for d in defaults if d is not None)], statement, unit)
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
                 unit.by_type[ast.ClassDef].append(statement)
                 self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: when it is used
                 self._index(statement.body, statement, unit, statement)
             elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.ExceptHandler)):
-                is_main = unit is self.module and isinstance(statement, ast.If) and _tests_main(statement.test)
+                test = statement.test if unit is self.module and isinstance(statement, ast.If) else None
+                is_main = isinstance(test, ast.Compare) and key_of(test.left) == "__name__"
                 self._compound(statement, self.main if is_main else unit, owner)
             else:
                 self._walk([statement], parent, unit)
@@ -194,10 +196,8 @@ class Source:
             inner = value if isinstance(value, list) else [value]
             if inner and isinstance(inner[0], (ast.stmt, ast.ExceptHandler)):
                 self._index(inner, node, unit, owner)
-                continue
-            for each in inner:
-                if isinstance(each, ast.AST):
-                    self._walk([each], node, unit)
+            else:
+                self._walk([each for each in reversed(inner) if isinstance(each, ast.AST)], node, unit)
 
     def _walk(self, nodes: Sequence[ast.AST], parent: ast.AST, unit: Unit) -> None:
         parents, by_type = self.parents, unit.by_type
@@ -270,12 +270,3 @@ class Source:
             return ""
         parts.append(self.names.get(node.id, node.id))
         return ".".join(reversed(parts))
-
-
-def defaults_of(function: Function) -> list[ast.expr]:
-    """The default values of a function's parameters."""
-    return [*function.args.defaults, *(d for d in function.args.kw_defaults if d is not None)]
-
-
-def _tests_main(test: ast.expr) -> bool:
-    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import itertools
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Callable, Optional, TypeVar, Union
 
@@ -45,14 +44,14 @@ class Program:
         self.entry, self.files, self.units = entry, files, units
         self.frameworks = {name for name, marks in FRAMEWORKS.items() if marks & self.origins}
         self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
-        self.spawns = any(itertools.starmap(_spawns, self.calls("spawn", "Process")))
+        self.spawns = any(_spawns(*made) for made in self.calls("spawn", "Process"))
 
-    @cached_property
+    @functools.cached_property
     def origins(self) -> frozenset[str]:
         """Every dotted name that the program reads."""
         return frozenset[str]().union(*(unit.origins for unit in self.units))
 
-    @cached_property
+    @functools.cached_property
     def wraps(self) -> bool:
         """Whether DistributedDataParallel or DataParallel is named at all."""
         return any(name.endswith(("DistributedDataParallel", "DataParallel", "DDP")) for name in self.origins)
@@ -70,10 +69,6 @@ class Program:
         for unit in self.units:
             if wanted & unit.words or any(w in unit.source.names for w in wanted):
                 yield from ((unit, call) for call in unit.all(ast.Call) if last_name(call) in wanted)
-
-    def defines(self, method: str) -> bool:
-        """Whether a class of the program has such a method."""
-        return any(method in source.methods for source in self.files)
 
     def uses(self, *names: str) -> bool:
         return any(self.calls(*names))
@@ -101,8 +96,8 @@ class Tree:
             if parts:
                 self._by_last.setdefault(parts[-1], []).append(source)
         self._found: dict[tuple[str, str], Optional[Source]] = {}
-        self._imports: dict[Source, list[Source]] = {}
-        self._edges: dict[Unit, tuple[list[Unit], list[Class]]] = {}
+        self.imports = functools.cache(self._find_imports)
+        self._direct = functools.cache(self._find_direct)
         self._lines: dict[ast.ClassDef, tuple[ast.ClassDef, ...]] = {}
         configs = dict(self._read(exclude, ".yaml", ".yml")) if root.is_dir() else {}
         self.configs = list(configs)
@@ -180,11 +175,9 @@ class Tree:
         found = (self.defined(node, source) for node in nodes if node is not None)
         return [each for each in found if isinstance(each, tuple)]
 
-    def imports(self, source: Source) -> list[Source]:
-        if source not in self._imports:
-            found = [self.module(dotted, source) for dotted in source.imported]
-            self._imports[source] = list(dict.fromkeys(s for s in found if s is not None and s is not source))
-        return self._imports[source]
+    def _find_imports(self, source: Source) -> list[Source]:
+        found = (self.module(dotted, source) for dotted in source.imported)
+        return list(dict.fromkeys(s for s in found if s is not None and s is not source))
 
     def closure(self, entry: Source) -> list[Source]:
         """The entry and all that it imports, directly or not."""
@@ -241,13 +234,12 @@ class Tree:
     def _reach(self, start: Iterable[Unit], files: list[Source]) -> list[Unit]:
         """The units that `start` may run: functions by name, methods by name where their class is used somewhere."""
         methods: dict[str, list[Unit]] = {}
-        by_class: dict[ast.ClassDef, list[Unit]] = {}
+        by_class: dict[Optional[ast.ClassDef], list[Unit]] = {}
         for source in files:
             for name, units in source.methods.items():
                 methods.setdefault(name, []).extend(units)
                 for unit in units:
-                    if unit.owner is not None:
-                        by_class.setdefault(unit.owner, []).append(unit)
+                    by_class.setdefault(unit.owner, []).append(unit)
         names, asked = methods.keys(), set[str]()
         live: set[ast.ClassDef] = set()
         seen = dict.fromkeys(start)
@@ -326,13 +318,10 @@ class Tree:
             made = [value.func for value in values if isinstance(value, ast.Call)]
             yield from (self._line(*found) for found in self.classes(made, unit.source))
 
-    def _direct(self, unit: Unit) -> tuple[list[Unit], list[Class]]:
+    def _find_direct(self, unit: Unit) -> tuple[list[Unit], list[Class]]:
         """Functions and classes that `unit` names."""
-        if unit not in self._edges:
-            found = [self.definition(dotted, unit.source) for dotted in unit.used - {""}]
-            functions = [each for each in found if isinstance(each, Unit)]
-            self._edges[unit] = functions, [each for each in found if isinstance(each, tuple)]
-        return self._edges[unit]
+        found = [self.definition(dotted, unit.source) for dotted in unit.used - {""}]
+        return [each for each in found if isinstance(each, Unit)], [each for each in found if isinstance(each, tuple)]
 
 
 def _all_from(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> list[T]:

@@ -262,10 +262,11 @@ class _Rank:
             optimizer.step()
 
     def noise(self) -> str:
+        device = self.world.device
         with shared_random_streams(_SEED):
-            shared = self.world.gather(self._draw())
+            shared = self.world.gather(torch.rand(4, device=device).tolist())
         _expect("draws inside shared_random_streams", shared, shared[:1] * len(shared))
-        drawn = self.world.gather(self._draw())
+        drawn = self.world.gather(torch.rand(4, device=device).tolist())
         twin = drawn.index(drawn[self.world.rank])
         if twin != self.world.rank:
             raise SyncError(
@@ -273,10 +274,6 @@ class _Rank:
                 "repeat, and the batch be worth less. Report this as a bug."
             )
         return "every rank has its own, and all the same where they are to share"
-
-    def _draw(self) -> list[float]:
-        drawn: list[float] = torch.rand(4, device=self.world.device).tolist()
-        return drawn
 
     def checkpoint(self) -> str:
         path = os.path.join(self.place.folder, "last.pth")

@@ -1,7 +1,6 @@
 """Starts the self-test's ranks here and on other nodes, and names the culprit if one fails.
 
-This process is to its ranks what torchrun's agent is: it serves the store, starts them with torchrun's
-variables, and ends them. Everything has a deadline.
+This process is to its ranks what torchrun's agent is; everything has a deadline.
 """
 
 from __future__ import annotations
@@ -87,11 +86,12 @@ def run(
         nodes = _Nodes(options)
         try:
             nodes.call(options)
-            places = _places(options, nodes, folder)
+            places = nodes.places(device, folder)
             num_nodes = f"{options.nnodes} node{'s' * (options.nnodes > 1)}"
             say(f"ddpshim selftest: {places[0].world_size} ranks on {num_nodes}, {device}")
             if options.nnodes > 1:
-                say(_line("nodes", time.monotonic() - started, "came: " + nodes.shown()))
+                came = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.came.items()))
+                say(_line("nodes", time.monotonic() - started, f"came: {', '.join(came)}"))
             ranks = _Ranks(context, places, run_rank or checks.run_rank)
             try:
                 for name in checks.names(device):
@@ -152,15 +152,6 @@ def _preloading_context() -> Any:
     return context
 
 
-def _places(options: Plan, nodes: _Nodes, folder: str) -> list[Place]:
-    from ddpshim.tools.selftest.checks import Place
-
-    first = sum(nodes.num_ranks[: nodes.own])
-    size, local_size = sum(nodes.num_ranks), nodes.num_ranks[nodes.own]
-    here = (nodes.own, nodes.master_addr, nodes.store.port, str(options.device), options.timeout_s, folder)
-    return [Place(first + local, size, local, local_size, *here) for local in range(local_size)]
-
-
 class _Nodes:
     """The store that all ranks meet in, served by the first node, and the nodes that answer the roll call in it."""
 
@@ -169,7 +160,7 @@ class _Nodes:
         self.own, self.timeout_s = options.node_rank or 0, options.timeout_s
         self.master_addr = str(options.master_addr)
         self.store = self._join(options)
-        self._came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
+        self.came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
         self._is_twin = False  # of a node that came before with the same number
 
     def _join(self, options: Plan) -> Any:
@@ -191,10 +182,14 @@ class _Nodes:
                 f"{_UNREACHED if self.own else 'Give an address of node 0 as --master-addr, and a free --master-port'}."
             ) from error
 
-    @property
-    def num_ranks(self) -> list[int]:
-        """Of each node."""
-        return [int(self._came[node]["nproc"]) for node in sorted(self._came)]
+    def places(self, device: str, folder: str) -> list[Place]:
+        """Of the ranks of this node."""
+        from ddpshim.tools.selftest.checks import Place
+
+        num_ranks = [int(self.came[node]["nproc"]) for node in sorted(self.came)]
+        first, size, local_size = sum(num_ranks[: self.own]), sum(num_ranks), num_ranks[self.own]
+        here = (self.own, self.master_addr, self.store.port, device, self.timeout_s, folder)
+        return [Place(first + local, size, local, local_size, *here) for local in range(local_size)]
 
     def call(self, options: Plan) -> None:
         """Wait for all nodes; raises LaunchError where one does not come, or differs (collective over the nodes)."""
@@ -221,8 +216,15 @@ class _Nodes:
             self.store.set("selftest/roll", json.dumps(said))
         else:
             self.store.set_timeout(timedelta(seconds=self.timeout_s + _GRACE_S))
-            said = {int(node): facts for node, facts in json.loads(self._ask("selftest/roll")).items()}
-        self._came = said
+            try:
+                roll = self.store.get("selftest/roll")
+            except RuntimeError as error:
+                raise LaunchError(
+                    f"node {self.own} lost the store of node 0 at {self.master_addr}:{self.store.port}: its self-test "
+                    "ended, and a job would end with it. Read what it says there."
+                ) from error
+            said = {int(node): facts for node, facts in json.loads(roll).items()}
+        self.came = said
         missing = [node for node in range(options.nnodes) if node not in said]
         if missing:
             came_from = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
@@ -239,22 +241,9 @@ class _Nodes:
                     "would not understand each other, or compute differently. Install and choose the same everywhere."
                 )
 
-    def _ask(self, key: str) -> Any:
-        try:
-            return self.store.get(key)
-        except RuntimeError as error:
-            raise LaunchError(
-                f"node {self.own} lost the store of node 0 at {self.master_addr}:{self.store.port}: its self-test "
-                "ended, and a job would end with it. Read what it says there."
-            ) from error
-
-    def shown(self) -> str:
-        """Who came, for the reader."""
-        return ", ".join(f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(self._came.items()))
-
     def first_failure(self, failure: SelfTestFailed) -> SelfTestFailed:
         """`failure`, or that of the node that told its own first: it is the cause of the others'."""
-        if len(self._came) == 1:
+        if len(self.came) == 1:
             return failure
         mine = f"node {self.own} ({socket.gethostname()}): {failure}"
         if failure.is_consequence:
@@ -272,7 +261,7 @@ class _Nodes:
         with contextlib.suppress(RuntimeError):  # the others or the store went before; there is nothing left to say
             self.store.set(f"selftest/left/{self.own}", "1")
             if self.own == 0:
-                keys = [f"selftest/left/{node}" for node in self._came]
+                keys = [f"selftest/left/{node}" for node in self.came]
                 self.store.wait(keys, timedelta(seconds=_OTHER_NODES_S))
 
 
@@ -307,30 +296,34 @@ class _Ranks:
         self._pipes: list[Any] = []
         for place in places:
             receive, send = context.Pipe(duplex=False)
-            # Not daemons, which may not have the data workers that one check starts; `end` takes their place.
-            process = context.Process(target=run_rank, args=(place, send), daemon=False)
-            process.start()
-            send.close()
-            self._processes.append(process)
             self._pipes.append(receive)
+            # Not daemons, which may not have the data workers that one check starts; `end` takes their place.
+            self._processes.append(context.Process(target=run_rank, args=(place, send), daemon=False))
+            self._processes[-1].start()
+            send.close()
 
     def reports_of(self, name: str, timeout_s: float) -> list[Outcome]:
         """The Outcome of each rank on one check; raises SelfTestFailed with the rank to blame."""
+        from ddpshim.tools.selftest.checks import Outcome
+
         reports: dict[int, Outcome] = {}
         end = time.monotonic() + timeout_s + 2 * _GRACE_S
         while len(reports) < len(self._places) and time.monotonic() < end:
             waiting = {pipe: local for local, pipe in enumerate(self._pipes) if local not in reports}
             for pipe in multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic())):
                 local = waiting[pipe]
-                reports[local] = self._report(local)
+                try:
+                    reports[local] = self._pipes[local].recv()
+                except (EOFError, OSError):
+                    said = self._last_words(local)
+                    reports[local] = Outcome(self._places[local].rank, time.time(), 0.0, error=said)
                 if reports[local].error is not None:
                     end = min(end, time.monotonic() + _GRACE_S)
-        failures = [report for report in reports.values() if report.error is not None]
         silent = [place.rank for local, place in enumerate(self._places) if local not in reports]
         # A rank that only lost another, or waited for it, is not to blame while there is another to be blamed.
-        failures.sort(key=lambda report: (report.is_consequence, report.moment))
-        if failures and not (failures[0].is_consequence and silent):
-            first = failures[0]
+        failures = (report for report in reports.values() if report.error is not None)
+        first = min(failures, key=lambda report: (report.is_consequence, report.moment), default=None)
+        if first is not None and not (first.is_consequence and silent):
             # An error of ddpshim's own says what to do.
             foreign = name == "rendezvous" and str(first.error).startswith("Traceback")
             hint = f"\n{_UNREACHED}." if foreign or first.is_consequence else ""
@@ -338,28 +331,17 @@ class _Ranks:
             failed.is_consequence = first.is_consequence
             raise failed
         if silent:
-            others = f" ({failures[0].error})" if failures else ""
+            others = f" ({first.error})" if first is not None else ""
             raise SelfTestFailed(
                 f"{name}, rank {silent[0]}: no answer for {timeout_s:g} s{others}; a job would hang here. Run it again "
                 "with a longer --timeout, and with TORCH_DISTRIBUTED_DEBUG=DETAIL or NCCL_DEBUG=INFO."
             )
         return [reports[local] for local in range(len(self._places))]
 
-    def _report(self, local: int) -> Outcome:
-        from ddpshim.tools.selftest.checks import Outcome
-
-        place = self._places[local]
-        try:
-            report: Outcome = self._pipes[local].recv()
-        except (EOFError, OSError):
-            report = Outcome(place.rank, time.time(), 0.0, error=self._last_words(local))
-        return report
-
     def _last_words(self, local: int) -> str:
         """Of a rank that ended without a report."""
-        process = self._processes[local]
-        process.join(_GRACE_S)
-        code = process.exitcode
+        self._processes[local].join(_GRACE_S)
+        code = self._processes[local].exitcode
         with open(self._places[local].log, errors="replace") as file:
             _, hung, stack = file.read().rpartition("Timeout (")
         if hung:
