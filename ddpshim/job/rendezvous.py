@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure
-from ddpshim.job.launch_env import LaunchEnv, check_port
+from ddpshim.job.launch_env import LaunchEnv
 from ddpshim.job.say import ranks_called
 
 
@@ -43,6 +43,8 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
         return dist.HashStore()  # nobody to meet, and no port to take
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
     if _state.address != address:
+        from ddpshim.job.port import check_port  # a world of one has no port
+
         check_port(env)
         where = str(env.master_addr), int(env.master_port or 0)
         serves = env.rank == 0 and not env.agent_store

@@ -29,7 +29,8 @@ from typing import Any, Optional
 from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure_notes
-from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
+from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
+from ddpshim.job.port import check_port
 from ddpshim.job.say import say
 
 _NUM_LINES_SHOWN = 20
