@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import OptionsError
@@ -25,8 +25,7 @@ _FILE = f"{PREFIX}CONFIG"
 _OTHER_VARIABLES = {_FILE, *variables.ALL}
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A set of values: how it is described, and how one is read (ValueError for what is not in it)."""
 
     allowed: str

@@ -27,7 +27,7 @@ class Settings:
 
     program: str
     arguments: list[str] = field(default_factory=list)
-    module: bool = False
+    is_module: bool = False
     nodes: str = _option("N", "nodes", "1")
     gpus_per_node: str = _option("N", "GPUs of each node, 0 for the CPU", "1")
     ranks_per_node: Optional[str] = _option("N", "ranks on each node (one for each GPU)")
@@ -71,7 +71,7 @@ def batch_script(settings: Settings) -> str:
     # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([f"--cpus-per-task={cores}"] if cores else [])]
     python = ["python", "-m", "ddpshim", "run", f"--nproc={ranks}"] if by_torchrun else ["python", "-u"]
-    program = [*(["-m"] if settings.module else []), settings.program, *settings.arguments]
+    program = [*(["-m"] if settings.is_module else []), settings.program, *settings.arguments]
     return _TEMPLATE.format(
         directives="\n".join(lines),
         command=shlex.join([*srun, *python, *program]),

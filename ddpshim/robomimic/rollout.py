@@ -282,13 +282,10 @@ class _Evaluation:
         share = (time.time() - start) / len(env)
         return [{**{key: of[i] for key, of in result.items()}, "time": share} for i in range(len(env))], frames
 
-    def _path(self, name: str) -> str:
-        """The video of an environment, named as upstream names it."""
-        suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
-        return self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")
-
     def _write(self, videos: Optional[_Videos], name: str, frames: dict[int, bytes], num_turns: int) -> None:
         """Have the main rank append all turns to the video of `name`, one in memory at a time (collective)."""
+        suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
+        path = self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")  # as upstream names it
         failed: list[Exception] = []
         for turn in range(num_turns):
             src, packed = turn % self.here.world_size, frames.pop(turn, b"")
@@ -296,7 +293,7 @@ class _Evaluation:
                 packed = self.here.broadcast(packed, src=src)
             if videos is not None and not failed:
                 try:
-                    videos.append(name, self._path(name), _unpack(packed))
+                    videos.append(name, path, _unpack(packed))
                 except Exception as error:  # others go on sending what they have
                     failed.append(error)
         self.here.run_on_main(_write_video, failed)

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -28,14 +29,12 @@ if TYPE_CHECKING:
     from ddpshim.trainers.patching.in_memory import PatchedFiles
 
 
+@dataclass
 class _State:
     finder: Optional[_Finder] = None
-    said: list[str]
-    files: list[PatchedFiles]
-    reason = "ddpshim.auto has not been imported"
-
-    def __init__(self) -> None:
-        self.said, self.files = [], []
+    said: list[str] = field(default_factory=list)
+    files: list[PatchedFiles] = field(default_factory=list)
+    reason: str = "ddpshim.auto has not been imported"
 
 
 _state = _State()

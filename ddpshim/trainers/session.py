@@ -90,9 +90,9 @@ class Session:
 
     def look_for_progress(self, folder: checkpoint.PathLike) -> bool:
         """Whether this start goes on in `folder`, where an earlier one has left its progress (collective)."""
-        found = wants_to_go_on() and world().run_on_main(_has_progress, folder)
-        self.goes_on = found
-        return found
+        progress = Path(folder, FOLDER)
+        self.goes_on = wants_to_go_on() and world().run_on_main(find_progress, progress) is not None
+        return self.goes_on
 
     def remember(self, logger: Any) -> None:
         """Close `logger` before a signal ends the run, and keep with the progress what it has in `_data`. Local."""
@@ -211,10 +211,6 @@ class Session:
     def _close_loggers(self) -> None:
         for logger in self._loggers:
             logger.close()
-
-
-def _has_progress(folder: checkpoint.PathLike) -> bool:
-    return find_progress(Path(folder, FOLDER)) is not None
 
 
 class _Epoch(NamedTuple):

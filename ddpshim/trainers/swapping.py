@@ -42,10 +42,9 @@ def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: 
             "be led to ddpshim. Import ddpshim.auto before whatever replaces it."
         )
     found, required = list(inspect.signature(function).parameters), list(required)
-    odd = [p for p in found if p not in {*required, *optional}]
-    missing = [p for p in required if p not in found]
-    if odd or missing:
-        news = [*(f"{p!r} is new to them" for p in odd), *(f"{p!r} is missing" for p in missing)]
+    news = [f"{p!r} is new to them" for p in found if p not in {*required, *optional}]
+    news += [f"{p!r} is missing" for p in required if p not in found]
+    if news:
         raise HookError(
             f"{name}({', '.join(found)}) in {function.__code__.co_filename} is not the function that the hooks know "
             f"({'; '.join(news)}); it may do something else by now, and half of a trainer would be distributed. "
