@@ -426,12 +426,11 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> No
         say(f"rank {rank} failed first: it {said}")
         return
     log = log_dir / f"rank_{rank}.log"
-    if rank == 0:
-        if not traceback:  # else it is the last thing on the screen already
-            say(f"rank 0 failed first: it {said} (above, and in {log})")
-        return
-    say(f"rank {rank} failed first: it {said}; {log} ends:")
-    print(traceback.rstrip() or _end_of(log), file=sys.stderr, flush=True)
+    if rank > 0:
+        say(f"rank {rank} failed first: it {said}; {log} ends:")
+        print(traceback.rstrip() or _end_of(log), file=sys.stderr, flush=True)
+    elif not traceback:  # else it is the last thing on the screen already
+        say(f"rank 0 failed first: it {said} (above, and in {log})")
 
 
 def _end_of(log: Path) -> str:

@@ -54,7 +54,9 @@ def activate() -> None:
     if choice == "off":
         _state.reason = f"{HOOKS}=off"
         return
-    if _is_child():
+    # A spawned worker executes the main module before it knows its parent.
+    is_inheriting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if is_inheriting or multiprocessing.parent_process() is not None:
         _state.reason = "this is a child of multiprocessing, which does not train"
         return
     _state.finder = _Finder()
@@ -102,12 +104,6 @@ def report() -> list[str]:
     if not (_begun() or patched):
         return [f"active, but {' or '.join(adapters.packages())} has not been imported"]
     return [*_state.said, *patched, *(line for stand_ins in _begun() for line in stand_ins.replaced_names())]
-
-
-def _is_child() -> bool:
-    # A spawned worker executes the main module before it knows its parent.
-    is_inheriting = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return is_inheriting or multiprocessing.parent_process() is not None
 
 
 def _give_back() -> None:

@@ -27,7 +27,6 @@ class Swap:
     `callers`: whether the module with these names (its globals) gets the stand-in; others get the original.
     """
 
-    name: str
     function: FunctionType
     original: FunctionType
     stand_in: Callable[..., Any]
@@ -65,7 +64,7 @@ def swap(
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__, original.__qualname__ = function.__kwdefaults__, function.__qualname__
     signature = inspect.signature(function)
-    _swapped[name] = Swap(name, function, original, stand_in, callers)
+    _swapped[name] = Swap(function, original, stand_in, callers)
     function.__code__ = _passed_on(name, function.__name__)
     function.__defaults__ = function.__kwdefaults__ = None
     function.__signature__ = signature  # type: ignore[attr-defined]
