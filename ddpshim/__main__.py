@@ -14,18 +14,23 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.trainers.patching import command
 
+if TYPE_CHECKING:
+    from ddpshim.launch.runner import Launch
+
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name."""
     arguments = _parser().parse_args(argv)
+    if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse takes it so after a "--"
+        arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
     try:
         if getattr(arguments, "needs_torch", False):
             _refuse_missing_torch()
@@ -209,17 +214,10 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from ddpshim.launch.runner import Launch
     from ddpshim.tools.audit.recording import Settings
     from ddpshim.tools.audit.running import as_json, as_text, audit
 
-    job = Launch(
-        program=arguments.program,
-        arguments=tuple(arguments.arguments),
-        is_module=arguments.module,
-        nproc=str(arguments.nproc),
-        log_dir=arguments.log_dir,
-    )
+    job = replace(_launch(arguments), nproc=str(arguments.nproc))
     settings = Settings(arguments.steps, arguments.to_end, arguments.timeout)
     try:
         with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
@@ -263,8 +261,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("--max-restarts", type=_natural, default=0, metavar="N", help="start all ranks again if one fails")
     logs = run.add_mutually_exclusive_group()
     logs.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
-    logs.add_argument("--no-logs", action="store_true", help="all ranks write to the screen")
-    run.add_argument("--grace", type=_natural, default=60, metavar="S", help="time to end after SIGTERM (60 seconds)")
+    logs.add_argument("--no-logs", dest="has_logs", action="store_false", help="all ranks write to the screen")
+    text = "time to end after SIGTERM (60 seconds)"
+    run.add_argument("--grace", type=_natural, default=60, metavar="S", dest="grace_s", help=text)
     text = "a script with nn.DataParallel and DataLoader becomes distributed, unedited (docs/converting.md)"
     run.add_argument("--convert", choices=("dataparallel",), help=text)
     _add_program(run)
@@ -272,25 +271,16 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ddpshim.launch.runner import Launch, run
+    from ddpshim.launch.runner import run
 
-    return run(
-        Launch(
-            program=arguments.program,
-            arguments=tuple(arguments.arguments),
-            is_module=arguments.module,
-            nproc=arguments.nproc,
-            nnodes=arguments.nnodes,
-            node_rank=arguments.node_rank,
-            master_addr=arguments.master_addr,
-            master_port=arguments.master_port,
-            max_restarts=arguments.max_restarts,
-            log_dir=arguments.log_dir,
-            has_logs=not arguments.no_logs,
-            grace_s=arguments.grace,
-            convert=arguments.convert,
-        )
-    )
+    return run(_launch(arguments))
+
+
+def _launch(arguments: argparse.Namespace) -> Launch:
+    from ddpshim.launch.runner import Launch
+
+    given = {field.name: getattr(arguments, field.name) for field in fields(Launch) if field.name in arguments}
+    return Launch(**{**given, "arguments": tuple(arguments.arguments)})
 
 
 def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -319,20 +309,20 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _slurm(arguments: argparse.Namespace) -> int:
-    from ddpshim.launch.runner import Launch, problems_of_program
+    from ddpshim.launch.runner import problems_of_program
     from ddpshim.launch.slurm import Settings, batch_script
 
     settings = {name: value for name, value in vars(arguments).items() if name in Settings.__dataclass_fields__}
     print(batch_script(Settings(**settings)), end="")
     sys.stdout.flush()
-    for problem in problems_of_program(Launch(arguments.program, is_module=arguments.module)):
+    for problem in problems_of_program(_launch(arguments)):
         say(f"{problem} (The script is printed all the same: the job may find it.)")
     return 0
 
 
 def _add_program(parser: argparse.ArgumentParser) -> None:
     """The trainer and its arguments, all of which are left to it."""
-    parser.add_argument("-m", dest="module", action="store_true", help="the trainer is a module, as in python -m")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the trainer is a module, as in python -m")
     parser.add_argument("program", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

@@ -6,27 +6,24 @@ Imports no torch: `python -m ddpshim options` answers at once.
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim import variables
 from ddpshim.errors import OptionsError
 from ddpshim.variables import PREFIX
 
 SECTION = "ddpshim"
-_FILE = f"{PREFIX}CONFIG"
+FILE = f"{PREFIX}CONFIG"
 # Variables of ours that are no options: who launched, what `run` tells its ranks, and what the tests read.
-_OTHER_VARIABLES = {_FILE, *variables.ALL}
+_OTHER_VARIABLES = {FILE, *variables.ALL}
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A set of values: how it is described, and how one is read (ValueError for what is not in it)."""
 
     allowed: str
@@ -236,9 +233,11 @@ class Options:
             sources.append((f"section {SECTION}", config_section))
         elif config_section is not None:
             problems.append(f"section {SECTION} holds a {type(config_section).__name__}; allowed: a mapping")
-        if environ.get(_FILE):
+        if environ.get(FILE):
+            from ddpshim.config_files import read_section  # few name one
+
             try:
-                sources.append((f"{_FILE}={environ[_FILE]}", read_section(environ[_FILE])))
+                sources.append((f"{FILE}={environ[FILE]}", read_section(environ[FILE])))
             except OptionsError as error:
                 problems.append(str(error))
         for source, section in sources:
@@ -265,30 +264,6 @@ def names() -> list[str]:
     return [f.name for f in fields(Options)]
 
 
-def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
-    """The `ddpshim` section of a JSON or YAML file, or all of a file that has none. Local.
-
-    Raises:
-        OptionsError: the file cannot be read or is no mapping, or PyYAML is missing for YAML.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text()
-        content = _load_yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else json.loads(text)
-    except (OSError, ValueError) as error:
-        raise OptionsError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); its options would be ignored. "
-            f"Name a JSON or YAML file in {_FILE}."
-        ) from error
-    section = content.get(SECTION, content) if isinstance(content, Mapping) else content
-    if not isinstance(section, Mapping):
-        raise OptionsError(
-            f"{path} holds a {type(section).__name__} where its options should be; they would be ignored. Write a "
-            f'mapping: {{"{SECTION}": {{"timeout_s": 600}}}}.'
-        )
-    return section
-
-
 def table() -> Iterator[str]:
     """The lines of a Markdown table of all options."""
     yield "| option | variable | default | allowed | effect |"
@@ -297,20 +272,6 @@ def table() -> Iterator[str]:
         default = "none" if f.default is None else json.dumps(f.default).strip('"')
         kind = f.metadata["kind"]
         yield f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | {default} | {kind.allowed} | {f.metadata['effect']} |"
-
-
-def _load_yaml(path: Path, text: str) -> Any:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise OptionsError(
-            f"{path} is YAML, and PyYAML is not installed; its options would be ignored. pip install pyyaml, or "
-            "write them as JSON."
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, Any]], problems: list[str]) -> None:

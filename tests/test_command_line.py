@@ -192,8 +192,9 @@ def test_what_is_missing(command: Command, name: str, here: Path, capfd: pytest.
 @pytest.mark.parametrize("command", MODULES, ids=_id)
 def test_a_module_that_is_missing(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for module in ("absent", "absent.train", "json.absent"):
-        assert _call([*command, "-m", module]) == MODULES[command]
-        _check_message(capsys.readouterr().err, f"-m {module}: no such module")
+        for separator in ([], ["--"]):
+            assert _call([*command, *separator, "-m", module]) == MODULES[command]
+            _check_message(capsys.readouterr().err, f"-m {module}: no such module")
 
 
 @pytest.mark.parametrize("command", MODULES, ids=_id)

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError
-from ddpshim.job.random_streams import TwoStreams
+from ddpshim.job.two_streams import TwoStreams
 from ddpshim.launch import runner
 from ddpshim.launch.runner import Launch
 from ddpshim.trainers.dataparallel import convert

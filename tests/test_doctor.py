@@ -93,7 +93,8 @@ def test_a_fix_touches_its_own_line_only_whatever_the_file_looks_like(tmp_path: 
     body = (
         TRAINER.replace("    ", "\t") + "\tos.makedirs( folder , 0o755 )  # è\n\ttorch.save(\n\t\tbatches, folder\n\t)"
     )
-    before = ("import os, torch\n" + body + "\n").replace("\n", "\r\n").encode()[:-2]  # tabs, CRLF, no last newline
+    text = "# whatever its encoding\nimport os, torch\n" + body + "\n"
+    before = text.replace("\n", "\r\n").encode()[:-2]  # tabs, CRLF, no last newline
     (tmp_path / "train.py").write_bytes(before)
     _patch(tmp_path / "train.py")
     after = (tmp_path / "train.py").read_bytes()

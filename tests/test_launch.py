@@ -9,7 +9,9 @@ import socket
 import pytest
 
 from ddpshim.errors import LaunchError
-from ddpshim.job.launch_env import LaunchEnv, check_port, expand_nodelist, read_launch_env
+from ddpshim.job.launch_env import LaunchEnv, read_launch_env
+from ddpshim.job.port import check_port
+from ddpshim.job.schedulers import expand_nodelist
 from tests.ranks import free_port
 
 TORCHRUN = {

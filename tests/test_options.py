@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ddpshim
-from ddpshim import options
+from ddpshim import config_files, options
 from ddpshim.errors import DataError, OptionsError
 from ddpshim.job.job import current
 from ddpshim.observe.meter import PARTS
@@ -210,7 +210,7 @@ def test_yaml_without_pyyaml_is_an_error_that_says_what_to_do(tmp_path: Path, mo
     file.write_text("timeout_s: 5")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(OptionsError, match="pip install pyyaml, or write them as JSON"):
-        options.read_section(file)
+        config_files.read_section(file)
 
 
 # What the world does with them

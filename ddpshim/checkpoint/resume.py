@@ -19,7 +19,7 @@ from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
 from ddpshim.job.group import cleanup, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.job.random_streams import derive_seed, global_states, restore_global_states, seed_everything
+from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
 from ddpshim.job.say import count, say
 
 _LOOK_EVERY_S = 0.5
@@ -236,7 +236,7 @@ class Resumable:
         checkpoint.flush()
         if self._before_save is not None:
             self._before_save()
-        states = self._world.gather(_random_state(self._world.device))
+        states = self._world.gather(rank_states(self._world.device))
         self._last_save, self._num_unsaved = time.monotonic(), 0
         if not self._world.is_main:
             return
@@ -309,7 +309,7 @@ class Resumable:
             )
         states, here = found["random"], self._world
         if len(states) == here.world_size:
-            _restore_random_state(states[here.rank], here.device)
+            restore_rank_states(states[here.rank], here.device)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
 
@@ -334,15 +334,3 @@ def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
         text = f"{path} is damaged ({damage}); the one before it is used, if any. It is kept as {aside.name}"
         say(text, directly=True)
     return None
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """This rank's random streams."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {**global_states(), "cuda": cuda}
-
-
-def _restore_random_state(states: dict[str, Any], device: torch.device) -> None:
-    restore_global_states(states)
-    if device.type == "cuda" and states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"], device)

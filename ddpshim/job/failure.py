@@ -92,7 +92,6 @@ def rank() -> int:
 
 def first() -> Optional[int]:
     """The rank that failed first, if any has said so. Local; any thread may ask."""
-
     claimed = _ask_store(lambda store: store.get("first_failure") if is_there(store, "first_failure") else None)
     return None if claimed is None else int(claimed)
 

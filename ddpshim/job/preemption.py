@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Optional
 
@@ -24,17 +25,15 @@ SIGNALS = ("SIGTERM", "SIGUSR1")
 _GRACE_S = 25.0
 
 
+@dataclass
 class _State:
     """What was asked for, and what `listen` put in place."""
 
     asked: Optional[str] = None
     is_heard: bool = False  # the training knows, and will end
     is_left: bool = False  # with the world: whatever listens next begins afresh
-    previous: dict[int, Any]
+    previous: dict[int, Any] = field(default_factory=dict)
     wakeup: Optional[tuple[socket.socket, socket.socket]] = None
-
-    def __init__(self) -> None:
-        self.previous = {}
 
 
 _state = _State()

@@ -119,53 +119,14 @@ def restore_global_states(states: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(states["numpy"])
 
 
-class TwoStreams:
-    """The global generators (the GPU's as well) in two states: "shared", alike on all ranks, and "own", this rank's.
+def rank_states(device: torch.device) -> dict[str, Any]:
+    """`global_states`, and under "cuda" that of `device` where it is a GPU, else None. Local."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {**global_states(), "cuda": cuda}
 
-    The process begins in the shared one, and whoever seeds while it is in use seeds both: its own is derived from the
-    rank and from the seed that torch has in the shared one. Local.
-    """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
-        self._used, self._is_closed = "shared", False
-        self._states: dict[str, dict[str, Any]] = {}
-        self._base: Optional[int] = None  # what its own was derived from
-
-    def use(self, name: str) -> None:
-        """Draw from the stream `name` from here on; the other one stays where it is."""
-        if name == self._used or self._is_closed:
-            return
-        base = torch.initial_seed()
-        self._states[self._used] = self._now()
-        self._used = name
-        if name == "own" and base != self._base:
-            self._base = base
-            seed_everything(derive_seed(base, "rank", self._rank))
-            return
-        states = self._states[name]
-        restore_global_states(states)
-        if "gpu" in states:
-            torch.cuda.set_rng_state(states["gpu"], self._device)
-
-    @contextlib.contextmanager
-    def used(self, name: str) -> Iterator[None]:
-        """Draw from the stream `name` until the block is left."""
-        before = self._used
-        self.use(name)
-        try:
-            yield
-        finally:
-            self.use(before)
-
-    def close(self) -> None:
-        """Stay in the stream that is in use: iterators that are never finished come here when the process ends."""
-        self._is_closed = True
-
-    def shared_seed(self) -> int:
-        """The seed that torch has in the shared stream."""
-        return torch.initial_seed() if self._used == "shared" or self._base is None else self._base
-
-    def _now(self) -> dict[str, Any]:
-        on_gpu = {"gpu": torch.cuda.get_rng_state(self._device)} if self._device.type == "cuda" else {}
-        return {**global_states(), **on_gpu}
+def restore_rank_states(states: dict[str, Any], device: torch.device) -> None:
+    """Put back what `rank_states` returned, as far as this process has it. Local."""
+    restore_global_states(states)
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -76,7 +76,7 @@ def copy_output(folder: str, rank: int) -> Callable[[], None]:
         if sys.stderr is ours[1]:
             sys.stderr = before[1]
         for stream in ours:
-            stream.forget()
+            stream.files.clear()
         file.close()
 
     return restore
@@ -90,15 +90,12 @@ class _Both:
     """A stream that is also written down; everything else is the stream's own."""
 
     def __init__(self, stream: Any, file: Any) -> None:
-        self._stream, self._files = stream, [file]
+        self._stream, self.files = stream, [file]
 
     def write(self, text: str) -> int:
-        for file in self._files:
+        for file in self.files:
             file.write(text)
         return int(self._stream.write(text))
-
-    def forget(self) -> None:
-        self._files.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

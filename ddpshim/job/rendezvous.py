@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure
-from ddpshim.job.launch_env import LaunchEnv, check_port
+from ddpshim.job.launch_env import LaunchEnv
 from ddpshim.job.say import ranks_called
 
 
@@ -43,6 +43,8 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
         return dist.HashStore()  # nobody to meet, and no port to take
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
     if _state.address != address:
+        from ddpshim.job.port import check_port  # a world of one has no port
+
         check_port(env)
         where = str(env.master_addr), int(env.master_port or 0)
         serves = env.rank == 0 and not env.agent_store
@@ -55,7 +57,13 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
                 # It does not wait for the others: `_call_the_roll` does, and can say who is missing.
                 store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
         except RuntimeError as error:
-            raise LaunchError(_nobody_answers(env, timeout.total_seconds(), error)) from error
+            said = str(error).splitlines()[0][:160]
+            raise LaunchError(
+                f"nobody answers at MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port}, where rank "
+                f"{env.rank} of {env.world_size} has to meet the others (waited for up to "
+                f"{timeout.total_seconds():g} s; {said}); it cannot train alone. Look whether rank 0 started, and "
+                "whether all ranks have its address."
+            ) from error
         _state.address, _state.store = address, _of_this_start(store, env, timeout)
     _state.store.set_timeout(timeout)
     return _state.store
@@ -87,16 +95,6 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
                 store.wait([f"ddpshim/heard/{mine}/{theirs}"], timedelta(seconds=max(0.01, patience)))
                 is_heard = True
     return dist.PrefixStore(mine, store)
-
-
-def _nobody_answers(env: LaunchEnv, timeout_s: float, error: RuntimeError) -> str:
-    where = f"MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port}"
-    said = str(error).splitlines()[0][:160]
-    return (
-        f"nobody answers at {where}, where rank {env.rank} of {env.world_size} has to meet the others (waited for up "
-        f"to {timeout_s:g} s; {said}); it cannot train alone. Look whether rank 0 started, and whether all ranks have "
-        "its address."
-    )
 
 
 def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:

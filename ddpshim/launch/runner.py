@@ -29,7 +29,8 @@ from typing import Any, Optional
 from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure_notes
-from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, check_port, read_launch_env
+from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
+from ddpshim.job.port import check_port
 from ddpshim.job.say import say
 
 _NUM_LINES_SHOWN = 20
@@ -221,20 +222,17 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
         else:
             if node_rank == 0:
                 try:
-                    check_port(_served(job))
+                    # Whatever rank 0 serves there, in the words of `check_port`.
+                    check_port(LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, ""))
                 except LaunchError as error:
                     yield str(error)
-
-
-def _served(job: Launch) -> LaunchEnv:
-    """What node 0 has to serve, in the words of `check_port`."""
-    return LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, "arguments of run")
 
 
 def _nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
     """`job` with its place among the nodes, where srun or mpirun started one `run` on each node of several."""
     if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
-        return _with_port(job)
+        needs_port = (job.nnodes or 1) > 1 and job.master_port is None
+        return replace(job, master_port=29500) if needs_port else job  # torchrun's own; all nodes have to know it
     env = read_launch_env(environ)
     if env.world_size == 1:
         return job
@@ -243,19 +241,13 @@ def _nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
             f"{env.reason}: {env.local_world_size} tasks on this node, and each would start all its ranks. Start one "
             "`run` on each node (srun --ntasks-per-node=1), or the program itself with srun."
         )
-    master_port = job.master_port or env.master_port
     return replace(
         job,
         nnodes=env.world_size,
         node_rank=env.rank,
         master_addr=job.master_addr or env.master_addr,
-        master_port=master_port,
+        master_port=job.master_port or env.master_port,
     )
-
-
-def _with_port(job: Launch) -> Launch:
-    """All nodes have to know the port: torchrun's own where nobody has said one."""
-    return replace(job, master_port=29500) if (job.nnodes or 1) > 1 and job.master_port is None else job
 
 
 def _make_log_dir(job: Launch) -> Path:
@@ -434,12 +426,11 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> No
         say(f"rank {rank} failed first: it {said}")
         return
     log = log_dir / f"rank_{rank}.log"
-    if rank == 0:
-        if not traceback:  # else it is the last thing on the screen already
-            say(f"rank 0 failed first: it {said} (above, and in {log})")
-        return
-    say(f"rank {rank} failed first: it {said}; {log} ends:")
-    print(traceback.rstrip() or _end_of(log), file=sys.stderr, flush=True)
+    if rank > 0:
+        say(f"rank {rank} failed first: it {said}; {log} ends:")
+        print(traceback.rstrip() or _end_of(log), file=sys.stderr, flush=True)
+    elif not traceback:  # else it is the last thing on the screen already
+        say(f"rank 0 failed first: it {said} (above, and in {log})")
 
 
 def _end_of(log: Path) -> str:

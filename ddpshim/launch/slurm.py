@@ -11,9 +11,6 @@ from typing import Any, Optional
 from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import EXIT_REQUEUE
 
-_TIME = re.compile(
-    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?|(?P<rest>\d+(?::\d+){0,2}))"
-)
 _NEVER_SENT_S = 65535  # SLURM's own limit of --signal
 
 
@@ -27,7 +24,7 @@ class Settings:
 
     program: str
     arguments: list[str] = field(default_factory=list)
-    module: bool = False
+    is_module: bool = False
     nodes: str = _option("N", "nodes", "1")
     gpus_per_node: str = _option("N", "GPUs of each node, 0 for the CPU", "1")
     ranks_per_node: Optional[str] = _option("N", "ranks on each node (one for each GPU)")
@@ -71,7 +68,7 @@ def batch_script(settings: Settings) -> str:
     # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([f"--cpus-per-task={cores}"] if cores else [])]
     python = ["python", "-m", "ddpshim", "run", f"--nproc={ranks}"] if by_torchrun else ["python", "-u"]
-    program = [*(["-m"] if settings.module else []), settings.program, *settings.arguments]
+    program = [*(["-m"] if settings.is_module else []), settings.program, *settings.arguments]
     return _TEMPLATE.format(
         directives="\n".join(lines),
         command=shlex.join([*srun, *python, *program]),
@@ -146,13 +143,11 @@ def _flag(name: str) -> str:
 
 def _seconds(text: str) -> Optional[int]:
     """The seconds of a limit in sbatch's notation; None where it is none."""
-    match = _TIME.fullmatch(text)
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text)
     if match is None:
         return None
-    if match["rest"] is None:
-        days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    parts = [int(part) for part in match["rest"].split(":")]
-    # Two numbers are minutes and seconds, one is minutes.
-    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
-    return (hours * 60 + minutes) * 60 + seconds
+    parts = [int(part) for part in match[2].split(":")]
+    if match[1] is None and len(parts) < 3:
+        parts.insert(0, 0)  # without days two numbers are minutes and seconds, and one is minutes
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(match[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

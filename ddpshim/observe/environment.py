@@ -19,7 +19,8 @@ from typing import Any, Optional
 from ddpshim import adapters
 from ddpshim.errors import LaunchError
 from ddpshim.job import machine
-from ddpshim.job.launch_env import expand_nodelist, read_launch_env
+from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.schedulers import expand_nodelist
 from ddpshim.observe.report.words import shown
 from ddpshim.version import __version__
 

@@ -7,30 +7,15 @@ from typing import Any
 from ddpshim import lazy
 
 # Loaded when first used: a process that asks what robomimic's adapter offers may have no use for a trainer's calls.
+_CALLS = (
+    *("copyfile", "device_or", "failed", "finish", "get_exp_dir", "has_checkpoint", "is_main", "main_computes"),
+    *("main_decides", "main_only", "mean_over_ranks", "prepare", "quiet", "resume", "rollout_with_stats", "run_epoch"),
+    *("same_on_all_ranks", "save_model", "start"),
+)
 _HOMES = {
-    "copyfile": "calls",
-    "deal_episodes": "rollout",
-    "device_or": "calls",
-    "failed": "calls",
-    "finish": "calls",
-    "get_exp_dir": "calls",
-    "has_checkpoint": "calls",
-    "is_main": "calls",
-    "load_data_for_training": "datasets",
-    "loader": "datasets",
-    "main_computes": "calls",
-    "main_decides": "calls",
-    "main_only": "calls",
-    "mean_over_ranks": "calls",
-    "plays_rollouts": "rollout",
-    "prepare": "calls",
-    "quiet": "calls",
-    "resume": "calls",
-    "rollout_with_stats": "calls",
-    "run_epoch": "calls",
-    "same_on_all_ranks": "calls",
-    "save_model": "calls",
-    "start": "calls",
+    **dict.fromkeys(_CALLS, "calls"),
+    **dict.fromkeys(("load_data_for_training", "loader"), "datasets"),
+    **dict.fromkeys(("deal_episodes", "plays_rollouts"), "rollout"),
 }
 
 __all__ = sorted(_HOMES)

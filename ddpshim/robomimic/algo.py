@@ -67,7 +67,7 @@ class AlgoState:
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         mine = self.state_dict()
         for kind in ("optimizers", "lr_schedulers", "ema"):
-            was, now = ([_size(part[kind]) for part in parts] for parts in (state, mine))
+            was, now = ([len(part[kind] or ()) for part in parts] for parts in (state, mine))
             if was != now:
                 raise CheckpointError(
                     f"the progress has {kind} of sizes {was}, the algorithm {now}; a part of it would go on as new. Go "
@@ -94,10 +94,6 @@ class AlgoState:
             "counters": {name: n for name, n in _counters(algo).items() if before.get(name) != n},
             "ema_counters": {} if ema is None else _counters(ema),
         }
-
-
-def _size(state: Any) -> int:
-    return 0 if state is None else len(state)
 
 
 def _counters(owner: Any) -> dict[str, Any]:

@@ -210,13 +210,8 @@ def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
         # Only the newest: older ones are other runs of that name, which were given up.
         if starts and find_progress(starts[-1] / FOLDER) is not None:
             parent = starts[-1]
-            names = (
-                "logs",
-                "models",
-                "videos",
-                *(["vis"] if (parent / "vis").is_dir() else []),
-            )  # robocasa and DROID have it
-            folders = [str(parent / name) for name in names]
+            in_some = ["vis"] if (parent / "vis").is_dir() else []  # robocasa and DROID have it
+            folders = [str(parent / name) for name in ("logs", "models", "videos", *in_some)]
             if not config.experiment.save.enabled:
                 folders[1] = None  # type: ignore[call-overload]
             return (*folders, str(parent)) if "resume" in options else tuple(folders), True
@@ -313,9 +308,7 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     """Upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`), until a signal ends it (collective)."""
     start = time.perf_counter()
     training = session().progress
-    more: dict[str, Any] = {}
-    if training is not None:
-        more["is_told_to_end"] = lambda: preemption.asked() is not None
+    more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
     try:
         logs, videos = rollout.rollout_with_stats(**options, **more)
     except rollout.Interrupted as interrupted:

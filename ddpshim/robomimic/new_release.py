@@ -86,9 +86,9 @@ def _functions(package: Path) -> Iterator[tuple[bool, str]]:
             if names is None:
                 yield False, f"{module}.{target.name} is not there"
                 continue
-            odd = [name for name in names if name not in {*target.required, *target.optional}]
-            missing = [name for name in target.required if name not in names]
-            news = [*(f"{name} is new" for name in odd), *(f"{name} is missing" for name in missing)]
+            required, optional = target.required.split(), target.optional.split()
+            news = [f"{name} is new" for name in names if name not in {*required, *optional}]
+            news += [f"{name} is missing" for name in required if name not in names]
             yield not news, f"{module}.{target.name}: {'; '.join(news) or 'its parameters are known'}"
 
 

@@ -52,7 +52,7 @@ def replace_names(names: dict[str, Any]) -> None:
         "open": (_MISSING, _open),
         "time": (time, _Seen(time, time=_time)),
         "shutil": (shutil, _Seen(shutil, copyfile=_copyfile, **files)),
-        "traceback": (traceback, _Seen(traceback, format_exc=_format_exc, print_exc=_print_exc)),
+        "traceback": (traceback, _Seen(traceback, **{name: _fatal(name) for name in ("format_exc", "print_exc")})),
     }
     for name, (expected, put) in found.items():
         if names.get(name, _MISSING) is expected:
@@ -136,17 +136,13 @@ def _copyfile(source: str, path: str, **options: Any) -> Any:
     return path
 
 
-def _format_exc(*args: Any, **kwargs: Any) -> str:
-    _fail()
-    return traceback.format_exc(*args, **kwargs)
+def _fatal(name: str) -> Callable[..., Any]:
+    """The function of that name of `traceback`, before which the exception that is being handled ends the job."""
 
+    def fail_first(*args: Any, **kwargs: Any) -> Any:
+        error = sys.exc_info()[1]
+        if error is not None and not trainer.has_ended:
+            robomimic.failed(error)
+        return getattr(traceback, name)(*args, **kwargs)
 
-def _print_exc(*args: Any, **kwargs: Any) -> None:
-    _fail()
-    traceback.print_exc(*args, **kwargs)
-
-
-def _fail() -> None:
-    error = sys.exc_info()[1]
-    if error is not None and not trainer.has_ended:
-        robomimic.failed(error)
+    return fail_first

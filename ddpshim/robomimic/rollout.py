@@ -141,11 +141,12 @@ class _Evaluation:
     del_envs_after_rollouts: bool = False
     data_logger: Any = None
     is_told_to_end: Callable[[], bool] = lambda: False
+    _videos: dict[str, str] = field(default_factory=dict)  # their paths, on the main rank
+    _writers: dict[str, Any] = field(default_factory=dict)  # of open ones, by path
 
     def run(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
         """What upstream returns."""
         seed = self.here.broadcast(torch.initial_seed() if self.here.seed is None else self.here.seed)
-        videos = _Videos() if self.here.is_main else None
         in_turn = not isinstance(envs, Mapping)
         logs: dict[str, Any] = {}
         try:
@@ -153,7 +154,7 @@ class _Evaluation:
                 with contextlib.closing(env) if self.del_envs_after_rollouts else contextlib.nullcontext():
                     turns, frames = self._play(name, env, horizon, seed, in_turn)
                 if self.video_dir or self.video_path:
-                    self._write(videos, name, frames, len(turns))
+                    self._write(name, frames, len(turns))
                 if turns:
                     logs[name] = _mean(list(itertools.chain(*turns)))
                 elif in_turn:
@@ -161,9 +162,9 @@ class _Evaluation:
                 if self.data_logger is not None:
                     self._record(name, logs[name])
         finally:
-            if videos is not None:
-                videos.close()
-        return logs, videos.written if videos is not None else {}
+            while self._writers:
+                self._writers.popitem()[1].close()
+        return logs, self._videos
 
     def _each(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> Iterator[tuple[str, Any, int]]:
         """Name, environment and horizon, the same names on all ranks (collective)."""
@@ -282,24 +283,31 @@ class _Evaluation:
         share = (time.time() - start) / len(env)
         return [{**{key: of[i] for key, of in result.items()}, "time": share} for i in range(len(env))], frames
 
-    def _path(self, name: str) -> str:
-        """The video of an environment, named as upstream names it."""
-        suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
-        return self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")
-
-    def _write(self, videos: Optional[_Videos], name: str, frames: dict[int, bytes], num_turns: int) -> None:
+    def _write(self, name: str, frames: dict[int, bytes], num_turns: int) -> None:
         """Have the main rank append all turns to the video of `name`, one in memory at a time (collective)."""
+        suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
+        path = self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")  # as upstream names it
         failed: list[Exception] = []
         for turn in range(num_turns):
             src, packed = turn % self.here.world_size, frames.pop(turn, b"")
             if src != 0:  # the main rank has its own
                 packed = self.here.broadcast(packed, src=src)
-            if videos is not None and not failed:
+            if self.here.is_main and not failed:
                 try:
-                    videos.append(name, self._path(name), _unpack(packed))
+                    self._append(name, path, _unpack(packed))
                 except Exception as error:  # others go on sending what they have
                     failed.append(error)
         self.here.run_on_main(_write_video, failed)
+
+    def _append(self, name: str, path: str, frames: list[Any]) -> None:
+        """Add to the video, which is opened for its first frame, as ffmpeg makes no empty file."""
+        import imageio
+
+        for frame in frames:
+            if path not in self._writers:
+                self._writers[path] = imageio.get_writer(path, fps=20)
+            self._videos[name] = path
+            self._writers[path].append_data(frame)
 
     def _record(self, name: str, statistics: Mapping[str, float]) -> None:
         """Log what robocasa's rollout_with_stats logs itself; others leave it to the trainer. Local."""
@@ -310,27 +318,6 @@ class _Evaluation:
                 self.data_logger.record(f"Rollout/{key}/{name}", value, self.epoch, log_stats=True)
         print(f"\nEpoch {self.epoch} Rollouts took {statistics['time']}s (avg) with results:")
         print(f"Env: {name}\n{json.dumps(statistics, sort_keys=True, indent=4)}")
-
-
-@dataclass
-class _Videos:
-    """The video files of an evaluation, on the main rank: opened for the first frame, as ffmpeg makes no empty file."""
-
-    written: dict[str, str] = field(default_factory=dict)
-    _writers: dict[str, Any] = field(default_factory=dict)
-
-    def append(self, name: str, path: str, frames: list[Any]) -> None:
-        import imageio
-
-        for frame in frames:
-            if path not in self._writers:
-                self._writers[path] = imageio.get_writer(path, fps=20)
-            self.written[name] = path
-            self._writers[path].append_data(frame)
-
-    def close(self) -> None:
-        while self._writers:
-            self._writers.popitem()[1].close()
 
 
 def _pack(frames: list[Any]) -> bytes:

@@ -60,7 +60,7 @@ def hook(modules: Sequence[ModuleType]) -> list[str]:
                 owner = getattr(owner, name, None)
             function = vars(owner).get(last) if owner is not None else None
             full = f"{module.__name__}.{target.name}"
-            refuse_unknown(full, function, target.required, target.optional)
+            refuse_unknown(full, function, target.required.split(), target.optional.split())
             plan.append((full, function, target))
     for full, function, target in plan:
         assert inspect.isfunction(function)
@@ -310,40 +310,36 @@ def _save_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 class _Target(NamedTuple):
-    """A function of robomimic: the parameters that it has, and may have, and what stands in for it."""
+    """A function of robomimic, what stands in for it, and the parameters that it has, and may have."""
 
     name: str
-    required: tuple[str, ...]
-    optional: tuple[str, ...]
     stand_in: Callable[..., Any]
     does: str
-
-
-def _target(name: str, stand_in: Callable[..., Any], does: str, required: str, optional: str = "") -> _Target:
-    return _Target(name, tuple(required.split()), tuple(optional.split()), stand_in, does)
+    required: str
+    optional: str = ""
 
 
 TARGETS: dict[str, tuple[_Target, ...]] = {
     "robomimic.utils.torch_utils": (
-        _target("get_torch_device", _get_torch_device, "joins the job; this rank's device", "try_to_use_cuda"),
+        _Target("get_torch_device", _get_torch_device, "joins the job; this rank's device", "try_to_use_cuda"),
     ),
     "robomimic.utils.train_utils": (
-        _target("get_exp_dir", _get_exp_dir, "the main rank's directories", "config auto_remove_exp_dir", "resume"),
-        _target("load_data_for_training", _load_data, "statistics computed once", "config obs_keys"),
-        _target(
+        _Target("get_exp_dir", _get_exp_dir, "the main rank's directories", "config auto_remove_exp_dir", "resume"),
+        _Target("load_data_for_training", _load_data, "statistics computed once", "config obs_keys"),
+        _Target(
             "run_epoch",
             _run_epoch,
             "this rank's share of each batch; metrics averaged; goes on after an interruption",
             "model data_loader epoch validate num_steps obs_normalization_stats",
         ),
-        _target(
+        _Target(
             "rollout_with_stats",
             _rollout,
             "episodes dealt to all ranks",
             "policy envs horizon use_goals num_episodes render video_dir video_path epoch video_skip "
             "terminate_on_success verbose",
         ),
-        _target(
+        _Target(
             "save_model",
             _save_model,
             "on the main rank alone, whole or not at all",
@@ -352,23 +348,23 @@ TARGETS: dict[str, tuple[_Target, ...]] = {
         ),
     ),
     "robomimic.utils.env_utils": (
-        _target(
+        _Target(
             "create_env_from_metadata",
             _create_env,
             "on ranks that play rollouts",
             "env_meta env_name render render_offscreen use_image_obs",
             "use_depth_obs",
         ),
-        _target("wrap_env_from_config", _wrap_env, "on ranks that play rollouts", "env config"),
+        _Target("wrap_env_from_config", _wrap_env, "on ranks that play rollouts", "env config"),
     ),
     "robomimic.utils.log_utils": (
-        _target("PrintLogger.__init__", _print_logger, "the main rank's log.txt", "self log_file"),
-        _target("DataLogger.__init__", _make_logger, "writes on the main rank", "self log_dir config log_tb log_wandb"),
-        _target("DataLogger.record", _record, "each epoch once", "self k v epoch data_type log_stats"),
-        _target("DataLogger.close", _close_logger, "ends the training", "self"),
+        _Target("PrintLogger.__init__", _print_logger, "the main rank's log.txt", "self log_file"),
+        _Target("DataLogger.__init__", _make_logger, "writes on the main rank", "self log_dir config log_tb log_wandb"),
+        _Target("DataLogger.record", _record, "each epoch once", "self k v epoch data_type log_stats"),
+        _Target("DataLogger.close", _close_logger, "ends the training", "self"),
     ),
     "robomimic.algo.algo": (
-        _target(
+        _Target(
             "algo_factory",
             _algo_factory,
             "every network reduced over the ranks, noise of its own for each",

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -28,14 +29,12 @@ if TYPE_CHECKING:
     from ddpshim.trainers.patching.in_memory import PatchedFiles
 
 
+@dataclass
 class _State:
     finder: Optional[_Finder] = None
-    said: list[str]
-    files: list[PatchedFiles]
-    reason = "ddpshim.auto has not been imported"
-
-    def __init__(self) -> None:
-        self.said, self.files = [], []
+    said: list[str] = field(default_factory=list)
+    files: list[PatchedFiles] = field(default_factory=list)
+    reason: str = "ddpshim.auto has not been imported"
 
 
 _state = _State()
@@ -55,7 +54,9 @@ def activate() -> None:
     if choice == "off":
         _state.reason = f"{HOOKS}=off"
         return
-    if _is_child():
+    # A spawned worker executes the main module before it knows its parent.
+    is_inheriting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if is_inheriting or multiprocessing.parent_process() is not None:
         _state.reason = "this is a child of multiprocessing, which does not train"
         return
     _state.finder = _Finder()
@@ -103,12 +104,6 @@ def report() -> list[str]:
     if not (_begun() or patched):
         return [f"active, but {' or '.join(adapters.packages())} has not been imported"]
     return [*_state.said, *patched, *(line for stand_ins in _begun() for line in stand_ins.replaced_names())]
-
-
-def _is_child() -> bool:
-    # A spawned worker executes the main module before it knows its parent.
-    is_inheriting = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return is_inheriting or multiprocessing.parent_process() is not None
 
 
 def _give_back() -> None:

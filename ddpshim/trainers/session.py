@@ -90,9 +90,9 @@ class Session:
 
     def look_for_progress(self, folder: checkpoint.PathLike) -> bool:
         """Whether this start goes on in `folder`, where an earlier one has left its progress (collective)."""
-        found = wants_to_go_on() and world().run_on_main(_has_progress, folder)
-        self.goes_on = found
-        return found
+        progress = Path(folder, FOLDER)
+        self.goes_on = wants_to_go_on() and world().run_on_main(find_progress, progress) is not None
+        return self.goes_on
 
     def remember(self, logger: Any) -> None:
         """Close `logger` before a signal ends the run, and keep with the progress what it has in `_data`. Local."""
@@ -188,7 +188,7 @@ class Session:
         every = here.options.metrics_every_n_epochs if trains else 1
         if here.world_size > 1 and every and epoch.number % every == 0:
             log = {key: float(value) for key, value in here.mean(log).items()}
-        if trains and self._metrics.are_of_two_starts:
+        if trains and self._metrics.before:
             log = {**log, **self._metrics.means()}
         if self.recorder is not None:
             mean = None if log is own else log
@@ -205,16 +205,11 @@ class Session:
             self.progress.finish()
 
     def _join_metrics(self) -> None:
-        assert self.progress is not None
-        self.progress.values["metrics"] = self._metrics.joined()
+        self.values["metrics"] = self._metrics.joined()
 
     def _close_loggers(self) -> None:
         for logger in self._loggers:
             logger.close()
-
-
-def _has_progress(folder: checkpoint.PathLike) -> bool:
-    return find_progress(Path(folder, FOLDER)) is not None
 
 
 class _Epoch(NamedTuple):
@@ -270,13 +265,8 @@ class _Metrics:
     """The metrics of an epoch's steps, those from before a break included."""
 
     def __init__(self, before: Mapping[str, tuple[float, int]]) -> None:
-        self._before = before  # mean over steps and ranks, and number of steps
+        self.before = before  # by an earlier start: mean over steps and ranks, and number of steps
         self._now: dict[str, list[float]] = {}
-
-    @property
-    def are_of_two_starts(self) -> bool:
-        """Whether an earlier start made some of the steps."""
-        return bool(self._before)
 
     def take(self, metrics: Mapping[str, Any]) -> None:
         """Take note of the metrics of one step. Local."""
@@ -286,9 +276,9 @@ class _Metrics:
     def joined(self) -> dict[str, tuple[float, int]]:
         """Mean and number of steps so far of each metric (collective)."""
         now = world().mean({key: math.fsum(values) / len(values) for key, values in self._now.items()})
-        out = dict(self._before)
+        out = dict(self.before)
         for key, mean in now.items():
-            (mean_before, num_before), num_now = self._before.get(key, (0.0, 0)), len(self._now[key])
+            (mean_before, num_before), num_now = self.before.get(key, (0.0, 0)), len(self._now[key])
             num = num_before + num_now
             out[key] = ((mean_before * num_before + mean * num_now) / num, num)
         return out

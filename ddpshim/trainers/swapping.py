@@ -27,7 +27,6 @@ class Swap:
     `callers`: whether the module with these names (its globals) gets the stand-in; others get the original.
     """
 
-    name: str
     function: FunctionType
     original: FunctionType
     stand_in: Callable[..., Any]
@@ -42,10 +41,9 @@ def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: 
             "be led to ddpshim. Import ddpshim.auto before whatever replaces it."
         )
     found, required = list(inspect.signature(function).parameters), list(required)
-    odd = [p for p in found if p not in {*required, *optional}]
-    missing = [p for p in required if p not in found]
-    if odd or missing:
-        news = [*(f"{p!r} is new to them" for p in odd), *(f"{p!r} is missing" for p in missing)]
+    news = [f"{p!r} is new to them" for p in found if p not in {*required, *optional}]
+    news += [f"{p!r} is missing" for p in required if p not in found]
+    if news:
         raise HookError(
             f"{name}({', '.join(found)}) in {function.__code__.co_filename} is not the function that the hooks know "
             f"({'; '.join(news)}); it may do something else by now, and half of a trainer would be distributed. "
@@ -66,7 +64,7 @@ def swap(
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__, original.__qualname__ = function.__kwdefaults__, function.__qualname__
     signature = inspect.signature(function)
-    _swapped[name] = Swap(name, function, original, stand_in, callers)
+    _swapped[name] = Swap(function, original, stand_in, callers)
     function.__code__ = _passed_on(name, function.__name__)
     function.__defaults__ = function.__kwdefaults__ = None
     function.__signature__ = signature  # type: ignore[attr-defined]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
+import io
 import re
+import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
@@ -175,9 +177,9 @@ def _statement(node: ast.AST, source: Source) -> ast.AST:
 def _is_utf8(content: bytes) -> bool:
     try:
         content.decode("utf-8")
-    except UnicodeDecodeError:
+        return tokenize.detect_encoding(io.BytesIO(content).readline)[0].startswith("utf-8")
+    except (UnicodeDecodeError, SyntaxError):
         return False
-    return b"coding" not in b"".join(content.split(b"\n", 2)[:2]) or b"utf-8" in content[:200].lower()
 
 
 def _line_start(source: Source, line: int) -> int:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.failure import claim
-from ddpshim.job.launch_env import check_port, read_launch_env
+from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.port import check_port
 from ddpshim.version import __version__
 
 if TYPE_CHECKING:

@@ -27,9 +27,10 @@ from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job.group import cleanup, on_cleanup, setup, split_random_streams, world
-from ddpshim.job.random_streams import TwoStreams, derive_seed, seed_everything
+from ddpshim.job.random_streams import derive_seed, seed_everything
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
+from ddpshim.job.two_streams import TwoStreams
 from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel

@@ -51,9 +51,11 @@ def _list(arguments: argparse.Namespace) -> int:
     from ddpshim.trainers.patching.patchset import load_sets
 
     for patch_set in load_sets():
-        changed = patch_set.num_added + patch_set.num_removed
+        hunks = [hunk for diffs in patch_set.patches.values() for diff in diffs for hunk in diff.hunks]
+        num_added = sum(len(hunk.new) - hunk.num_same for hunk in hunks)
+        num_removed = sum(len(hunk.old) - hunk.num_same for hunk in hunks)
         print(
-            f"{patch_set.name}  {changed} changed lines (+{patch_set.num_added} -{patch_set.num_removed}) "
+            f"{patch_set.name}  {num_added + num_removed} changed lines (+{num_added} -{num_removed}) "
             f"in {len(patch_set.files)} files, for {patch_set.base}"
         )
         for patch, diffs in patch_set.patches.items():

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim import adapters
 from ddpshim.errors import PatchError
-from ddpshim.trainers.patching.unidiff import FileDiff, Hunk, apply_diff, apply_moved, parse_diff
+from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_moved, parse_diff
 
 
 class Hashes(NamedTuple):
@@ -36,17 +36,6 @@ class PatchSet:
     package: str
     patches: Mapping[str, tuple[FileDiff, ...]]
     files: Mapping[str, Hashes]
-
-    @property
-    def num_added(self) -> int:
-        return sum(len(hunk.new) - hunk.num_same for hunk in self._hunks())
-
-    @property
-    def num_removed(self) -> int:
-        return sum(len(hunk.old) - hunk.num_same for hunk in self._hunks())
-
-    def _hunks(self) -> Iterator[Hunk]:
-        return (hunk for diffs in self.patches.values() for diff in diffs for hunk in diff.hunks)
 
 
 def default_patches_root() -> Path:

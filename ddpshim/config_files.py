@@ -1,0 +1,51 @@
+"""Reads the options of a run from a JSON or YAML file; loaded only where a variable names one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Union
+
+from ddpshim.errors import OptionsError
+from ddpshim.options import FILE, SECTION
+
+
+def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
+    """The `ddpshim` section of a JSON or YAML file, or all of a file that has none. Local.
+
+    Raises:
+        OptionsError: the file cannot be read or is no mapping, or PyYAML is missing for YAML.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+        content = _load_yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise OptionsError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); its options would be ignored. "
+            f"Name a JSON or YAML file in {FILE}."
+        ) from error
+    section = content.get(SECTION, content) if isinstance(content, Mapping) else content
+    if not isinstance(section, Mapping):
+        raise OptionsError(
+            f"{path} holds a {type(section).__name__} where its options should be; they would be ignored. Write a "
+            f'mapping: {{"{SECTION}": {{"timeout_s": 600}}}}.'
+        )
+    return section
+
+
+def _load_yaml(path: Path, text: str) -> Any:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise OptionsError(
+            f"{path} is YAML, and PyYAML is not installed; its options would be ignored. pip install pyyaml, or "
+            "write them as JSON."
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

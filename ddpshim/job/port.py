@@ -1,0 +1,51 @@
+"""Looks whether rank 0 can serve the port at which the ranks of a job meet."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+
+from ddpshim.errors import LaunchError
+from ddpshim.job.launch_env import LaunchEnv
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a socket can be bound to ``host``; not so for a name that does not resolve."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def check_port(env: LaunchEnv) -> None:
+    """Nothing, if rank 0 can serve ``master_port`` or need not. Local: binds a socket on rank 0, briefly.
+
+    Raises LaunchError if this process has to serve the port on this machine and it is taken, or privileged.
+    """
+    if env.rank != 0 or env.world_size == 1 or env.agent_store:
+        return
+    if env.master_addr is None or env.master_port is None or not _is_this_machine(env.master_addr):
+        return
+    # torch listens on all interfaces, in IPv6 where it can and else in IPv4.
+    for family, any_address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                # As torch does: a port in TIME_WAIT is free. On Windows the option would share a taken port.
+                if os.name == "posix":
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                # Never listen: a rank that connected already would be cut off.
+                probe.bind((any_address, env.master_port))
+        except OSError as error:
+            # Any other error means that this machine lacks the family; torch then takes the other one.
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise LaunchError(
+                    f"MASTER_PORT={env.master_port} of MASTER_ADDR={env.master_addr!r} cannot be served "
+                    f"({error.strerror}): ranks would fail, or wait at another program until torch's "
+                    "timeout. Set MASTER_PORT to a free port (torchrun: --master-port, or --standalone)."
+                ) from error
