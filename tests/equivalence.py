@@ -4,7 +4,8 @@ Run it: python -m tests.equivalence --release 0.3.0 --algo all --ranks 1,2,4 [--
 
 The release is copied beside the results, and patched there: what is installed stays as it is. An algorithm
 that draws noise while it trains (VAE samples, diffusion, crops, dropout) is trained twice: with the noise of
-each rank, and with `--noise off`, where every draw is one number that all samples and ranks share.
+each rank, and with `--noise off`, where every draw is one number that all samples and ranks share. With `--noise plain`
+the reference is the release as it is: not patched, not launched, its noise on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ RUN_DEADLINE_S = 300
 NUM_SAMPLES_A_STEP = 100  # the global batch size where a variant states none
 TOLERANCE = 1e-5  # float32, after 20 steps
 UNEXPLAINED = "**unexplained** "
+AS_ONE_PROCESS = {"DDPSHIM_ORDER": "torch", "DDPSHIM_NOISE": "one_process"}
 
 
 @dataclass
@@ -254,12 +256,15 @@ def make_run_config(tree: Path, release: str, variant: str, folder: Path, steps:
     return make_config(tree, variant, data, folder, steps, epochs, train__data=as_release)
 
 
-def train_all(tree: Path, jobs: Sequence[tuple[Path, Path, int, str]], precision: str = "float32") -> list[Run]:
+def train_all(
+    tree: Path, jobs: Sequence[tuple[Path, Path, Optional[int], str]], precision: str = "float32"
+) -> list[Run]:
     """Train (config, folder, number of ranks, noise) one after the other, by ranks forked from one process."""
     runs = []
     for config, folder, num_ranks, noise in jobs:
-        start = time.monotonic()
-        runs.append(train(tree, config, folder, num_ranks, precision, None, False, noise=noise, forked=True))
+        start, environ = time.monotonic(), AS_ONE_PROCESS if noise == "plain" else None
+        held = "off" if noise == "off" else "own"
+        runs.append(train(tree, config, folder, num_ranks, precision, environ, False, noise=held, forked=True))
         said = f"{time.monotonic() - start:5.1f} s  exit code {runs[-1].exit_code}  {folder.name}"
         print(said, file=sys.stderr, flush=True)
     return runs
@@ -281,7 +286,7 @@ def loads_unpatched(tree: Path, runs: Sequence[Run]) -> dict[Path, str]:
 
 
 def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
-    """How `other` differs from `one`, a launched world of one on the same config."""
+    """How `other` differs from `one`, a launched world of one on the same config, or with noise "plain" the release."""
     size = one.batch_size
     weights = [observed["networks"] for observed in other.observed]
     start = one.observed[0]["initial"]
@@ -297,7 +302,7 @@ def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
     return {
         "algorithm": other.folder.name.split("-")[0],
         "ranks": len(weights),
-        "noise": noise if one.observed[0]["draws"] else "none",
+        "noise": noise if noise == "plain" or one.observed[0]["draws"] else "none",
         "steps": len(batches(other, size)),
         "moved": largest(start, alone, "networks"),
         **{kind: largest(alone, weights[0], kind) for kind in ("networks", "target networks", "ema")},
@@ -307,9 +312,15 @@ def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
             abs(a[key] - b[key]) / max(1.0, abs(a[key]))
             for a, b in zip(one.metrics(), other.metrics())
             for key in a
-            if "loss" in key.lower()
+            if noise == "plain" or "loss" in key.lower()
+            if not key.startswith("Time_")
         ),
         "same samples": batches(other, size) == batches(one, size),
+        "same states": all(
+            torch.equal(observed["states"]["torch"], one.observed[0]["states"]["torch"])
+            and np.array_equal(observed["states"]["numpy"][1], one.observed[0]["states"]["numpy"][1])
+            for observed in other.observed
+        ),
         "streams of noise": len({tuple(observed["noise"].tolist()) for observed in other.observed}),
         "checkpoint keys": _keys(other.checkpoint["model"]) == _keys(one.checkpoint["model"]),
     }
@@ -333,19 +344,29 @@ def compare(
     tree, sizes = copy_release(release, releases or folder), sorted({1, *ranks})
     made = {v: make_run_config(tree, release, v, folder, steps, epochs) for v in variants}
     runs: dict[tuple[str, str, int], Run] = {}
-    for noise in noises:
+    plain = copy_release(release, releases or folder, "plain")
+    if "plain" in noises:  # in the place of the world of one
+        jobs = [(made[v], folder / f"{v}-plain-{precision}", None, "plain") for v in variants]
+        runs.update(zip([(v, "plain", 1) for v in variants], train_all(plain, jobs, precision)))
+        sizes_of = [n for n in sizes if n > 1]
+        jobs = [(made[v], folder / f"{v}-{n}-plain-{precision}", n, "plain") for v in variants for n in sizes_of]
+        runs.update(zip([(v, "plain", n) for v in variants for n in sizes_of], train_all(tree, jobs, precision)))
+    for noise in (noise for noise in noises if noise != "plain"):
         noisy = [v for v in variants if ("own" not in noises or noise == "own" or _draws(runs.get((v, "own", 1))))]
         jobs = [(made[v], folder / f"{v}-{n}-{noise}-{precision}", n, noise) for v in noisy for n in sizes]
         keys = [(v, noise, n) for v in noisy for n in sizes]
         runs.update(zip(keys, train_all(tree, jobs, precision)))
     good = {key: run for key, run in runs.items() if run.exit_code == 0}
-    plain = copy_release(release, releases or folder, "plain")
     loaded = loads_unpatched(plain, list(good.values()))
     rows = []
     for (variant, noise, n), run in runs.items():
         one = runs[variant, noise, 1]
         if one.exit_code and n == 1:
-            alone = train(plain, made[variant], folder / f"{variant}-plain", None, **_TRAINER, forked=True)
+            alone = (
+                one
+                if noise == "plain"
+                else train(plain, made[variant], folder / f"{variant}-plain", None, **_TRAINER, forked=True)
+            )
             alike = _last_line(one) in alone.log
             failed = f"the unpatched release fails alike: {_last_line(one)}" if alike else f"failed: {_last_line(run)}"
             rows.append({"algorithm": variant, "ranks": n, "noise": noise, "failed": failed, "upstream": alike})
@@ -385,6 +406,8 @@ def deviations(rows: Sequence[dict[str, Any]]) -> list[str]:
         wrong = [f"{key} {row[key]:.1e}" for key in ("start", "between ranks") if row[key]]
         if row["noise"] == "own" and row["streams of noise"] != row["ranks"]:
             wrong.append(f"{row['streams of noise']} streams of noise")
+        if row["noise"] == "plain" and not row["same states"]:
+            wrong.append("other states of the random streams")
         if not row["moved"]:
             wrong.append("nothing was trained")
         wrong += [f"{key}: no" for key in ("same samples", "checkpoint keys") if not row[key]]
@@ -429,6 +452,20 @@ EQUAL = {
     "checkpoint keys": "same keys",
     "unpatched loads it": "unpatched code loads it",
 }
+PLAIN = {
+    "algorithm": "algorithm",
+    "ranks": "ranks",
+    "steps": "steps",
+    "moved": "moved by training",
+    "networks": "networks",
+    "target networks": "target networks",
+    "ema": "EMA",
+    "loss": "all that is logged",
+    "between ranks": "between ranks",
+    "same samples": "same samples",
+    "same states": "same random streams",
+    "unpatched loads it": "unpatched code loads it",
+}
 OWN_NOISE = {
     "algorithm": "algorithm",
     "ranks": "ranks",
@@ -447,7 +484,8 @@ OWN_NOISE = {
 def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
     """The part of docs/equivalence.md about a release."""
     trained = [row for row in rows if "failed" not in row]
-    equal = [row for row in trained if row["noise"] != "own"]
+    equal = [row for row in trained if row["noise"] not in ("own", "plain")]
+    plain = [row for row in trained if row["noise"] == "plain"]
     own = [row for row in trained if row["noise"] == "own"]
     odd = deviations(rows)
     listed = "\n".join(f"- {line}" for line in odd) if odd else "None."
@@ -462,6 +500,10 @@ def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
 ### With noise of its own on each rank
 
 {_table(own, OWN_NOISE)}
+
+### Equal to the release as it is: not patched, not launched, noise on
+
+{_table(plain, PLAIN)}
 
 ### Deviations
 
@@ -482,9 +524,10 @@ buffer, target or EMA weight between two ranks; it must be 0. "Unpatched code lo
 with ddpshim out of reach, loads the checkpoint with its own strict `policy_from_checkpoint` and then holds exactly
 the weights in it.
 
-Some algorithms draw noise in each step (VAE samples, random actions, diffusion noise, crops, dropout). Their ranks
-must draw different noise, so they cannot equal one process number for number; the second table shows what does
-hold: the same start, the same samples, the same weights on all ranks, as many streams of noise as ranks. The first
+Some algorithms draw noise in each step (VAE samples, random actions, diffusion noise, crops, dropout). By default each
+rank draws its own, which one process would not have drawn (docs/one_process.md has the options by which it would); the
+second table shows what does hold: the same start, the same samples, the same weights on all ranks, as many streams of
+noise as ranks. The first
 table has them with "noise off": every draw is replaced by one number that all samples of the draw share and that
 changes from draw to draw (dropout is left out), so that the equality of everything else can be seen.
 """
@@ -506,7 +549,7 @@ def main() -> None:
     parser.add_argument("--algo", default="all", help="names from tests/variants.py, or all")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--precision", default="float32", choices=["float32", "float64"])
-    parser.add_argument("--noise", default="own,off", choices=["own", "off", "own,off"])
+    parser.add_argument("--noise", default="own,off", choices=["own", "off", "own,off", "own,off,plain", "plain"])
     parser.add_argument("--steps", type=int, default=10, help="gradient steps an epoch; 0: a whole pass")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="keep the runs here")

@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
 ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
-QUICK = ("seams", "parallel", "guard", "sampler", "loader", "streams", "import_cost")
+QUICK = ("seams", "parallel", "guard", "sampler", "loader", "noise", "streams", "import_cost")
 MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "doctor")
 DEADLINE_S = 3600
 HEAD = [

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from ddpshim.job.random_streams import global_states
 from examples.recorded_train import record_samples
 from tests import faults, trainer
 
@@ -127,24 +128,34 @@ def _arguments(names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[An
     ]
 
 
-def _write_down_networks(out: dict[str, Any], hold_noise: bool) -> None:
+def _write_down_networks(out: dict[str, Any], hold_noise: bool, is_plain: bool) -> None:
     import ddpshim.robomimic.calls as adapter
 
     prepare, end_training = adapter.prepare, adapter.end_training
 
+    def note(model: Any) -> Any:
+        out["model"] = model
+        out["initial"] = networks(model)
+        out["draws"] = _Draws(hold_noise)
+        torch.set_num_threads(1)  # small networks: on busy cores threads wait for each other, ten times slower
+        return model
+
     def observed_prepare(model: Any) -> Any:
         if "OBSERVED_START" in os.environ:
             model.deserialize(torch.load(os.environ["OBSERVED_START"], weights_only=False)["model"])
-        out["model"] = prepare(model)
-        out["initial"] = networks(out["model"])
-        out["draws"] = _Draws(hold_noise)
-        torch.set_num_threads(1)  # small networks: on busy cores threads wait for each other, ten times slower
-        return out["model"]
+        return note(prepare(model))
 
     def observed_end() -> None:
         out["draws"] = out["draws"].count
+        out["states"] = global_states()
         out["noise"] = torch.randn(4)
         end_training()
+
+    if is_plain:  # nothing calls `prepare`
+        import robomimic.algo
+
+        factory = robomimic.algo.algo_factory
+        robomimic.algo.algo_factory = lambda *args, **options: note(factory(*args, **options))
 
     adapter.prepare, adapter.end_training = observed_prepare, observed_end
 
@@ -288,11 +299,13 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
 
     record_samples(fetched)
     _write_down_data(out)
-    _write_down_networks(out, noise == "off")
+    _write_down_networks(out, noise == "off", is_plain=rank == "plain")
     if "DDPSHIM_FAULT" in os.environ:
         faults.install()
     sys.argv = ["train.py", *arguments]
     trainer.run_trainer()
+    if rank == "plain":
+        out.update(draws=out["draws"].count, states=global_states())
     out["networks"] = networks(out.pop("model"))
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
 

@@ -54,6 +54,22 @@ def test_with_noise_held_ranks_equal_one_process(rows: Rows, variant: str) -> No
     assert (row["target networks"] or 0) < 1e-6
 
 
+@pytest.mark.robomimic
+def test_as_one_process_ranks_equal_the_release_as_it_is(tmp_path: Path, releases: Path) -> None:
+    if source(RELEASE) is None:
+        pytest.skip(f"robomimic {RELEASE} is neither installed nor under DDPSHIM_UPSTREAM")
+    names = ["bc_vae", "bc_transformer"]
+    rows = compare(RELEASE, names, [2], tmp_path, "float64", steps=5, noises=["plain"], releases=releases)
+    assert [row["algorithm"] for row in rows] == names
+    assert deviations(rows) == []
+    for row in rows:
+        assert row["moved"] > 5e-4
+        assert row["networks"] < 1e-12
+        assert row["loss"] < 1e-12, "all that is logged"
+        assert row["same samples"]
+        assert row["same states"]
+
+
 GOOD: dict[str, Any] = {
     "algorithm": "cql",
     "ranks": 2,
@@ -84,6 +100,7 @@ GOOD: dict[str, Any] = {
         {"same samples": False},
         {"checkpoint keys": False},
         {"noise": "own"},
+        {"noise": "plain", "same states": False},
         {"unpatched loads it": "loads other weights"},
         {"failed": "ValueError", "upstream": False},
         {"algorithm": "td3_bc", "between ranks": 1e-3},

@@ -105,6 +105,8 @@ class Resumable:
         self._is_ready = False  # for a save in the background
         self._restored: Optional[dict[str, Any]] = None  # what of a file is not in place yet
         self._facts: dict[str, Any] = {}
+        self._loader: Any = None  # of the epoch that goes on
+        self._begun_with: Optional[dict[str, Any]] = None  # the random streams with which its pass began
         self._last_save, self._num_unsaved = time.monotonic(), 0
         # Looking up together: at which boundary next, and when and where the last time was.
         self._num_boundaries = self._next_look = 0
@@ -155,8 +157,10 @@ class Resumable:
             self._enter(start, facts, can_enter)
         self._facts = facts
         self.epoch, self.step = epoch, start
+        self._loader, begun_with, self._begun_with = loader, self._begun_with, None
         if can_enter:
             loader.set_epoch(epoch * math.ceil(total / length) + start // length, start_step=start % length)
+            loader.begin_with(begun_with)
         return self._left(loader, start, total, can_enter)
 
     def _left(self, loader: Any, start: int, total: int, can_enter: bool) -> Iterator[Any]:
@@ -248,6 +252,7 @@ class Resumable:
             "objects": {name: stateful.state_dict() for name, stateful in self._objects.items()},
             "values": self.values,
             "random": states,
+            "pass": getattr(self._loader, "begun_with", None),
             "facts": self._facts,
         }
         for left in self.folder.glob(".epoch_*.partial"):
@@ -308,7 +313,10 @@ class Resumable:
                 "samples would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, also for one process)."
             )
         states, here = found["random"], self._world
-        if len(states) == here.world_size:
+        if here.options.noise == "one_process":
+            restore_rank_states(states[0], here.device)
+            self._begun_with = found["pass"] if start else None
+        elif len(states) == here.world_size:
             restore_rank_states(states[here.rank], here.device)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))

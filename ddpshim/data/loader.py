@@ -2,38 +2,19 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, default_collate
+from torch.utils.data import DataLoader, default_collate
 
-from ddpshim.data.alike import length, refuse_unlike
 from ddpshim.data.fetching import Collate, fetcher_of
-from ddpshim.data.sampler import (
-    DrawnOrder,
-    EpochCounter,
-    Order,
-    SequentialOrder,
-    ShardedBatchSampler,
-    ShardedSampler,
-    ShuffledOrder,
-    Split,
-    SplitBatchSampler,
-    draws_by_weight,
-    layers,
-)
-from ddpshim.data.sharded_loader import ShardedLoader
+from ddpshim.data.parts import Parts, make_alike
 from ddpshim.errors import DataError
 from ddpshim.job.group import current_or_new_world
 from ddpshim.job.group import world as current_world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.say import count, say
 from ddpshim.job.world import World
-
-if TYPE_CHECKING:
-    from ddpshim.data.iterable import ShardedStream
 
 
 class _Said(set[tuple[int, int]]):
@@ -123,7 +104,7 @@ def make_loader(
         )
     if seed is None:
         seed = generator.initial_seed() if generator is not None else here.seed or 0
-    parts = _Parts(
+    parts = Parts(
         here,
         dataset,
         batch_size,
@@ -134,13 +115,20 @@ def make_loader(
         seed,
         here.options.per_rank_batch if per_rank_batch is None else per_rank_batch,
         already_sharded,
+        generator,
         options,
     )
     collate: Optional[Collate] = None
     makes_batches = batch_size is not None or batch_sampler is not None
     if makes_batches and collate_fn in (None, default_collate) and here.options.batched_fetch:
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
-    loader = _make_alike(parts)
+    loader = make_alike(parts)
+    loader.fetches_whole_batches = collate is not None
+    if loader.follows_one_process and here.options.noise == "one_process" and here.world_size > 1:
+        from ddpshim.job import noise
+
+        noise.share()
+        loader.shares_noise = True
     if collate is not None and hasattr(collate, "expect") and persistent_workers and loader.batch_size:
         collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)
@@ -190,230 +178,6 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     if rule not in factors:
         raise DataError(f"rule={rule!r} is no learning-rate rule; the rate would be a guess. Use linear, sqrt or none.")
     return lr * factors[rule]
-
-
-@dataclass
-class _Parts:
-    """What a ShardedLoader is made of. Everything here is local; see :func:`_make_alike`."""
-
-    world: World
-    dataset: Any
-    batch_size: Optional[int]
-    shuffle: bool
-    sampler: Optional[Iterable[Any]]
-    batch_sampler: Optional[Iterable[list[Any]]]
-    drop_last: bool
-    seed: int
-    per_rank_batch: bool
-    already_sharded: bool
-    options: dict[str, Any]  # others of DataLoader's
-
-    def __post_init__(self) -> None:
-        # One rank's share is split no further: as in a world of one, but with draws of its own.
-        alone = self.already_sharded
-        self.sharers = World() if alone else self.world
-        self.num_shares = self.sharers.world_size
-        self.order_seed = derive_seed(self.seed, "share", self.world.rank) if alone else self.seed
-
-    def make(self) -> ShardedLoader:
-        """Return the loader, having refused what does not split. Local."""
-        is_stream = isinstance(self.dataset, IterableDataset)
-        if not is_stream and self.sampler is None and self.batch_sampler is None:
-            self._refuse_too_small(self.dataset, "dataset")
-        # Only for torch's own refusals (shuffle with a sampler, a negative batch, ...), in torch's words.
-        DataLoader(self.dataset, self.batch_size, self.shuffle or None, self.sampler, self.batch_sampler)
-        if self.options.get("in_order", True) is False and self.options["num_workers"] > 0:
-            raise DataError(
-                "in_order=False with workers: each rank would get its batches in an order of its own, and "
-                "a step would mix global batches. Drop in_order."
-            )
-        if self.batch_sampler is not None:
-            return self._over_batch_sampler()
-        split = self._split()
-        return self._over_stream(split) if is_stream else self._over_samples(split)
-
-    def _split(self) -> Split:
-        if self.batch_size is None:
-            if self.num_shares > 1:
-                raise DataError(
-                    f"batch_size=None on {self.num_shares} ranks: the items are ready batches, which only "
-                    "the dataset could divide; every rank would train on all of them. Give batch_size=, "
-                    "or a dataset of this rank's batches with already_sharded=True."
-                )
-            return Split(1, 0, 1, drop_last=True)
-        per_rank = self.batch_size if self.per_rank_batch else divide(self.batch_size, self.world.world_size)
-        return Split(per_rank * self.num_shares, self.sharers.rank, self.num_shares, self.drop_last)
-
-    def _over_samples(self, split: Split) -> ShardedLoader:
-        order: Order
-        if self.sampler is not None:
-            if draws_by_weight(self.sampler):
-                from ddpshim.data.weighted import WeightedOrder
-
-                order = WeightedOrder(self.sampler, self.order_seed, self.sharers.gather, self.sharers.run_on_main)
-            else:
-                order = DrawnOrder(self.sampler, self.order_seed, self.sharers.run_on_main)
-            self._refuse_shards(self.sampler)
-            self._refuse_too_small(self.sampler, "sampler")
-        elif self.shuffle:
-            order = ShuffledOrder(len(self.dataset), self.order_seed)
-        else:
-            order = SequentialOrder(len(self.dataset))
-        self._refuse_no_step(len(order), split)
-        sharded = ShardedSampler(order, split)
-        if self.batch_size is None:
-            return self._loader(self.dataset, sharded, None, {}, batch_size=None, sampler=sharded)
-        per_rank = split.global_batch_size // split.world_size
-        shown = {"batch_size": per_rank, "drop_last": self.drop_last, "sampler": sharded}
-        return self._loader(self.dataset, sharded, per_rank, shown, batch_sampler=ShardedBatchSampler(sharded))
-
-    def _over_batch_sampler(self) -> ShardedLoader:
-        assert self.batch_sampler is not None
-        if self.per_rank_batch:
-            raise DataError(
-                "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size "
-                "would be read in two ways. Drop per_rank_batch and let the batch_sampler give larger lists."
-            )
-        order = DrawnOrder(self.batch_sampler, self.order_seed, self.sharers.run_on_main)
-        self._refuse_shards(self.batch_sampler)
-        if len(order) == 0:
-            raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
-        declared = getattr(self.batch_sampler, "batch_size", None)
-        per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
-        sharded = SplitBatchSampler(order, self.sharers.rank, self.num_shares, EpochCounter())
-        return self._loader(self.dataset, sharded, per_rank, {"sampler": sharded}, batch_sampler=sharded)
-
-    def _over_stream(self, split: Split) -> ShardedLoader:
-        from ddpshim.data.iterable import ShardedIterable, ShardedStream
-
-        if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
-            raise DataError(
-                f"{type(self.dataset).__name__} is this rank's share already; split over {self.num_shares} ranks "
-                "again, most samples would never be seen. Pass already_sharded=True, or the whole dataset."
-            )
-        num_samples = length(self.dataset)
-        if num_samples is not None:
-            self._refuse_too_small(self.dataset, "dataset")
-            self._refuse_no_step(num_samples, split)
-        stays = self.options["persistent_workers"]
-        stream = ShardedStream(
-            self.dataset, split, self.order_seed, EpochCounter(), not self.already_sharded, persistent_workers=stays
-        )
-        # torch shards a pipe by itself, if it can see that it is one.
-        as_is = self.already_sharded and isinstance(self.dataset, IterDataPipe)
-        per_rank = None if self.batch_size is None else split.global_batch_size // split.world_size
-        batching = {"batch_size": per_rank, "drop_last": self.drop_last}
-        return self._loader(self.dataset if as_is else stream, stream, per_rank, {}, **batching)
-
-    def _loader(
-        self,
-        dataset: Any,
-        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream]",
-        batch_size_per_rank: Optional[int],
-        shown: dict[str, Any],
-        **batching: Any,
-    ) -> ShardedLoader:
-        worker_seed = derive_seed(self.seed, "rank", self.world.rank)
-        global_batch_size = batch_size_per_rank * self.world.world_size if batch_size_per_rank else None
-        return ShardedLoader(dataset, source, global_batch_size, worker_seed, shown, **batching, **self.options)
-
-    def _refuse_too_small(self, sized: Any, name: str) -> None:
-        num_samples, what = length(sized), f"The {name} ({type(sized).__name__})"
-        if num_samples is None:
-            raise DataError(
-                f"{what} has no __len__; ranks could not agree on the number of steps and would wait for each other. "
-                "Give it a __len__, or make the dataset an IterableDataset."
-            )
-        if num_samples == 0:
-            raise DataError(f"{what} is empty; a pass would have no step. Check its filter.")
-        if num_samples < self.num_shares:
-            raise DataError(
-                f"{what} has {num_samples} samples for {self.num_shares} ranks; some would train on none. Use at most "
-                f"{num_samples} ranks, or more samples."
-            )
-
-    def _refuse_no_step(self, num_samples: int, split: Split) -> None:
-        if split.num_steps(num_samples) == 0:
-            whose = "This rank's batch" if self.already_sharded else "Global batch"
-            largest = num_samples // split.world_size
-            raise DataError(
-                f"{whose} {split.global_batch_size} is larger than the {num_samples} samples; with "
-                f"drop_last=True a pass would have no step. Use at most {largest * split.world_size} "
-                f"({largest} for each rank), or drop_last=False."
-            )
-
-    def _refuse_shards(self, sampler: Any) -> None:
-        for layer in layers(sampler):
-            num_replicas = getattr(layer, "num_replicas", None)
-            is_shard = isinstance(num_replicas, int) and num_replicas > 1 and hasattr(layer, "rank")
-            if is_shard and not self.already_sharded:
-                raise DataError(
-                    f"{type(layer).__name__} already takes one share of {num_replicas} (rank "
-                    f"{layer.rank}), and make_loader splits over {self.num_shares} rank(s): it would be "
-                    "sharded twice and most samples never seen. Drop it and pass shuffle= instead."
-                )
-
-
-def divide(batch_size: int, world_size: int) -> int:
-    """Each rank's part of a global batch. Raises DataError where it does not split. Local."""
-    left_over = batch_size % world_size
-    if left_over:
-        lower = batch_size - left_over
-        nearest = f"{lower} or {lower + world_size}" if lower > 0 else f"{world_size}"
-        raise DataError(
-            f"Global batch {batch_size} does not split over {world_size} ranks ({left_over} left over); "
-            f"ranks would step on unequal shards. Use {nearest}."
-        )
-    return batch_size // world_size
-
-
-def _make_alike(parts: _Parts) -> ShardedLoader:
-    """Return the loader, once all ranks have made one that steps alike; collective.
-
-    A rank whose dataset alone is short would end its pass first, and the others would wait in the next
-    all-reduce; so what decides the steps is compared here, where an error can still be raised on all ranks.
-    """
-    loader: Optional[ShardedLoader] = None
-    problem: Optional[Exception] = None
-    facts: dict[str, Any] = {}
-    try:
-        loader = parts.make()
-        facts = {
-            "number of samples": None if parts.already_sharded else length(parts.dataset),
-            "number of steps": length(loader),
-            "global batch": loader.global_batch_size,
-            "seed": parts.seed,
-            "shuffle": parts.shuffle,
-            "drop_last": parts.drop_last,
-        }
-    except Exception as error:
-        # Raised below: peers are on their way to the same gather.
-        problem = error
-    said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    share = None  # of the machine, which nobody has to be advised about without workers
-    if parts.options["num_workers"]:
-        from ddpshim.data import advice
-
-        share = advice.own_share(parts.options["num_workers"])
-    reports = parts.world.gather((said, facts, share))
-    if problem is not None:
-        raise problem
-    assert loader is not None
-    for rank, (failure, _, _) in enumerate(reports):
-        if failure is not None:
-            raise DataError(
-                f"Rank {rank} could not make its loader ({failure}); this rank would wait for it for ever. "
-                f"See the traceback of rank {rank}."
-            )
-    refuse_unlike(
-        [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
-    )
-    shares = [share for _, _, share in reports if share is not None]
-    if parts.world.is_main and shares:
-        from ddpshim.data import advice
-
-        advice.give(advice.on_workers(shares))
-    return loader
 
 
 def _announce(world: World, global_batch_size: Optional[int]) -> None:

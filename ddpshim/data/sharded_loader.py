@@ -1,5 +1,6 @@
 """Begins and ends the passes over one rank's share: a DataLoader that can start at any step, and its workers."""
 
+import contextlib
 import functools
 import os
 import weakref
@@ -10,10 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
-from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.random_streams import PrivateRandom, derive_seed
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
+    from ddpshim.data.torchs_order import TorchsBatches
 
 _with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
 
@@ -24,6 +26,9 @@ class Enterable:
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
         raise NotImplementedError
+
+    def begin_with(self, states: Optional[dict[str, Any]]) -> None:
+        """Make the next `iter()` draw its order from the random streams in `states`; None: as they are then. Local."""
 
     def __len__(self) -> int:
         """The number of steps of an epoch."""
@@ -40,7 +45,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def __init__(
         self,
         dataset: Any,
-        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream]",
+        source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream, TorchsBatches]",
         global_batch_size: Optional[int],
         seed: int,
         shown: dict[str, Any],
@@ -49,10 +54,14 @@ class ShardedLoader(DataLoader[Any], Enterable):
         # torch draws the seed of the workers from this generator, and without it from the global one.
         if options.get("num_workers"):
             options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
-        super().__init__(dataset, generator=torch.Generator(), **options)
+        self._of_workers = torch.Generator()
+        super().__init__(dataset, generator=self._of_workers, **options)
         self.global_batch_size = global_batch_size
         self._source = source
         self._worker_seed = seed
+        self.follows_one_process = False  # in its order, and maybe its noise
+        self.shares_noise = False
+        self.fetches_whole_batches = False  # and so draws nothing for a sample
         # What users read off a loader. torch forbids setting these because its batches are made already; so
         # are ours, and `shown` says how.
         for name, value in shown.items():
@@ -70,19 +79,73 @@ class ShardedLoader(DataLoader[Any], Enterable):
         """
         self._source.epochs.set(epoch, start_step)
 
+    def begin_with(self, states: Optional[dict[str, Any]]) -> None:
+        """Make the next `iter()` draw its order from the random streams in `states`; None: as they are then. Local."""
+        source: Any = self._source
+        if hasattr(source, "begins_with"):
+            source.begins_with = states
+
+    @property
+    def begun_with(self) -> Optional[dict[str, Any]]:
+        """The random streams from which torch's sampler drew the order of this pass; None for a computed one."""
+        return getattr(self._source, "begun_with", None)
+
     def __iter__(self) -> Any:
         epoch = self._source.epochs.advance()
         start = self._source.epochs.start_step
-        self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
         self._source.begin(epoch)
+        source: Any = self._source
+        is_plain = getattr(source, "is_plain", False)
+        self.generator = source.generator if is_plain else self._of_workers
+        if not is_plain:
+            self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
         batches = super().__iter__()
         if self.num_workers:
             _with_workers.add(batches)
             _dismiss_workers_with(os.getpid())
+        if self.follows_one_process and not is_plain:
+            fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
+            own = PrivateRandom(derive_seed(self._worker_seed, "here", epoch, start)) if fetches_here else None
+            sizes = getattr(source, "sizes", None)
+            next_size = (lambda: self.batch_size) if sizes is None else sizes.popleft
+            return _Pass(batches, next_size, own, self.shares_noise)
         return batches
 
     def __len__(self) -> int:
         return self._source.num_steps()
+
+
+class _Pass:
+    """The batches of a pass, between which nothing of the dataset's is drawn from the streams of the training."""
+
+    def __init__(
+        self, batches: Any, next_size: Callable[[], Any], own: Optional[PrivateRandom], shares_noise: bool
+    ) -> None:
+        self._batches, self._next_size, self._own = batches, next_size, own
+        self._sharing: Any = None
+        if shares_noise:
+            from ddpshim.job import noise
+
+            self._sharing = noise
+
+    def __iter__(self) -> "_Pass":
+        return self
+
+    def __next__(self) -> Any:
+        if self._sharing is not None:
+            self._sharing.end_batch()
+        with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
+            batch = next(self._batches)
+        num_rows = self._next_size()
+        if self._sharing is not None and num_rows:
+            self._sharing.begin_batch(num_rows)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
 
 def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:

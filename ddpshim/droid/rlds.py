@@ -13,7 +13,8 @@ from typing import Any, Callable, Optional
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpshim.data.loader import divide, make_loader
+from ddpshim.data.loader import make_loader
+from ddpshim.data.parts import divide
 from ddpshim.data.tfdata import divided, share_of_split
 from ddpshim.errors import DataError
 from ddpshim.job.group import world

@@ -193,7 +193,7 @@ def split_random_streams() -> None:
     the seed that torch has. Call it when all networks are built: `wrap_parallel` does.
     """
     here, job = world(), current()
-    if job.is_split or not here.is_launched:
+    if job.is_split or not here.is_launched or here.options.noise == "one_process":
         return
     base = here.seed if here.seed is not None else torch.initial_seed()
     seed_own_streams(derive_seed(base, "rank", here.rank))

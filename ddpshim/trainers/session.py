@@ -143,7 +143,8 @@ class Session:
         batches: Any = loader
         if here.is_launched:
             num_steps = len(loader) if num_steps is None else num_steps
-            seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
+            if here.options.noise == "per_rank":
+                seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
             if isinstance(loader, Enterable):
                 loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))
             here.barrier()

@@ -86,6 +86,8 @@ def converted(kind: str) -> Iterator[None]:
     split_random_streams()
     seed_everything(seed)
     _state = _State(TwoStreams(here.rank, here.device))
+    if here.options.noise == "one_process":
+        _state.streams.close()  # one stream, from which each rank takes its rows
     undo = contextlib.ExitStack()
     for module in (nn, torch_parallel, sys.modules["torch.nn.parallel.data_parallel"]):
         undo.enter_context(replaced(module, "DataParallel", DataParallel))

@@ -1,0 +1,449 @@
+"""Gives each rank its rows of the random numbers that one process would draw for the whole batch.
+
+All ranks keep their generators in the state that those of one process would have. While a batch is trained on, a draw
+whose shape has the rank's batch in it is made for the global batch, and the rank takes its rows, in the order in which
+`make_loader` deals samples: row j of rank r of W is row j * W + r. Any other draw is made as it is. JAX calls random
+numbers with this property partitionable; torch's DTensor keeps it for its own random operations.
+
+The names of torch and numpy that draw are replaced from `share` until `cleanup()`: a step pays for its draws alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ddpshim.errors import SyncError
+from ddpshim.job.job import current
+from ddpshim.job.random_streams import derive_seed, shared_random_streams
+from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say
+
+LARGE = 512  # so many numbers at least are worth a word where none of their dimensions is the batch's
+_FACTORIES = ("rand", "randn")
+_LIKE = ("rand_like", "randn_like", "randint_like")
+_IN_PLACE = ("normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_", "bernoulli_")
+# Their draws depend on more than a shape: these are computed for the global batch, of which the other rows are made up.
+_WHOLE: dict[Any, tuple[str, ...]] = {
+    functional: (
+        *("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"),
+        "scaled_dot_product_attention",
+    ),
+    torch: ("bernoulli", "multinomial"),
+    torch.Tensor: ("bernoulli", "multinomial"),
+}
+_BY_VALUE: dict[Any, tuple[str, ...]] = {  # which draw as often as their values want it
+    torch: ("poisson", "binomial"),
+    torch.distributions.Gamma: ("rsample",),
+    torch.distributions.Dirichlet: ("rsample",),
+    functional: ("rrelu",),
+}
+_NUMPYS = {  # where numpy's functions take `size`
+    **dict.fromkeys(("random", "random_sample", "standard_normal", "standard_exponential"), 0),
+    **dict.fromkeys(("exponential", "poisson", "choice", "rayleigh", "geometric"), 1),
+    **dict.fromkeys(("uniform", "normal", "randint", "binomial", "beta", "gamma", "laplace", "gumbel", "lognormal"), 2),
+}
+
+
+class _Share(NamedTuple):
+    """Whose rows of the batch at hand are this rank's."""
+
+    rank: int
+    world_size: int
+    num_rows: int  # of this rank
+
+    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
+        """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
+        if len(shape) and shape[0] and shape[0] % self.num_rows == 0:
+            return 0, shape[0] // self.num_rows
+        return next(((number, 1) for number, size in enumerate(shape) if size == self.num_rows), None)
+
+    def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
+        """`shape` for the global batch."""
+        return [size * self.world_size if i == where[0] else size for i, size in enumerate(shape)]
+
+    def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
+        """This rank's rows of a tensor or array for the global batch."""
+        dimension, num_each = where
+        if num_each == 1:
+            return drawn[(slice(None),) * dimension + (slice(self.rank, None, self.world_size),)]
+        each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[self.rank :: self.world_size]
+        return each.reshape((-1, *drawn.shape[1:]))
+
+    def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+        """`own` at its rows of the global batch; the others' rows are ones, which every distribution can take."""
+        whole = own.new_ones(self.whole(own.shape, where))
+        dimension, num_each = where
+        if num_each == 1:
+            index = (slice(None),) * dimension + (slice(self.rank, None, self.world_size),)
+            whole[index] = own
+            return whole
+        whole.view(-1, num_each, *own.shape[1:])[self.rank :: self.world_size] = own.reshape(
+            -1, num_each, *own.shape[1:]
+        )
+        return whole
+
+
+class Sharing:
+    """How the draws of a job are shared out, while they are.
+
+    Attributes:
+        share: of the batch at hand; None between batches.
+        num_shared: how many draws were made for the global batch.
+    """
+
+    def __init__(self) -> None:
+        self.share: Optional[_Share] = None
+        self.num_shared = 0
+        self.is_on = False
+        self.named: set[str] = set()  # the lines that were told of
+
+
+def share() -> None:
+    """Share out the draws of this job from here on, once; `cleanup()` ends it. Local."""
+    job = current()
+    sharing = job.part(Sharing)
+    if sharing.is_on:
+        return
+    sharing.is_on = True
+    job.at_end.enter_context(_names_replaced(sharing))
+
+
+def is_shared() -> bool:
+    """Whether draws are shared out in this job. Local."""
+    return current().part(Sharing).is_on
+
+
+def begin_batch(num_rows: int) -> None:
+    """From here on this rank trains on `num_rows` of the samples of a global batch. Local."""
+    job = current()
+    assert job.world is not None
+    job.part(Sharing).share = _Share(job.world.rank, job.world.world_size, num_rows)
+
+
+def end_batch() -> None:
+    """No batch is at hand any more: draws are made as they are, alike on all ranks. Local."""
+    current().part(Sharing).share = None
+
+
+def refuse_without_batch(network: str) -> None:
+    """Raise SyncError where no batch is at hand: all ranks would have drawn the same noise for it. Local."""
+    if current().part(Sharing).share is None:
+        raise SyncError(
+            f"noise=one_process, and the batch that {network} is trained on is not the current one of a loader of "
+            "make_loader; every rank would draw the same noise for other samples. Train on batches as the loader gives "
+            "them, or set noise=per_rank."
+        )
+
+
+@contextlib.contextmanager
+def _names_replaced(sharing: Sharing) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+
+        def put(owner: Any, name: str, make: Callable[..., Any], *more: Any) -> None:
+            original = getattr(owner, name, None)
+            if original is not None:
+                stand_in = functools.wraps(original)(make(sharing, original, *more))
+                stack.enter_context(replaced(owner, name, stand_in))
+
+        for name in _FACTORIES:
+            put(torch, name, _factory)
+        put(torch, "randint", _randint)
+        put(torch, "normal", _normal)
+        for name in _LIKE:
+            put(torch, name, _like)
+        for name in _IN_PLACE:
+            put(torch.Tensor, name, _in_place)
+        for owner in (torch, functional):
+            put(owner, "dropout", _dropout)
+        for kind in (nn.LSTM, nn.GRU, nn.RNN):
+            put(kind, "forward", _recurrent)
+        for owner, names in _BY_VALUE.items():
+            for name in names:
+                put(owner, name, _by_value, f"{owner.__name__.split('.')[-1]}.{name}")
+        put(torch, "randperm", _permutation)
+        for owner, names in _WHOLE.items():
+            for name in names:
+                put(owner, name, _of_the_whole)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            for name, position in _NUMPYS.items():
+                put(numpy.random, name, _sized, position)
+            for name in ("rand", "randn"):
+                put(numpy.random, name, _of_dimensions)
+        yield
+
+
+def _size_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
+    """The size in what torch.rand is given."""
+    if "size" in options:
+        return tuple(options["size"])
+    if len(arguments) == 1 and not isinstance(arguments[0], int):
+        return tuple(arguments[0])
+    return tuple(arguments)
+
+
+def _factory(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*arguments: Any, **options: Any) -> Any:
+        if sharing.share is None or "out" in options:
+            return original(*arguments, **options)
+        shape = _size_of(arguments, options)
+        where = _found(sharing, shape)
+        if where is None:
+            return _alone(sharing, shape, lambda: original(*arguments, **options))
+        options.pop("size", None)
+        return sharing.share.rows(original(sharing.share.whole(shape, where), **options), where).clone()
+
+    return draw
+
+
+def _randint(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*arguments: Any, **options: Any) -> Any:
+        place = next((i for i, given in enumerate(arguments) if not isinstance(given, (int, float))), None)
+        if sharing.share is None or "out" in options or (place is None and "size" not in options):
+            return original(*arguments, **options)
+        shape = tuple(options["size"] if place is None else arguments[place])
+        where = _found(sharing, shape)
+        if where is None:
+            return _alone(sharing, shape, lambda: original(*arguments, **options))
+        whole = sharing.share.whole(shape, where)
+        if place is None:
+            options["size"] = whole
+        else:
+            arguments = (*arguments[:place], whole, *arguments[place + 1 :])
+        return sharing.share.rows(original(*arguments, **options), where).clone()
+
+    return draw
+
+
+def _normal(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Any:
+        if sharing.share is None or "out" in options:
+            sized = {} if size is None else {"size": size}
+            return original(mean, std, **sized, **options)
+        if size is None:
+            given = mean if isinstance(mean, torch.Tensor) else std
+            of_both = [part.shape for part in (mean, std) if isinstance(part, torch.Tensor)]
+            size = torch.broadcast_shapes(*of_both)
+            options = {"dtype": given.dtype, "device": given.device, **options}
+        where = _found(sharing, tuple(size))
+        if where is None:
+            widened = torch.zeros(size, **{key: given for key, given in options.items() if key != "generator"}) + mean
+            return _alone(sharing, tuple(size), lambda: original(widened, std))
+        generator = {key: options.pop(key) for key in ("generator",) if key in options}
+        unit = original(0.0, 1.0, sharing.share.whole(size, where), **generator, **options)
+        with torch.no_grad():  # as torch computes it: times the deviation, then plus the mean
+            return sharing.share.rows(unit, where).mul(std).add(mean)
+
+    return draw
+
+
+def _like(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(like: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if sharing.share is None:
+            return original(like, *arguments, **options)
+        where = _found(sharing, like.shape)
+        if where is None:
+            return _alone(sharing, like.shape, lambda: original(like, *arguments, **options))
+        whole = original(_template(sharing.share, like, where), *arguments, **options)
+        return sharing.share.rows(whole, where).clone()
+
+    return draw
+
+
+def _in_place(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if sharing.share is None or isinstance(self, nn.Parameter):
+            return original(self, *arguments, **options)  # type: ignore[no-any-return]
+        where = _found(sharing, self.shape)
+        if where is None:
+            return _alone(sharing, self.shape, lambda: original(self, *arguments, **options))  # type: ignore[no-any-return]
+        arguments = tuple(
+            sharing.share.among_others(given.expand(self.shape), where) if isinstance(given, torch.Tensor) else given
+            for given in arguments
+        )
+        whole = original(_template(sharing.share, self, where), *arguments, **options)
+        with torch.no_grad():
+            return self.copy_(sharing.share.rows(whole, where))
+
+    return draw
+
+
+def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def drop(input: torch.Tensor, p: float = 0.5, training: bool = True, *inplace: Any, **more: Any) -> Any:
+        if "train" in more:  # torch.dropout's name for it
+            training = more.pop("train")
+        if sharing.share is None or not training or not 0 < p < 1:
+            return original(input, p, training, *inplace, **more)
+        where = _found(sharing, input.shape)
+        if where is None:
+            return original(input, p, training, *inplace, **more)
+        kept = sharing.share.rows(original(_template(sharing.share, input, where), p, True), where)
+        return input.mul_(kept) if any((*inplace, more.get("inplace"))) else input * kept
+
+    return drop
+
+
+def _of_the_whole(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(*arguments: Any, **options: Any) -> Any:
+        at_hand = sharing.share
+        tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
+        if at_hand is None or not tensors or not _draws(original.__name__, arguments, options):
+            return original(*arguments, **options)
+        where = _found(sharing, tensors[0].shape)
+        if where is None:
+            return original(*arguments, **options)
+
+        num_dimensions = tensors[0].dim()
+
+        def widen(given: Any) -> Any:
+            is_one = isinstance(given, torch.Tensor) and given.dim() == num_dimensions
+            has_it = is_one and at_hand.dimension(given.shape) == where
+            return at_hand.among_others(given, where) if has_it else given
+
+        whole = original(*map(widen, arguments), **{key: widen(given) for key, given in options.items()})
+        return at_hand.rows(whole, where)
+
+    return compute
+
+
+def _recurrent(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.RNNBase, input: Any, hidden: Any = None) -> Any:
+        at_hand = sharing.share
+        if at_hand is None or not (self.dropout and self.training and self.num_layers > 1):
+            return original(self, input, hidden)
+        place = 0 if self.batch_first else 1
+        if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] != at_hand.num_rows:
+            _name(sharing, "drops units between the layers of an RNN, packed or over other rows", "alike on all ranks")
+            return original(self, input, hidden)
+        states = () if hidden is None else hidden if isinstance(hidden, tuple) else (hidden,)
+        wide = tuple(at_hand.among_others(state, (1, 1)) for state in states)
+        output, after = original(
+            self, at_hand.among_others(input, (place, 1)), wide if isinstance(hidden, tuple) else (*wide, None)[0]
+        )
+        rows = functools.partial(at_hand.rows, where=(1, 1))
+        return at_hand.rows(output, (place, 1)), tuple(map(rows, after)) if isinstance(after, tuple) else rows(after)
+
+    return forward
+
+
+def _by_value(sharing: Sharing, original: Callable[..., Any], called: str) -> Callable[..., Any]:
+    def draw(*arguments: Any, **options: Any) -> Any:
+        here = current().world
+        if sharing.share is None or here is None or not _draws(called.split(".")[-1], arguments, options):
+            return original(*arguments, **options)
+        _name(sharing, f"draws by {called}, as often as its values want", "each rank's own")
+        seed = int(torch.randint(2**62, ()))
+        with shared_random_streams(derive_seed(seed, here.rank)):
+            return original(*arguments, **options)
+
+    return draw
+
+
+def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(n: int, *arguments: Any, **options: Any) -> Any:
+        if sharing.share is not None and n == sharing.share.num_rows:
+            _name(sharing, "permutes the batch: on several ranks only the samples of a rank meet", "alike on all ranks")
+        return original(n, *arguments, **options)
+
+    return draw
+
+
+def _draws(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether this call of a function of `_WHOLE` draws at all."""
+    if name == "scaled_dot_product_attention":
+        return bool(options.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0))
+    if "dropout" in name:
+        default = name.startswith("dropout")  # the others' default is False
+        return bool(options.get("training", arguments[2] if len(arguments) > 2 else default))
+    if name == "rrelu":
+        return bool(options.get("training", arguments[3] if len(arguments) > 3 else False))
+    return True
+
+
+def _sized(sharing: Sharing, original: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def draw(*arguments: Any, **options: Any) -> Any:
+        size = options.get("size", arguments[position] if len(arguments) > position else None)
+        if sharing.share is None or size is None:
+            return original(*arguments, **options)
+        shape = tuple(size) if isinstance(size, (tuple, list)) else (int(size),)
+        where = _found(sharing, shape)
+        if where is None:
+            return original(*arguments, **options)
+        options["size"] = tuple(sharing.share.whole(shape, where))
+        return sharing.share.rows(original(*arguments[:position], **options), where)
+
+    return draw
+
+
+def _of_dimensions(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*shape: int) -> Any:
+        where = None if sharing.share is None or not shape else _found(sharing, shape)
+        if sharing.share is None or where is None:
+            return original(*shape)
+        return sharing.share.rows(original(*sharing.share.whole(shape, where)), where)
+
+    return draw
+
+
+def _found(sharing: Sharing, shape: Sequence[int]) -> Optional[tuple[int, int]]:
+    """Where the batch is in the shape of a draw; it is counted."""
+    assert sharing.share is not None
+    where = sharing.share.dimension(shape)
+    if where is not None:
+        sharing.num_shared += 1
+    return where
+
+
+def _template(at_hand: _Share, like: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+    """Ones for the global batch, in the layout of `like`: torch draws in the order in which memory is laid out."""
+    whole = at_hand.whole(like.shape, where)
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda i: (-strides[i], i))
+    sizes = [1 if strides[i] == 0 else whole[i] for i in order]  # a dimension that was expanded has no memory
+    made = torch.ones(sizes, dtype=like.dtype, device=like.device)
+    return made.permute(sorted(range(like.dim()), key=order.__getitem__)).expand(whole)
+
+
+def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> Any:
+    """A draw without the batch in its shape: alike on all ranks if it is small, else this rank's own, and named once.
+
+    The shared generators are drawn from all the same: they stay where those of one process would be.
+    """
+    drawn = draw()
+    if math.prod(shape) < LARGE:
+        return drawn
+    assert sharing.share is not None
+    sizes, num_rows = " x ".join(map(str, shape)), sharing.share.num_rows
+    _name(sharing, f"draws {sizes} numbers, and none of these is the batch ({num_rows})", "each rank's own")
+    with shared_random_streams(derive_seed(sharing.share.rank, str(drawn.reshape(-1)[:4].tolist()))):
+        return draw()
+
+
+def _name(sharing: Sharing, what: str, whose: str) -> None:
+    """Say once on which line something is drawn that one process would have drawn otherwise."""
+    line = _line_of_the_caller()
+    if line not in sharing.named:
+        sharing.named.add(line)
+        if sharing.share is not None and sharing.share.rank == 0:
+            say(f"{line} {what}; that is {whose}, and one process would draw otherwise (option noise)")
+
+
+def _line_of_the_caller() -> str:
+    """file:line of the innermost frame that is neither torch's nor ours."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    theirs = os.path.dirname(os.path.abspath(torch.__file__))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((ours, theirs)):
+            return f"{frame.filename}:{frame.lineno}"
+    return "a draw"

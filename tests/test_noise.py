@@ -1,0 +1,462 @@
+"""The order and the noise of one process (order=torch, noise=one_process), against a plain process without ddpshim."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import ddpshim
+from ddpshim.errors import DataError, OptionsError, SyncError
+from ddpshim.job import noise
+from ddpshim.options import Options
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+SEED, NUM_SAMPLES, BATCH = 3, 103, 24
+
+
+def _join(**options: Any) -> Any:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a rank may have workers
+    ddpshim.cleanup()
+    return ddpshim.setup(seed=SEED, device="cpu", options=Options(order="torch", noise="one_process", **options))
+
+
+# The draws.
+
+
+def _draws(num_rows: int, mine: slice) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What each way to draw gives for rows `mine` of a batch, and the state of the generator after it."""
+    low_dim, heads = (
+        torch.arange(24 * 5.0).view(24, 5)[mine] / 100,
+        torch.linspace(0, 1, 24 * 64).view(24, 2, 4, 8)[mine],
+    )
+    wide = low_dim[:, None].expand(-1, 3, -1)
+    draws: dict[str, Callable[[], torch.Tensor]] = {
+        "randn": lambda: torch.randn(num_rows, 3),
+        "randn of a size": lambda: torch.randn(size=(num_rows, 3), dtype=torch.float64),
+        "rand": lambda: torch.rand((num_rows, 2)),
+        "randint": lambda: torch.randint(0, 99, (num_rows,)),
+        "randint of a size": lambda: torch.randint(99, size=(num_rows, 2)),
+        "randn_like": lambda: torch.randn_like(low_dim),
+        "randn_like of what is laid out otherwise": lambda: torch.randn_like(heads.permute(0, 2, 3, 1)),
+        "rand_like of what was expanded": lambda: torch.rand_like(wide),
+        "randint_like": lambda: torch.randint_like(low_dim, 99),
+        "normal of tensors": lambda: torch.normal(low_dim, low_dim + 1),
+        "normal of a mean": lambda: torch.normal(low_dim, 2.0),
+        "normal of a deviation": lambda: torch.normal(2.0, low_dim + 1),
+        "normal of numbers": lambda: torch.normal(1.0, 2.0, (num_rows, 3)),
+        "normal_": lambda: low_dim.clone().normal_(1, 2),
+        "uniform_": lambda: low_dim.clone().uniform_(1, 2),
+        "exponential_": lambda: low_dim.clone().exponential_(),
+        "random_": lambda: torch.empty(num_rows, dtype=torch.int64).random_(9),
+        "bernoulli_": lambda: low_dim.clone().bernoulli_(0.3),
+        "bernoulli_ of tensors": lambda: low_dim.clone().bernoulli_(low_dim.clamp(0, 1)),
+        "bernoulli": lambda: torch.bernoulli(low_dim.clamp(0, 1)),
+        "multinomial": lambda: torch.multinomial(low_dim + 0.1, 1),
+        "multinomial with replacement": lambda: (low_dim + 0.1).multinomial(3, replacement=True),
+        "dropout": lambda: F.dropout(low_dim + 1),
+        "dropout in place": lambda: F.dropout(low_dim + 1, 0.3, True, True),
+        "dropout2d": lambda: F.dropout2d(heads + 1, 0.5),
+        "alpha_dropout": lambda: F.alpha_dropout(low_dim + 1, 0.5, True),
+        "attention": lambda: F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3),
+        "an LSTM with dropout": lambda: _recur(nn.LSTM, heads.flatten(2)),
+        "a GRU with dropout": lambda: _recur(nn.GRU, heads.flatten(2)),
+        "gumbel_softmax": lambda: F.gumbel_softmax(low_dim),
+        "Normal": lambda: torch.distributions.Normal(low_dim, 1.0).rsample(),
+        "Categorical": lambda: torch.distributions.Categorical(low_dim + 0.1).sample(),
+        "Bernoulli": lambda: torch.distributions.Bernoulli(low_dim.clamp(0, 1)).sample(),
+        "Laplace": lambda: torch.distributions.Laplace(low_dim, 1.0).rsample(),
+        "numpy": lambda: torch.tensor(np.random.normal(1.0, 2.0, size=(num_rows, 3))),
+        "numpy's randn": lambda: torch.tensor(np.random.randn(num_rows, 2)),
+        "numpy's choice": lambda: torch.tensor(np.random.choice(9, num_rows)),
+        "what no batch is in": lambda: torch.randn(7),
+        "evaluation": lambda: F.dropout2d(F.dropout(heads, 0.5, False), 0.5, False),
+    }
+    out = {}
+    for name, draw in draws.items():
+        torch.manual_seed(1)
+        np.random.seed(1)
+        drawn = draw()
+        out[name] = drawn, torch.cat([torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))])
+    return out
+
+
+def _recur(kind: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        net = kind(32, 4, 2, dropout=0.5, batch_first=True)
+    output, after = net(x)
+    after = after[0] if isinstance(after, tuple) else after
+    return torch.cat([output.flatten(1), after.transpose(0, 1).flatten(1)], 1).detach()
+
+
+def _rank_draws(num_rows: int) -> Any:
+    here = _join()
+    noise.share()
+    noise.begin_batch(num_rows // here.world_size)
+    drawn = _draws(num_rows // here.world_size, slice(here.rank, None, here.world_size))
+    noise.end_batch()
+    torch.manual_seed(1)
+    return drawn, torch.randn(num_rows // here.world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_rank_draws_its_rows_of_what_one_process_draws(world_size: int) -> None:
+    plain = _draws(24, slice(None))
+    for rank, (drawn, between_batches) in enumerate(run_ranks(_rank_draws, world_size, 24)):
+        for name, (whole, state) in plain.items():
+            own = whole if name == "what no batch is in" else whole[rank::world_size]
+            assert torch.equal(drawn[name][0], own), name
+            assert torch.equal(drawn[name][1], state), name
+        torch.manual_seed(1)
+        assert torch.equal(between_batches, torch.randn(24 // world_size))
+
+
+def test_where_the_batch_stands_in_a_shape() -> None:
+    share = noise._Share(rank=1, world_size=2, num_rows=4)
+    for shape, where in {
+        (4, 7): (0, 1),
+        (12, 4): (0, 3),  # three rows for each sample
+        (7, 4): (1, 1),
+        (): None,
+        (3, 5): None,
+    }.items():
+        assert share.dimension(shape) == where
+    samples = torch.arange(8).repeat_interleave(3)[:, None].expand(-1, 2)
+    assert share.rows(samples, (0, 3))[:, 0].tolist() == [1, 1, 1, 3, 3, 3, 5, 5, 5, 7, 7, 7]
+    assert share.rows(samples.t()[:, :8], (1, 1)).shape == (2, 4)
+
+
+# Whole trainings, in float64: what is left is rounding.
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(6, 16), nn.Dropout(0.3)
+        self.attends = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
+        self.remembers, self.last = nn.LSTM(16, 8, 2, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.first(x).relu())[:, None].expand(-1, 5, -1)
+        hidden, _ = self.remembers(self.attends(hidden + 0.1 * torch.randn_like(hidden)))
+        return self.last(hidden[:, -1])  # type: ignore[no-any-return]
+
+
+class _Noisy(Dataset[Any]):
+    """Draws in each sample, as augmentations do."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        random.random(), np.random.rand()
+        return torch.full((6,), index / 50.0), torch.randn(2), index
+
+
+def _clean() -> Any:
+    x = torch.linspace(-1, 1, NUM_SAMPLES * 6, dtype=torch.float64).view(-1, 6)
+    return TensorDataset(x, x[:, :2].sin(), torch.arange(NUM_SAMPLES))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(8)
+
+
+class _OneByOne:
+    """A sampler of the user's own that draws as it goes."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(NUM_SAMPLES, ())) for _ in range(72))
+
+    def __len__(self) -> int:
+        return 72
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled": lambda: {"batch_size": BATCH, "shuffle": True},
+    "in order": lambda: {"batch_size": BATCH},
+    "the last batch is short": lambda: {"batch_size": BATCH, "shuffle": True, "drop_last": False},
+    "a generator": lambda: {"batch_size": BATCH, "shuffle": True, "generator": _generator()},
+    "with replacement": lambda: {"batch_size": BATCH, "sampler": RandomSampler(range(NUM_SAMPLES), True, 96)},
+    "weighted": lambda: {"batch_size": BATCH, "sampler": WeightedRandomSampler(list(range(1, NUM_SAMPLES + 1)), 96)},
+    "subset": lambda: {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(5, 100))},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES)), BATCH, True)},
+    "of the user": lambda: {"batch_size": BATCH, "sampler": _OneByOne()},
+    "workers": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 2},
+}
+
+
+def _train(
+    make: Callable[..., Any], wrap: Callable[[nn.Module], Any], kind: str, between: Callable[[], Any] = lambda: None
+) -> Any:
+    """The weights, the samples of each step, the state of the generator and the losses after three epochs."""
+    net = wrap(_Net())
+    loader = make(_clean(), **{"drop_last": "batch_sampler" not in KINDS[kind](), **KINDS[kind]()})
+    optimizer, samples, losses = torch.optim.Adam(net.parameters(), 1e-3), [], []
+    for _ in range(3):
+        for x, y, index in loader:
+            samples.append(index.tolist())
+            losses.append(_step(net, optimizer, x, y))
+        between()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state(), losses
+
+
+def _step(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    timesteps = torch.randint(0, 100, (len(x),))
+    noised = x + 0.1 * torch.randn(x.shape)
+    kept = torch.multinomial(torch.rand(len(x), 5).add(0.1), 1)[:, 0]
+    loss = ((net(noised) - y) ** 2).mean(1).mul(1 + timesteps / 100).mul(1 + 0.1 * kept).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _plain(kind: str, between: Callable[[], Any] = lambda: None) -> Any:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(SEED)
+        return _train(DataLoader, lambda net: net, kind, between)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _rank_trains(kind: str, draws_between: bool = False) -> Any:
+    here = _join()
+    torch.set_default_dtype(torch.float64)
+    between = (lambda: torch.randn(5)) if draws_between and here.is_main else (lambda: None)
+    return _train(ddpshim.make_loader, ddpshim.wrap_parallel, kind, between)
+
+
+def _check_equal(plain: Any, ranks: list[Any]) -> None:
+    weights, samples, state, losses = plain
+    for rank, (own_weights, own_samples, own_state, _) in enumerate(ranks):
+        assert own_samples == [batch[rank :: len(ranks)] for batch in samples]
+        assert torch.equal(own_state, state)
+        assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11)
+        assert torch.equal(own_weights, ranks[0][0])
+    means = [sum(of_ranks) / len(ranks) for of_ranks in zip(*(own[3] for own in ranks))]
+    assert means == pytest.approx(losses, abs=1e-11)
+
+
+# A sampler that draws as it goes draws between the steps of a plain process; and 7 samples do not split.
+OTHERWISE = ["of the user", "the last batch is short"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OTHERWISE])
+def test_ranks_train_what_a_plain_process_trains(kind: str) -> None:
+    plain = _plain(kind)
+    _check_equal(plain, run_ranks(_rank_trains, 1, kind))
+    _check_equal(plain, run_ranks(_rank_trains, 2, kind))
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_what_cannot_be_as_in_one_process_is_alike_on_the_ranks(kind: str) -> None:
+    plain = _plain(kind)
+    _check_equal(plain, run_ranks(_rank_trains, 1, kind))
+    ranks = run_ranks(_rank_trains, 2, kind)
+    assert torch.equal(ranks[0][0], ranks[1][0])
+    assert torch.equal(ranks[0][2], ranks[1][2])
+    steps = [[i for pair in zip(*shares) for i in pair] for shares in zip(ranks[0][1], ranks[1][1])]
+    if kind == "the last batch is short":  # filled up from the start of the order
+        assert steps[:5] == [*plain[1][:4], [*plain[1][4], plain[1][0][0]]]
+    else:
+        assert steps[0] == plain[1][0]
+        assert {len(step) for step in steps} == {BATCH}
+
+
+def test_four_ranks() -> None:
+    _check_equal(_plain("shuffled"), run_ranks(_rank_trains, 4, "shuffled"))
+
+
+def test_what_the_main_rank_alone_drew_counts_from_the_next_pass_on() -> None:
+    plain = _plain("shuffled", lambda: torch.randn(5))
+    _, samples, _, _ = plain
+    ranks = run_ranks(_rank_trains, 2, "shuffled", True)
+    for rank, (_, own, _, _) in enumerate(ranks):
+        assert own == [batch[rank::2] for batch in samples]
+
+
+# Going on after an interruption.
+
+
+def _rank_goes_on(folder: Path, until: Optional[int]) -> Any:
+    """Train three epochs, or leave as `until` steps were made; what is in `folder` is gone on with."""
+    here = _join(checkpoint_every_s=None, background_save=False)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(SEED)
+    net = ddpshim.wrap_parallel(_Net())
+    optimizer, samples, num_steps = torch.optim.Adam(net.parameters(), 1e-3), [], 0
+    loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+    training = ddpshim.Resumable(folder, {"net": net, "optimizer": optimizer})
+    training.restore()
+    for epoch in range(training.epoch, 3):
+        for x, y, index in training.steps(loader, epoch):
+            samples.append(index.tolist())
+            _step(net, optimizer, x, y)
+            num_steps += 1
+            if num_steps == until:
+                training.step += 1
+                training.save()
+                here.barrier()
+                return samples
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("until", [2, 4, 7])
+def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks(until: int, tmp_path: Path) -> None:
+    weights, samples, state, _ = _plain("shuffled")
+    before = run_ranks(_rank_goes_on, 2, tmp_path, until)
+    after = run_ranks(_rank_goes_on, 3, tmp_path, None)
+    assert before == [[batch[rank::2] for batch in samples[:until]] for rank in range(2)]
+    for rank, (own_weights, own, own_state) in enumerate(after):
+        assert own == [batch[rank::3] for batch in samples[until:]]
+        assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11)
+        assert torch.equal(own_state, state)
+
+
+# What goes wrong is said.
+
+
+def _rank_is_refused(case: str) -> str:
+    here = _join()
+    net = ddpshim.wrap_parallel(nn.Linear(6, 1))
+    try:
+        if case == "generator":
+            generator = _generator()
+            torch.rand(here.rank, generator=generator)
+            ddpshim.make_loader(_clean(), BATCH, shuffle=True, generator=generator)
+        else:
+            loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+            (x, _, _), *_ = list(loader)  # all batches first, then the steps
+            net(x.float()).sum().backward()
+    except (DataError, SyncError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [("generator", "state of the generator"), ("batch", "is not the current one of a loader of make_loader")],
+)
+def test_what_would_differ_in_silence_is_refused(case: str, text: str) -> None:
+    for said in run_ranks(_rank_is_refused, 2, case):
+        assert text in said
+
+
+@pytest.mark.unit
+def test_the_noise_of_one_process_needs_its_order() -> None:
+    with pytest.raises(OptionsError, match="the noise of one process belongs to the samples that it draws"):
+        Options(noise="one_process")
+
+
+def _rank_names_lines() -> Any:
+    _join()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        drawn = _names_lines()
+    return *drawn, said.getvalue()
+
+
+def _names_lines() -> list[int]:
+    noise.share()
+    noise.begin_batch(4)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)] * 4)
+    nn.LSTM(3, 4, 2, dropout=0.5)(packed)
+    drawn = torch.poisson(torch.full((4,), 1e5))
+    torch.distributions.Gamma(torch.ones(4), 1.0).sample()
+    torch.randperm(4)
+    F.rrelu(torch.ones(4), training=True)
+    F.rrelu(torch.ones(4))
+    return [*drawn.long().tolist(), int(torch.randint(10**9, ()))]
+
+
+def test_what_cannot_be_drawn_as_in_one_process_is_named() -> None:
+    (*first, state, said), (*second, other_state, nothing) = run_ranks(_rank_names_lines, 2)
+    assert first != second
+    assert state == other_state
+    assert nothing == ""
+    for text in (
+        "between the layers of an RNN",
+        "by torch.poisson",
+        "by Gamma.rsample",
+        "by functional.rrelu",
+        "permutes the batch",
+    ):
+        assert said.count(text) == 1
+
+
+def _rank_draws_much() -> Any:
+    _join()
+    noise.share()
+    noise.begin_batch(4)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        drawn = [torch.randn(30, 31) for _ in range(2)]
+    return drawn, torch.get_rng_state(), said.getvalue()
+
+
+def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> None:
+    (first, state, said), (second, other_state, _) = run_ranks(_rank_draws_much, 2)
+    assert torch.equal(state, other_state)
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[1])
+    assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, and none of these is the batch (4);") == 1
+
+
+def _rank_augments(num_workers: int) -> Any:
+    _join()
+    loader = ddpshim.make_loader(_Noisy(), 20, shuffle=True, num_workers=num_workers)
+    return [(noise_of.tolist(), index.tolist()) for _, noise_of, index in loader], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_dataset_draws_is_the_ranks_own_and_leaves_the_streams_of_the_training(num_workers: int) -> None:
+    torch.manual_seed(SEED)
+    samples = [index.tolist() for _, _, index in DataLoader(_clean(), 20, shuffle=True, drop_last=True)]
+    state = torch.get_rng_state()
+    ranks = run_ranks(_rank_augments, 2, num_workers)
+    for rank, (batches, own_state) in enumerate(ranks):
+        assert [index for _, index in batches] == [batch[rank::2] for batch in samples]
+        assert torch.equal(own_state, state)
+    drawn = [tuple(row) for batches, _ in ranks for noise_of, _ in batches for row in noise_of]
+    assert len(set(drawn)) == len(drawn)
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(40))
+
+
+def _rank_streams() -> Any:
+    _join()
+    return [(batch.tolist(), torch.randn(len(batch)).tolist()) for batch in ddpshim.make_loader(_Stream(), 10)]
+
+
+def test_over_a_stream_ranks_draw_their_rows_too() -> None:
+    first, second = run_ranks(_rank_streams, 2)
+    for (items, own), (others, others_own) in zip(first, second):
+        assert len(items) == len(own) == 5
+        assert not set(own) & set(others_own)
+        assert not set(items) & set(others)
