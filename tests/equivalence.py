@@ -348,6 +348,9 @@ def compare(
     if "plain" in noises:  # in the place of the world of one
         jobs = [(made[v], folder / f"{v}-plain-{precision}", None, "plain") for v in variants]
         runs.update(zip([(v, "plain", 1) for v in variants], train_all(plain, jobs, precision)))
+        for run in runs.values():
+            if not [*run.folder.glob("out/*/*/models/*.pth")]:
+                run.exit_code = 1  # upstream prints what was raised, and ends with 0
         sizes_of = [n for n in sizes if n > 1]
         jobs = [(made[v], folder / f"{v}-{n}-plain-{precision}", n, "plain") for v in variants for n in sizes_of]
         runs.update(zip([(v, "plain", n) for v in variants for n in sizes_of], train_all(tree, jobs, precision)))
