@@ -6,6 +6,7 @@ import contextlib
 import io
 import multiprocessing
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -30,10 +31,12 @@ import ddpshim
 from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job import noise
 from ddpshim.options import Options
+from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 SEED, NUM_SAMPLES, BATCH = 3, 103, 24
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def _join(**options: Any) -> Any:
@@ -460,3 +463,30 @@ def test_over_a_stream_ranks_draw_their_rows_too() -> None:
         assert len(items) == len(own) == 5
         assert not set(own) & set(others_own)
         assert not set(items) & set(others)
+
+
+# Programs: what they print in one process without ddpshim, and on two ranks.
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("train_before.py", ["train_after.py"]),
+        ("convert/train_dataparallel.py", ["--convert", "dataparallel", "convert/train_dataparallel.py"]),
+    ],
+)
+def test_two_ranks_print_the_losses_of_the_program_without_ddpshim(
+    before: str, after: list[str], tmp_path: Path
+) -> None:
+    *options, program = after
+    launch = ["-m", "ddpshim", "run", "--nproc=2", "--log-dir=logs", *options, str(EXAMPLES / program)]
+    environ = {**environment(), "DDPSHIM_ORDER": "torch", "DDPSHIM_NOISE": "one_process"}
+    said = {}
+    for name, command in {"plain": [str(EXAMPLES / before)], "ranks": launch}.items():
+        (tmp_path / name).mkdir()
+        code, output = start_afresh(command, environ, tmp_path / name, START_DEADLINE_S)
+        assert code == 0, output
+        said[name] = [float(loss) for loss in re.findall(r"loss (\S+?),?(?:\s|$)", output)]
+    assert len(said["plain"]) >= 5
+    assert said["ranks"] == pytest.approx(said["plain"], abs=2e-4)  # four digits are printed
