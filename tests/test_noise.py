@@ -31,6 +31,7 @@ import ddpshim
 from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job import noise
 from ddpshim.options import Options
+from ddpshim.trainers.session import _Metrics
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
 from tests.ranks import run_ranks
 
@@ -463,6 +464,30 @@ def test_over_a_stream_ranks_draw_their_rows_too() -> None:
         assert len(items) == len(own) == 5
         assert not set(own) & set(others_own)
         assert not set(items) & set(others)
+
+
+# Logged numbers.
+
+
+def _rank_logs(steps: list[list[float]]) -> dict[str, float]:
+    here, metrics = _join(), _Metrics({})
+    for numbers in steps:
+        own = torch.tensor(numbers, dtype=torch.float64)[here.rank :: here.world_size]
+        of_step = {"adv/mean": own.mean(), "adv/max": own.max(), "adv/min": own.min(), "adv/std": own.std()}
+        metrics.take({**of_step, "std": own.std(), "loss": own.mean()})
+    return metrics.of_whole_batches(len(steps[0]) // here.world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_extremes_and_deviations_are_those_of_the_whole_batch(world_size: int) -> None:
+    steps = [[float(n) for n in torch.randn(12, dtype=torch.float64)] for _ in range(3)]
+    whole = torch.tensor(steps, dtype=torch.float64)
+    for logged in run_ranks(_rank_logs, world_size, steps):
+        assert logged == {
+            "adv/max": pytest.approx(float(whole.amax(1).mean()), abs=1e-15),
+            "adv/min": pytest.approx(float(whole.amin(1).mean()), abs=1e-15),
+            "adv/std": pytest.approx(float(whole.std(1).mean()), abs=1e-15),
+        }, "a deviation without its mean is averaged, as all else is"
 
 
 # Programs: what they print in one process without ddpshim, and on two ranks.

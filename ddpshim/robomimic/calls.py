@@ -296,7 +296,7 @@ def run_epoch(
         state.release()
     log_info = model.log_info
     noting = replaced(model, "log_info", lambda info: training.note_step(log_info(info)))
-    with world().autocast(), noting if trains else contextlib.nullcontext():
+    with world().autocast(), noting if world().is_launched else contextlib.nullcontext():
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
     log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
     if trains and state is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -60,7 +60,7 @@ class Session:
         self.recorder: Optional[Recorder] = None
         self._folder: Optional[Path] = None  # of the progress
         self._loggers: list[Any] = []
-        self._metrics = _Metrics({})
+        self._metrics, self._validation = _Metrics({}), _Metrics({})
         self._epoch = _Epoch(0, "training", None, None)
 
     def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
@@ -149,6 +149,10 @@ class Session:
                 loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))
             here.barrier()
         self._epoch = _Epoch(epoch, phase, num_steps, getattr(loader, "batch_size", None))
+        if validates:
+            self._validation = _Metrics({})
+        else:
+            self._metrics = _Metrics({})
         if self.recorder is not None:
             self.recorder.start_counting()
         if training is not None and validates:
@@ -165,11 +169,11 @@ class Session:
         return batches, num_steps
 
     def note_step(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Take note of the metrics of a step of training, and return them. Local."""
-        if self.progress is not None:
-            self._metrics.take(metrics)
-            if self.recorder is not None:
-                self.recorder.step_of(metrics)
+        """Take note of the metrics of a step, and return them. Local."""
+        trains = self._epoch.phase == "training"
+        (self._metrics if trains else self._validation).take(metrics)
+        if trains and self.progress is not None and self.recorder is not None:
+            self.recorder.step_of(metrics)
         return metrics
 
     def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
@@ -189,8 +193,10 @@ class Session:
         every = here.options.metrics_every_n_epochs if trains else 1
         if here.world_size > 1 and every and epoch.number % every == 0:
             log = {key: float(value) for key, value in here.mean(log).items()}
+            whole = (self._metrics if trains else self._validation).of_whole_batches(epoch.batch_size)
+            log.update({key: value for key, value in whole.items() if key in log})
         if trains and self._metrics.before:
-            log = {**log, **self._metrics.means()}
+            log = {**log, **{key: mean for key, (mean, _) in self._metrics.joined(epoch.batch_size).items()}}
         if self.recorder is not None:
             mean = None if log is own else log
             self.recorder.write_epoch(epoch.number, epoch.phase, own, mean, batch_size=epoch.batch_size)
@@ -206,7 +212,7 @@ class Session:
             self.progress.finish()
 
     def _join_metrics(self) -> None:
-        self.values["metrics"] = self._metrics.joined()
+        self.values["metrics"] = self._metrics.joined(self._epoch.batch_size)
 
     def _close_loggers(self) -> None:
         for logger in self._loggers:
@@ -274,9 +280,31 @@ class _Metrics:
         for key, value in metrics.items():
             self._now.setdefault(key, []).append(float(value))
 
-    def joined(self) -> dict[str, tuple[float, int]]:
-        """Mean and number of steps so far of each metric (collective)."""
+    def of_whole_batches(self, num_rows: Optional[int]) -> dict[str, float]:
+        """Means over the steps of maxima, minima and deviations of the global batch, known by the end of their names.
+
+        Collective. A deviation is made of the ranks' own (unbiased, as torch.std's) and of the metric that is named as
+        it with "mean" in place of "std", for one number a sample; `num_rows` is the rank's batch.
+        """
+        asked = [key for key in self._now if key.endswith(("max", "min", "std")) and world().world_size > 1]
+        asked += [key[:-3] + "mean" for key in asked if key.endswith("std") and key[:-3] + "mean" in self._now]
+        if not asked:
+            return {}
+        of_ranks = world().gather({key: self._now[key] for key in asked})
+        out = {}
+        for key in asked:
+            steps = [*zip(*(own[key] for own in of_ranks))]
+            if key.endswith(("max", "min")):
+                out[key] = math.fsum(map(max if key.endswith("max") else min, steps)) / len(steps)
+            elif key.endswith("std") and num_rows and num_rows > 1 and key[:-3] + "mean" in of_ranks[0]:
+                means = [*zip(*(own[key[:-3] + "mean"] for own in of_ranks))]
+                out[key] = math.fsum(_deviation(*of_step, num_rows) for of_step in zip(steps, means)) / len(steps)
+        return out
+
+    def joined(self, num_rows: Optional[int]) -> dict[str, tuple[float, int]]:
+        """Mean and number of steps so far of each metric of the global batch (collective)."""
         now = world().mean({key: math.fsum(values) / len(values) for key, values in self._now.items()})
+        now.update(self.of_whole_batches(num_rows))
         out = dict(self.before)
         for key, mean in now.items():
             (mean_before, num_before), num_now = self.before.get(key, (0.0, 0)), len(self._now[key])
@@ -284,6 +312,10 @@ class _Metrics:
             out[key] = ((mean_before * num_before + mean * num_now) / num, num)
         return out
 
-    def means(self) -> dict[str, float]:
-        """The metrics of the whole epoch (collective)."""
-        return {key: mean for key, (mean, _) in self.joined().items()}
+
+def _deviation(deviations: Sequence[float], means: Sequence[float], num_each: int) -> float:
+    """The deviation of all numbers together, of groups of `num_each`."""
+    mean = math.fsum(means) / len(means)
+    inside = math.fsum(deviation**2 for deviation in deviations) * (num_each - 1)
+    between = math.fsum((of_group - mean) ** 2 for of_group in means) * num_each
+    return math.sqrt((inside + between) / (len(means) * num_each - 1))
