@@ -26,8 +26,8 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         *("auto", "robomimic", "examples", "resume", "parallel", "docs", "runner", "group", "audit", "convert"),
-        *("data_kinds", "equivalence", "course", "guard", "report", "types", "rollout", "launch_matrix", "faults"),
-        *("selftest", "packaging", "options", "background", "sampler", "slurm", "layout", "checkpoint", "sequences"),
+        *("data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "rollout", "launch_matrix"),
+        *("faults", "selftest", "packaging", "options", "background", "sampler", "slurm", "layout", "checkpoint"),
     )
 ]
 

@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -485,7 +486,27 @@ def main() -> None:
     if request is not None and request.argv[0] == "-m" and request.argv[1] in LAUNCHERS:
         request = _fork_ranks() or request
     if request is not None:
-        _run(request.argv)
+        _leave(_run, request.argv)
+
+
+def _leave(run: Callable[[list[str]], None], argv: list[str]) -> None:
+    """Run it, and end as Python ends, but for what it then does with thousands of modules: 0.4 s for each fork.
+
+    Threads are waited for, exit handlers run, output is flushed. What ends with an exception ends as ever.
+    """
+    code = 0
+    try:
+        run(argv)
+    except SystemExit as ended:
+        if not (ended.code is None or isinstance(ended.code, int)):
+            raise
+        code = ended.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def _run(argv: list[str]) -> None:

@@ -307,14 +307,14 @@ def test_what_the_main_rank_alone_drew_counts_from_the_next_pass_on() -> None:
 # Going on after an interruption.
 
 
-def _rank_goes_on(folder: Path, until: Optional[int]) -> Any:
+def _rank_goes_on(folder: Path, until: Optional[int], kind: str) -> Any:
     """Train three epochs, or leave as `until` steps were made; what is in `folder` is gone on with."""
     here = _join(checkpoint_every_s=None, background_save=False)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
     net = ddpshim.wrap_parallel(_Net())
     optimizer, samples, num_steps = torch.optim.Adam(net.parameters(), 1e-3), [], 0
-    loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+    loader = ddpshim.make_loader(_clean(), **KINDS[kind]())
     training = ddpshim.Resumable(folder, {"net": net, "optimizer": optimizer})
     training.restore()
     for epoch in range(training.epoch, 3):
@@ -322,19 +322,25 @@ def _rank_goes_on(folder: Path, until: Optional[int]) -> Any:
             samples.append(index.tolist())
             _step(net, optimizer, x, y)
             num_steps += 1
-            if num_steps == until:
+            if num_steps == until and num_steps % len(loader):
                 training.step += 1
-                training.save()
-                here.barrier()
-                return samples
+                break
+        if num_steps == until:
+            training.save()
+            here.barrier()
+            return samples
     return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("until", [2, 4, 7])
-def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks(until: int, tmp_path: Path) -> None:
-    weights, samples, state, _ = _plain("shuffled")
-    before = run_ranks(_rank_goes_on, 2, tmp_path, until)
-    after = run_ranks(_rank_goes_on, 3, tmp_path, None)
+@pytest.mark.parametrize(
+    ("kind", "until"), [("shuffled", 2), ("shuffled", 4), ("shuffled", 7), ("a generator", 4), ("a generator", 7)]
+)
+def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks(
+    kind: str, until: int, tmp_path: Path
+) -> None:
+    weights, samples, state, _ = _plain(kind)
+    before = run_ranks(_rank_goes_on, 2, tmp_path, until, kind)
+    after = run_ranks(_rank_goes_on, 3, tmp_path, None, kind)
     assert before == [[batch[rank::2] for batch in samples[:until]] for rank in range(2)]
     for rank, (own_weights, own, own_state) in enumerate(after):
         assert own == [batch[rank::3] for batch in samples[until:]]

@@ -106,7 +106,7 @@ class Resumable:
         self._restored: Optional[dict[str, Any]] = None  # what of a file is not in place yet
         self._facts: dict[str, Any] = {}
         self._loader: Any = None  # of the epoch that goes on
-        self._begun_with: Optional[dict[str, Any]] = None  # the random streams with which its pass began
+        self._order: Optional[dict[str, Any]] = None  # of a file that was restored, until the loader is there
         self._last_save, self._num_unsaved = time.monotonic(), 0
         # Looking up together: at which boundary next, and when and where the last time was.
         self._num_boundaries = self._next_look = 0
@@ -157,10 +157,10 @@ class Resumable:
             self._enter(start, facts, can_enter)
         self._facts = facts
         self.epoch, self.step = epoch, start
-        self._loader, begun_with, self._begun_with = loader, self._begun_with, None
+        self._loader, order, self._order = loader, self._order, None
         if can_enter:
             loader.set_epoch(epoch * math.ceil(total / length) + start // length, start_step=start % length)
-            loader.begin_with(begun_with)
+            loader.restore_order(order, is_inside=start < total and start % length > 0)
         return self._left(loader, start, total, can_enter)
 
     def _left(self, loader: Any, start: int, total: int, can_enter: bool) -> Iterator[Any]:
@@ -179,6 +179,8 @@ class Resumable:
             if self._in_background and not self._is_ready:
                 self._is_ready = True  # a step was made: optimizers have their state
                 checkpoint.get_ready({name: stateful.state_dict() for name, stateful in self._objects.items()})
+        if total % len(loader) == 0:
+            next(batches, None)  # as a `for` over the loader does: torch's sampler may draw once more at its end
         self.end_epoch(total)
 
     def end_epoch(self, num_steps: int) -> None:
@@ -252,7 +254,7 @@ class Resumable:
             "objects": {name: stateful.state_dict() for name, stateful in self._objects.items()},
             "values": self.values,
             "random": states,
-            "pass": getattr(self._loader, "begun_with", None),
+            "order": self._loader.order_state() if isinstance(self._loader, Enterable) else None,
             "facts": self._facts,
         }
         for left in self.folder.glob(".epoch_*.partial"):
@@ -315,7 +317,7 @@ class Resumable:
         states, here = found["random"], self._world
         if here.options.noise == "one_process":
             restore_rank_states(states[0], here.device)
-            self._begun_with = found["pass"] if start else None
+            self._order = found["order"]
         elif len(states) == here.world_size:
             restore_rank_states(states[here.rank], here.device)
         else:

@@ -27,8 +27,12 @@ class Enterable:
         """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
         raise NotImplementedError
 
-    def begin_with(self, states: Optional[dict[str, Any]]) -> None:
-        """Make the next `iter()` draw its order from the random streams in `states`; None: as they are then. Local."""
+    def order_state(self) -> Optional[dict[str, Any]]:
+        """What `restore_order` needs to draw the order of the pass that goes on; None where it is computed. Local."""
+        return None
+
+    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
+        """Make the next `iter()` draw the order of the pass in which `state` was taken, or after it. Local."""
 
     def __len__(self) -> int:
         """The number of steps of an epoch."""
@@ -79,16 +83,19 @@ class ShardedLoader(DataLoader[Any], Enterable):
         """
         self._source.epochs.set(epoch, start_step)
 
-    def begin_with(self, states: Optional[dict[str, Any]]) -> None:
-        """Make the next `iter()` draw its order from the random streams in `states`; None: as they are then. Local."""
+    def order_state(self) -> Optional[dict[str, Any]]:
+        """What `restore_order` needs to draw the order of the pass that goes on; None where it is computed. Local."""
         source: Any = self._source
-        if hasattr(source, "begins_with"):
-            source.begins_with = states
+        if not hasattr(source, "begun_with"):
+            return None
+        return {"begun with": source.begun_with, "generators": source.generator_states()}
 
-    @property
-    def begun_with(self) -> Optional[dict[str, Any]]:
-        """The random streams from which torch's sampler drew the order of this pass; None for a computed one."""
-        return getattr(self._source, "begun_with", None)
+    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
+        """Make the next `iter()` draw the order of the pass in which `state` was taken, or after it. Local."""
+        source: Any = self._source
+        if state is not None and hasattr(source, "begins_with"):
+            source.begins_with = state["begun with"] if is_inside else None
+            source.restore_generators(state["generators"])
 
     def __iter__(self) -> Any:
         epoch = self._source.epochs.advance()

@@ -29,7 +29,7 @@ class TorchsBatches(Sampler[Any]):
         length: the number of steps.
 
     Attributes:
-        begun_with: the random streams with which the pass began.
+        begun_with: the random streams with which the pass began, the samplers' own generators included.
         begins_with: those with which the next one is to begin, in place of the current ones.
         is_plain: whether this pass, of a world of one, is left to torch altogether.
         sizes: the number of samples of this rank in each of the batches that were asked for and not yet used.
@@ -70,7 +70,7 @@ class TorchsBatches(Sampler[Any]):
     def begin(self, epoch: int) -> None:
         """Draw the order of the pass (collective). Raises what the sampler raises."""
         here = self._world
-        now = rank_states(here.device)
+        now = {**rank_states(here.device), "generators": self.generator_states()}
         if here.world_size > 1:
             now = here.broadcast(now)
         begins_with, self.begins_with = self.begins_with, None
@@ -81,6 +81,7 @@ class TorchsBatches(Sampler[Any]):
             return
         self.begun_with = now if begins_with is None else begins_with
         restore_rank_states(self.begun_with, here.device)
+        self.restore_generators(self.begun_with["generators"])
         torch.empty((), dtype=torch.int64).random_(generator=self._plain.generator)  # the seed of torch's workers
         if here.world_size == 1 or (is_torchs(self._plain.sampler) and is_torchs(self._plain.batch_sampler)):
             batches: Iterator[Any] = iter(self._indices())
@@ -88,16 +89,28 @@ class TorchsBatches(Sampler[Any]):
             batches = iter(here.run_on_main(lambda: list(self._indices())))
             if here.world_size > 1:
                 restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-        first = next(batches, None)
-        self._start = [] if first is None else first[: here.world_size] if isinstance(first, list) else []
-        batches = chain([] if first is None else [first], batches)
-        self._batches = islice(batches, self.epochs.start_step, None)
-        if self.epochs.start_step:
-            batches = self._batches
-            first = next(batches, None)
-            self._batches = chain([] if first is None else [first], batches)
+        first = [*islice(batches, 1)]
+        self._start = [index for batch in first if isinstance(batch, list) for index in batch[: here.world_size]]
+        batches = islice(chain(first, batches), self.epochs.start_step, None)
+        self._batches = chain([*islice(batches, 1)], batches)  # all that torch draws for the order is drawn by now
         if begins_with is not None:
             restore_rank_states(now, here.device)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Those that the caller has given to the loader or to its samplers."""
+        given = [self._plain.generator]
+        for sampler in (self._plain.sampler, self._plain.batch_sampler):
+            given += [getattr(layer, "generator", None) for layer in layers(sampler)]
+        return [*{id(one): one for one in given if isinstance(one, torch.Generator)}.values()]
+
+    def generator_states(self) -> list[torch.Tensor]:
+        """The states of the generators that the caller has given. Local."""
+        return [generator.get_state() for generator in self._generators()]
+
+    def restore_generators(self, states: list[torch.Tensor]) -> None:
+        """Put back what `generator_states` returned, in this process or an earlier one. Local."""
+        for generator, state in zip(self._generators(), states):
+            generator.set_state(state)
 
     def _indices(self) -> Iterable[Any]:
         plain = self._plain
