@@ -87,8 +87,7 @@ class TorchsBatches(Sampler[Any]):
             batches: Iterator[Any] = iter(self._indices())
         else:
             batches = iter(here.run_on_main(lambda: list(self._indices())))
-            if here.world_size > 1:
-                restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+            restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
         first = [*islice(batches, 1)]
         self._start = [index for batch in first if isinstance(batch, list) for index in batch[: here.world_size]]
         batches = islice(chain(first, batches), self.epochs.start_step, None)

@@ -99,12 +99,10 @@ class Sharing:
 
     Attributes:
         share: of the batch at hand; None between batches.
-        num_shared: how many draws were made for the global batch.
     """
 
     def __init__(self) -> None:
         self.share: Optional[_Share] = None
-        self.num_shared = 0
         self.is_on = False
         self.named: set[str] = set()  # the lines that were told of
 
@@ -117,11 +115,6 @@ def share() -> None:
         return
     sharing.is_on = True
     job.at_end.enter_context(_names_replaced(sharing))
-
-
-def is_shared() -> bool:
-    """Whether draws are shared out in this job. Local."""
-    return current().part(Sharing).is_on
 
 
 def begin_batch(num_rows: int) -> None:
@@ -198,7 +191,7 @@ def _factory(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
         if sharing.share is None or "out" in options:
             return original(*arguments, **options)
         shape = _size_of(arguments, options)
-        where = _found(sharing, shape)
+        where = sharing.share.dimension(shape)
         if where is None:
             return _alone(sharing, shape, lambda: original(*arguments, **options))
         options.pop("size", None)
@@ -213,7 +206,7 @@ def _randint(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
         if sharing.share is None or "out" in options or (place is None and "size" not in options):
             return original(*arguments, **options)
         shape = tuple(options["size"] if place is None else arguments[place])
-        where = _found(sharing, shape)
+        where = sharing.share.dimension(shape)
         if where is None:
             return _alone(sharing, shape, lambda: original(*arguments, **options))
         whole = sharing.share.whole(shape, where)
@@ -236,7 +229,7 @@ def _normal(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any
             of_both = [part.shape for part in (mean, std) if isinstance(part, torch.Tensor)]
             size = torch.broadcast_shapes(*of_both)
             options = {"dtype": given.dtype, "device": given.device, **options}
-        where = _found(sharing, tuple(size))
+        where = sharing.share.dimension(tuple(size))
         if where is None:
             widened = torch.zeros(size, **{key: given for key, given in options.items() if key != "generator"}) + mean
             return _alone(sharing, tuple(size), lambda: original(widened, std))
@@ -252,7 +245,7 @@ def _like(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(like: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         if sharing.share is None:
             return original(like, *arguments, **options)
-        where = _found(sharing, like.shape)
+        where = sharing.share.dimension(like.shape)
         if where is None:
             return _alone(sharing, like.shape, lambda: original(like, *arguments, **options))
         whole = original(_template(sharing.share, like, where), *arguments, **options)
@@ -265,7 +258,7 @@ def _in_place(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., A
     def draw(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         if sharing.share is None or isinstance(self, nn.Parameter):
             return original(self, *arguments, **options)  # type: ignore[no-any-return]
-        where = _found(sharing, self.shape)
+        where = sharing.share.dimension(self.shape)
         if where is None:
             return _alone(sharing, self.shape, lambda: original(self, *arguments, **options))  # type: ignore[no-any-return]
         arguments = tuple(
@@ -285,7 +278,7 @@ def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
             training = more.pop("train")
         if sharing.share is None or not training or not 0 < p < 1:
             return original(input, p, training, *inplace, **more)
-        where = _found(sharing, input.shape)
+        where = sharing.share.dimension(input.shape)
         if where is None:
             return original(input, p, training, *inplace, **more)
         kept = sharing.share.rows(original(_template(sharing.share, input, where), p, True), where)
@@ -300,7 +293,7 @@ def _of_the_whole(sharing: Sharing, original: Callable[..., Any]) -> Callable[..
         tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
         if at_hand is None or not tensors or not _draws(original.__name__, arguments, options):
             return original(*arguments, **options)
-        where = _found(sharing, tensors[0].shape)
+        where = at_hand.dimension(tensors[0].shape)
         if where is None:
             return original(*arguments, **options)
 
@@ -360,7 +353,7 @@ def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[...
 
 
 def _draws(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether this call of a function of `_WHOLE` draws at all."""
+    """Whether this call of a function of `_WHOLE` or `_BY_VALUE` draws at all."""
     if name == "scaled_dot_product_attention":
         return bool(options.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0))
     if "dropout" in name:
@@ -377,7 +370,7 @@ def _sized(sharing: Sharing, original: Callable[..., Any], position: int) -> Cal
         if sharing.share is None or size is None:
             return original(*arguments, **options)
         shape = tuple(size) if isinstance(size, (tuple, list)) else (int(size),)
-        where = _found(sharing, shape)
+        where = sharing.share.dimension(shape)
         if where is None:
             return original(*arguments, **options)
         options["size"] = tuple(sharing.share.whole(shape, where))
@@ -388,21 +381,12 @@ def _sized(sharing: Sharing, original: Callable[..., Any], position: int) -> Cal
 
 def _of_dimensions(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*shape: int) -> Any:
-        where = None if sharing.share is None or not shape else _found(sharing, shape)
+        where = None if sharing.share is None or not shape else sharing.share.dimension(shape)
         if sharing.share is None or where is None:
             return original(*shape)
         return sharing.share.rows(original(*sharing.share.whole(shape, where)), where)
 
     return draw
-
-
-def _found(sharing: Sharing, shape: Sequence[int]) -> Optional[tuple[int, int]]:
-    """Where the batch is in the shape of a draw; it is counted."""
-    assert sharing.share is not None
-    where = sharing.share.dimension(shape)
-    if where is not None:
-        sharing.num_shared += 1
-    return where
 
 
 def _template(at_hand: _Share, like: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
