@@ -131,19 +131,21 @@ class Options:
     static_graph: bool = _option(False, _flag(), "true: a backward pass that uses other parameters is an error")
     gradient_as_bucket_view: bool = _option(True, _flag(), "gradients live in the messages; saves one copy of them")
     broadcast_buffers: bool = _option(True, _flag(), "after each backward pass buffers become the main rank's")
-    sync_batchnorm: bool = _option(False, _flag(), "BatchNorm normalises by the whole batch (GPUs only)")
+    sync_batchnorm: bool = _option(
+        True, _flag(), "BatchNorm normalises by the batch of all ranks, as in one process; false: each by its own share"
+    )
     per_rank_batch: bool = _option(False, _flag(), "batch sizes are those of each rank, not of all together")
     order: str = _option(
-        "computed",
+        "torch",
         _choice("torch", "computed"),
         "torch: the samples of each step are those that torch's own sampler draws in one process, of at most "
         "16 million samples; computed: an order for each (seed, epoch), of which any step can be named at once",
     )
-    noise: str = _option(
-        "per_rank",
-        _choice("one_process", "per_rank"),
-        "one_process: with order=torch, ranks draw in a step what one process would have drawn, each its rows; "
-        "per_rank: each rank has random streams of its own",
+    noise: Optional[str] = _option(
+        None,
+        _or_none(_choice("one_process", "per_rank")),
+        "one_process: ranks draw in a step what one process would have drawn, each its rows; per_rank: each rank has "
+        "random streams of its own; none: one_process with order=torch, else per_rank",
     )
     lr_rule: str = _option(
         "none",
@@ -316,7 +318,7 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch; the batch is that of one "
             "process, and so is its learning rate. Set per_rank_batch too, or leave lr_rule out"
         )
-    if values.get("noise", "per_rank") == "one_process" and values.get("order", "computed") != "torch":
+    if values.get("noise") == "one_process" and values.get("order", "torch") != "torch":
         problems.append(
             f"{found['noise'][0]}: noise=one_process with order=computed; the noise of one process belongs to the "
             "samples that it draws. Set order=torch too"

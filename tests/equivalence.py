@@ -1,11 +1,8 @@
-"""N ranks on shards against one launched process on the whole batch, through the patched robomimic.
+"""N ranks of the patched robomimic against the release as it is: not patched, not launched, its noise on.
 
-Run it: python -m tests.equivalence --release 0.3.0 --algo all --ranks 1,2,4 [--write docs/equivalence.md]
+Run it: python -m tests.equivalence --release 0.3.0 --algo all --ranks 2,3,4 [--write docs/equivalence.md]
 
-The release is copied beside the results, and patched there: what is installed stays as it is. An algorithm
-that draws noise while it trains (VAE samples, diffusion, crops, dropout) is trained twice: with the noise of
-each rank, and with `--noise off`, where every draw is one number that all samples and ranks share. With `--noise plain`
-the reference is the release as it is: not patched, not launched, its noise on.
+The release is copied beside the results, and patched there: what is installed stays as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ RUN_DEADLINE_S = 300
 NUM_SAMPLES_A_STEP = 100  # the global batch size where a variant states none
 TOLERANCE = 1e-5  # float32, after 20 steps
 UNEXPLAINED = "**unexplained** "
-AS_ONE_PROCESS = {"DDPSHIM_ORDER": "torch", "DDPSHIM_NOISE": "one_process"}
 
 
 @dataclass
@@ -181,7 +177,6 @@ def train(
     environ: Optional[dict[str, str]] = None,
     check: bool = True,
     module: str = "tests.observed",
-    noise: str = "own",
     deadline_s: float = RUN_DEADLINE_S,
     forked: bool = False,
     has_agent: bool = False,
@@ -198,7 +193,7 @@ def train(
     settings["train"]["output_dir"] = str(folder / "out")
     own = folder / "config.json"
     own.write_text(json.dumps(settings))
-    observe = [str(folder), precision, noise] if module == "tests.observed" else []
+    observe = [str(folder), precision] if module == "tests.observed" else []
     argv = [module, *observe, "--config", str(own), *options]
     if num_ranks is not None and (has_agent or not forked):
         argv = ["torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}", "-m", *argv]
@@ -247,24 +242,23 @@ def batches(run: Run, global_batch_size: int = NUM_SAMPLES_A_STEP, filter_key: s
     return [{i for shard in shards for i in shard[step * size : (step + 1) * size]} for step in range(steps.pop())]
 
 
-def make_run_config(tree: Path, release: str, variant: str, folder: Path, steps: Optional[int], epochs: int) -> Path:
+def make_run_config(
+    tree: Path, release: str, variant: str, folder: Path, steps: Optional[int], epochs: int, **extra: Any
+) -> Path:
     """The config of a variant on data of its kind, in the form that the release reads."""
     images = "observation.modalities.obs.rgb" in VARIANTS[variant][1]
     data = make_data(folder, num_demos=10 if images else 50, images=images)
     described = {"path": str(data), **({"lang": "lift the cube"} if release == "robocasa" else {})}
     as_release: Any = [described] if release >= "0.5" else str(data)
-    return make_config(tree, variant, data, folder, steps, epochs, train__data=as_release)
+    return make_config(tree, variant, data, folder, steps, epochs, train__data=as_release, **extra)
 
 
-def train_all(
-    tree: Path, jobs: Sequence[tuple[Path, Path, Optional[int], str]], precision: str = "float32"
-) -> list[Run]:
-    """Train (config, folder, number of ranks, noise) one after the other, by ranks forked from one process."""
+def train_all(tree: Path, jobs: Sequence[tuple[Path, Path, Optional[int]]], precision: str = "float32") -> list[Run]:
+    """Train (config, folder, number of ranks) one after the other, by ranks forked from one process."""
     runs = []
-    for config, folder, num_ranks, noise in jobs:
-        start, environ = time.monotonic(), AS_ONE_PROCESS if noise == "plain" else None
-        held = "off" if noise == "off" else "own"
-        runs.append(train(tree, config, folder, num_ranks, precision, environ, False, noise=held, forked=True))
+    for config, folder, num_ranks in jobs:
+        start = time.monotonic()
+        runs.append(train(tree, config, folder, num_ranks, precision, check=False, forked=True))
         said = f"{time.monotonic() - start:5.1f} s  exit code {runs[-1].exit_code}  {folder.name}"
         print(said, file=sys.stderr, flush=True)
     return runs
@@ -285,8 +279,8 @@ def loads_unpatched(tree: Path, runs: Sequence[Run]) -> dict[Path, str]:
     return {folder: found[path] for folder, path in newest.items()}
 
 
-def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
-    """How `other` differs from `one`, a launched world of one on the same config, or with noise "plain" the release."""
+def difference(one: Run, other: Run) -> dict[str, Any]:
+    """How `other` differs from `one`, the release on the same config."""
     size = one.batch_size
     weights = [observed["networks"] for observed in other.observed]
     start = one.observed[0]["initial"]
@@ -302,17 +296,16 @@ def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
     return {
         "algorithm": other.folder.name.split("-")[0],
         "ranks": len(weights),
-        "noise": noise if noise == "plain" or one.observed[0]["draws"] else "none",
         "steps": len(batches(other, size)),
         "moved": largest(start, alone, "networks"),
         **{kind: largest(alone, weights[0], kind) for kind in ("networks", "target networks", "ema")},
+        "moments": largest_difference(one.observed[0]["moments"], other.observed[0]["moments"]),
         "start": max(largest_difference(start, observed["initial"]) for observed in other.observed),
         "between ranks": max(largest_difference(weights[0], held) for held in weights),
         "loss": max(
             abs(a[key] - b[key]) / max(1.0, abs(a[key]))
             for a, b in zip(one.metrics(), other.metrics())
             for key in a
-            if noise == "plain" or "loss" in key.lower()
             if not key.startswith("Time_")
         ),
         "same samples": batches(other, size) == batches(one, size),
@@ -321,7 +314,6 @@ def difference(one: Run, other: Run, noise: str) -> dict[str, Any]:
             and np.array_equal(observed["states"]["numpy"][1], one.observed[0]["states"]["numpy"][1])
             for observed in other.observed
         ),
-        "streams of noise": len({tuple(observed["noise"].tolist()) for observed in other.observed}),
         "checkpoint keys": _keys(other.checkpoint["model"]) == _keys(one.checkpoint["model"]),
     }
 
@@ -334,62 +326,44 @@ def compare(
     precision: str = "float32",
     steps: Optional[int] = 10,
     epochs: int = 2,
-    noises: Sequence[str] = ("own", "off"),
     releases: Optional[Path] = None,
 ) -> list[dict[str, Any]]:
-    """For each variant, number of ranks and kind of noise: how the run differs from a launched world of one.
+    """For each variant and number of ranks: how the run differs from the release as it is.
 
     `releases`: where the copies of the release are, if not in `folder`.
     """
-    tree, sizes = copy_release(release, releases or folder), sorted({1, *ranks})
-    made = {v: make_run_config(tree, release, v, folder, steps, epochs) for v in variants}
-    runs: dict[tuple[str, str, int], Run] = {}
+    tree = copy_release(release, releases or folder)
     plain = copy_release(release, releases or folder, "plain")
-    if "plain" in noises:  # in the place of the world of one
-        jobs = [(made[v], folder / f"{v}-plain-{precision}", None, "plain") for v in variants]
-        runs.update(zip([(v, "plain", 1) for v in variants], train_all(plain, jobs, precision)))
-        for run in runs.values():
-            if not [*run.folder.glob("out/*/*/models/*.pth")]:
-                run.exit_code = 1  # upstream prints what was raised, and ends with 0
-        sizes_of = [n for n in sizes if n > 1]
-        jobs = [(made[v], folder / f"{v}-{n}-plain-{precision}", n, "plain") for v in variants for n in sizes_of]
-        runs.update(zip([(v, "plain", n) for v in variants for n in sizes_of], train_all(tree, jobs, precision)))
-    for noise in (noise for noise in noises if noise != "plain"):
-        noisy = [v for v in variants if ("own" not in noises or noise == "own" or _draws(runs.get((v, "own", 1))))]
-        jobs = [(made[v], folder / f"{v}-{n}-{noise}-{precision}", n, noise) for v in noisy for n in sizes]
-        keys = [(v, noise, n) for v in noisy for n in sizes]
-        runs.update(zip(keys, train_all(tree, jobs, precision)))
-    good = {key: run for key, run in runs.items() if run.exit_code == 0}
-    loaded = loads_unpatched(plain, list(good.values()))
-    rows = []
-    for (variant, noise, n), run in runs.items():
-        one = runs[variant, noise, 1]
-        if one.exit_code and n == 1:
-            alone = (
-                one
-                if noise == "plain"
-                else train(plain, made[variant], folder / f"{variant}-plain", None, **_TRAINER, forked=True)
+    sizes = {v: 24 if "train.batch_size" in VARIANTS[v][1] else 96 for v in variants}  # 2, 3 and 4 ranks divide them
+    made = {v: make_run_config(tree, release, v, folder, steps, epochs, train__batch_size=sizes[v]) for v in variants}
+    jobs: list[Any] = [(made[v], folder / f"{v}-plain-{precision}", None) for v in variants]
+    alone = dict(zip(variants, train_all(plain, jobs, precision)))
+    for run in alone.values():
+        if not [*run.folder.glob("out/*/*/models/*.pth")]:
+            run.exit_code = 1  # upstream prints what was raised, and ends with 0
+    keys = [(v, n) for v in variants for n in ranks]
+    runs = dict(zip(keys, train_all(tree, [(made[v], folder / f"{v}-{n}-{precision}", n) for v, n in keys], precision)))
+    loaded = loads_unpatched(plain, [run for run in (*alone.values(), *runs.values()) if not run.exit_code])
+    rows: list[dict[str, Any]] = []
+    for variant in variants:
+        one = alone[variant]
+        if one.exit_code:
+            rows.append(
+                {"algorithm": variant, "failed": f"the release itself fails: {_last_line(one)}", "upstream": True}
             )
-            alike = _last_line(one) in alone.log
-            failed = f"the unpatched release fails alike: {_last_line(one)}" if alike else f"failed: {_last_line(run)}"
-            rows.append({"algorithm": variant, "ranks": n, "noise": noise, "failed": failed, "upstream": alike})
-        elif run.exit_code and not one.exit_code:
-            failed = f"failed: {_last_line(run)}"
-            rows.append({"algorithm": variant, "ranks": n, "noise": noise, "failed": failed, "upstream": False})
-        elif n in ranks and n > 1 and not one.exit_code:
-            rows.append({**difference(one, run, noise), "unpatched loads it": loaded[run.folder]})
+            continue
+        for n in ranks:
+            run = runs[variant, n]
+            if run.exit_code:
+                failed = f"failed: {_last_line(run)}"
+                rows.append({"algorithm": variant, "ranks": n, "failed": failed, "upstream": False})
+            else:
+                rows.append({**difference(one, run), "unpatched loads it": loaded[run.folder]})
     return rows
-
-
-_TRAINER: dict[str, Any] = {"check": False, "module": "robomimic.scripts.train"}
 
 
 def _last_line(run: Run) -> str:
     return ([line for line in run.log.splitlines() if line.strip()] or [""])[-1]
-
-
-def _draws(run: Optional[Run]) -> int:
-    return int(run.observed[0]["draws"]) if run and run.observed else 0
 
 
 def _keys(tree: Any) -> Any:
@@ -400,26 +374,21 @@ def deviations(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What in the rows is not as it should be, a line for each; the unexplained ones start with UNEXPLAINED."""
     out = []
     for row in rows:
-        where = f"{row['algorithm']}, {row['ranks']} ranks, noise {row['noise']}"
         if "failed" in row:
-            out.append(
-                f"{row['algorithm']}: {row['failed']}" if row["upstream"] else UNEXPLAINED + where + row["failed"]
-            )
+            by_us = f"{UNEXPLAINED}{row['algorithm']}, {row.get('ranks')} ranks: {row['failed']}"
+            out.append(f"{row['algorithm']}: {row['failed']}" if row["upstream"] else by_us)
             continue
+        where = f"{row['algorithm']}, {row['ranks']} ranks"
         wrong = [f"{key} {row[key]:.1e}" for key in ("start", "between ranks") if row[key]]
-        if row["noise"] == "own" and row["streams of noise"] != row["ranks"]:
-            wrong.append(f"{row['streams of noise']} streams of noise")
-        if row["noise"] == "plain" and not row["same states"]:
-            wrong.append("other states of the random streams")
         if not row["moved"]:
             wrong.append("nothing was trained")
-        wrong += [f"{key}: no" for key in ("same samples", "checkpoint keys") if not row[key]]
+        wrong += [f"{key}: no" for key in ("same samples", "same states", "checkpoint keys") if not row[key]]
         if row["unpatched loads it"] != "yes":
             wrong.append(f"unpatched code: {row['unpatched loads it']}")
-        near = ("networks", "target networks", "ema", "loss")
-        far = [f"{key} {row[key]:.1e}" for key in near if row["noise"] != "own" and (row[key] or 0) > TOLERANCE]
+        near = ("networks", "target networks", "ema", "moments", "loss")
+        far = [f"{key} {row[key]:.1e}" for key in near if (row[key] or 0) > TOLERANCE]
         limit, why = WHY.get(row["algorithm"], (TOLERANCE, ""))
-        too_far = row["noise"] != "own" and max(row[key] or 0 for key in near) > limit
+        too_far = max(row[key] or 0 for key in near) > limit
         if wrong or too_far:
             out.append(f"{UNEXPLAINED}{where}: {', '.join(wrong + far)}")
         elif far:
@@ -440,22 +409,7 @@ def _table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-EQUAL = {
-    "algorithm": "algorithm",
-    "noise": "noise",
-    "ranks": "ranks",
-    "steps": "steps",
-    "moved": "moved by training",
-    "networks": "networks",
-    "target networks": "target networks",
-    "ema": "EMA",
-    "loss": "losses",
-    "between ranks": "between ranks",
-    "same samples": "same samples",
-    "checkpoint keys": "same keys",
-    "unpatched loads it": "unpatched code loads it",
-}
-PLAIN = {
+COLUMNS = {
     "algorithm": "algorithm",
     "ranks": "ranks",
     "steps": "steps",
@@ -463,22 +417,11 @@ PLAIN = {
     "networks": "networks",
     "target networks": "target networks",
     "ema": "EMA",
+    "moments": "optimizer",
     "loss": "all that is logged",
     "between ranks": "between ranks",
     "same samples": "same samples",
     "same states": "same random streams",
-    "unpatched loads it": "unpatched code loads it",
-}
-OWN_NOISE = {
-    "algorithm": "algorithm",
-    "ranks": "ranks",
-    "steps": "steps",
-    "start": "start",
-    "between ranks": "between ranks",
-    "same samples": "same samples",
-    "streams of noise": "streams of noise",
-    "networks": "networks",
-    "loss": "losses",
     "checkpoint keys": "same keys",
     "unpatched loads it": "unpatched code loads it",
 }
@@ -487,26 +430,13 @@ OWN_NOISE = {
 def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
     """The part of docs/equivalence.md about a release."""
     trained = [row for row in rows if "failed" not in row]
-    equal = [row for row in trained if row["noise"] not in ("own", "plain")]
-    plain = [row for row in trained if row["noise"] == "plain"]
-    own = [row for row in trained if row["noise"] == "own"]
     odd = deviations(rows)
     listed = "\n".join(f"- {line}" for line in odd) if odd else "None."
     return f"""## robomimic {release}
 
 `{command}`, with torch {torch.__version__.split("+")[0]} and Python {sys.version.split()[0]}, gloo on CPU.
 
-### Equal to one process
-
-{_table(equal, EQUAL)}
-
-### With noise of its own on each rank
-
-{_table(own, OWN_NOISE)}
-
-### Equal to the release as it is: not patched, not launched, noise on
-
-{_table(plain, PLAIN)}
+{_table(trained, COLUMNS)}
 
 ### Deviations
 
@@ -518,21 +448,15 @@ PREFACE = """# The same experiment on any number of ranks
 
 Generated by `python -m tests.equivalence --write docs/equivalence.md`; each release has its section.
 
-Every algorithm and head that a release ships is trained by its own, patched trainer, once by a launched world of
-one on the whole batch and once by N ranks on shards of it, from the same seed, with the release's template made
-small (two epochs of ten steps). The numbers are the largest absolute difference of any single weight between the
-two after the last step; "moved by training" is how far the weights went, for scale. "Losses" is the largest
-relative difference of any loss the trainer printed. "Between ranks" is the largest difference of any weight,
-buffer, target or EMA weight between two ranks; it must be 0. "Unpatched code loads it": the release as published,
-with ddpshim out of reach, loads the checkpoint with its own strict `policy_from_checkpoint` and then holds exactly
-the weights in it.
-
-Some algorithms draw noise in each step (VAE samples, random actions, diffusion noise, crops, dropout). By default each
-rank draws its own, which one process would not have drawn (docs/one_process.md has the options by which it would); the
-second table shows what does hold: the same start, the same samples, the same weights on all ranks, as many streams of
-noise as ranks. The first
-table has them with "noise off": every draw is replaced by one number that all samples of the draw share and that
-changes from draw to draw (dropout is left out), so that the equality of everything else can be seen.
+Every algorithm and head that a release ships is trained twice from the same seed, with the release's template made
+small (two epochs of ten steps): once by the release as it is, not patched and not launched, and once by its patched
+trainer on N ranks. Nothing is switched off: VAE samples, random actions, diffusion noise, crops and dropout are drawn
+in both. The numbers are the largest absolute difference of any single weight, target, EMA weight or moment of an
+optimizer after the last step; "moved by training" is how far the weights went, for scale. "All that is logged" is the
+largest relative difference of any number that the trainer printed. "Between ranks" is the largest difference of any
+weight, buffer, target or EMA weight between two ranks; it must be 0. "Same random streams": torch's and numpy's
+generators end in the states of the release. "Unpatched code loads it": the release as published, with ddpshim out of
+reach, loads the checkpoint with its own strict `policy_from_checkpoint` and then holds exactly the weights in it.
 """
 
 
@@ -550,9 +474,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--release", default="0.3.0")
     parser.add_argument("--algo", default="all", help="names from tests/variants.py, or all")
-    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--ranks", default="2,3,4")
     parser.add_argument("--precision", default="float32", choices=["float32", "float64"])
-    parser.add_argument("--noise", default="own,off", choices=["own", "off", "own,off", "own,off,plain", "plain"])
     parser.add_argument("--steps", type=int, default=10, help="gradient steps an epoch; 0: a whole pass")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="keep the runs here")
@@ -571,7 +494,6 @@ def main() -> None:
             args.precision,
             args.steps or None,
             args.epochs,
-            args.noise.split(","),
         )
     where = "DDPSHIM_UPSTREAM=… " if os.environ.get("DDPSHIM_UPSTREAM") else ""
     text = section(args.release, f"{where}python -m tests.equivalence {' '.join(sys.argv[1:])}", rows)

@@ -6,7 +6,6 @@ What, where and when is read from DDPSHIM_FAULT, as KIND:RANK:CALL, for instance
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import resource
@@ -218,14 +217,12 @@ def _break_sync() -> None:
 
 def _break_split() -> None:
     """Give every rank the shard of the main one: the rest of each global batch is seen by nobody."""
-    from ddpshim.data.sampler import Split
+    from ddpshim.data.torchs_order import TorchsBatches
 
-    positions = Split.positions
+    def broken(self: TorchsBatches, batch: list[int]) -> list[int]:
+        return batch[:: self._world.world_size]
 
-    def broken(self: Split, *args: int) -> range:
-        return positions(dataclasses.replace(self, rank=0), *args)
-
-    Split.positions = broken  # type: ignore[method-assign]
+    TorchsBatches._share = broken  # type: ignore[method-assign]
 
 
 def install() -> None:

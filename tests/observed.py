@@ -1,8 +1,8 @@
-"""robomimic's trainer, unchanged, with its samples, noise and final networks written down for each rank.
+"""robomimic's trainer, unchanged, with its samples and final networks written down for each rank.
 
 Started by tests/equivalence.py:
 
-- `python -m tests.observed FOLDER PRECISION NOISE [trainer arguments]` is one process of a training;
+- `python -m tests.observed FOLDER PRECISION [trainer arguments]` is one process of a training;
 - `python -m tests.observed --load FILE` loads checkpoints, with ddpshim made impossible to import.
 
 OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py). Where
@@ -15,9 +15,7 @@ import functools
 import importlib
 import importlib.util
 import json
-import math
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -58,77 +56,7 @@ class _Clock:
         self._ticks += 1 << 10
 
 
-class _Draws:
-    """Counts the random draws of a training from here on; with `hold`, each draw is one number for all samples.
-
-    The number depends on how many draws came before, not on the rank or the size of the shard, so that N ranks
-    and one process compute with the same noise. Draws from a generator of their own (orders of samples) are
-    left alone, dropout is left out.
-    """
-
-    def __init__(self, hold: bool) -> None:
-        self.count = 0
-        self._hold = hold
-        normal = statistics.NormalDist().inv_cdf
-        for owner, name, number in (
-            (torch, "randn", normal),
-            (torch, "randn_like", normal),
-            (torch, "rand", float),
-            (torch, "rand_like", float),
-            (torch, "normal", normal),
-            (torch, "randint", float),
-            (torch, "multinomial", float),
-            (torch.nn.functional, "dropout", float),
-            (torch.Tensor, "normal_", normal),
-            (torch.Tensor, "uniform_", float),
-            (torch.Tensor, "exponential_", lambda u: -math.log(1 - u)),
-        ):
-            setattr(owner, name, self._replaced(name, getattr(owner, name), number))
-
-    def _replaced(self, name: str, original: Callable[..., Any], number: Callable[[float], float]) -> Any:
-        @functools.wraps(original)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("generator") is not None:
-                return original(*args, **kwargs)
-            if name == "dropout":
-                rate, training = _arguments(("input", "p", "training"), (None, 0.5, True), args, kwargs)[1:]
-                self.count += bool(training and rate)
-                return args[0] if self._hold else original(*args, **kwargs)
-            self.count += 1
-            if not self._hold:
-                return original(*args, **kwargs)
-            value = number((self.count * 0.6180339887498949) % 1)
-            if name == "multinomial":
-                shares = args[0].cumsum(-1) / args[0].sum(-1, keepdim=True)
-                index = (shares < value).sum(-1, keepdim=True).clamp(max=args[0].shape[-1] - 1)
-                return index.expand_as(original(*args, **kwargs)).clone()
-            if name == "normal":
-                return args[0] + args[1] * value
-            drawn = original(*args, **kwargs)
-            if name == "randint":
-                bounds = [arg for arg in args[:2] if isinstance(arg, int)]
-                low = kwargs.get("low", bounds[0] if len(bounds) == 2 else 0)
-                high = kwargs.get("high", bounds[-1] if bounds else None)
-                return drawn.fill_(low + int(value * (high - low)))
-            if name == "normal_":
-                mean, std = _arguments(("mean", "std"), (0.0, 1.0), args[1:], kwargs)
-                return drawn.fill_(mean + std * value)
-            if name == "uniform_":
-                low, high = _arguments(("from", "to"), (0.0, 1.0), args[1:], kwargs)
-                return drawn.fill_(low + (high - low) * value)
-            return drawn.fill_(value)
-
-        return draw
-
-
-def _arguments(names: tuple[str, ...], defaults: tuple[Any, ...], args: tuple[Any, ...], kwargs: Any) -> list[Any]:
-    return [
-        args[i] if i < len(args) else kwargs.get(name, default)
-        for i, (name, default) in enumerate(zip(names, defaults))
-    ]
-
-
-def _write_down_networks(out: dict[str, Any], hold_noise: bool, is_plain: bool) -> None:
+def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
     import ddpshim.robomimic.calls as adapter
 
     prepare, end_training = adapter.prepare, adapter.end_training
@@ -136,7 +64,6 @@ def _write_down_networks(out: dict[str, Any], hold_noise: bool, is_plain: bool) 
     def note(model: Any) -> Any:
         out["model"] = model
         out["initial"] = networks(model)
-        out["draws"] = _Draws(hold_noise)
         torch.set_num_threads(1)  # small networks: on busy cores threads wait for each other, ten times slower
         return model
 
@@ -146,9 +73,7 @@ def _write_down_networks(out: dict[str, Any], hold_noise: bool, is_plain: bool) 
         return note(prepare(model))
 
     def observed_end() -> None:
-        out["draws"] = out["draws"].count
         out["states"] = global_states()
-        out["noise"] = torch.randn(4)
         end_training()
 
     if is_plain:  # nothing calls `prepare`
@@ -274,6 +199,19 @@ def networks(model: Any) -> dict[str, torch.Tensor]:
     return out
 
 
+def moments(model: Any) -> dict[str, torch.Tensor]:
+    """What the optimizers of an Algo and of those inside it keep of each parameter, by name."""
+    from ddpshim.robomimic.algo import algos
+
+    out = {}
+    for number, algo in enumerate(algos(model)):
+        for name, optimizer in flat(algo.optimizers).items():
+            for listed, one in enumerate(optimizer if isinstance(optimizer, list) else [optimizer]):
+                held = flat({f"{number}.{name}.{listed}": one.state_dict()["state"]} if one is not None else {})
+                out.update({key: value for key, value in held.items() if isinstance(value, torch.Tensor)})
+    return out
+
+
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """The leaves of nested dictionaries, by dotted path."""
     if not isinstance(tree, dict):
@@ -281,7 +219,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, value in tree.items() for name, leaf in flat(value, f"{prefix}{key}.").items()}
 
 
-def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> None:
+def observe(folder: str, precision: str, arguments: list[str]) -> None:
     """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
@@ -299,14 +237,14 @@ def observe(folder: str, precision: str, noise: str, arguments: list[str]) -> No
 
     record_samples(fetched)
     _write_down_data(out)
-    _write_down_networks(out, noise == "off", is_plain=rank == "plain")
+    _write_down_networks(out, is_plain=rank == "plain")
     if "DDPSHIM_FAULT" in os.environ:
         faults.install()
     sys.argv = ["train.py", *arguments]
     trainer.run_trainer()
     if rank == "plain":
-        out.update(draws=out["draws"].count, states=global_states())
-    out["networks"] = networks(out.pop("model"))
+        out["states"] = global_states()
+    out["networks"], out["moments"] = networks(out["model"]), moments(out.pop("model"))
     torch.save(out, os.path.join(folder, f"observed_{rank}.pt"))
 
 
@@ -341,8 +279,8 @@ def main() -> None:
         found = load(json.loads(Path(sys.argv[2]).read_text()))
         Path(sys.argv[2]).with_suffix(".found.json").write_text(json.dumps(found))
     else:
-        folder, precision, noise, *arguments = sys.argv[1:]
-        observe(folder, precision, noise, arguments)
+        folder, precision, *arguments = sys.argv[1:]
+        observe(folder, precision, arguments)
 
 
 if __name__ == "__main__":

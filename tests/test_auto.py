@@ -128,7 +128,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[tuple
         tree = copy_release(RELEASE, releases, way)
         made = {name: make_run_config(tree, RELEASE, name, folder, 5, 2) for name in ALGORITHMS}
         keys = [(name, size, way) for name in ALGORITHMS for size in sizes]
-        jobs = [(made[name], folder / f"{name}-{size}-{way}", size, "off") for name, size, _ in keys]
+        jobs = [(made[name], folder / f"{name}-{size}-{way}", size) for name, size, _ in keys]
         out.update(zip(keys, train_all(tree, jobs)))
     return out
 
@@ -171,7 +171,7 @@ def test_other_releases_unedited_are_the_patched_ones(
     for how in ("patched", way):
         tree = copy_release(release, releases, how)
         made = [make_run_config(tree, release, name, tmp_path, 5, 2) for name in names]
-        jobs = [(config, tmp_path / f"{name}-{how}", 2, "own") for name, config in zip(names, made)]
+        jobs = [(config, tmp_path / f"{name}-{how}", 2) for name, config in zip(names, made)]
         runs[how] = train_all(tree, jobs)
     for patched, unedited in zip(runs["patched"], runs[way]):
         assert (patched.exit_code, unedited.exit_code) == (0, 0), unedited.log[-3000:]

@@ -18,7 +18,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError
-from ddpshim.job.two_streams import TwoStreams
 from ddpshim.launch import runner
 from ddpshim.launch.runner import Launch
 from ddpshim.trainers.dataparallel import convert
@@ -213,7 +212,7 @@ torch.save(model.state_dict(), "weights.pth")
     assert "a step was made" not in two.logs[1]
 
 
-def test_ranks_draw_alike_but_for_noise_in_training(tmp_path: Path) -> None:
+def test_ranks_draw_alike_but_for_the_rows_of_a_batch_that_is_split(tmp_path: Path) -> None:
     script = """
 class Noisy(Items):
     def __getitem__(self, index):
@@ -227,34 +226,37 @@ loader, other = DataLoader(Noisy(), 8, shuffle=True), DataLoader(Noisy(), 8, shu
 say("alike", draw())
 orders = [], []
 for (a, *_, augmented), (b, *_) in zip(loader, other):
-    say("different", draw() + augmented.tolist())
+    say("alike", draw())
+    say("rows", [torch.rand(len(a)).tolist(), augmented.tolist()])
     orders[0].extend(a.tolist()), orders[1].extend(b.tolist())
     one.eval(), two.eval()
     with torch.no_grad():
-        say("alike", [draw() + augmented.tolist() for *_, augmented in loader])
+        say("alike", [draw() + augmented.tolist() + torch.rand(8, 4).tolist() for *_, augmented in loader])
     one.train()
-    say("different", draw())
+    say("rows", [torch.rand(len(a)).tolist()])
 say("two loaders meet", orders[0] == orders[1])
 for _ in other: pass  # zip left it at its last batch
-say("alike", draw())
+say("alike", torch.rand(4, 8).tolist())
 batch = next(iter(loader))  # and then trained on, again and again
-say("different", draw())
-torch.manual_seed(3)
-for _ in loader: pass
-say("alike", draw())
-for _ in range(2):
-    torch.manual_seed(9)
-    noise = [draw() for _ in loader]
-say("different", noise)
+say("rows", [torch.rand(4).tolist()])
 """
     two = succeeded(run(tmp_path, script, 2))
     alike = [two.said(number, "alike") for number in (0, 1)]
     assert alike[0] == alike[1]
-    assert len(alike[0]) == 8
-    different = list(zip(*(two.said(number, "different") for number in (0, 1))))
-    assert len(different) == 12
-    assert all(mine != theirs for mine, theirs in different)
+    assert len(alike[0]) == 12
+    rows = list(zip(*(two.said(number, "rows") for number in (0, 1))))
+    assert len(rows) == 11
+    for mine, theirs in rows:
+        drawn = [number for part in (*mine, *theirs) for number in part]
+        assert len(set(drawn)) == len(drawn)
     assert two.said(0, "two loaders meet") == [False]
+
+
+@pytest.mark.parametrize("environ", [{"DDPSHIM_ORDER": "computed"}, {"DDPSHIM_NOISE": "per_rank"}])
+def test_another_order_or_noise_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
+    ran = run(tmp_path, "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))", 2, **environ)
+    assert 0 not in ran.exit_codes
+    assert "a script draws its splits of the data and its evaluations on each rank" in ran.logs[0]
 
 
 def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:
@@ -569,29 +571,3 @@ def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatc
     convert._show_gpus(4)
     assert torch.cuda.device_count() == 4
     assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
-
-
-@pytest.mark.unit
-def test_two_streams() -> None:
-    outer = torch.get_rng_state()
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    zero, one = (TwoStreams(number, torch.device("cpu")) for number in (0, 1))
-    first = torch.rand(())
-    zero.use("own")
-    mine = torch.rand(2)
-    assert zero.shared_seed() == 5
-    zero.use("shared")
-    second = torch.rand(())
-    with zero.used("own"):
-        more = torch.rand(1)
-    zero.close()
-    zero.use("own")
-    assert torch.equal(torch.stack([first, second, torch.rand(())]), expected)
-    torch.manual_seed(5)
-    one.use("own")
-    theirs = torch.rand(3)
-    assert not torch.equal(torch.cat([mine, more]), theirs)
-    assert torch.initial_seed() != 5
-    torch.set_rng_state(outer)

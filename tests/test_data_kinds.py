@@ -93,7 +93,7 @@ def _train_kinds(release: str, kinds: dict[str, tuple[str, dict[str, Any]]], fol
     tree, jobs = copy_release(release, releases), []
     for name, kind in kinds.items():
         config = _make_config(release, tree, kind, folder / name, folder)
-        jobs += [(config, folder / name / str(num_ranks), num_ranks, "own") for num_ranks in (1, 2)]
+        jobs += [(config, folder / name / str(num_ranks), num_ranks) for num_ranks in (1, 2)]
     runs = train_all(tree, jobs)
     return dict(zip(kinds, zip(runs[::2], runs[1::2])))
 

@@ -261,12 +261,12 @@ def _rank_seeds(how: str) -> None:
 @pytest.mark.parametrize("how", ["alike", "restored"])
 def test_equal_noise_is_an_error(how: str) -> None:
     with pytest.raises(RankFailure, match=r"ranks \[0, 1\] draw from the same random stream \(torch.initial_seed\(\)"):
-        run_ranks(_rank_seeds, 2, how)
+        run_ranks(_rank_seeds, 2, how, environ={"DDPSHIM_NOISE": "per_rank"})
 
 
 @pytest.mark.parametrize("how", ["by rank", "shared for a while", "shared at first"])
 def test_noise_that_differs_passes(how: str) -> None:
-    run_ranks(_rank_seeds, 2, how)
+    run_ranks(_rank_seeds, 2, how, environ={"DDPSHIM_NOISE": "per_rank"})
 
 
 # Steps on one rank's gradients

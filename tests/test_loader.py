@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 class Side:
     """A rank that shares its process with the others: the main rank acts first, the others read its post."""
 
-    launcher, is_launched, options = "torchrun", True, Options()
+    launcher, is_launched, options = "torchrun", True, Options(order="computed", noise="per_rank")
 
     def __init__(self, rank, world_size, seed, post):
         self.rank, self.world_size, self.seed, self.is_main = rank, world_size, seed, rank == 0

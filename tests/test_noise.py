@@ -43,7 +43,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def _join(**options: Any) -> Any:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a rank may have workers
     ddpshim.cleanup()
-    return ddpshim.setup(seed=SEED, device="cpu", options=Options(order="torch", noise="one_process", **options))
+    return ddpshim.setup(seed=SEED, device="cpu", options=Options(**options))
 
 
 # The draws.
@@ -175,8 +175,8 @@ class _Noisy(Dataset[Any]):
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        random.random(), np.random.rand()
-        return torch.full((6,), index / 50.0), torch.randn(2), index
+        drawn = torch.tensor([random.random(), np.random.rand(), float(torch.randn(()))])
+        return torch.full((6,), index / 50.0), drawn, index
 
 
 def _clean() -> Any:
@@ -280,8 +280,11 @@ def test_ranks_train_what_a_plain_process_trains(kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERWISE)
 def test_what_cannot_be_as_in_one_process_is_alike_on_the_ranks(kind: str) -> None:
     plain = _plain(kind)
-    _check_equal(plain, run_ranks(_rank_trains, 1, kind))
+    if kind == "of the user":
+        plain = run_ranks(_rank_trains, 1, kind)[0]
     ranks = run_ranks(_rank_trains, 2, kind)
+    if kind == "of the user":
+        _check_equal(plain, ranks)
     assert torch.equal(ranks[0][0], ranks[1][0])
     assert torch.equal(ranks[0][2], ranks[1][2])
     steps = [[i for pair in zip(*shares) for i in pair] for shares in zip(ranks[0][1], ranks[1][1])]
@@ -307,26 +310,29 @@ def test_what_the_main_rank_alone_drew_counts_from_the_next_pass_on() -> None:
 # Going on after an interruption.
 
 
-def _rank_goes_on(folder: Path, until: Optional[int], kind: str) -> Any:
+def _rank_goes_on(
+    folder: Path, until: Optional[int], kind: str, every: Optional[int] = None, num_steps: Optional[int] = None
+) -> Any:
     """Train three epochs, or leave as `until` steps were made; what is in `folder` is gone on with."""
-    here = _join(checkpoint_every_s=None, background_save=False)
+    here = _join(checkpoint_every_s=None, checkpoint_every_n_steps=every, background_save=False)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
     net = ddpshim.wrap_parallel(_Net())
-    optimizer, samples, num_steps = torch.optim.Adam(net.parameters(), 1e-3), [], 0
+    optimizer, samples, num_made = torch.optim.Adam(net.parameters(), 1e-3), [], 0
     loader = ddpshim.make_loader(_clean(), **KINDS[kind]())
     training = ddpshim.Resumable(folder, {"net": net, "optimizer": optimizer})
     training.restore()
     for epoch in range(training.epoch, 3):
-        for x, y, index in training.steps(loader, epoch):
+        for x, y, index in training.steps(loader, epoch, num_steps):
             samples.append(index.tolist())
             _step(net, optimizer, x, y)
-            num_steps += 1
-            if num_steps == until and num_steps % len(loader):
+            num_made += 1
+            if num_made == until and (num_made % len(loader) or every):
                 training.step += 1
                 break
-        if num_steps == until:
-            training.save()
+        if num_made == until:
+            if every is None:
+                training.save()
             here.barrier()
             return samples
     return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state()
@@ -348,39 +354,97 @@ def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks
         assert torch.equal(own_state, state)
 
 
+@pytest.mark.parametrize(("until", "num_steps"), [(6, None), (6, 8), (10, 6)])
+def test_saved_between_two_passes_it_goes_on_with_the_order_as_well(
+    until: int, num_steps: Optional[int], tmp_path: Path
+) -> None:
+    whole = run_ranks(_rank_goes_on, 2, tmp_path / "a", None, "shuffled", None, num_steps)
+    run_ranks(_rank_goes_on, 2, tmp_path / "b", until, "shuffled", 4, num_steps)
+    after = run_ranks(_rank_goes_on, 2, tmp_path / "b", None, "shuffled", None, num_steps)
+    for (weights, samples, state), (own_weights, own, own_state) in zip(whole, after):
+        assert own == samples[until // 4 * 4 :]
+        assert torch.equal(own_weights, weights)
+        assert torch.equal(own_state, state)
+
+
 # What goes wrong is said.
 
 
-def _rank_is_refused(case: str) -> str:
+def _rank_is_refused() -> str:
     here = _join()
-    net = ddpshim.wrap_parallel(nn.Linear(6, 1))
     try:
-        if case == "generator":
-            generator = _generator()
-            torch.rand(here.rank, generator=generator)
-            ddpshim.make_loader(_clean(), BATCH, shuffle=True, generator=generator)
-        else:
-            loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
-            (x, _, _), *_ = list(loader)  # all batches first, then the steps
-            net(x.float()).sum().backward()
+        generator = _generator()
+        torch.rand(here.rank, generator=generator)
+        ddpshim.make_loader(_clean(), BATCH, shuffle=True, generator=generator)
     except (DataError, SyncError) as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [("generator", "state of the generator"), ("batch", "is not the current one of a loader of make_loader")],
-)
-def test_what_would_differ_in_silence_is_refused(case: str, text: str) -> None:
-    for said in run_ranks(_rank_is_refused, 2, case):
-        assert text in said
+def test_generators_in_other_states_are_refused() -> None:
+    for said in run_ranks(_rank_is_refused, 2):
+        assert "state of the generator" in said
+
+
+def _rank_steps_later() -> Any:
+    here = _join()
+    net = ddpshim.wrap_parallel(nn.Linear(6, 1))
+    loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        (x, _, _), *_ = list(loader)  # all batches first, then the steps
+        before = torch.randn(4)
+        for _ in range(2):
+            net(x.float()).sum().backward()
+    return before, torch.randn(4), here.gather(torch.initial_seed()), said.getvalue()
+
+
+def test_ranks_that_train_on_batches_of_their_own_draw_their_own_noise_and_say_so() -> None:
+    (before, after, seeds, said), (other_before, other_after, _, nothing) = run_ranks(_rank_steps_later, 2)
+    assert torch.equal(before, other_before)
+    assert not torch.equal(after, other_after)
+    assert seeds[0] == SEED != seeds[1]
+    assert said.count("Linear is trained on batches that are not the current one of a loader of make_loader") == 1
+    assert nothing == ""
+
+
+def _rank_has_batches_of_its_own(how: str) -> Any:
+    here = _join()
+    if how == "shard_iterable":
+        ddpshim.shard_iterable(range(8))
+    else:
+        ddpshim.make_loader(_clean(), 2, already_sharded=True)
+    built = torch.rand(3)
+    ddpshim.wrap_parallel(nn.Linear(2, 1))
+    return built, here.gather(torch.rand(3).tolist())
+
+
+@pytest.mark.parametrize("how", ["shard_iterable", "already_sharded"])
+def test_over_shares_of_its_own_each_rank_draws_its_own_noise_once_networks_are_built(how: str) -> None:
+    ((built, drawn), (other_built, _)) = run_ranks(_rank_has_batches_of_its_own, 2, how)
+    assert torch.equal(built, other_built)
+    assert drawn[0] != drawn[1]
+
+
+def _rank_has_torchs_order_and_its_own_noise() -> Any:
+    _join(noise="per_rank")
+    ddpshim.wrap_parallel(nn.Linear(2, 1))
+    loader = ddpshim.make_loader(_clean(), BATCH, shuffle=True)
+    passes = [[index.tolist() for _, _, index in loader] for _ in range(2)]
+    return passes, torch.rand(3).tolist()
+
+
+def test_torchs_order_leaves_each_rank_its_own_noise() -> None:
+    (first, drawn), (second, other_drawn) = run_ranks(_rank_has_torchs_order_and_its_own_noise, 2)
+    assert drawn != other_drawn
+    assert first[0] != first[1]
+    for own, other in zip(first, second):
+        assert not {i for batch in own for i in batch} & {i for batch in other for i in batch}
 
 
 @pytest.mark.unit
 def test_the_noise_of_one_process_needs_its_order() -> None:
     with pytest.raises(OptionsError, match="the noise of one process belongs to the samples that it draws"):
-        Options(noise="one_process")
+        Options(noise="one_process", order="computed")
 
 
 def _rank_names_lines() -> Any:
@@ -438,20 +502,26 @@ def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> No
 def _rank_augments(num_workers: int) -> Any:
     _join()
     loader = ddpshim.make_loader(_Noisy(), 20, shuffle=True, num_workers=num_workers)
-    return [(noise_of.tolist(), index.tolist()) for _, noise_of, index in loader], torch.get_rng_state()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        batches = [(noise_of.tolist(), index.tolist()) for _, noise_of, index in loader]
+    return batches, torch.get_rng_state(), said.getvalue()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_dataset_draws_is_the_ranks_own_and_leaves_the_streams_of_the_training(num_workers: int) -> None:
+def test_what_a_dataset_draws_depends_on_the_place_of_the_sample_and_leaves_the_streams_of_the_training(
+    num_workers: int,
+) -> None:
     torch.manual_seed(SEED)
     samples = [index.tolist() for _, _, index in DataLoader(_clean(), 20, shuffle=True, drop_last=True)]
     state = torch.get_rng_state()
-    ranks = run_ranks(_rank_augments, 2, num_workers)
-    for rank, (batches, own_state) in enumerate(ranks):
+    ((alone, _, said),) = run_ranks(_rank_augments, 1, 0)
+    assert said.count("_Noisy draws random numbers for a sample: here they depend on the seed") == 1
+    for rank, (batches, own_state, _) in enumerate(run_ranks(_rank_augments, 2, num_workers)):
         assert [index for _, index in batches] == [batch[rank::2] for batch in samples]
         assert torch.equal(own_state, state)
-    drawn = [tuple(row) for batches, _ in ranks for noise_of, _ in batches for row in noise_of]
-    assert len(set(drawn)) == len(drawn)
+        assert [drawn for drawn, _ in batches] == [drawn[rank::2] for drawn, _ in alone]
+    drawn = [number for of_batch, _ in alone for number in of_batch]
+    assert len({tuple(numbers) for numbers in drawn}) == len(drawn)
 
 
 class _Stream(IterableDataset[Any]):

@@ -518,7 +518,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> dict[str, 
         (folder / f"{name} config").mkdir()
         file = make_config(tree, "bc", data, folder / f"{name} config", 10, 2, **settings)
         file.write_text(json.dumps({**json.loads(file.read_text()), "ddpshim": section}))
-        jobs.append((file, folder / name, num_ranks, "own"))
+        jobs.append((file, folder / name, num_ranks))
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("OBSERVED_CLOCK", "1")  # two clocks that are not read at once agree, whatever else runs here
         made = train_all(tree, jobs)

@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from typing import Any, Callable
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.group import ENDS_THREADS
 from ddpshim.model import guard
-from ddpshim.model.parallel import BareModule, DataParallelModule, _with_sync_batchnorm, best_bucket_cap_mb
+from ddpshim.model.parallel import BareModule, DataParallelModule, best_bucket_cap_mb
 from ddpshim.model.reducer import _Pass
 from ddpshim.model.transparent import portable_keys
 from tests import public_api
@@ -430,7 +431,7 @@ def _rank_draws() -> tuple[float, float, float]:
 
 
 def test_streams_are_shared_until_the_wrap_and_differ_after() -> None:
-    ranks = run_ranks(_rank_draws, 4)
+    ranks = run_ranks(_rank_draws, 4, environ={"DDPSHIM_NOISE": "per_rank"})
     built, noise, shared = zip(*ranks)
     assert len(set(built)) == 1
     assert len(set(noise)) == 4
@@ -1025,41 +1026,84 @@ def test_compiling_before_and_after_the_wrap(order: str) -> None:
         assert (p - first).abs().max() < 1e-12
 
 
-def _rank_wants_sync_batchnorm() -> list[str]:
-    out = []
-    for net in (WithBatchNorm(), nn.Linear(2, 2)):
-        try:
-            out.append(type(ddpshim.wrap_parallel(net, sync_batchnorm=True).module).__name__)
-        except SyncError as error:
-            out.append(str(error))
-    return out
+class _Normed(nn.Module):
+    """BatchNorm of both shapes, one of them without weights, and a loss that no scale hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3, momentum=None), nn.ReLU())
+        self.rows = nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.rows(self.pictures(x).flatten(1)).exp() * x.mean((1, 2, 3))[:, None]).mean()
 
 
-def test_sync_batchnorm_on_the_cpu_is_an_error() -> None:
-    for with_norm, without in run_ranks(_rank_wants_sync_batchnorm, 2):
-        assert with_norm.startswith("sync_batchnorm=True, but 'norm' of WithBatchNorm is on the CPU")
-        assert without == "Linear"
+def _pictures() -> torch.Tensor:
+    return (torch.arange(12 * 18, dtype=torch.float64).view(12, 2, 3, 3) * 0.7).sin() + torch.arange(12.0)[
+        :, None, None, None
+    ]
+
+
+def _with_batchnorm(wrap: Callable[[nn.Module], Any], mine: slice) -> Any:
+    torch.manual_seed(1)
+    net = wrap(_Normed().double())
+    losses = []
+    for _ in range(3):
+        loss = net(_pictures()[mine])
+        net.zero_grad()
+        loss.backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+        losses.append(loss.item())
+    alone = net.eval()(_pictures()).item(), nn.BatchNorm2d(2)(torch.ones(2, 2, 1, 1)).abs().max().item()
+    return losses, {key: value.clone() for key, value in net.state_dict().items()}, alone
+
+
+def _rank_has_batchnorm() -> Any:
+    here = ddpshim.world()
+    original = nn.functional.batch_norm
+    out = _with_batchnorm(ddpshim.wrap_parallel, slice(here.rank, None, here.world_size))
+    replaced = nn.functional.batch_norm is not original
+    with torch.no_grad():  # no share of a batch: no collective
+        mean = nn.functional.batch_norm(torch.tensor([[1.0], [3.0 + here.rank]]), None, None, training=True).mean()
+    ddpshim.cleanup()
+    return out, replaced, mean.item(), nn.functional.batch_norm is original
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_batchnorm_normalises_by_the_batch_of_all_ranks(world_size: int) -> None:
+    losses, state, alone = _with_batchnorm(lambda net: net, slice(None))
+    ranks = run_ranks(_rank_has_batchnorm, world_size)
+    for (_, own_state, own_alone), replaced, mean, is_back in ranks:
+        assert replaced
+        assert is_back
+        assert mean == pytest.approx(0, abs=1e-6)
+        assert list(own_state) == list(state)
+        for key, value in state.items():
+            assert (own_state[key] - value).abs().max() < 1e-11, key
+        assert own_alone == pytest.approx(alone, abs=1e-11)
+    means = [sum(of_ranks) / world_size for of_ranks in zip(*(out[0] for out, *_ in ranks))]
+    assert means == pytest.approx(losses, abs=1e-11)
+
+
+def _rank_has_one_sample(sync_batchnorm: bool) -> str:
+    net = ddpshim.wrap_parallel(WithBatchNorm(), sync_batchnorm=sync_batchnorm)
+    try:
+        net.norm(torch.full((1, net.norm.num_features), float(ddpshim.world().rank)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_batchnorm_over_one_sample_of_each_rank() -> None:
+    assert run_ranks(_rank_has_one_sample, 2, True) == ["", ""]
+    assert all("Expected more than 1 value per channel" in said for said in run_ranks(_rank_has_one_sample, 2, False))
 
 
 @pytest.mark.unit
-def test_sync_batchnorm_in_one_process_is_batchnorm() -> None:
-    assert type(ddpshim.wrap_parallel(WithBatchNorm(), sync_batchnorm=True).norm) is nn.BatchNorm1d
-
-
-@pytest.mark.unit
-def test_sync_batchnorm_keeps_parameters_and_keys() -> None:
-    """The conversion alone, on torch's meta device; that it normalises over ranks needs GPUs, and was not tested."""
-    net = nn.ModuleDict({"a": WithBatchNorm(), "b": nn.BatchNorm2d(3)}).to("meta")
-    parameters, keys = list(net.parameters()), list(net.state_dict())
-    converted = _with_sync_batchnorm(net, process_group="theirs")
-    assert converted is net
-    for norm in (net["a"].norm, net["b"]):
-        assert type(norm) is nn.SyncBatchNorm
-        assert norm.process_group == "theirs"
-    assert all(p is q for p, q in zip(net.parameters(), parameters))
-    assert list(net.state_dict()) == keys
-    assert _with_sync_batchnorm(net, process_group="another")["b"].process_group == "theirs"
-    assert type(_with_sync_batchnorm(nn.BatchNorm1d(2).to("meta"), "theirs")) is nn.SyncBatchNorm
+def test_in_one_process_batchnorm_is_torchs() -> None:
+    before = nn.functional.batch_norm
+    ddpshim.wrap_parallel(WithBatchNorm())
+    assert nn.functional.batch_norm is before
 
 
 # One process

@@ -190,13 +190,13 @@ def _enters(kind: str, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_a_pass_entered_in_the_middle_has_the_batches_that_are_left(kind: str) -> None:
-    assert run_ranks(_enters, 2, kind) == [[N // B, True, True, True]] * 2
+    assert run_ranks(_enters, 2, kind, environ={"DDPSHIM_ORDER": "computed"}) == [[N // B, True, True, True]] * 2
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", ["shuffled", "stream"])
 def test_workers_enter_in_the_middle_as_well(kind: str, persistent: bool) -> None:
-    alone = World(launcher="torchrun", seed=0)
+    alone = World(launcher="torchrun", seed=0, options=ddpshim.Options(order="computed"))
     assert _enters(kind, world=alone, num_workers=2, persistent_workers=persistent) == [N // B, True, True, True]
 
 

@@ -47,7 +47,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
         patched: bool = True,
         fault: str = "",
         module: str = "tests.observed",
-        noise: str = "own",
         check: bool = True,
         epochs: int = 2,
         **settings: Any,
@@ -62,7 +61,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
                 tree, variant, folder, folder, settings.pop("steps", 5), settings.pop("epochs"), **settings
             )
             environ = {"DDPSHIM_FAULT": fault} if fault else {}
-            done[name] = train(tree, config, folder / name, num_ranks, "float32", environ, check, module, noise)
+            done[name] = train(tree, config, folder / name, num_ranks, "float32", environ, check, module)
         return done[name]
 
     return run
@@ -83,7 +82,7 @@ def test_act_with_a_backbone_that_one_rank_loads(trainer: Trainer, tmp_path: Pat
         pytest.skip("tonyzhaozh/act at 73071e1, a submodule of the branch, is not beside it under DDPSHIM_UPSTREAM")
     tree = copy_release(RELEASE, tmp_path)
     config = make_run_config(tree, RELEASE, "act", tmp_path, 2, 1)
-    one, two = train_all(tree, [(config, tmp_path / str(n), n, "off") for n in (1, 2)])
+    one, two = train_all(tree, [(config, tmp_path / str(n), n) for n in (1, 2)])
     assert batches(two, 20) == batches(one, 20)
     start, alone = one.observed[0]["initial"], one.observed[0]["networks"]
     moved = [key for key in start if not torch.equal(start[key], alone[key])]
@@ -132,7 +131,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     for kind, (more, ranks) in kinds.items():
         (folder / kind).mkdir()
         config = make_config(tree, "bc_gmm", folder, folder / kind, **{**ROLLOUTS, "train__data": data, **more})
-        jobs += [(config, folder / kind / str(n), n, "own") for n in ranks]
+        jobs += [(config, folder / kind / str(n), n) for n in ranks]
         names += [f"{kind} {n}" for n in ranks]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("DDPSHIM_FAULT", "toy_env::0")
@@ -231,7 +230,7 @@ def test_weights_of_datasets_are_kept_and_errors_computed_once(trainer: Trainer,
         "experiment__mse__every_n_epochs": 1,
         "epochs": 1,
     }
-    one, two = (trainer("bc_transformer_all_steps", n, noise="off", **settings) for n in (1, 2))
+    one, two = (trainer("bc_transformer_all_steps", n, **settings) for n in (1, 2))
     alone, first_half, second_half = (o["batches"]["Train"] for run in (one, two) for o in run.observed)
     assert [sorted(a + b) for a, b in zip(first_half, second_half)] == [sorted(batch) for batch in alone]
     assert [len(batch) for batch in first_half] == [50] * 5

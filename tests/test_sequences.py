@@ -27,6 +27,7 @@ from tests.preloaded import environment
 from tests.preloaded_commands import patience
 
 pytestmark = pytest.mark.robomimic
+COMPUTED = Options(order="computed")
 HERE = SimpleNamespace(
     **{"rank": 0, "world_size": 1, "seed": 1, "is_main": True, "is_launched": True, "options": Options()},
     device=torch.device("cpu"),
@@ -212,7 +213,7 @@ def test_the_data_are_held_once_in_arrays_that_are_handed_in(folder: Path, cache
     assert demos.is_same_batch(copied, other)
 
 
-def _loader(folder: Path, cache_mode: Any, options: Options = HERE.options, **settings: Any) -> Any:
+def _loader(folder: Path, cache_mode: Any, options: Options = COMPUTED, **settings: Any) -> Any:
     dataset = demos.make(folder, cache_mode, seq_length=3)
     world: Any = SimpleNamespace(**{**vars(HERE), "options": options})
     settings = {"batch_size": 4, "shuffle": True, **settings}
@@ -233,7 +234,7 @@ def _is_same_passes(found: list[Any], expected: list[Any]) -> bool:
 @pytest.mark.parametrize("cache_mode", ["all", None])
 def test_passes_that_are_abandoned_leave_nothing_to_the_next(folder: Path, cache_mode: Any) -> None:
     lengths = [3, 1, 8, 2, 8]
-    expected = _passes(_loader(folder, cache_mode, replace(Options(), batched_fetch=False)), lengths)
+    expected = _passes(_loader(folder, cache_mode, replace(COMPUTED, batched_fetch=False)), lengths)
     assert _is_same_passes(_passes(_loader(folder, cache_mode), lengths), expected)
     loader = _loader(folder, cache_mode, num_workers=2, persistent_workers=True, prefetch_factor=3)
     assert loader.collate_fn._mailbox.places.shape[:2] == (2, 3)
@@ -296,7 +297,7 @@ def test_what_robomimics_loaders_are_made_with(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets, "world", lambda: gpu)
     datasets.loader(dataset=known, batch_size=4)
     assert made[-1]["pin_memory"] is True
-    off = SimpleNamespace(**{**vars(gpu), "options": replace(Options(), batched_fetch=False)})
+    off = SimpleNamespace(**{**vars(gpu), "options": replace(COMPUTED, batched_fetch=False)})
     monkeypatch.setattr(datasets, "world", lambda: off)
     datasets.loader(dataset=known, batch_size=4, num_workers=2)
     assert not {"pin_memory", "persistent_workers"} & {*made[-1]}

@@ -175,5 +175,4 @@ WHY = {
         "softmax cancels the bias of attention's keys, whose gradient is rounding, which Adam scales up; all other "
         "weights are within 1e-5",
     ),
-    "bc_image_batchnorm": (float("inf"), "BatchNorm takes its statistics over each rank's shard"),
 }

@@ -17,7 +17,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
-from ddpshim.job.group import cleanup, on_cleanup, world
+from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
 from ddpshim.job.say import count, say
@@ -159,16 +159,21 @@ class Resumable:
         self.epoch, self.step = epoch, start
         self._loader, order, self._order = loader, self._order, None
         if can_enter:
-            loader.set_epoch(epoch * math.ceil(total / length) + start // length, start_step=start % length)
-            loader.restore_order(order, is_inside=start < total and start % length > 0)
+            num_passes, first = divmod(start, length)
+            if order is not None and num_passes and not first:  # torch's sampler may draw once more at the end of it
+                num_passes, first = num_passes - 1, length
+            loader.set_epoch(epoch * math.ceil(total / length) + num_passes, start_step=first)
+            loader.restore_order(order, is_inside=start < total and first > 0)
         return self._left(loader, start, total, can_enter)
 
     def _left(self, loader: Any, start: int, total: int, can_enter: bool) -> Iterator[Any]:
-        batches = iter(loader) if start < total else iter(())
+        batches = iter(loader) if 0 < start < total else iter(())
         for step in range(start, total):
             self.step = step
             if can_enter or step == 0:
                 self._look(_LOCKSTEP_DEADLINE_S)
+            if step == 0:  # not before: who leaves in this look is to draw the order of the epoch as one process does
+                batches = iter(loader)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -315,9 +320,9 @@ class Resumable:
                 "samples would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, also for one process)."
             )
         states, here = found["random"], self._world
-        if here.options.noise == "one_process":
+        self._order = found["order"]
+        if draws_alike():
             restore_rank_states(states[0], here.device)
-            self._order = found["order"]
         elif len(states) == here.world_size:
             restore_rank_states(states[here.rank], here.device)
         else:

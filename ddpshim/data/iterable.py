@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddpshim.data.alike import length
 from ddpshim.data.sampler import EpochCounter, Split
 from ddpshim.errors import DataError
-from ddpshim.job.group import current_or_new_world
+from ddpshim.job.group import current_or_new_world, use_own_batches
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
 from ddpshim.job.world import World
 
@@ -77,6 +77,8 @@ def shard_iterable(
             f"The dataset ({kind}) has {num_items} items for {here.world_size} ranks; some would train on none. Use at "
             f"most {num_items} ranks, or more items."
         )
+    if world is None:
+        use_own_batches()
     split = Split(here.world_size, here.rank, here.world_size, drop_last)
     return ShardedIterable(dataset, split, (here.seed or 0) if seed is None else seed, decode)
 

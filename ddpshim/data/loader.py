@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, default_collate
 from ddpshim.data.fetching import Collate, fetcher_of
 from ddpshim.data.parts import Parts, make_alike
 from ddpshim.errors import DataError
-from ddpshim.job.group import current_or_new_world
+from ddpshim.job import noise
+from ddpshim.job.group import current_or_new_world, draws_alike, use_own_batches
 from ddpshim.job.group import world as current_world
 from ddpshim.job.job import current
 from ddpshim.job.say import count, say
@@ -124,11 +125,10 @@ def make_loader(
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
     loader = make_alike(parts)
     loader.fetches_whole_batches = collate is not None
-    if loader.follows_one_process and here.options.noise == "one_process" and here.world_size > 1:
-        from ddpshim.job import noise
-
+    if already_sharded:
+        use_own_batches()
+    elif here.world_size > 1 and draws_alike():
         noise.share()
-        loader.shares_noise = True
     if collate is not None and hasattr(collate, "expect") and persistent_workers and loader.batch_size:
         collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)

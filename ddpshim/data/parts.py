@@ -24,6 +24,7 @@ from ddpshim.data.sampler import (
 )
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
+from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.say import say
 from ddpshim.job.world import World
@@ -214,11 +215,10 @@ class Parts:
         shown: dict[str, Any],
         **batching: Any,
     ) -> ShardedLoader:
-        worker_seed = derive_seed(self.seed, "rank", self.world.rank)
         global_batch_size = batch_size_per_rank * self.world.world_size if batch_size_per_rank else None
-        made = ShardedLoader(dataset, source, global_batch_size, worker_seed, shown, **batching, **self.options)
-        shares_noise = self.world.options.noise == "one_process" and not self.already_sharded
-        made.follows_one_process = shares_noise or hasattr(source, "sizes")
+        made = ShardedLoader(dataset, source, global_batch_size, self.order_seed, shown, **batching, **self.options)
+        made.deals_shares = not self.already_sharded and self.world is current().world
+        made.rank, made.world_size = self.sharers.rank, self.num_shares
         return made
 
     def _refuse_too_small(self, sized: Any, name: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Sampler, WeightedRandomSampler
 
 from ddpshim import adapters
+from ddpshim.data.augmentation import numbered
 from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
 from ddpshim.errors import DataError
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
@@ -313,7 +314,8 @@ class ShardedSampler(_Epochs, Sampler[Any]):
         if self._drawn is None:
             self.begin(self.epoch)
         assert self._drawn is not None
-        return self.split.batches(self._drawn, self.epochs.start_step)
+        start = self.epochs.start_step
+        return numbered(self.split.batches(self._drawn, start), self.epoch, start)
 
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(self.batches())
@@ -372,7 +374,8 @@ class SplitBatchSampler(_Epochs, Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         if self._batches is None:
             self.begin(self.epoch)
-        return islice(self._batches or [], self.epochs.start_step, None)
+        start = self.epochs.start_step
+        return numbered(islice(self._batches or [], start, None), self.epoch, start)
 
     def __len__(self) -> int:
         return self.num_steps()

@@ -8,9 +8,11 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
+from ddpshim.job import noise
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
 
 if TYPE_CHECKING:
@@ -62,9 +64,9 @@ class ShardedLoader(DataLoader[Any], Enterable):
         super().__init__(dataset, generator=self._of_workers, **options)
         self.global_batch_size = global_batch_size
         self._source = source
-        self._worker_seed = seed
-        self.follows_one_process = False  # in its order, and maybe its noise
-        self.shares_noise = False
+        self._seed = seed
+        self.rank, self.world_size = 0, 1  # among those that share the order
+        self.deals_shares = False  # of the batches of one process
         self.fetches_whole_batches = False  # and so draws nothing for a sample
         # What users read off a loader. torch forbids setting these because its batches are made already; so
         # are ours, and `shown` says how.
@@ -101,22 +103,26 @@ class ShardedLoader(DataLoader[Any], Enterable):
         epoch = self._source.epochs.advance()
         start = self._source.epochs.start_step
         self._source.begin(epoch)
-        source: Any = self._source
-        is_plain = getattr(source, "is_plain", False)
-        self.generator = source.generator if is_plain else self._of_workers
-        if not is_plain:
-            self.generator.manual_seed(derive_seed(self._worker_seed, "workers", epoch, *([start] if start else [])))
-        batches = super().__iter__()
+        sizes = getattr(self._source, "sizes", None)
+        scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
+        self._of_workers.manual_seed(derive_seed(self._seed, "workers", *scope))
+        is_map_style = not isinstance(self.dataset, IterableDataset)
+        shown = self.dataset
+        if is_map_style and not self.fetches_whole_batches:
+            speaks = self.rank == 0 and epoch == 0
+            streams = SampleStreams(shown, derive_seed(self._seed, "samples"), self.rank, self.world_size, speaks)
+            self.__dict__["dataset"] = streams  # for the iterator that torch makes
+        try:
+            batches = super().__iter__()
+        finally:
+            self.__dict__["dataset"] = shown
         if self.num_workers:
             _with_workers.add(batches)
             _dismiss_workers_with(os.getpid())
-        if self.follows_one_process and not is_plain:
-            fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
-            own = PrivateRandom(derive_seed(self._worker_seed, "here", epoch, start)) if fetches_here else None
-            sizes = getattr(source, "sizes", None)
-            next_size = (lambda: self.batch_size) if sizes is None else sizes.popleft
-            return _Pass(batches, next_size, own, self.shares_noise)
-        return batches
+        fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
+        own = PrivateRandom(derive_seed(self._seed, "here", *scope)) if fetches_here else None
+        next_size = (lambda: self.batch_size) if sizes is None else sizes.popleft
+        return _Pass(batches, next_size, own, self.deals_shares)
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -126,26 +132,21 @@ class _Pass:
     """The batches of a pass, between which nothing of the dataset's is drawn from the streams of the training."""
 
     def __init__(
-        self, batches: Any, next_size: Callable[[], Any], own: Optional[PrivateRandom], shares_noise: bool
+        self, batches: Any, next_size: Callable[[], Any], own: Optional[PrivateRandom], deals_shares: bool
     ) -> None:
-        self._batches, self._next_size, self._own = batches, next_size, own
-        self._sharing: Any = None
-        if shares_noise:
-            from ddpshim.job import noise
-
-            self._sharing = noise
+        self._batches, self._next_size, self._own, self._deals_shares = batches, next_size, own, deals_shares
 
     def __iter__(self) -> "_Pass":
         return self
 
     def __next__(self) -> Any:
-        if self._sharing is not None:
-            self._sharing.end_batch()
+        if self._deals_shares:
+            noise.end_batch()
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
         num_rows = self._next_size()
-        if self._sharing is not None and num_rows:
-            self._sharing.begin_batch(num_rows)
+        if self._deals_shares and num_rows:
+            noise.begin_batch(num_rows)
         return batch
 
     def __len__(self) -> int:
@@ -160,6 +161,7 @@ def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
     from ddpshim.job import preemption
 
     preemption.ignore_in_worker()
+    show_dataset_to_worker()
     if start is not None:
         start(worker)
 

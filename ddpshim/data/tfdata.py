@@ -11,7 +11,7 @@ from typing import Any, Optional
 from ddpshim.data import advice
 from ddpshim.data.alike import refuse_unlike
 from ddpshim.errors import DataError
-from ddpshim.job.group import current_or_new_world
+from ddpshim.job.group import current_or_new_world, use_own_batches
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.world import World
 
@@ -50,6 +50,8 @@ def shard_tfdata(
             fewer elements than ranks.
     """
     here = current_or_new_world() if world is None else world
+    if world is None:
+        use_own_batches()
     if hasattr(source, "as_dataset"):
         dataset = source.as_dataset(split=share_of_split(source, split, here, drop_last), **reading)
     elif split is not None or reading:

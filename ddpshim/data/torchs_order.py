@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Optional
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from ddpshim.data.augmentation import Numbered
 from ddpshim.data.sampler import EpochCounter, layers
 from ddpshim.errors import DataError
-from ddpshim.job.random_streams import rank_states, restore_rank_states
+from ddpshim.job.group import draws_alike
+from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
+from ddpshim.job.say import say_once
 from ddpshim.job.world import World
+
+
+@dataclass
+class _Drawn:
+    """A pass: its global batches, and how many samples this rank has in those that were asked for and not yet used."""
+
+    batches: Iterable[Any]
+    epoch: int
+    start_step: int
+    sizes: deque[int] = field(default_factory=deque)
 
 
 class TorchsBatches(Sampler[Any]):
@@ -31,18 +45,14 @@ class TorchsBatches(Sampler[Any]):
     Attributes:
         begun_with: the random streams with which the pass began, the samplers' own generators included.
         begins_with: those with which the next one is to begin, in place of the current ones.
-        is_plain: whether this pass, of a world of one, is left to torch altogether.
-        sizes: the number of samples of this rank in each of the batches that were asked for and not yet used.
     """
 
     def __init__(self, plain: DataLoader[Any], world: World, length: int, epochs: EpochCounter) -> None:
         self.epochs = epochs
         self.begun_with: Optional[dict[str, Any]] = None
         self.begins_with: Optional[dict[str, Any]] = None
-        self.sizes: deque[int] = deque()
-        self.is_plain = False
         self._plain, self._world, self._length = plain, world, length
-        self._batches: Optional[Iterator[Any]] = None
+        self._drawn: Optional[_Drawn] = None
         self._start: list[Any] = []  # of the order: what fills up a last batch that does not split
 
     @property
@@ -53,12 +63,6 @@ class TorchsBatches(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Number the next pass `epoch`, and those after it with the epochs that follow. Local."""
         self.epochs.set(epoch)
-
-    @property
-    def generator(self) -> Optional[torch.Generator]:
-        """What torch draws from in one process; None for the global generator."""
-        generator: Optional[torch.Generator] = self._plain.generator
-        return generator
 
     def num_steps(self) -> int:
         """Return the number of steps of a pass, equal on every rank."""
@@ -74,26 +78,38 @@ class TorchsBatches(Sampler[Any]):
         if here.world_size > 1:
             now = here.broadcast(now)
         begins_with, self.begins_with = self.begins_with, None
-        self.sizes = deque()
-        self.is_plain = here.world_size == 1 and begins_with is None and not self.epochs.start_step
-        if self.is_plain:
-            self.begun_with, self._batches = now, None
-            return
+        own = None if draws_alike() or here.is_main else rank_states(here.device)
         self.begun_with = now if begins_with is None else begins_with
         restore_rank_states(self.begun_with, here.device)
         self.restore_generators(self.begun_with["generators"])
         torch.empty((), dtype=torch.int64).random_(generator=self._plain.generator)  # the seed of torch's workers
-        if here.world_size == 1 or (is_torchs(self._plain.sampler) and is_torchs(self._plain.batch_sampler)):
+        if is_torchs(self._plain.sampler) and is_torchs(self._plain.batch_sampler):
             batches: Iterator[Any] = iter(self._indices())
         else:
-            batches = iter(here.run_on_main(lambda: list(self._indices())))
+            batches = iter(here.run_on_main(self._draw_all))
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
         first = [*islice(batches, 1)]
         self._start = [index for batch in first if isinstance(batch, list) for index in batch[: here.world_size]]
-        batches = islice(chain(first, batches), self.epochs.start_step, None)
-        self._batches = chain([*islice(batches, 1)], batches)  # all that torch draws for the order is drawn by now
-        if begins_with is not None:
-            restore_rank_states(now, here.device)
+        start = self.epochs.start_step
+        # By these all that torch draws for the order is drawn, but for what it may draw at the end.
+        taken = [*islice(chain(first, batches), max(1, min(start + 1, self._length)))]
+        self._drawn = _Drawn(chain(taken[start:], batches), epoch, start)
+        if own is not None or begins_with is not None:
+            restore_rank_states(own or now, here.device)
+
+    def _draw_all(self) -> list[Any]:
+        """What the caller's own sampler gives in a pass; it is told of where it draws after its first index."""
+        indices = iter(self._indices())
+        drawn = [*islice(indices, 1)]
+        before = digest()
+        drawn += indices
+        if before != digest():
+            kind = type(self._plain.sampler if is_torchs(self._plain.batch_sampler) else self._plain.batch_sampler)
+            say_once(
+                f"{kind.__name__} draws random numbers while it is iterated: here at the start of a pass, without a "
+                "launcher between the steps, from the streams that the training draws from. The samples are others"
+            )
+        return drawn
 
     def _generators(self) -> list[torch.Generator]:
         """Those that the caller has given to the loader or to its samplers."""
@@ -115,11 +131,24 @@ class TorchsBatches(Sampler[Any]):
         plain = self._plain
         return plain.sampler if plain.batch_sampler is None else plain.batch_sampler
 
+    @property
+    def sizes(self) -> deque[int]:
+        """Of the pass that was begun last: see `_Drawn`."""
+        assert self._drawn is not None
+        return self._drawn.sizes
+
     def __iter__(self) -> Iterator[Any]:
-        batches, self._batches = self._batches, None
-        for batch in iter(self._indices()) if batches is None else batches:
-            share = self._share(batch) if isinstance(batch, (list, tuple)) else batch
-            self.sizes.append(len(share) if isinstance(share, list) else 1)
+        # torch asks for two iterators of a pass, and iterates over one.
+        drawn = self._drawn if self._drawn is not None else _Drawn(self._indices(), self.epoch, 0)
+        return self._deal(drawn)
+
+    def _deal(self, drawn: _Drawn) -> Iterator[Any]:
+        if drawn is self._drawn:
+            self._drawn = None
+        for step, batch in enumerate(drawn.batches, drawn.start_step):
+            is_many = isinstance(batch, (list, tuple))
+            share = Numbered(self._share(batch), drawn.epoch, step) if is_many else batch
+            drawn.sizes.append(len(share) if isinstance(share, list) else 1)
             yield share
 
     def _share(self, batch: Any) -> list[Any]:

@@ -186,18 +186,43 @@ def cleanup() -> None:
     ended.group = None
 
 
+def draws_alike() -> bool:
+    """Whether ranks draw what one process would draw, since their batches are shares of its. Local."""
+    here = world()
+    return _wants_one_process(here.options) and (here.world_size == 1 or not current().has_own_batches)
+
+
+def _wants_one_process(options: Options) -> bool:
+    return options.order == "torch" and options.noise != "per_rank"
+
+
 def split_random_streams() -> None:
     """Give every rank random streams of its own, once: noise, timesteps and dropout differ from here on.
 
-    Local; nothing the second time, and nothing without a launcher. Derived from `setup`'s seed, else from
-    the seed that torch has. Call it when all networks are built: `wrap_parallel` does.
+    Local; nothing the second time, nothing without a launcher, and nothing where ranks draw what one process would
+    (option noise). Derived from `setup`'s seed, else from the seed that torch has. Call it when all networks are
+    built: `wrap_parallel` does.
     """
     here, job = world(), current()
-    if job.is_split or not here.is_launched or here.options.noise == "one_process":
+    job.has_networks = True
+    if job.is_split or not here.is_launched or draws_alike():
         return
+    job.is_split = True
+    if _wants_one_process(here.options) and here.is_main:
+        return  # it goes on as one process would
     base = here.seed if here.seed is not None else torch.initial_seed()
     seed_own_streams(derive_seed(base, "rank", here.rank))
-    job.is_split = True
+
+
+def use_own_batches() -> None:
+    """Ranks train on batches that are no shares of one process's: each gets its own random streams. Local.
+
+    At once if networks are wrapped, else when the first one is.
+    """
+    job = current()
+    job.has_own_batches = True
+    if job.has_networks:
+        split_random_streams()
 
 
 def new_group() -> Any:

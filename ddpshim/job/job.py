@@ -26,6 +26,8 @@ class Job:
         group: the default process group, where `setup` made it.
         control: the CPU group of World's own collectives.
         timeout: of training collectives, where `setup` made the group.
+        has_networks: whether `wrap_parallel` was called: the weights of the ranks are the main rank's by then.
+        has_own_batches: whether ranks train on batches that are no shares of one process's, each with its own noise.
         is_split: whether ranks have random streams of their own.
         watched: what `failure.arm` has put in place.
         at_end: what `end` calls, the last one first.
@@ -38,7 +40,7 @@ class Job:
         self.group: Any = None
         self.control: Any = None
         self.timeout: Optional[timedelta] = None
-        self.is_split = False
+        self.has_networks = self.has_own_batches = self.is_split = False
         self.watched: Optional[Watched] = None
         self.at_end = contextlib.ExitStack()
         self._numbers: dict[str, int] = {}

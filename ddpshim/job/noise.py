@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddpshim.errors import SyncError
+from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
 from ddpshim.job.replaced import replaced
@@ -99,18 +99,20 @@ class Sharing:
 
     Attributes:
         share: of the batch at hand; None between batches.
+        trains_whole_batches: whether ranks may train on a whole batch each, on which they are to draw alike.
     """
 
     def __init__(self) -> None:
         self.share: Optional[_Share] = None
-        self.is_on = False
+        self.is_on = self.trains_whole_batches = False
         self.named: set[str] = set()  # the lines that were told of
 
 
-def share() -> None:
+def share(trains_whole_batches: bool = False) -> None:
     """Share out the draws of this job from here on, once; `cleanup()` ends it. Local."""
     job = current()
     sharing = job.part(Sharing)
+    sharing.trains_whole_batches |= trains_whole_batches
     if sharing.is_on:
         return
     sharing.is_on = True
@@ -129,13 +131,40 @@ def end_batch() -> None:
     current().part(Sharing).share = None
 
 
-def refuse_without_batch(network: str) -> None:
-    """Raise SyncError where no batch is at hand: all ranks would have drawn the same noise for it. Local."""
-    if current().part(Sharing).share is None:
-        raise SyncError(
-            f"noise=one_process, and the batch that {network} is trained on is not the current one of a loader of "
-            "make_loader; every rank would draw the same noise for other samples. Train on batches as the loader gives "
-            "them, or set noise=per_rank."
+def is_shared() -> bool:
+    """Whether a draw now is a rank's rows of what one process draws. Local."""
+    sharing = current().part(Sharing)
+    return sharing.is_on and sharing.share is not None
+
+
+@contextlib.contextmanager
+def without_batch() -> Iterator[None]:
+    """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""
+    sharing = current().part(Sharing)
+    at_hand, sharing.share = sharing.share, None
+    try:
+        yield
+    finally:
+        sharing.share = at_hand
+
+
+def has_share() -> bool:
+    """Whether what is computed now is a rank's share of a batch. Local."""
+    sharing = current().part(Sharing)
+    return sharing.share is not None or (torch.is_grad_enabled() and not sharing.trains_whole_batches)
+
+
+def begin_training(network: str) -> None:
+    """In the first backward pass: ranks whose batch is no share of one process's draw noise of their own. Local."""
+    sharing = current().part(Sharing)
+    if sharing.share is not None or sharing.trains_whole_batches or not draws_alike():
+        return
+    use_own_batches()
+    here = current().world
+    if here is not None and here.is_main:
+        say(
+            f"{network} is trained on batches that are not the current one of a loader of make_loader: each rank draws "
+            "noise of its own from here on, and one process would draw otherwise (option noise)"
         )
 
 

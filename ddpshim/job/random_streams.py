@@ -84,7 +84,7 @@ class PrivateRandom:
         """Make the global generators this consumer's own until the block is left."""
         outer = global_states()
         if self._states is None:
-            _seed_globals(self._seed)
+            seed_globals(self._seed)
         else:
             restore_global_states(self._states)
         try:
@@ -103,12 +103,22 @@ def global_states() -> dict[str, Any]:
     return states
 
 
-def _seed_globals(seed: int) -> None:
+def digest() -> str:
+    """A hash of `global_states`: it changes with every draw. Local."""
+    states = global_states()
+    torch_state = states.pop("torch").numpy().tobytes() if "numpy" in states else bytes(states.pop("torch").tolist())
+    numpys = states.pop("numpy", ((), b""))
+    parts = (repr(states).encode(), torch_state, bytes(numpys[1]), repr(numpys[2:]).encode())
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+def seed_globals(seed: int) -> None:
+    """Seed what `global_states` returns. Local."""
     random.seed(seed)
     # Not torch.manual_seed, which reseeds the accelerators as well.
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
+        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 1])  # Python's has the two
 
 
 def restore_global_states(states: dict[str, Any]) -> None:

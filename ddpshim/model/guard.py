@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddpshim.errors import SyncError
 from ddpshim.job import events
-from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.group import draws_alike, on_cleanup, world
 from ddpshim.job.job import current
 
 _OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
@@ -184,8 +184,7 @@ class Equality:
         Checksums travel on `device`. Every rank must hold as many tensors: torch's DDP has compared them by now.
         """
         self._module, self._group, self._device, self._is_first = module, group, device, is_first
-        draws_alike = world().options.noise == "one_process"
-        self._num_seeds = 0 if draws_alike else 2 if device.type == "cuda" else 1  # rows that are to differ
+        self._num_seeds = 0  # rows that are to differ
         self._buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
         self._names = [name for name, _ in module.named_parameters()]
         self._ranks: list[int] = dist.get_process_group_ranks(group)
@@ -201,6 +200,7 @@ class Equality:
 
     def start(self, num_reductions: int) -> None:
         """Send this rank's checksums (collective, does not wait)."""
+        self._num_seeds = 0 if draws_alike() else 2 if self._device.type == "cuda" else 1
         names, rows = zip(*self._rows())
         with torch.no_grad():
             mine = torch.stack([torch.stack([x.to(self._device) for x in row]) for row in rows])

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpshim.errors import SyncError
 from ddpshim.job.group import current_or_new_world, new_group, split_random_streams
 from ddpshim.job.world import World
-from ddpshim.model import guard
+from ddpshim.model import batchnorm, guard
 from ddpshim.model.reducer import DistributedModule, broadcast_state, is_first
 from ddpshim.model.transparent import BareModule, Transparent
 
@@ -51,15 +51,14 @@ def wrap_parallel(
         gradient_as_bucket_view: gradients live in the communication buckets (default); saves one copy of them.
         bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
         broadcast_buffers: after each synchronised backward pass buffers become the main rank's (default).
-        sync_batchnorm: BatchNorm layers become torch's SyncBatchNorm, in `module` itself: they normalise by the
-            whole batch, as one process does. On GPUs only. Their forward in training mode is then collective.
+        sync_batchnorm: BatchNorm layers normalise by the batch of all ranks, as one process does (default). Their
+            forward in training mode is then collective. It holds for all networks of the process.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
         process_group: the ranks that share gradients; default all.
         world: default the current one, as `setup()` made it.
 
     Raises:
-        SyncError: parameters on another device than this rank's, or not the same ones on every rank;
-            sync_batchnorm on the CPU.
+        SyncError: parameters on another device than this rank's, or not the same ones on every rank.
     """
     here = world or current_or_new_world()
     if isinstance(module, Transparent):
@@ -86,8 +85,8 @@ def wrap_parallel(
     bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
     if bucket_cap_mb is None:
         bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
-    if _either(sync_batchnorm, given.sync_batchnorm):
-        module = _with_sync_batchnorm(module, process_group)
+    if _either(sync_batchnorm, given.sync_batchnorm) and batchnorm.has_batchnorm(module):
+        batchnorm.sync(process_group)
     if given.guard:
         guard.watch_optimizers()
     wrapped: Any
@@ -111,27 +110,6 @@ def wrap_parallel(
         )
     split_random_streams()
     return wrapped
-
-
-def _with_sync_batchnorm(module: nn.Module, process_group: Any) -> nn.Module:
-    """`module` with SyncBatchNorm for every BatchNorm that it has; parameters and buffers stay the same tensors."""
-    kinds = getattr(nn.modules.batchnorm, "_BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
-    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, kinds)]
-    norms = [(name, child) for name, child in norms if not isinstance(child, nn.SyncBatchNorm)]
-    for name, norm in norms:
-        device = next((t.device for t in (*norm.parameters(), *norm.buffers())), None)
-        if device is not None and device.type == "cpu":
-            raise SyncError(
-                f"sync_batchnorm=True, but '{name}' of {type(module).__name__} is on the CPU, where torch's "
-                "SyncBatchNorm does not run; the first forward would fail. Move the module to a GPU before "
-                "wrap_parallel, drop sync_batchnorm (each rank then normalises by its own part of the batch), or "
-                "use GroupNorm."
-            )
-    if not norms:
-        return module
-    # A group of their own: their messages, sent inside forward and backward, must not cross those of the buckets.
-    group = process_group if process_group is not None else new_group()
-    return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)  # type: ignore[no-any-return]
 
 
 def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:

@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events
-from ddpshim.job.group import on_cleanup, world
+from ddpshim.job import events, noise
+from ddpshim.job.group import on_cleanup
 from ddpshim.job.job import current
 from ddpshim.job.say import say
 from ddpshim.model import guard, seams
@@ -285,10 +285,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self.__dict__["has_unreduced_gradients"] = True
             return False
         self.check_equality()
-        if not self.num_reductions and world().options.noise == "one_process":
-            from ddpshim.job import noise
-
-            noise.refuse_without_batch(type(self.module).__name__)
+        if not self.num_reductions:
+            noise.begin_training(type(self.module).__name__)
         self._reducer.prepare_for_backward([])
         seams.at_end_of_backward(self._finish)
         return True

@@ -17,7 +17,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption
-from ddpshim.job.group import on_cleanup, setup, world
+from ddpshim.job.group import draws_alike, on_cleanup, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, seed_everything
 from ddpshim.job.rank_log import link_log
@@ -143,7 +143,7 @@ class Session:
         batches: Any = loader
         if here.is_launched:
             num_steps = len(loader) if num_steps is None else num_steps
-            if here.options.noise == "per_rank":
+            if not draws_alike():
                 seed_everything(derive_seed(here.seed or 0, "rank", here.rank, phase, epoch))
             if isinstance(loader, Enterable):
                 loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))

@@ -148,12 +148,13 @@ print(f"1, 10 on the first machine and 100, 1000 on the second add up to {sums}"
 assert sums == [11.0, 11.0, 1100.0, 1100.0]
 
 # %% [markdown]
-# ## Two random streams
+# ## One random stream, of which each rank takes its rows
 #
 # All ranks must build the *same* network (and its EMA and target copies), so they need the same seed. But then they
 # must draw *different* noise, timesteps, dropout and augmentation: else four ranks draw the noise of one, and three
-# quarters of it are missing, which no error and no loss curve tells. `setup(seed=...)` is the first stream;
-# `wrap_parallel`, called when the network is built, goes over to the second.
+# quarters of it are missing, which no error and no loss curve tells. With a seed of its own for each rank the noise
+# differs, but it is not what one process would have drawn. While a batch of `make_loader` is trained on, ddpshim draws
+# for the whole batch on every rank, and each rank takes the rows of its samples.
 
 
 # %%
@@ -162,20 +163,24 @@ def draw_noise():
     network = torch.nn.Linear(4, 4)
     before = torch.randn(24)
     ddpshim.wrap_parallel(network)
-    return network.weight.detach().clone(), before, torch.randn(24)
+    for _ in ddpshim.make_loader(range(96), batch_size=96):
+        return network.weight.detach().clone(), before, torch.randn(24)
 
 
 weights, before, after = zip(*run(draw_noise, 4))
 assert all(torch.equal(weight, weights[0]) for weight in weights)
 assert all(torch.equal(noise, before[0]) for noise in before)
-assert len({tuple(noise.tolist()) for noise in after}) == 4
-assert all(torch.equal(noise, again) for noise, (_, _, again) in zip(after, run(draw_noise, 4)))
-print("weights equal on all ranks; noise equal before the wrap, different after it, and the same in the next run")
+torch.manual_seed(1)
+torch.nn.Linear(4, 4), torch.randn(24)  # what one process draws before
+torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does when it is iterated over
+whole = torch.randn(96)
+assert all(torch.equal(noise, whole[rank::4]) for rank, noise in enumerate(after))
+print("weights equal on all ranks; noise for a batch: rank r of 4 has numbers r, r + 4, ... of what one process draws")
 
 
 # %%
 def noise_of_ranks(figure):
-    titles = "before wrap_parallel: one stream, for weights", "after it: a stream for each rank, for noise"
+    titles = "outside of a batch: alike, for weights", "for a batch: each rank its rows of one draw"
     for axes, title, noise in zip(figure.subplots(1, 2), titles, (before, after)):
         axes.imshow(torch.stack(noise).numpy(), cmap="RdBu", vmin=-2.5, vmax=2.5, aspect="auto")
         axes.set(title=title, yticks=range(4), yticklabels=[f"rank {rank}" for rank in range(4)], xlabel="draw")

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 from ddpshim import checkpoint
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
+from ddpshim.job import noise
 from ddpshim.job.group import cleanup, setup
 from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.random_streams import shared_random_streams
@@ -228,8 +229,9 @@ class _Rank:
         """The samples of each batch of two epochs, of this rank's share in `world`."""
         size = self.world.world_size * _BATCH_SIZE_PER_RANK
         dataset = TensorDataset(torch.arange(size * _NUM_STEPS))
-        loader = make_loader(dataset, batch_size=size, shuffle=True, seed=_SEED, world=world, **options)
-        return [[batch[0].tolist() for batch in loader] for _ in range(2)]
+        with shared_random_streams(_SEED):
+            loader = make_loader(dataset, batch_size=size, shuffle=True, seed=_SEED, world=world, **options)
+            return [[batch[0].tolist() for batch in loader] for _ in range(2)]
 
     def training(self) -> str:
         with shared_random_streams(_SEED):
@@ -256,24 +258,31 @@ class _Rank:
         inputs = torch.linspace(-1, 1, size * _NUM_STEPS * 6, dtype=torch.float64).sin().view(-1, 6)
         targets = (3 * inputs).cos().sum(1, keepdim=True)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for batch in make_loader(TensorDataset(inputs, targets), size, shuffle=True, seed=_SEED, world=world):
-            optimizer.zero_grad()
-            net.loss(*(part.to(device) for part in batch)).backward()
-            optimizer.step()
+        with shared_random_streams(_SEED):
+            for batch in make_loader(TensorDataset(inputs, targets), size, shuffle=True, seed=_SEED, world=world):
+                optimizer.zero_grad()
+                net.loss(*(part.to(device) for part in batch)).backward()
+                optimizer.step()
 
     def noise(self) -> str:
-        device = self.world.device
+        device, size = self.world.device, self.world.world_size
         with shared_random_streams(_SEED):
-            shared = self.world.gather(torch.rand(4, device=device).tolist())
-        _expect("draws inside shared_random_streams", shared, shared[:1] * len(shared))
-        drawn = self.world.gather(torch.rand(4, device=device).tolist())
-        twin = drawn.index(drawn[self.world.rank])
-        if twin != self.world.rank:
+            whole = torch.rand(_BATCH_SIZE_PER_RANK * size, device=device)
+            after = torch.rand(1, device=device).item()
+        noise.share()
+        with shared_random_streams(_SEED):
+            noise.begin_batch(_BATCH_SIZE_PER_RANK)
+            drawn = torch.rand(_BATCH_SIZE_PER_RANK, device=device)
+            noise.end_batch()
+            next_number = torch.rand(1, device=device).item()
+        twins = [rank for rank in range(size) if torch.equal(drawn, whole[rank::size])]
+        if twins != [self.world.rank]:
             raise SyncError(
-                f"draws the same noise as rank {twin} ({drawn[twin][0]:.6f}, ...); diffusion steps and dropout would "
-                "repeat, and the batch be worth less. Report this as a bug."
+                f"draws {drawn[0]:.6f}, ... for its samples, and one process {whole[self.world.rank]:.6f}, ...; "
+                "diffusion steps and dropout would be others, or repeat. Report this as a bug."
             )
-        return "every rank has its own, and all the same where they are to share"
+        _expect("the number drawn after a batch", next_number, after)
+        return "every rank draws for its samples what one process draws for them"
 
     def checkpoint(self) -> str:
         path = os.path.join(self.place.folder, "last.pth")

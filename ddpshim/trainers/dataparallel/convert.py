@@ -26,11 +26,11 @@ from torch.utils import data as torch_data
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError, OptionsError, SyncError
-from ddpshim.job.group import cleanup, on_cleanup, setup, split_random_streams, world
-from ddpshim.job.random_streams import derive_seed, seed_everything
+from ddpshim.job import noise
+from ddpshim.job.group import cleanup, draws_alike, on_cleanup, setup, world
+from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
-from ddpshim.job.two_streams import TwoStreams
 from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.parallel import wrap_parallel
@@ -52,7 +52,6 @@ _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", 
 class _State:
     """What the converted names of one program share."""
 
-    streams: TwoStreams
     networks: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # in the program's DataParallels
     training: weakref.WeakSet[DataLoader[Any]] = field(default_factory=weakref.WeakSet)  # their pass has not ended
     checked: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
@@ -82,12 +81,13 @@ def converted(kind: str) -> Iterator[None]:
     # A script without a seed is another run each time, but the same on all ranks: weights, splits of the data.
     seed = setup().broadcast(secrets.randbits(62))
     here = setup(seed=seed)
-    # wrap_parallel would do it, and a script may still build and split after that. See _pass.
-    split_random_streams()
-    seed_everything(seed)
-    _state = _State(TwoStreams(here.rank, here.device))
-    if here.options.noise == "one_process":
-        _state.streams.close()  # one stream, from which each rank takes its rows
+    if not draws_alike():
+        raise OptionsError(
+            f"--convert {kind} with order={here.options.order}, noise={here.options.noise}: a script draws its "
+            "splits of the data and its evaluations on each rank, and they would differ. Leave both options out."
+        )
+    noise.share(trains_whole_batches=True)
+    _state = _State()
     undo = contextlib.ExitStack()
     for module in (nn, torch_parallel, sys.modules["torch.nn.parallel.data_parallel"]):
         undo.enter_context(replaced(module, "DataParallel", DataParallel))
@@ -108,7 +108,6 @@ def converted(kind: str) -> Iterator[None]:
         raise
     finally:
         undo.close()
-        _state.streams.close()
         cleanup()
 
 
@@ -155,15 +154,12 @@ class DataLoader(torch_data.DataLoader[T_co]):
 def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split: bool, trains: bool) -> Iterator[Any]:
     """The batches of one pass over `loader`; collective at its end where it trains.
 
-    While it trains, the rest of the program draws from this rank's own random stream (dropout, noise), and so does a
-    dataset that is split. All else is drawn alike on all ranks: whole passes, also where they shuffle or augment, what
-    an evaluation draws, splits of the data, networks that are built.
+    What is drawn for a batch that is split is each rank's rows of what one process would draw. All else is drawn alike
+    on all ranks: whole passes, also where they shuffle or augment, splits of the data, networks that are built.
     """
-    streams, while_read, while_used = _state.streams, "own" if is_split else "shared", "own" if trains else "shared"
     batches: Any = None
-    try:
+    with contextlib.nullcontext() if is_split else noise.without_batch():
         while True:
-            streams.use(while_read)
             _state.is_reading = True
             try:
                 batches = begin() if batches is None else batches
@@ -175,13 +171,9 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
                 break
             if trains:
                 _state.training.add(loader)
-            streams.use(while_used)
             if trains or not _state.training:  # else it is a look at other data between a batch and its step
                 _state.source, _state.is_split = loader, is_split
             yield batch
-    finally:
-        # A training pass that is left in the middle goes on as far as noise is concerned: with the batch that it gave.
-        streams.use("own" if _state.training else "shared")
     if trains:
         guard.check_equal_steps(f"a pass over the DataLoader of {loader._place}")
 
@@ -207,7 +199,7 @@ def _split(loader: DataLoader[Any]) -> ShardedLoader:
         batching["shuffle"] = True
     else:
         batching["sampler"] = loader.sampler
-    seed = _state.streams.shared_seed() if loader.generator is None else loader.generator.initial_seed()
+    seed = torch.initial_seed() if loader.generator is None else loader.generator.initial_seed()
     _state.num_split += 1  # two datasets of one size are not to be met in one order
     made: Any = make_loader(
         loader.dataset,
@@ -290,11 +282,7 @@ def _watch_losses() -> None:
     def checked(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if _state.is_split:
             _check_loss(self)
-            backward(self, *args, **kwargs)
-        else:
-            # Of a whole batch equal noise is right, which the guard would refuse.
-            with _state.streams.used("own"):
-                backward(self, *args, **kwargs)
+        backward(self, *args, **kwargs)
 
     torch.Tensor.backward = checked  # type: ignore[method-assign]
 

@@ -1,0 +1,123 @@
+"""Has BatchNorm normalise by the batch of all ranks, as one process does, on the CPU as on GPUs.
+
+torch's SyncBatchNorm runs on GPUs alone, and is another class in what is saved. Here layers stay as they are, and
+torch.nn.functional.batch_norm is replaced until `cleanup()`. Means and deviations are put together as Chan, Golub and
+LeVeque do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ddpshim.job import noise
+from ddpshim.job.group import new_group
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+
+
+class _Synced:
+    """Of a job: the ranks over which BatchNorm takes its statistics; none before `sync`."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+
+def has_batchnorm(module: nn.Module) -> bool:
+    """Whether `module` has a layer that takes statistics over the batch in training."""
+    return any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
+
+
+def sync(process_group: Any = None) -> None:
+    """Take BatchNorm's statistics over the ranks of `process_group` (default all) from here on (collective).
+
+    A forward in training mode on a rank's share of a batch is then collective as well.
+    """
+    job = current()
+    synced = job.part(_Synced)
+    if synced.group is not None:
+        return
+    # A group of its own: its messages, sent inside forward and backward, must not cross those of the buckets.
+    synced.group = process_group if process_group is not None else new_group()
+    job.at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm, synced.group)))
+
+
+def _stand_in(original: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def batch_norm(
+        input: torch.Tensor,
+        running_mean: Optional[torch.Tensor],
+        running_var: Optional[torch.Tensor],
+        weight: Optional[torch.Tensor] = None,
+        bias: Optional[torch.Tensor] = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:
+        if not training or not noise.has_share():
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        normed, mean, variance, count = _Normalise.apply(input, eps, group)  # type: ignore[no-untyped-call]
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean), momentum)
+                running_var.lerp_((variance * (count / (count - 1))).to(running_var), momentum)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        if weight is not None:
+            normed = normed * weight.view(shape)
+        result = normed if bias is None else normed + bias.view(shape)
+        return result
+
+    return batch_norm
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / deviation for each channel, over all ranks; also the mean, the variance and the number of values.
+
+    Gradients are those of the sum of the ranks' losses: DDP divides by the number of ranks afterwards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, eps: float, group: Any) -> Any:
+        dimensions = [0, *range(2, x.dim())]
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        mean = wide.mean(dimensions)
+        squares = (wide - _like(mean, x)).square().sum(dimensions)
+        count = x.numel() // x.shape[1]
+        own = torch.cat([mean, squares, mean.new_tensor([float(count)])])
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyones, own, group=group)
+        table = torch.stack(everyones)
+        counts, means = table[:, -1:], table[:, : x.shape[1]]
+        total = counts.sum()
+        if total <= 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+        mean = (means * counts).sum(0) / total
+        variance = (table[:, x.shape[1] : -1].sum(0) + ((means - mean).square() * counts).sum(0)) / total
+        scale = (variance + eps).rsqrt()
+        normed = (wide - _like(mean, x)) * _like(scale, x)
+        ctx.save_for_backward(normed, scale)
+        ctx.group, ctx.total, ctx.dtype = group, total, x.dtype
+        ctx.mark_non_differentiable(mean, variance, total)
+        return normed.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
+        normed, scale = ctx.saved_tensors
+        dimensions = [0, *range(2, normed.dim())]
+        gradient = gradient.to(normed.dtype)
+        sums = torch.stack([gradient.sum(dimensions), (gradient * normed).sum(dimensions)])
+        dist.all_reduce(sums, group=ctx.group)
+        mean, along = sums / ctx.total
+        centred = gradient - _like(mean, normed) - normed * _like(along, normed)
+        return (centred * _like(scale, normed)).to(ctx.dtype), None, None
+
+
+def _like(of_channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return of_channels.view([1, -1] + [1] * (x.dim() - 2))
