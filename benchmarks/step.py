@@ -93,7 +93,7 @@ ARMS: dict[str, Callable[[nn.ModuleDict], nn.Module]] = {
     "ignite": _ignite,
     "accelerate": _accelerate,
     "fabric": _fabric,
-    "ddpshim": lambda nets: Both(ddpshim.wrap_parallel(nets)),
+    "ddpshim": lambda nets: Both(ddpshim.wrap_parallel(nets, sync_batchnorm=False)),  # as the others
 }
 
 

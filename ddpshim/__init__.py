@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ddpshim.job.group import split_random_streams as split_random_streams
     from ddpshim.job.group import world as world
     from ddpshim.job.random_streams import shared_random_streams as shared_random_streams
+    from ddpshim.job.whole_batch import whole_batch as whole_batch
     from ddpshim.job.world import World as World
     from ddpshim.model.accumulation import accumulate as accumulate
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
@@ -64,6 +65,7 @@ _HOMES = {
     "shared_random_streams": "job.random_streams",
     "shard_tfdata": "data.tfdata",
     "unwrap": "model.transparent",
+    "whole_batch": "job.whole_batch",
 }
 
 __all__ = [

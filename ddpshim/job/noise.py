@@ -137,6 +137,12 @@ def is_shared() -> bool:
     return sharing.is_on and sharing.share is not None
 
 
+def num_rows_at_hand() -> Optional[int]:
+    """How many samples of the global batch this rank has; None between batches. Local."""
+    at_hand = current().part(Sharing).share
+    return None if at_hand is None else at_hand.num_rows
+
+
 @contextlib.contextmanager
 def without_batch() -> Iterator[None]:
     """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""

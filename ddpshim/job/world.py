@@ -130,6 +130,38 @@ class World:
         """The mean over ranks (collective); see `sum`. A mean of integers is a float."""
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
+    def mean_over(self, total: torch.Tensor, count: Any) -> torch.Tensor:
+        """The mean over the entries of all ranks, as a loss; `total` is the sum over this rank's (collective).
+
+        A mean over valid entries (padding masks, sample weights, steps that count) divides by a number that differs
+        between ranks; as a rank's own mean, entries weigh more where there are few. On each rank this is W * total
+        over the sum of the counts: its mean over the ranks, and that of its gradients, is the mean over all entries.
+
+        >>> World().mean_over(torch.tensor(6.0), 3)
+        tensor(2.)
+
+        Args:
+            total: a tensor without dimensions, or one value for each of several losses.
+            count: of entries, or the sum of their weights: a number or a tensor.
+        """
+        from ddpshim.job import whole_batch
+
+        return whole_batch.mean_over(self, total, count)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in the order of one process's batch; gradients go back to a row's rank (collective).
+
+        Row j of rank r of W is row j * W + r, as `make_loader` deals samples. For losses that compare samples with
+        each other (InfoNCE) or normalise over the batch: compute them on what is gathered, on every rank. The gradient
+        of a row is the sum over the ranks, of which DDP takes the mean: gradients are those of one process.
+
+        Args:
+            x: (B, ...), of the same shape on every rank. With one process it is returned as it is.
+        """
+        from ddpshim.job import whole_batch
+
+        return whole_batch.all_gather(self, x)
+
     def count(self, name: str, by: int = 0) -> int:
         """What all ranks have added to the counter `name` so far, `by` included. Local: waits for nobody.
 

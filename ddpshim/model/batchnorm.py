@@ -16,8 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpshim.job import noise
-from ddpshim.job.group import new_group
+from ddpshim.job import noise, whole_batch
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
@@ -43,8 +42,7 @@ def sync(process_group: Any = None) -> None:
     synced = job.part(_Synced)
     if synced.group is not None:
         return
-    # A group of its own: its messages, sent inside forward and backward, must not cross those of the buckets.
-    synced.group = process_group if process_group is not None else new_group()
+    synced.group = process_group if process_group is not None else whole_batch.group()
     job.at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm, synced.group)))
 
 

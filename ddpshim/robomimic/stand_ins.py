@@ -367,7 +367,7 @@ TARGETS: dict[str, tuple[_Target, ...]] = {
         _Target(
             "algo_factory",
             _algo_factory,
-            "every network reduced over the ranks, noise of its own for each",
+            "every network reduced over the ranks",
             "algo_name config obs_key_shapes ac_dim device",
         ),
     ),

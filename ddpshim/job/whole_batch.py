@@ -1,0 +1,107 @@
+"""Computes over the batch of all ranks what is no mean of the ranks' means: masked means, coupled samples."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ddpshim.job import noise
+from ddpshim.job.group import new_group, world
+from ddpshim.job.job import current
+from ddpshim.job.world import World
+
+T = TypeVar("T")
+
+
+class _Group:
+    """The process group of what is exchanged in the middle of a forward or backward pass; None before its first use."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+
+def group() -> Any:
+    """The group for messages inside of forward and backward passes: they must not cross those of buckets (collective).
+
+    Collective in the first call alone.
+    """
+    made = current().part(_Group)
+    if made.group is None:
+        made.group = new_group()
+    return made.group
+
+
+def mean_over(here: World, total: torch.Tensor, count: Any) -> torch.Tensor:
+    """See `World.mean_over`."""
+    counted = torch.as_tensor(count, device=total.device).detach().to(total.dtype)
+    if here.world_size == 1:
+        return total / counted
+    counted = counted.clone()
+    dist.all_reduce(counted, group=group())
+    return total * here.world_size / counted
+
+
+def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:
+    """See `World.all_gather`."""
+    if here.world_size == 1:
+        return x
+    gathered: torch.Tensor = _Gather.apply(x, here.rank, here.world_size, group())  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
+    """`loss`, computed on every rank over the batch of all ranks (collective): exactly that of one process.
+
+    For any loss that is no mean over samples: masked or weighted means, samples that are compared with each other,
+    statistics of the batch. Tensors among its arguments whose first dimension is the rank's batch, or a multiple of it,
+    are gathered as `World.all_gather` does; others are handed on. What it draws is drawn alike on all ranks.
+
+    >>> import ddpshim
+    >>> masked = ddpshim.whole_batch(lambda x, mask: (x * mask).sum() / mask.sum())
+    >>> masked(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0]))
+    tensor(2.)
+    """
+
+    @functools.wraps(loss)
+    def over_all(*arguments: Any, **options: Any) -> T:
+        tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
+        num_rows, here = _num_rows(tensors), world()
+        if here.world_size == 1 or num_rows is None:
+            return loss(*arguments, **options)
+
+        def gathered(given: Any) -> Any:
+            if not isinstance(given, torch.Tensor) or not given.dim() or given.shape[0] % num_rows:
+                return given
+            by_sample = given.reshape(num_rows, -1, *given.shape[1:])
+            return all_gather(here, by_sample).reshape(-1, *given.shape[1:])
+
+        with noise.without_batch():
+            return loss(*map(gathered, arguments), **{name: gathered(given) for name, given in options.items()})
+
+    return over_all
+
+
+def _num_rows(tensors: list[torch.Tensor]) -> Optional[int]:
+    """The samples of this rank's batch: of the one at hand, else of the first tensor that has any."""
+    at_hand = noise.num_rows_at_hand()
+    return at_hand or next((given.shape[0] for given in tensors if given.dim() and given.shape[0]), None)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rank: int, world_size: int, among: Any) -> torch.Tensor:
+        ctx.rank, ctx.world_size, ctx.group = rank, world_size, among
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world_size)]
+        dist.all_gather(parts, x.contiguous(), group=among)
+        return torch.stack(parts, 1).reshape(-1, *x.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.rank :: ctx.world_size], None, None, None

@@ -1,0 +1,108 @@
+"""Losses that are no means over samples, against one process: masked means, and samples that are compared."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddpshim
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+BATCH, NUM_STEPS = 12, 4
+
+
+def _data() -> TensorDataset:
+    x = (torch.arange(BATCH * NUM_STEPS * 3 * 4, dtype=torch.float64) * 0.3).sin().view(-1, 3, 4)
+    num_valid = torch.arange(BATCH * NUM_STEPS) % 7 % 4  # of three steps; some samples have none
+    return TensorDataset(x, (torch.arange(3) < num_valid[:, None]).double())
+
+
+def _masked(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return ((out - 1).square().mean(-1) * mask).sum() / mask.sum()
+
+
+def _coupled(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    rows = F.normalize(out.flatten(1), dim=1)
+    noise = torch.randn(len(rows), 2, dtype=rows.dtype).mean()  # of the loss itself, for the batch as it is
+    return F.cross_entropy(rows @ rows.roll(1, 0).T / 0.2, torch.arange(len(rows))) * (1 + noise / 10)
+
+
+def _flattened(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return _masked(out.flatten(0, 1), mask.flatten()) + 0.1 * out.flatten(0, 1)[::5].std()
+
+
+def _by_count(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return ddpshim.world().mean_over(((out - 1).square().mean(-1) * mask).sum(), mask.sum())
+
+
+def _by_gather(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    world = ddpshim.world()
+    return _masked(world.all_gather(out), world.all_gather(mask))
+
+
+# What one process computes, and what does so on ranks.
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "mean_over": (_masked, _by_count),
+    "all_gather": (_masked, _by_gather),
+    "a masked mean over the whole batch": (_masked, ddpshim.whole_batch(_masked)),
+    "samples that are compared": (_coupled, ddpshim.whole_batch(_coupled)),
+    "several rows for a sample": (
+        lambda out, mask: _flattened(out, mask),
+        lambda out, mask: ddpshim.whole_batch(lambda *of_all: _rows(*of_all))(out.flatten(0, 1), mask.flatten()),
+    ),
+}
+
+
+def _rows(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return _masked(out, mask) + 0.1 * out[::5].std()
+
+
+def _train(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], loss: Callable[..., Any]) -> Any:
+    torch.manual_seed(3)
+    net = wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4)).double())
+    optimizer, losses = torch.optim.SGD(net.parameters(), 0.3), []
+    for x, mask in make(_data(), batch_size=BATCH, shuffle=True, drop_last=True):
+        value = loss(net(x), mask)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), losses, torch.get_rng_state()
+
+
+def _rank_trains(name: str, is_whole: bool) -> Any:
+    return _train(ddpshim.make_loader, ddpshim.wrap_parallel, LOSSES[name][is_whole])
+
+
+@pytest.mark.parametrize(("name", "world_size"), [*((name, 2) for name in LOSSES), ("several rows for a sample", 3)])
+def test_a_loss_over_the_whole_batch_is_that_of_one_process(name: str, world_size: int) -> None:
+    weights, losses, state = _train(DataLoader, lambda net: net, LOSSES[name][0])
+    ranks = run_ranks(_rank_trains, world_size, name, True)
+    for own_weights, own_losses, own_state in ranks:
+        assert (own_weights - weights).abs().max() < 1e-13
+        assert torch.equal(own_state, state)
+        if name != "mean_over":
+            assert own_losses == pytest.approx(losses, abs=1e-13)
+    means = [sum(of_ranks) / world_size for of_ranks in zip(*(own for _, own, _ in ranks))]
+    assert means == pytest.approx(losses, abs=1e-13)
+
+
+@pytest.mark.parametrize("name", ["mean_over", "samples that are compared"])
+def test_as_a_mean_of_the_ranks_means_it_is_another(name: str) -> None:
+    weights, _, _ = _train(DataLoader, lambda net: net, LOSSES[name][0])
+    for own_weights, _, _ in run_ranks(_rank_trains, 2, name, False):
+        assert (own_weights - weights).abs().max() > 1e-3
+
+
+@pytest.mark.unit
+def test_with_one_process_nothing_is_gathered() -> None:
+    x = torch.ones(3)
+    assert ddpshim.world().all_gather(x) is x
+    assert ddpshim.world().mean_over(x.sum(), 2) == 1.5
+    assert ddpshim.whole_batch(lambda given, by: given is x and by == 2)(x, by=2)
