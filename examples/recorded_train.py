@@ -1,4 +1,8 @@
-"""robomimic's own trainer, with each rank's samples counted: `recorded_train.py FOLDER [trainer arguments]`."""
+"""robomimic's own trainer, with each rank's samples counted: `recorded_train.py WAY FOLDER [trainer arguments]`.
+
+WAY: "released" is the trainer as it is; "ddpshim" imports ddpshim.auto first; "by_hand" is what a port in an afternoon
+does: a DistributedDataParallel around the networks, a DistributedSampler in the loader.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -24,8 +28,43 @@ def record_samples(seen: Callable[[str, int], None]) -> None:
     _MapDatasetFetcher.fetch = recorded
 
 
+def port_by_hand(arguments: list[str]) -> list[str]:
+    """Wrap robomimic's networks and loaders as guides have it; the trainer's arguments, with a folder for each rank."""
+    import robomimic.algo
+    from torch import distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils import data
+    from torch.utils.data.distributed import DistributedSampler
+
+    dist.init_process_group("gloo")
+    make, loader = robomimic.algo.algo_factory, data.DataLoader
+
+    def make_and_wrap(*args: Any, **options: Any) -> Any:
+        model = make(*args, **options)
+        for name, net in model.nets.items():
+            model.nets[name] = DistributedDataParallel(net)
+        return model
+
+    class Loader(loader):  # type: ignore[misc, valid-type]
+        def __init__(self, dataset: Any, sampler: Any = None, shuffle: bool = False, **options: Any) -> None:
+            super().__init__(dataset, sampler=DistributedSampler(dataset, shuffle=shuffle), **options)
+
+    robomimic.algo.algo_factory, data.DataLoader = make_and_wrap, Loader  # type: ignore[misc]
+    place = arguments.index("--config") + 1
+    config = json.loads(Path(arguments[place]).read_text())
+    if dist.get_rank():  # else all would write the same files
+        config["train"]["output_dir"] += f"_of_rank_{dist.get_rank()}"
+    own = Path(arguments[place]).with_name(f"config_{dist.get_rank()}.json")
+    own.write_text(json.dumps(config))
+    return [*arguments[:place], str(own), *arguments[place + 1 :]]
+
+
 def main() -> None:
-    folder, *arguments = sys.argv[1:]
+    way, folder, *arguments = sys.argv[1:]
+    if way == "ddpshim":
+        import ddpshim.auto  # noqa: F401
+    elif way == "by_hand":
+        arguments = port_by_hand(arguments)
     samples: list[int] = []
     record_samples(lambda _, index: samples.append(index))
     sys.argv = ["train.py", *arguments]

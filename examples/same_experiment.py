@@ -1,10 +1,10 @@
-"""Train the real robomimic on two processes and on one, and put the two runs side by side.
+"""Train the real robomimic in one process as released, on two with ddpshim, and on two as a usual port by hand has it.
 
 python examples/same_experiment.py [--algo bc|bc_rnn_gmm|diffusion_policy] [--steps 1000] [--ranks 2] [--out DIR]
 
 `bc` and `bc_rnn_gmm` train the robomimic that is installed (0.3.0), `diffusion_policy` robomimic 0.5.0 from
-DDPSHIM_UPSTREAM (see patches/README.md). Each is copied, and the copy patched: what is installed stays as it is. Both
-runs are launched by torchrun and consume the same global batches; everything is written under --out.
+DDPSHIM_UPSTREAM (see patches/README.md). No file of it is changed. The reference knows nothing of ddpshim: not patched,
+not launched, its noise on. Everything is written under --out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -43,6 +44,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 DEFAULT_STEPS = {"bc": 1000, "bc_rnn_gmm": 200, "diffusion_policy": 20}
 GLOBAL_BATCH_SIZE = 100
 RUN_DEADLINE_S = 1500
+TOLERANCE = 1e-5  # float32, after the first epoch
+
+
+WIDE = {"algo.actor_layer_dims": [2048, 2048, 2048]}  # its step is compute: 8.5 million weights, 800 samples
+WIDE_BATCH_SIZE, WIDE_STEPS, NUM_ROUNDS = 800, 6, 3
 
 
 @dataclass
@@ -65,13 +71,17 @@ def main() -> None:
     args = parser.parse_args()
     steps, epochs = args.steps or DEFAULT_STEPS[args.algo], 20
     with emptied(args.out.resolve() / args.algo) as out:
-        environ = patched_robomimic(args.algo, out)
-        many = train(args.algo, args.ranks, steps // epochs, epochs, out, environ)
-        one = train(args.algo, 1, steps // epochs, epochs, out, environ)
-        report(args.algo, args.ranks, one, many)
-        picture = draw(args.algo, args.ranks, one, many, out)
-    print(f"\nloss curves: {picture}")
-    sys.exit(one.exit_code or many.exit_code)
+        environ = robomimic_as_released(args.algo)
+        one, many, by_hand = (
+            train(args.algo, way, num_ranks, steps // epochs, epochs, out / way, environ)
+            for way, num_ranks in (("released", 1), ("ddpshim", args.ranks), ("by_hand", args.ranks))
+        )
+        is_same = report(args.algo, args.ranks, one, many, by_hand)
+        picture = draw(args.algo, args.ranks, one, many, by_hand, out)
+        print(f"\nloss curves: {picture}")
+        if args.algo == "bc":
+            compare_speed(args.ranks, out, environ)
+    sys.exit(not is_same)
 
 
 @contextlib.contextmanager
@@ -94,18 +104,13 @@ def emptied(out: Path) -> Iterator[Path]:
         yield out
 
 
-def patched_robomimic(algo: str, out: Path) -> dict[str, str]:
-    """The environment in which `import robomimic` finds a patched copy under `out`."""
-    copy = out / "source"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(released_robomimic(algo), copy / "robomimic", ignore=ignored)
-    where = [str(copy), str(ROOT)]
+def robomimic_as_released(algo: str) -> dict[str, str]:
+    """The environment in which `import robomimic` finds the release."""
+    where = [str(released_robomimic(algo).parent), str(ROOT)]
     if algo == "diffusion_policy" and importlib.util.find_spec("transformers") is None:
         where.append(str(ROOT / "tests" / "stubs"))  # robomimic 0.5.0 loads a language model while it is imported
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(where), "PYTHONUNBUFFERED": "1"}
-    patch = [sys.executable, "-m", "ddpshim", "patch", "apply", "--target", str(copy)]
-    subprocess.run(patch, check=True, env=environ)
-    return environ
+    # A thread for each process: small networks are no faster on more, and on busy cores far slower.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(where), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 def released_robomimic(algo: str) -> Path:
@@ -128,55 +133,65 @@ def released_robomimic(algo: str) -> Path:
     return Path(spec.origin).parent
 
 
-def train(algo: str, num_ranks: int, steps: int, epochs: int, out: Path, environ: dict[str, str]) -> Result:
-    """One training under torchrun, its progress shown as a line an epoch."""
+def train(
+    algo: str, way: str, num_ranks: int, steps: int, epochs: int, folder: Path, environ: dict[str, str], **more: Any
+) -> Result:
+    """One training, its progress shown as a line an epoch. `more`: settings of the config, by dotted path."""
     import torch
 
-    folder = out / f"ranks_{num_ranks}"
     folder.mkdir()
     config = folder / "config.json"
-    config.write_text(json.dumps(make_config(algo, steps, epochs, folder, environ)))
+    config.write_text(json.dumps(make_config(algo, steps, epochs, folder, environ, **more)))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    trainer = [str(ROOT / "examples" / "recorded_train.py"), str(folder), "--config", str(config)]
-    print(f"\n{algo}: {epochs} epochs of {steps} steps on {num_ranks} process{'es' * (num_ranks > 1)}", flush=True)
+    launcher = [] if way == "released" else torchrun
+    trainer = [str(ROOT / "examples" / "recorded_train.py"), way, str(folder), "--config", str(config)]
+    is_shown = not more
+    if is_shown:
+        print(f"\n{algo}, {way}: {epochs} epochs of {steps} steps on {num_ranks} process{'es' * (num_ranks > 1)}")
+        sys.stdout.flush()
     process = subprocess.Popen(
-        [sys.executable, *torchrun, *trainer],
+        [sys.executable, *launcher, *trainer],
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    end, epoch, losses, seconds = time.monotonic() + RUN_DEADLINE_S, 0, [], []
+    end, epoch, losses, seconds = time.monotonic() + RUN_DEADLINE_S, 0, {}, {}
     assert process.stdout is not None
     with open(folder / "output.txt", "w") as log:
         for line in process.stdout:
             log.write(line)
-            if line.startswith("ddpshim: "):
+            if line.startswith("ddpshim: ") and is_shown:
                 print(line, end="", flush=True)
             elif line.startswith("Train Epoch "):
                 epoch = int(line.split()[2])
             elif '"Loss": ' in line:
-                losses.append(float(line.split(": ")[1].rstrip(",\n")))
-                print(f"  epoch {epoch:2d} of {epochs}: loss {losses[-1]:.6f}", flush=True)
+                if epoch not in losses:  # ported by hand, each rank prints its own
+                    losses[epoch] = float(line.split(": ")[1].rstrip(",\n"))
+                    if is_shown:
+                        print(f"  epoch {epoch:2d} of {epochs}: loss {losses[epoch]:.6f}", flush=True)
             elif '"Time_Epoch": ' in line:
-                seconds.append(60 * float(line.split(": ")[1].rstrip(",\n")))
+                seconds.setdefault(epoch, 60 * float(line.split(": ")[1].rstrip(",\n")))
             if time.monotonic() > end:
                 process.kill()
     code = process.wait()
     if code:
         print((folder / "output.txt").read_text()[-5000:])
-        sys.exit(f"the run on {num_ranks} processes ended with exit code {code}")
+        sys.exit(f"the run '{way}' on {num_ranks} processes ended with exit code {code}")
     weights = {}
     for checkpoint in folder.glob("trained/*/*/models/model_epoch_*.pth"):
         model = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"]
-        weights[int(checkpoint.stem.split("_")[-1])] = model.get("nets", model)
+        held = model.get("nets", model)
+        weights[int(checkpoint.stem.split("_")[-1])] = {key.replace(".module.", "."): held[key] for key in held}
     samples = [json.loads((folder / f"samples_{rank}.json").read_text()) for rank in range(num_ranks)]
     # The first epoch warms up; it is left out of the speed.
-    return Result(code, losses, weights, samples, steps * (epochs - 1) / sum(seconds[1:]))
+    return Result(code, [*losses.values()], weights, samples, steps * (epochs - 1) / sum([*seconds.values()][1:]))
 
 
-def make_config(algo: str, steps: int, epochs: int, folder: Path, environ: dict[str, str]) -> dict[str, Any]:
+def make_config(
+    algo: str, steps: int, epochs: int, folder: Path, environ: dict[str, str], **more: Any
+) -> dict[str, Any]:
     """robomimic's own template for the algorithm with the settings of this run."""
     code = "import robomimic; print(robomimic.__path__[0])"
     ran = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
@@ -198,6 +213,7 @@ def make_config(algo: str, steps: int, epochs: int, folder: Path, environ: dict[
         "train.hdf5_load_next_obs": False,
         "observation.modalities.obs.low_dim": LOW_DIM,
         **SETTINGS[algo],
+        **more,
     }
     for dotted, value in settings.items():
         *path, last = dotted.split(".")
@@ -208,41 +224,73 @@ def make_config(algo: str, steps: int, epochs: int, folder: Path, environ: dict[
     return config
 
 
-def report(algo: str, num_ranks: int, one: Result, many: Result) -> None:
-    """Print the two runs side by side."""
-    batches = [set(one.samples[0][i : i + GLOBAL_BATCH_SIZE]) for i in range(0, len(one.samples[0]), GLOBAL_BATCH_SIZE)]
-    share = GLOBAL_BATCH_SIZE // num_ranks
-    joined = [
-        {i for shard in many.samples for i in shard[step * share : (step + 1) * share]} for step in range(len(batches))
-    ]
+def report(algo: str, num_ranks: int, one: Result, many: Result, by_hand: Result) -> bool:
+    """Print the runs side by side; whether the second is the experiment of the first."""
+    size = GLOBAL_BATCH_SIZE
+    batches = [set(one.samples[0][i : i + size]) for i in range(0, len(one.samples[0]), size)]
     rows = [
-        ("", "1 process", f"{num_ranks} processes"),
-        ("exit code", str(one.exit_code), str(many.exit_code)),
-        ("first epoch's loss", f"{one.losses[0]:.8f}", f"{many.losses[0]:.8f}"),
-        ("last epoch's loss", f"{one.losses[-1]:.8f}", f"{many.losses[-1]:.8f}"),
-        ("samples seen", str(len(one.samples[0])), " + ".join(str(len(shard)) for shard in many.samples)),
-        ("steps per second", f"{one.steps_per_s:.1f}", f"{many.steps_per_s:.1f}"),
+        ["", "released", "ddpshim", "ported by hand"],
+        ["processes", "1", str(num_ranks), str(num_ranks)],
+        ["first epoch's loss", *(f"{run.losses[0]:.8f}" for run in (one, many, by_hand))],
+        ["last epoch's loss", *(f"{run.losses[-1]:.8f}" for run in (one, many, by_hand))],
+        ["samples of a step", str(size)],
+        ["steps with the samples of the release", ""],
+        *(
+            [f"largest difference of a weight, {epoch * len(batches) // len(one.losses)} steps", ""]
+            for epoch in sorted(one.weights)
+        ),
+        ["same experiment", ""],
     ]
-    print(f"\n{algo}, the same experiment:")
+    verdicts = []
+    for run in (many, by_hand):
+        share = len(run.samples[0]) // len(batches)
+        joined = [
+            {i for shard in run.samples for i in shard[step * share : (step + 1) * share]}
+            for step in range(len(batches))
+        ]
+        num_same = sum(a == b for a, b in zip(batches, joined))
+        rows[4].append(" + ".join([str(share)] * num_ranks))
+        rows[5].append(f"{num_same} of {len(batches)}")
+        differences = [_difference(one.weights[epoch], run.weights[epoch]) for epoch in sorted(one.weights)]
+        for row, difference in zip(rows[6:], differences):
+            row.append(f"{difference:.1e}")
+        verdicts.append(num_same == len(batches) and differences[0] < TOLERANCE)
+        rows[-1].append("yes" if verdicts[-1] else "no")
+    print(f"\nrobomimic's {algo}:")
     for row in rows:
-        print("  {:<20} {:>16} {:>18}".format(*row))
-    same = sum(a == b for a, b in zip(batches, joined))
-    print(f"  global batches with the same samples: {same} of {len(batches)}")
-    for epoch in sorted(one.weights):
-        pairs = [(value, many.weights[epoch][key]) for key, value in one.weights[epoch].items()]
-        difference = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
-        print(
-            f"  largest difference of a weight after {epoch * len(batches) // len(one.losses)} steps: {difference:.1e}"
-        )
-    if algo == "diffusion_policy":
-        print("  (each rank draws noise of its own: the weights are those of the same run with another draw)")
-    else:
-        print("  (float32 adds in another order, and training amplifies it; in float64 it stays at 1e-15:")
-        print("  python -m tests.equivalence --precision float64 --steps 0 --epochs 1)")
+        print("  {:<46} {:>12} {:>14} {:>16}".format(*row))
+    print(f"  (yes: the samples of every step, and weights within {TOLERANCE:g} after the first epoch. Later training")
+    print(
+        "  amplifies float32's rounding; in float64 it stays at 1e-15: python -m tests.equivalence --precision float64)"
+    )
+    return verdicts[0]
 
 
-def draw(algo: str, num_ranks: int, one: Result, many: Result, out: Path) -> Path:
-    """The loss curves, one process over many, as a PNG."""
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((value.double() - other[key].double()).abs().max()) for key, value in one.items())
+
+
+def compare_speed(num_ranks: int, out: Path, environ: dict[str, str]) -> None:
+    """Steps per second of a wide network, each process on one core, as each would have one GPU; in alternation."""
+    settings = {**WIDE, "train.batch_size": WIDE_BATCH_SIZE}
+    speeds: dict[str, list[float]] = {"released": [], "ddpshim": []}
+    for number in range(NUM_ROUNDS):
+        for way, size in (("released", 1), ("ddpshim", num_ranks)):
+            run = train("bc", way, size, WIDE_STEPS, 3, out / f"{way}_wide_{number}", environ, **settings)
+            speeds[way].append(run.steps_per_s)
+    alone, many = (statistics.median(found) for found in speeds.values())
+    ratios = [b / a for a, b in zip(*speeds.values())]
+    print(
+        f"\na wide bc, one core for each process: {alone:.2f} steps a second on 1 process, {many:.2f} on {num_ranks}:"
+    )
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {NUM_ROUNDS} rounds"
+    print(f"  {statistics.median(ratios):.2f} times as fast ({spread})")
+    if num_ranks > (os.cpu_count() or 1):
+        print(f"  (this machine has {os.cpu_count()} cores for them)")
+
+
+def draw(algo: str, num_ranks: int, one: Result, many: Result, by_hand: Result, out: Path) -> Path:
+    """The loss curves of the three runs, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -250,11 +298,14 @@ def draw(algo: str, num_ranks: int, one: Result, many: Result, out: Path) -> Pat
 
     figure, (curves, gap) = plt.subplots(2, 1, sharex=True, figsize=(7, 5.5), height_ratios=[3, 1])
     epochs = range(1, len(one.losses) + 1)
-    curves.plot(epochs, one.losses, color="tab:orange", linewidth=5, alpha=0.45, label="1 process")
-    curves.plot(epochs, many.losses, color="tab:blue", linewidth=1.5, label=f"{num_ranks} processes")
-    curves.set(ylabel="training loss", title=f"robomimic {algo} on Lift, global batch {GLOBAL_BATCH_SIZE}")
+    curves.plot(epochs, one.losses, color="tab:orange", linewidth=5, alpha=0.45, label="1 process, released")
+    curves.plot(epochs, many.losses, color="tab:blue", linewidth=1.5, label=f"{num_ranks} processes, ddpshim")
+    curves.plot(epochs, by_hand.losses, color="tab:gray", linestyle=":", label=f"{num_ranks} processes, ported by hand")
+    curves.set(ylabel="training loss", title=f"robomimic {algo} on Lift, batch {GLOBAL_BATCH_SIZE}", yscale="log")
     curves.legend(frameon=False)
-    gap.bar(epochs, [abs(a - b) for a, b in zip(one.losses, many.losses)], color="tab:gray")
+    for run, color, shift in ((by_hand, "tab:gray", 0.2), (many, "tab:blue", -0.2)):
+        heights = [max(abs(a - b), 1e-9) for a, b in zip(one.losses, run.losses)]
+        gap.bar([epoch + shift for epoch in epochs], heights, 0.4, color=color)
     gap.set(xlabel="epoch", ylabel="|difference|", yscale="log", xticks=range(0, len(epochs) + 1, 5))
     figure.tight_layout()
     path = out / "loss_curves.png"

@@ -329,21 +329,25 @@ def test_a_failing_command_ends_the_script_with_its_code(ends: str, code: int) -
 
 
 @pytest.mark.robomimic
-def test_the_demo_patches_a_copy(tmp_path: Path) -> None:
+@pytest.mark.launch
+def test_the_demo_tells_the_same_experiment_from_a_port_by_hand(tmp_path: Path) -> None:
     if importlib.util.find_spec("robomimic") is None:
         pytest.skip("robomimic is not installed")
     installed = same_experiment.released_robomimic("bc")
-    before = {path: path.read_bytes() for path in installed.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in installed.rglob("*") if path.suffix == ".py"}
+    environ = same_experiment.robomimic_as_released("bc")
     out = tmp_path / "with space"
-    environ = same_experiment.patched_robomimic("bc", out)
-    assert {path: path.read_bytes() for path in installed.rglob("*") if path.is_file()} == before
-    code = "import importlib.util as u; print(u.find_spec('robomimic').origin)"
-    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    copy = Path(ran.stdout.strip()).parent
-    assert copy == out / "source" / "robomimic"
-    trainer = Path("scripts", "train.py")
-    assert "ddpshim" in (copy / trainer).read_text()
-    assert "ddpshim" not in (installed / trainer).read_text()
+    out.mkdir()
+    one, many, by_hand = (
+        same_experiment.train("bc", way, ranks, 3, 2, out / way, environ, **{"experiment.save.epochs": [1]})
+        for way, ranks in (("released", 1), ("ddpshim", 2), ("by_hand", 2))
+    )
+    assert many.losses == pytest.approx(one.losses, rel=1e-5)
+    assert [len(shard) for shard in many.samples] == [300, 300]
+    assert same_experiment.report("bc", 2, one, many, by_hand)
+    assert not same_experiment.report("bc", 2, one, by_hand, many)
+    assert {path: path.read_bytes() for path in installed.rglob("*") if path.suffix == ".py"} == before
+    assert same_experiment.draw("bc", 2, one, many, by_hand, out).stat().st_size > 10_000
 
 
 def test_a_second_demo_into_the_same_folder_deletes_nothing(tmp_path: Path) -> None:

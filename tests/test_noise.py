@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 import ddpshim
 from ddpshim.errors import DataError, OptionsError, SyncError
-from ddpshim.job import noise
+from ddpshim.job import noise, shares
 from ddpshim.options import Options
 from ddpshim.trainers.session import _Metrics
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
@@ -118,9 +118,9 @@ def _recur(kind: Any, x: torch.Tensor) -> torch.Tensor:
 def _rank_draws(num_rows: int) -> Any:
     here = _join()
     noise.share()
-    noise.begin_batch(num_rows // here.world_size)
+    shares.begin_batch(num_rows // here.world_size)
     drawn = _draws(num_rows // here.world_size, slice(here.rank, None, here.world_size))
-    noise.end_batch()
+    shares.end_batch()
     torch.manual_seed(1)
     return drawn, torch.randn(num_rows // here.world_size)
 
@@ -138,7 +138,7 @@ def test_each_rank_draws_its_rows_of_what_one_process_draws(world_size: int) -> 
 
 
 def test_where_the_batch_stands_in_a_shape() -> None:
-    share = noise._Share(rank=1, world_size=2, num_rows=4)
+    share = shares.Share(rank=1, world_size=2, num_rows=4)
     for shape, where in {
         (4, 7): (0, 1),
         (12, 4): (0, 3),  # three rows for each sample
@@ -456,7 +456,7 @@ def _rank_names_lines() -> Any:
 
 def _names_lines() -> list[int]:
     noise.share()
-    noise.begin_batch(4)
+    shares.begin_batch(4)
     packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)] * 4)
     nn.LSTM(3, 4, 2, dropout=0.5)(packed)
     drawn = torch.poisson(torch.full((4,), 1e5))
@@ -485,7 +485,7 @@ def test_what_cannot_be_drawn_as_in_one_process_is_named() -> None:
 def _rank_draws_much() -> Any:
     _join()
     noise.share()
-    noise.begin_batch(4)
+    shares.begin_batch(4)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         drawn = [torch.randn(30, 31) for _ in range(2)]
     return drawn, torch.get_rng_state(), said.getvalue()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
-from ddpshim.job import noise
+from ddpshim.job import shares
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
 
 if TYPE_CHECKING:
@@ -141,12 +141,12 @@ class _Pass:
 
     def __next__(self) -> Any:
         if self._deals_shares:
-            noise.end_batch()
+            shares.end_batch()
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
         num_rows = self._next_size()
         if self._deals_shares and num_rows:
-            noise.begin_batch(num_rows)
+            shares.begin_batch(num_rows)
         return batch
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
+from ddpshim.job.shares import Share, Sharing
 
 LARGE = 512  # so many numbers at least are worth a word where none of their dimensions is the batch's
 _FACTORIES = ("rand", "randn")
@@ -55,59 +56,6 @@ _NUMPYS = {  # where numpy's functions take `size`
 }
 
 
-class _Share(NamedTuple):
-    """Whose rows of the batch at hand are this rank's."""
-
-    rank: int
-    world_size: int
-    num_rows: int  # of this rank
-
-    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
-        """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
-        if len(shape) and shape[0] and shape[0] % self.num_rows == 0:
-            return 0, shape[0] // self.num_rows
-        return next(((number, 1) for number, size in enumerate(shape) if size == self.num_rows), None)
-
-    def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
-        """`shape` for the global batch."""
-        return [size * self.world_size if i == where[0] else size for i, size in enumerate(shape)]
-
-    def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
-        """This rank's rows of a tensor or array for the global batch."""
-        dimension, num_each = where
-        if num_each == 1:
-            return drawn[(slice(None),) * dimension + (slice(self.rank, None, self.world_size),)]
-        each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[self.rank :: self.world_size]
-        return each.reshape((-1, *drawn.shape[1:]))
-
-    def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
-        """`own` at its rows of the global batch; the others' rows are ones, which every distribution can take."""
-        whole = own.new_ones(self.whole(own.shape, where))
-        dimension, num_each = where
-        if num_each == 1:
-            index = (slice(None),) * dimension + (slice(self.rank, None, self.world_size),)
-            whole[index] = own
-            return whole
-        whole.view(-1, num_each, *own.shape[1:])[self.rank :: self.world_size] = own.reshape(
-            -1, num_each, *own.shape[1:]
-        )
-        return whole
-
-
-class Sharing:
-    """How the draws of a job are shared out, while they are.
-
-    Attributes:
-        share: of the batch at hand; None between batches.
-        trains_whole_batches: whether ranks may train on a whole batch each, on which they are to draw alike.
-    """
-
-    def __init__(self) -> None:
-        self.share: Optional[_Share] = None
-        self.is_on = self.trains_whole_batches = False
-        self.named: set[str] = set()  # the lines that were told of
-
-
 def share(trains_whole_batches: bool = False) -> None:
     """Share out the draws of this job from here on, once; `cleanup()` ends it. Local."""
     job = current()
@@ -117,47 +65,6 @@ def share(trains_whole_batches: bool = False) -> None:
         return
     sharing.is_on = True
     job.at_end.enter_context(_names_replaced(sharing))
-
-
-def begin_batch(num_rows: int) -> None:
-    """From here on this rank trains on `num_rows` of the samples of a global batch. Local."""
-    job = current()
-    assert job.world is not None
-    job.part(Sharing).share = _Share(job.world.rank, job.world.world_size, num_rows)
-
-
-def end_batch() -> None:
-    """No batch is at hand any more: draws are made as they are, alike on all ranks. Local."""
-    current().part(Sharing).share = None
-
-
-def is_shared() -> bool:
-    """Whether a draw now is a rank's rows of what one process draws. Local."""
-    sharing = current().part(Sharing)
-    return sharing.is_on and sharing.share is not None
-
-
-def num_rows_at_hand() -> Optional[int]:
-    """How many samples of the global batch this rank has; None between batches. Local."""
-    at_hand = current().part(Sharing).share
-    return None if at_hand is None else at_hand.num_rows
-
-
-@contextlib.contextmanager
-def without_batch() -> Iterator[None]:
-    """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""
-    sharing = current().part(Sharing)
-    at_hand, sharing.share = sharing.share, None
-    try:
-        yield
-    finally:
-        sharing.share = at_hand
-
-
-def has_share() -> bool:
-    """Whether what is computed now is a rank's share of a batch. Local."""
-    sharing = current().part(Sharing)
-    return sharing.share is not None or (torch.is_grad_enabled() and not sharing.trains_whole_batches)
 
 
 def begin_training(network: str) -> None:
@@ -315,6 +222,7 @@ def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
             return original(input, p, training, *inplace, **more)
         where = sharing.share.dimension(input.shape)
         if where is None:
+            _name_alike(sharing, input.shape)
             return original(input, p, training, *inplace, **more)
         kept = sharing.share.rows(original(_template(sharing.share, input, where), p, True), where)
         return input.mul_(kept) if any((*inplace, more.get("inplace"))) else input * kept
@@ -330,6 +238,7 @@ def _of_the_whole(sharing: Sharing, original: Callable[..., Any]) -> Callable[..
             return original(*arguments, **options)
         where = at_hand.dimension(tensors[0].shape)
         if where is None:
+            _name_alike(sharing, tensors[0].shape)
             return original(*arguments, **options)
 
         num_dimensions = tensors[0].dim()
@@ -407,6 +316,7 @@ def _sized(sharing: Sharing, original: Callable[..., Any], position: int) -> Cal
         shape = tuple(size) if isinstance(size, (tuple, list)) else (int(size),)
         where = sharing.share.dimension(shape)
         if where is None:
+            _name_alike(sharing, shape)
             return original(*arguments, **options)
         options["size"] = tuple(sharing.share.whole(shape, where))
         return sharing.share.rows(original(*arguments[:position], **options), where)
@@ -418,13 +328,14 @@ def _of_dimensions(sharing: Sharing, original: Callable[..., Any]) -> Callable[.
     def draw(*shape: int) -> Any:
         where = None if sharing.share is None or not shape else sharing.share.dimension(shape)
         if sharing.share is None or where is None:
+            _name_alike(sharing, shape)
             return original(*shape)
         return sharing.share.rows(original(*sharing.share.whole(shape, where)), where)
 
     return draw
 
 
-def _template(at_hand: _Share, like: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
     """Ones for the global batch, in the layout of `like`: torch draws in the order in which memory is laid out."""
     whole = at_hand.whole(like.shape, where)
     strides = like.stride()
@@ -447,6 +358,13 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
     _name(sharing, f"draws {sizes} numbers, and none of these is the batch ({num_rows})", "each rank's own")
     with shared_random_streams(derive_seed(sharing.share.rank, str(drawn.reshape(-1)[:4].tolist()))):
         return draw()
+
+
+def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
+    """Name a draw without the batch in its shape that is alike on all ranks, where it is large."""
+    if sharing.share is not None and math.prod(shape) >= LARGE:
+        sizes, num_rows = " x ".join(map(str, shape)), sharing.share.num_rows
+        _name(sharing, f"draws for {sizes} numbers, and none of these is the batch ({num_rows})", "alike on all ranks")
 
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ddpshim.job import noise
+from ddpshim.job import shares
 from ddpshim.job.group import new_group, world
 from ddpshim.job.job import current
 from ddpshim.job.world import World
@@ -79,7 +79,7 @@ def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
             by_sample = given.reshape(num_rows, -1, *given.shape[1:])
             return all_gather(here, by_sample).reshape(-1, *given.shape[1:])
 
-        with noise.without_batch():
+        with shares.without_batch():
             return loss(*map(gathered, arguments), **{name: gathered(given) for name, given in options.items()})
 
     return over_all
@@ -87,7 +87,7 @@ def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
 
 def _num_rows(tensors: list[torch.Tensor]) -> Optional[int]:
     """The samples of this rank's batch: of the one at hand, else of the first tensor that has any."""
-    at_hand = noise.num_rows_at_hand()
+    at_hand = shares.num_rows_at_hand()
     return at_hand or next((given.shape[0] for given in tensors if given.dim() and given.shape[0]), None)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpshim.job import noise, whole_batch
+from ddpshim.job import shares, whole_batch
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
@@ -58,7 +58,7 @@ def _stand_in(original: Callable[..., Any], group: Any) -> Callable[..., Any]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        if not training or not noise.has_share():
+        if not training or not shares.has_share():
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
         normed, mean, variance, count = _Normalise.apply(input, eps, group)  # type: ignore[no-untyped-call]
         if running_mean is not None and running_var is not None:

@@ -79,8 +79,8 @@ def _tensors(batch: Any) -> Iterator[Any]:
 
 def streams() -> dict[str, int]:
     """Where each random stream of this process stands; nothing where ddpshim gives ranks rows of what is drawn."""
-    noise: Any = sys.modules.get("ddpshim.job.noise")
-    if noise is not None and noise.is_shared():
+    shares: Any = sys.modules.get("ddpshim.job.shares")
+    if shares is not None and shares.is_shared():
         return {}
     import torch
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from ddpshim import checkpoint
 from ddpshim.data.loader import make_loader
 from ddpshim.errors import CheckpointError, DataError, DdpShimError, SyncError, WorldError
-from ddpshim.job import noise
+from ddpshim.job import noise, shares
 from ddpshim.job.group import cleanup, setup
 from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.random_streams import shared_random_streams
@@ -271,9 +271,9 @@ class _Rank:
             after = torch.rand(1, device=device).item()
         noise.share()
         with shared_random_streams(_SEED):
-            noise.begin_batch(_BATCH_SIZE_PER_RANK)
+            shares.begin_batch(_BATCH_SIZE_PER_RANK)
             drawn = torch.rand(_BATCH_SIZE_PER_RANK, device=device)
-            noise.end_batch()
+            shares.end_batch()
             next_number = torch.rand(1, device=device).item()
         twins = [rank for rank in range(size) if torch.equal(drawn, whole[rank::size])]
         if twins != [self.world.rank]:

@@ -26,7 +26,7 @@ from torch.utils import data as torch_data
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError, OptionsError, SyncError
-from ddpshim.job import noise
+from ddpshim.job import noise, shares
 from ddpshim.job.group import cleanup, draws_alike, on_cleanup, setup, world
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.replaced import replaced
@@ -158,7 +158,7 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
     on all ranks: whole passes, also where they shuffle or augment, splits of the data, networks that are built.
     """
     batches: Any = None
-    with contextlib.nullcontext() if is_split else noise.without_batch():
+    with contextlib.nullcontext() if is_split else shares.without_batch():
         while True:
             _state.is_reading = True
             try:

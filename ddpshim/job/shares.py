@@ -1,0 +1,108 @@
+"""Knows which rows of the batch at hand are this rank's.
+
+`make_loader` deals out the batches of one process: row j of rank r of W is row j * W + r.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from ddpshim.job.job import current
+
+
+class Share(NamedTuple):
+    """Which rows of a batch are a rank's."""
+
+    rank: int
+    world_size: int
+    num_rows: int  # of this rank
+
+    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
+        """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
+        if len(shape) and shape[0] and shape[0] % self.num_rows == 0:
+            return 0, shape[0] // self.num_rows
+        return next(((number, 1) for number, size in enumerate(shape) if size == self.num_rows), None)
+
+    def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
+        """`shape` for the global batch."""
+        return [size * self.world_size if i == where[0] else size for i, size in enumerate(shape)]
+
+    def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
+        """This rank's rows of a tensor or array for the global batch."""
+        dimension, num_each = where
+        if num_each == 1:
+            return drawn[(slice(None),) * dimension + (slice(self.rank, None, self.world_size),)]
+        each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[self.rank :: self.world_size]
+        return each.reshape((-1, *drawn.shape[1:]))
+
+    def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+        """`own` at its rows of the global batch; the others' rows are ones, which every distribution can take."""
+        whole = own.new_ones(self.whole(own.shape, where))
+        dimension, num_each = where
+        if num_each == 1:
+            index = (slice(None),) * dimension + (slice(self.rank, None, self.world_size),)
+            whole[index] = own
+            return whole
+        whole.view(-1, num_each, *own.shape[1:])[self.rank :: self.world_size] = own.reshape(
+            -1, num_each, *own.shape[1:]
+        )
+        return whole
+
+
+class Sharing:
+    """How the draws of a job are shared out, while they are.
+
+    Attributes:
+        share: of the batch at hand; None between batches.
+        trains_whole_batches: whether ranks may train on a whole batch each, on which they are to draw alike.
+    """
+
+    def __init__(self) -> None:
+        self.share: Optional[Share] = None
+        self.is_on = self.trains_whole_batches = False
+        self.named: set[str] = set()  # the lines that were told of
+
+
+def begin_batch(num_rows: int) -> None:
+    """From here on this rank trains on `num_rows` of the samples of a global batch. Local."""
+    job = current()
+    assert job.world is not None
+    job.part(Sharing).share = Share(job.world.rank, job.world.world_size, num_rows)
+
+
+def end_batch() -> None:
+    """No batch is at hand any more: draws are made as they are, alike on all ranks. Local."""
+    current().part(Sharing).share = None
+
+
+def is_shared() -> bool:
+    """Whether a draw now is a rank's rows of what one process draws. Local."""
+    sharing = current().part(Sharing)
+    return sharing.is_on and sharing.share is not None
+
+
+def num_rows_at_hand() -> Optional[int]:
+    """How many samples of the global batch this rank has; None between batches. Local."""
+    at_hand = current().part(Sharing).share
+    return None if at_hand is None else at_hand.num_rows
+
+
+@contextlib.contextmanager
+def without_batch() -> Iterator[None]:
+    """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""
+    sharing = current().part(Sharing)
+    at_hand, sharing.share = sharing.share, None
+    try:
+        yield
+    finally:
+        sharing.share = at_hand
+
+
+def has_share() -> bool:
+    """Whether what is computed now is a rank's share of a batch. Local."""
+    sharing = current().part(Sharing)
+    return sharing.share is not None or (torch.is_grad_enabled() and not sharing.trains_whole_batches)
