@@ -31,6 +31,7 @@ from ddpshim.job.say import say
 from ddpshim.job.shares import Share, Sharing
 
 LARGE = 512  # so many numbers at least are worth a word where none of their dimensions is the batch's
+_bernoulli_ = torch.Tensor.bernoulli_
 _FACTORIES = ("rand", "randn")
 _LIKE = ("rand_like", "randn_like", "randint_like")
 _IN_PLACE = ("normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_", "bernoulli_")
@@ -224,7 +225,11 @@ def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
         if where is None:
             _name_alike(sharing, input.shape)
             return original(input, p, training, *inplace, **more)
-        kept = sharing.share.rows(original(_template(sharing.share, input, where), p, True), where)
+        whole = _template(sharing.share, input, where)
+        if input.device.type == "cpu":  # as torch computes it there, but the scale of the rank's own rows only
+            kept = sharing.share.rows(_bernoulli_(whole, 1 - p), where) / (1 - p)
+        else:
+            kept = sharing.share.rows(original(whole, p, True), where)
         return input.mul_(kept) if any((*inplace, more.get("inplace"))) else input * kept
 
     return drop
