@@ -32,6 +32,12 @@ from tests.variants import IMAGE_KEY, IMAGE_SIZE, VARIANTS, WHY, is_shipped
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data" / "lift_scripted200_train.hdf5"
 RUN_DEADLINE_S = 300
+VALIDATION = {
+    "experiment__validate": True,
+    "experiment__validation_epoch_every_n_steps": 3,
+    "train__hdf5_filter_key": "train",
+    "train__hdf5_validation_filter_key": "valid",
+}
 NUM_SAMPLES_A_STEP = 100  # the global batch size where a variant states none
 TOLERANCE = 1e-5  # float32, after 20 steps
 UNEXPLAINED = "**unexplained** "
@@ -296,7 +302,7 @@ def difference(one: Run, other: Run) -> dict[str, Any]:
     return {
         "algorithm": other.folder.name.split("-")[0],
         "ranks": len(weights),
-        "steps": len(batches(other, size)),
+        "steps": len(batches(other, size, "train")),
         "moved": largest(start, alone, "networks"),
         **{kind: largest(alone, weights[0], kind) for kind in ("networks", "target networks", "ema")},
         "moments": largest_difference(one.observed[0]["moments"], other.observed[0]["moments"]),
@@ -304,11 +310,12 @@ def difference(one: Run, other: Run) -> dict[str, Any]:
         "between ranks": max(largest_difference(weights[0], held) for held in weights),
         "loss": max(
             abs(a[key] - b[key]) / max(1.0, abs(a[key]))
-            for a, b in zip(one.metrics(), other.metrics())
+            for phase in ("Train", "Validation")
+            for a, b in zip(one.metrics(phase), other.metrics(phase))
             for key in a
             if not key.startswith("Time_")
         ),
-        "same samples": batches(other, size) == batches(one, size),
+        "same samples": all(batches(other, size, key) == batches(one, size, key) for key in one.observed[0]["samples"]),
         "same states": all(
             torch.equal(observed["states"]["torch"], one.observed[0]["states"]["torch"])
             and np.array_equal(observed["states"]["numpy"][1], one.observed[0]["states"]["numpy"][1])
@@ -335,7 +342,10 @@ def compare(
     tree = copy_release(release, releases or folder)
     plain = copy_release(release, releases or folder, "plain")
     sizes = {v: 24 if "train.batch_size" in VARIANTS[v][1] else 96 for v in variants}  # 2, 3 and 4 ranks divide them
-    made = {v: make_run_config(tree, release, v, folder, steps, epochs, train__batch_size=sizes[v]) for v in variants}
+    made = {
+        v: make_run_config(tree, release, v, folder, steps, epochs, train__batch_size=sizes[v], **VALIDATION)
+        for v in variants
+    }
     jobs: list[Any] = [(made[v], folder / f"{v}-plain-{precision}", None) for v in variants]
     alone = dict(zip(variants, train_all(plain, jobs, precision)))
     for run in alone.values():

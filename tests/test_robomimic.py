@@ -10,6 +10,7 @@ import torch
 
 from ddpshim.trainers.patching import files as patching
 from tests.equivalence import (
+    VALIDATION,
     Run,
     batches,
     copy_release,
@@ -70,14 +71,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
 
     _require(RELEASE)
     return run
-
-
-VALIDATION = {
-    "experiment__validate": True,
-    "experiment__validation_epoch_every_n_steps": 3,
-    "train__hdf5_filter_key": "train",
-    "train__hdf5_validation_filter_key": "valid",
-}
 
 
 def _check_equal(one: Run, many: Run, tolerance: float) -> None:
