@@ -149,33 +149,33 @@ def train(
     if is_shown:
         print(f"\n{algo}, {way}: {epochs} epochs of {steps} steps on {num_ranks} process{'es' * (num_ranks > 1)}")
         sys.stdout.flush()
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *launcher, *trainer],
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    end, epoch, losses, seconds = time.monotonic() + RUN_DEADLINE_S, 0, {}, {}
-    assert process.stdout is not None
-    with open(folder / "output.txt", "w") as log:
-        for line in process.stdout:
-            log.write(line)
-            if line.startswith("ddpshim: ") and is_shown:
-                print(line, end="", flush=True)
-            elif line.startswith("Train Epoch "):
-                epoch = int(line.split()[2])
-            elif '"Loss": ' in line:
-                if epoch not in losses:  # ported by hand, each rank prints its own
-                    losses[epoch] = float(line.split(": ")[1].rstrip(",\n"))
-                    if is_shown:
-                        print(f"  epoch {epoch:2d} of {epochs}: loss {losses[epoch]:.6f}", flush=True)
-            elif '"Time_Epoch": ' in line:
-                seconds.setdefault(epoch, 60 * float(line.split(": ")[1].rstrip(",\n")))
-            if time.monotonic() > end:
-                process.kill()
-    code = process.wait()
+    ) as process:
+        end, epoch, losses, seconds = time.monotonic() + RUN_DEADLINE_S, 0, {}, {}
+        assert process.stdout is not None
+        with open(folder / "output.txt", "w") as log:
+            for line in process.stdout:
+                log.write(line)
+                if line.startswith("ddpshim: ") and is_shown:
+                    print(line, end="", flush=True)
+                elif line.startswith("Train Epoch "):
+                    epoch = int(line.split()[2])
+                elif '"Loss": ' in line:
+                    if epoch not in losses:  # ported by hand, each rank prints its own
+                        losses[epoch] = float(line.split(": ")[1].rstrip(",\n"))
+                        if is_shown:
+                            print(f"  epoch {epoch:2d} of {epochs}: loss {losses[epoch]:.6f}", flush=True)
+                elif '"Time_Epoch": ' in line:
+                    seconds.setdefault(epoch, 60 * float(line.split(": ")[1].rstrip(",\n")))
+                if time.monotonic() > end:
+                    process.kill()
+        code = process.wait()
     if code:
         print((folder / "output.txt").read_text()[-5000:])
         sys.exit(f"the run '{way}' on {num_ranks} processes ended with exit code {code}")

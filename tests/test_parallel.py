@@ -594,7 +594,7 @@ class WithBatchNorm(nn.Module):
 
 def _rank_with_buffers() -> torch.Tensor:
     here = ddpshim.world()
-    net = ddpshim.wrap_parallel(WithBatchNorm().double())
+    net = ddpshim.wrap_parallel(WithBatchNorm().double(), sync_batchnorm=False)
     x, _ = _batches(1)[0]
     out = net(x[here.rank :: 2])
     out.mean().backward(retain_graph=True)
@@ -682,7 +682,7 @@ def _rank_steps() -> dict[str, object]:
     calls = []
     ddpshim.wrap_parallel(nn.Linear(1, 1))  # the further ones have groups of their own
     for num_layers in (2, 20):
-        net = ddpshim.wrap_parallel(_normed(num_layers), bucket_cap_mb=0.0005)
+        net = ddpshim.wrap_parallel(_normed(num_layers), bucket_cap_mb=0.0005, sync_batchnorm=False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for x, _ in _batches(3):
             loss = net(x[here.rank :: 2].float()).pow(2).mean()
@@ -690,7 +690,7 @@ def _rank_steps() -> dict[str, object]:
             calls.append([_num_python_calls(a) for a in act])
     weights = []
     ddpshim.cleanup()
-    for wrap in (DistributedDataParallel, ddpshim.wrap_parallel):
+    for wrap in (DistributedDataParallel, partial(ddpshim.wrap_parallel, sync_batchnorm=False)):
         net = wrap(_normed(4))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         for x, _ in _batches(4):

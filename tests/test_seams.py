@@ -66,7 +66,7 @@ SEAMS = [
     Seam("_build_debug_param_to_name_mapping", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
     Seam("_execution_engine", "model/seams.py", "test_a_callback_runs_at_the_end", "torch/autograd/graph.py"),
     Seam("_foreach_copy_", "model/seams.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
-    Seam("_BatchNorm", "model/parallel.py", "test_batch_norms", "torch/nn/modules/batchnorm.py"),
+    Seam("_BatchNorm", "model/batchnorm.py", "test_batch_norms", "torch/nn/modules/batchnorm.py"),
     Seam(
         "_get_default_store",
         "job/group.py",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ddpshim.job import shares
+from ddpshim.job import events, shares
 from ddpshim.job.group import new_group, world
 from ddpshim.job.job import current
 from ddpshim.job.world import World
@@ -41,7 +41,8 @@ def mean_over(here: World, total: torch.Tensor, count: Any) -> torch.Tensor:
     if here.world_size == 1:
         return total / counted
     counted = counted.clone()
-    dist.all_reduce(counted, group=group())
+    with events.counted("communication"):
+        dist.all_reduce(counted, group=group())
     return total * here.world_size / counted
 
 
@@ -96,12 +97,14 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, rank: int, world_size: int, among: Any) -> torch.Tensor:
         ctx.rank, ctx.world_size, ctx.group = rank, world_size, among
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world_size)]
-        dist.all_gather(parts, x.contiguous(), group=among)
+        with events.counted("communication"):
+            dist.all_gather(parts, x.contiguous(), group=among)
         return torch.stack(parts, 1).reshape(-1, *x.shape[1:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
+        with events.counted("communication"):
+            dist.all_reduce(total, group=ctx.group)
         return total[ctx.rank :: ctx.world_size], None, None, None

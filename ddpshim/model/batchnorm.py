@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpshim.job import shares, whole_batch
+from ddpshim.job import events, shares, whole_batch
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
@@ -43,10 +43,10 @@ def sync(process_group: Any = None) -> None:
     if synced.group is not None:
         return
     synced.group = process_group if process_group is not None else whole_batch.group()
-    job.at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm, synced.group)))
+    job.at_end.enter_context(replaced(functional, "batch_norm", _stand_in(functional.batch_norm)))
 
 
-def _stand_in(original: Callable[..., Any], group: Any) -> Callable[..., Any]:
+def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def batch_norm(
         input: torch.Tensor,
@@ -60,7 +60,7 @@ def _stand_in(original: Callable[..., Any], group: Any) -> Callable[..., Any]:
     ) -> Any:
         if not training or not shares.has_share():
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        normed, mean, variance, count = _Normalise.apply(input, eps, group)  # type: ignore[no-untyped-call]
+        normed, mean, variance, count = _Normalise.apply(input, eps, current().part(_Synced).group)  # type: ignore[no-untyped-call]
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean), momentum)
@@ -89,7 +89,8 @@ class _Normalise(torch.autograd.Function):
         count = x.numel() // x.shape[1]
         own = torch.cat([mean, squares, mean.new_tensor([float(count)])])
         everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyones, own, group=group)
+        with events.counted("communication"):
+            dist.all_gather(everyones, own, group=group)
         table = torch.stack(everyones)
         counts, means = table[:, -1:], table[:, : x.shape[1]]
         total = counts.sum()
@@ -111,7 +112,8 @@ class _Normalise(torch.autograd.Function):
         dimensions = [0, *range(2, normed.dim())]
         gradient = gradient.to(normed.dtype)
         sums = torch.stack([gradient.sum(dimensions), (gradient * normed).sum(dimensions)])
-        dist.all_reduce(sums, group=ctx.group)
+        with events.counted("communication"):
+            dist.all_reduce(sums, group=ctx.group)
         mean, along = sums / ctx.total
         centred = gradient - _like(mean, normed) - normed * _like(along, normed)
         return (centred * _like(scale, normed)).to(ctx.dtype), None, None
