@@ -52,8 +52,9 @@ def port_by_hand(arguments: list[str]) -> list[str]:
     robomimic.algo.algo_factory, data.DataLoader = make_and_wrap, Loader  # type: ignore[misc]
     place = arguments.index("--config") + 1
     config = json.loads(Path(arguments[place]).read_text())
-    if dist.get_rank():  # else all would write the same files
+    if dist.get_rank():  # else all would write the same files, and print into each other's lines
         config["train"]["output_dir"] += f"_of_rank_{dist.get_rank()}"
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     own = Path(arguments[place]).with_name(f"config_{dist.get_rank()}.json")
     own.write_text(json.dumps(config))
     return [*arguments[:place], str(own), *arguments[place + 1 :]]
