@@ -22,6 +22,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -177,6 +178,14 @@ class _Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         drawn = torch.tensor([random.random(), np.random.rand(), float(torch.randn(()))])
         return torch.full((6,), index / 50.0), drawn, index
+
+
+class _NowAndThen(_Noisy):
+    """Draws for one sample of ten."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, drawn, _ = super().__getitem__(index) if index % 10 == 3 else (torch.ones(6), torch.ones(3), 0)
+        return x, drawn, index
 
 
 def _clean() -> Any:
@@ -499,9 +508,10 @@ def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> No
     assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, and none of these is the batch (4);") == 1
 
 
-def _rank_augments(num_workers: int) -> Any:
+def _rank_augments(num_workers: int, kind: str = "always") -> Any:
     _join()
-    loader = ddpshim.make_loader(_Noisy(), 20, shuffle=True, num_workers=num_workers)
+    kinds = {"always": _Noisy(), "now and then": _NowAndThen(), "a subset": Subset(_Noisy(), range(NUM_SAMPLES))}
+    loader = ddpshim.make_loader(kinds[kind], 20, shuffle=True, num_workers=num_workers)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         batches = [(noise_of.tolist(), index.tolist()) for _, noise_of, index in loader]
     return batches, torch.get_rng_state(), said.getvalue()
@@ -522,6 +532,14 @@ def test_what_a_dataset_draws_depends_on_the_place_of_the_sample_and_leaves_the_
         assert [drawn for drawn, _ in batches] == [drawn[rank::2] for drawn, _ in alone]
     drawn = [number for of_batch, _ in alone for number in of_batch]
     assert len({tuple(numbers) for numbers in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("now and then", "_NowAndThen"), ("a subset", "Subset")])
+def test_a_dataset_that_draws_for_some_samples_alone(kind: str, name: str) -> None:
+    ((alone, _, said),) = run_ranks(_rank_augments, 1, 0, kind)
+    assert said.count(f"{name} draws random numbers for a sample") == 1
+    for rank, (batches, _, _) in enumerate(run_ranks(_rank_augments, 2, 0, kind)):
+        assert [drawn for drawn, _ in batches] == [drawn[rank::2] for drawn, _ in alone]
 
 
 class _Stream(IterableDataset[Any]):

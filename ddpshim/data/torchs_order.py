@@ -98,7 +98,7 @@ class TorchsBatches(Sampler[Any]):
             restore_rank_states(own or now, here.device)
 
     def _draw_all(self) -> list[Any]:
-        """What the caller's own sampler gives in a pass; it is told of where it draws after its first index."""
+        """What the caller's own sampler gives in a pass; says so where it draws between its indices."""
         indices = iter(self._indices())
         drawn = [*islice(indices, 1)]
         before = digest()
