@@ -53,10 +53,11 @@ def make_loader(
     :class:`ShardedLoader`, and the call is collective, as is `iter()` where the order comes from the user's
     sampler or batch_sampler: every rank makes it, with equal arguments.
 
-    The order is a function of (seed, epoch), so step t consumes the same samples at any world size. The
-    epoch advances with each `iter()`, also when the pass before was abandoned. Iterating leaves the global
-    random states alone; only what a map-style dataset draws in this process (`num_workers=0`) comes from
-    them, as always. Workers are seeded by rank, worker and epoch; persistent ones go on with their stream.
+    The order is that which torch draws in one process, from the same random streams, at any world size; of an
+    iterable dataset, and with the option order=computed, it is a function of (seed, epoch). The epoch advances
+    with each `iter()`, also when the pass before was abandoned. While a batch is at hand, what is drawn is drawn
+    for the batch of all ranks, and each takes its rows (option noise). What a map-style dataset draws for a sample
+    depends on (seed, epoch) and the sample's place in the epoch, and leaves the streams of the training alone.
 
     10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
 
@@ -73,7 +74,8 @@ def make_loader(
             start of the order (iterable: of that batch). Those count twice in a mean over the pass.
         collate_fn: without one, robomimic's sequence datasets are fetched by the batch, with the same values
             (option `batched_fetch`).
-        generator: only its `initial_seed()` is used, where `seed` is None; else the seed is the world's.
+        generator: torch's sampler draws from it, as ever; where the order is computed, its `initial_seed()` is the
+            seed if `seed` is None.
         per_rank_batch: `batch_size` is that of each rank; see :func:`scale_lr`. Default: the world's option.
         already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch is
             divided. An iterable one must then give equally many batches on every rank, and minds its workers.

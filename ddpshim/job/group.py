@@ -91,8 +91,8 @@ def setup(
         device: where this rank computes; default its own GPU, else the CPU. "cuda" picks the rank's GPU.
         timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.
         side_timeout_s: how long ranks wait in World's own collectives while one rank works alone.
-        seed: seeds torch, numpy and random *equally* on all ranks, for building the model.
-            `wrap_parallel` then gives each rank a stream of its own.
+        seed: seeds torch, numpy and random *equally* on all ranks. They stay alike (option noise): for a batch of
+            `make_loader` each rank takes its rows of what is drawn.
         options: what is not given here and later; default `Options.read()`, from DDPSHIM_* variables.
 
     Raises:
