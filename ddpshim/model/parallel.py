@@ -36,9 +36,9 @@ def wrap_parallel(
 
     Collective in a world of several ranks: parameters and buffers become the main rank's; where ranks do not
     draw what one process would, each gets random streams of its own (`ddpshim.split_random_streams`).
-    DataParallel is taken by one process without a launcher that sees several GPUs and whose module is on a GPU. Whatever comes back
-    has `.module`; attributes, methods and indexing reach the module; `state_dict` keys are the bare
-    module's. The module itself is not changed and may be used beside the wrapper: its gradients are
+    DataParallel is taken by one process without a launcher that sees several GPUs and whose module is on a GPU.
+    Whatever comes back has `.module`; attributes, methods and indexing reach the module; `state_dict` keys are
+    the bare module's. The module itself is not changed and may be used beside the wrapper: its gradients are
     reduced all the same. What is not given here is as the world's `options` say.
 
     Args:
