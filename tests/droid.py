@@ -4,7 +4,7 @@
 robomimic.scripts) as it stands in the tree, with its samples, noise and networks written down for each rank.
 
 DistilBERT has random weights here, and is small; what is not installed of tensorflow, octo, cv2 and transformers is
-a module that can be imported and does nothing. With HOLD_NOISE, to compare ranks on shards with one process, each
+a module that can be imported and does nothing. With IN_FLOAT64, to compare ranks on shards with one process, each
 random draw of training is one number for all samples and ranks, and all is computed in float64. FAIL_AT or SIGNAL_AT
 (rank:number) is the sample of a rank at which it fails, or gets SIGUSR1.
 """
@@ -265,7 +265,7 @@ def install_stand_ins() -> None:
 
 def observe(folder: str, script: str, arguments: list[str]) -> None:
     """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
-    from tests.observed import _Draws, _in_float64
+    from tests.observed import _in_float64
 
     random.seed(0)  # upstream leaves it to chance how colours are changed
     install_stand_ins()
@@ -275,7 +275,7 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
     from robomimic.utils.dataset import MetaDataset
     from robomimic.utils.rlds_utils import TorchRLDSDataset
 
-    if "HOLD_NOISE" in os.environ:
+    if "IN_FLOAT64" in os.environ:
         _in_float64()
     out: dict[str, Any] = {"samples": [], "devices": [str(diffusion_policy.lang_model.device)]}
     models = []
@@ -285,8 +285,6 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
         model = make(**options)
         models.append(model)
         out["initial"] = networks(model)
-        if "HOLD_NOISE" in os.environ:
-            _Draws(hold=True)
         return model
 
     def observed_get_item(dataset: Any, index: int) -> Any:

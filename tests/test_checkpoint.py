@@ -325,6 +325,7 @@ VALIDATION = {
 KINDS: dict[str, dict[str, Any]] = {
     "td3_bc": {"algo__actor__update_freq": 3},  # no divisor of the steps before the break: the count matters
     "bc+rollouts": {
+        "train__seed": 5,  # with which the best comes before the break
         "experiment__rollout__enabled": True,
         "experiment__rollout__n": 5,
         "experiment__rollout__horizon": 5,

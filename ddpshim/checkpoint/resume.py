@@ -107,6 +107,9 @@ class Resumable:
         self._facts: dict[str, Any] = {}
         self._loader: Any = None  # of the epoch that goes on
         self._order: Optional[dict[str, Any]] = None  # of a file that was restored, until the loader is there
+        # This rank's streams after the steps of an epoch: what the program does until the next one is done again by a
+        # run that goes on, and draws again.
+        self._streams: Optional[dict[str, Any]] = None
         self._last_save, self._num_unsaved = time.monotonic(), 0
         # Looking up together: at which boundary next, and when and where the last time was.
         self._num_boundaries = self._next_look = 0
@@ -156,7 +159,7 @@ class Resumable:
         if self._restored is not None and epoch == self.epoch:
             self._enter(start, facts, can_enter)
         self._facts = facts
-        self.epoch, self.step = epoch, start
+        self.epoch, self.step, self._streams = epoch, start, None
         self._loader, order, self._order = loader, self._order, None
         if can_enter:
             num_passes, first = divmod(start, length)
@@ -190,7 +193,7 @@ class Resumable:
 
     def end_epoch(self, num_steps: int) -> None:
         """Take note that all steps of the epoch are made; `steps` does where it is exhausted. Local."""
-        self.step = num_steps
+        self.step, self._streams = num_steps, rank_states(self._world.device)
 
     def look(self) -> None:
         """Save or leave here, where ranks agree that it is time to. Collective: call it between two steps.
@@ -247,7 +250,7 @@ class Resumable:
         checkpoint.flush()
         if self._before_save is not None:
             self._before_save()
-        states = self._world.gather(rank_states(self._world.device))
+        states = self._world.gather(self._streams or rank_states(self._world.device))
         self._last_save, self._num_unsaved = time.monotonic(), 0
         if not self._world.is_main:
             return

@@ -88,6 +88,7 @@ class Epochs(Enterable):
         self._loader, self._num_steps = loader, num_steps
         self._next = 0  # which step of all, from the first epoch on
         self._batches: Any = None
+        self._order: Optional[dict[str, Any]] = None  # of the run that is gone on with, until its pass is entered
 
     def __len__(self) -> int:
         return self._num_steps
@@ -108,10 +109,22 @@ class Epochs(Enterable):
         if wanted != self._next:
             self._next, self._batches = wanted, None
 
+    def order_state(self) -> Optional[dict[str, Any]]:
+        state: Optional[dict[str, Any]] = self._loader.order_state() if isinstance(self._loader, Enterable) else None
+        return state
+
+    def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
+        self._order = state
+
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
-            if self.num_steps_of_a_pass is not None:
-                self._loader.set_epoch(*divmod(self._next, self.num_steps_of_a_pass))
+            length, order, self._order = self.num_steps_of_a_pass, self._order, None
+            if length is not None:
+                number, first = divmod(self._next, length)
+                if order is not None and number and not first:  # torch's sampler may draw once more at the end of it
+                    number, first = number - 1, length
+                self._loader.set_epoch(number, first)
+                self._loader.restore_order(order, is_inside=first > 0)
             self._batches = iter(self._loader)
         while True:
             try:

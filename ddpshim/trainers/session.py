@@ -13,19 +13,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
+import torch
+
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption
 from ddpshim.job.group import draws_alike, on_cleanup, setup, world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed, seed_everything
+from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
 from ddpshim.job.rank_log import link_log
+from ddpshim.job.say import say
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment
 
 FOLDER = "resume"  # of the progress, in that of the run
+STREAMS = "streams.pth"  # in it
 
 
 def session() -> Session:
@@ -112,7 +116,24 @@ class Session:
         self.progress, training.epoch = training, start_epoch - self.first_epoch
         if self.goes_on and training.restore(later_than=(training.epoch, 0)):
             return (training.epoch + self.first_epoch, *training.values["best so far"])
+        if start_epoch > self.first_epoch and draws_alike():
+            self._restore_streams(start_epoch)
         return (start_epoch, *best_so_far)
+
+    def _keep_streams(self, epoch: int) -> None:
+        """For a run that goes on from the trainer's own checkpoint: the streams with which `epoch` begins. Local."""
+        if self._folder is not None and world().is_main:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.save({"epoch": epoch, "streams": rank_states(world().device)}, self._folder / STREAMS)
+
+    def _restore_streams(self, epoch: int) -> None:
+        """Draw in `epoch` what the run that left its checkpoint would have drawn, where it is known (collective)."""
+        here, path = world(), Path(self._folder or "", STREAMS)
+        found = here.run_on_main(lambda: torch.load(path, weights_only=False) if path.is_file() else {})
+        if found.get("epoch") == epoch:
+            restore_rank_states(found["streams"], here.device)
+        elif here.is_main:
+            say(f"epoch {epoch} draws otherwise than the run that is gone on with: {path} is not of that epoch")
 
     @property
     def values(self) -> dict[str, Any]:
@@ -162,6 +183,8 @@ class Session:
             start = training.step if training.epoch == number else 0
             training.values["best so far"] = copy.deepcopy(best_so_far)
             self._metrics = _Metrics(training.values.get("metrics", {}) if start else {})
+            if not start and draws_alike():
+                self._keep_streams(epoch)
             if self.recorder is not None:
                 self.recorder.first_step = start
             total = num_steps or 0  # a launched one has a number
