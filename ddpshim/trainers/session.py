@@ -23,13 +23,13 @@ from ddpshim.job.group import draws_alike, on_cleanup, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
 from ddpshim.job.rank_log import link_log
-from ddpshim.job.say import say
+from ddpshim.job.say import say, say_once
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment
 
 FOLDER = "resume"  # of the progress, in that of the run
-STREAMS = "streams.pth"  # in it
+STREAMS = "streams.pt"  # in it
 
 
 def session() -> Session:
@@ -123,8 +123,13 @@ class Session:
     def _keep_streams(self, epoch: int) -> None:
         """For a run that goes on from the trainer's own checkpoint: the streams with which `epoch` begins. Local."""
         if self._folder is not None and world().is_main:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.save({"epoch": epoch, "streams": rank_states(world().device)}, self._folder / STREAMS)
+            partial = self._folder / f".{STREAMS}.partial"
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                torch.save({"epoch": epoch, "streams": rank_states(world().device)}, partial)
+                os.replace(partial, self._folder / STREAMS)
+            except (OSError, RuntimeError) as error:  # torch's, of a full disk: the training does not need it
+                say_once(f"{partial} could not be written ({error}): a run that goes on will draw otherwise")
 
     def _restore_streams(self, epoch: int) -> None:
         """Draw in `epoch` what the run that left its checkpoint would have drawn, where it is known (collective)."""
