@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
     from ddpshim.model.transparent import unwrap as unwrap
+    from ddpshim.model.virtual_step import virtual_step as virtual_step
     from ddpshim.observe.recording import profile as profile
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
@@ -65,6 +66,7 @@ _HOMES = {
     "shared_random_streams": "job.random_streams",
     "shard_tfdata": "data.tfdata",
     "unwrap": "model.transparent",
+    "virtual_step": "model.virtual_step",
     "whole_batch": "job.whole_batch",
 }
 

@@ -22,6 +22,15 @@ FILE = f"{PREFIX}CONFIG"
 # Variables of ours that are no options: who launched, what `run` tells its ranks, and what the tests read.
 _OTHER_VARIABLES = {FILE, *variables.ALL}
 
+# What the option `exact` allows of others.
+_EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
+    "order": ("torch",),
+    "noise": (None, "one_process"),
+    "per_rank_batch": (False,),
+    "accumulation_steps": (1,),
+    "sync_batchnorm": (True,),
+}
+
 
 class _Kind(NamedTuple):
     """A set of values: how it is described, and how one is read (ValueError for what is not in it)."""
@@ -146,6 +155,12 @@ class Options:
         _or_none(_choice("one_process", "per_rank")),
         "one_process: ranks draw in a step what one process would have drawn, each its rows; per_rank: each rank has "
         "random streams of its own; none: one_process with order=torch, else per_rank",
+    )
+    exact: Optional[int] = _option(
+        None,
+        _or_none(_whole(1)),
+        "the number of virtual ranks over which the experiment is defined: every world whose size divides it trains "
+        "the same weights, to the last bit",
     )
     lr_rule: str = _option(
         "none",
@@ -323,6 +338,13 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
             f"{found['noise'][0]}: noise=one_process with order=computed; the noise of one process belongs to the "
             "samples that it draws. Set order=torch too"
         )
+    if values.get("exact") is not None:
+        for name, allowed in _EXACT_NEEDS.items():
+            if values.get(name, allowed[0]) not in allowed:
+                problems.append(
+                    f"{found[name][0]}: {name}={values[name]} with exact={values['exact']}; what ranks compute would "
+                    f"depend on how many there are. Leave {name} out"
+                )
     if problems:
         count = f"{len(problems)} options are" if len(problems) > 1 else "an option is"
         lines = "".join(f"\n  - {problem}" for problem in problems)

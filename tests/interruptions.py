@@ -185,10 +185,13 @@ def main() -> None:
     parser.add_argument("--ends", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", default="1,2,4", help="drawn from for each start")
+    parser.add_argument("--exact", type=int, help="the option: what is left is to be 0 then")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--way", choices=trainer.WAYS, default="patched", help="how the trainer is run: tests.trainer")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
+    if args.exact:
+        os.environ["DDPSHIM_EXACT"] = str(args.exact)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -127,6 +127,8 @@ def make_loader(
         options["collate_fn"] = collate = _fetch_batches(here, dataset)
     loader = make_alike(parts)
     loader.fetches_whole_batches = collate is not None
+    if here.options.exact is not None:
+        _check_virtual_ranks(here.options.exact, loader.global_batch_size, drop_last or batch_sampler is not None)
     if already_sharded:
         use_own_batches()
     elif here.world_size > 1 and draws_alike():
@@ -135,6 +137,19 @@ def make_loader(
         collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)
     return loader
+
+
+def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last: bool) -> None:
+    if global_batch_size is None or global_batch_size % exact:
+        raise DataError(
+            f"a global batch of {global_batch_size} samples with exact={exact}, which does not divide it: virtual "
+            "ranks would have different numbers of samples. Use a batch size that it divides."
+        )
+    if not drop_last:
+        raise DataError(
+            f"drop_last=False with exact={exact}: the last batch of a pass would not divide over the virtual ranks. "
+            "Leave drop_last at True."
+        )
 
 
 def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:

@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError, WorldError
 from ddpshim.job import failure, rendezvous
+from ddpshim.job.alike import compute_alike
 from ddpshim.job.devices import agree_on_backend, bind_device, single_device
 from ddpshim.job.job import Job, begin_next, current
 from ddpshim.job.launch_env import LaunchEnv, read_launch_env, read_num_restarts
@@ -122,6 +123,8 @@ def setup(
             if env.in_allocation:
                 say(str(env.reason))
     _check_same_options(made)
+    if options.exact is not None:
+        compute_alike(made, options.exact)
     job.world, job.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
     if options.logs is not None:
         from ddpshim.job.rank_log import copy_output

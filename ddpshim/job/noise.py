@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ddpshim.errors import SyncError
 from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
@@ -73,8 +74,14 @@ def begin_training(network: str) -> None:
     sharing = current().part(Sharing)
     if sharing.share is not None or sharing.trains_whole_batches or not draws_alike():
         return
-    use_own_batches()
     here = current().world
+    if here is not None and here.options.exact is not None:
+        raise SyncError(
+            f"{network} is trained, with exact={here.options.exact}, on batches that are not the current one of a "
+            "loader of make_loader: what they hold and draw would depend on the number of ranks. Take them "
+            "from make_loader."
+        )
+    use_own_batches()
     if here is not None and here.is_main:
         say(
             f"{network} is trained on batches that are not the current one of a loader of make_loader: each rank draws "

@@ -74,6 +74,13 @@ def begin_batch(num_rows: int) -> None:
     job.part(Sharing).share = Share(job.world.rank, job.world.world_size, num_rows)
 
 
+def play(share: Optional[Share]) -> Optional[Share]:
+    """Make `share` that of the batch at hand; returns the one before it. Local."""
+    sharing = current().part(Sharing)
+    before, sharing.share = sharing.share, share
+    return before
+
+
 def end_batch() -> None:
     """No batch is at hand any more: draws are made as they are, alike on all ranks. Local."""
     current().part(Sharing).share = None
@@ -94,12 +101,11 @@ def num_rows_at_hand() -> Optional[int]:
 @contextlib.contextmanager
 def without_batch() -> Iterator[None]:
     """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""
-    sharing = current().part(Sharing)
-    at_hand, sharing.share = sharing.share, None
+    at_hand = play(None)
     try:
         yield
     finally:
-        sharing.share = at_hand
+        play(at_hand)
 
 
 def has_share() -> bool:

@@ -6,10 +6,9 @@ import functools
 from typing import Any, Callable, Optional, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ddpshim.job import events, shares
+from ddpshim.job import exchange, shares
 from ddpshim.job.group import new_group, world
 from ddpshim.job.job import current
 from ddpshim.job.world import World
@@ -38,19 +37,18 @@ def group() -> Any:
 def mean_over(here: World, total: torch.Tensor, count: Any) -> torch.Tensor:
     """See `World.mean_over`."""
     counted = torch.as_tensor(count, device=total.device).detach().to(total.dtype)
-    if here.world_size == 1:
+    num = exchange.size(here)
+    if num == 1:
         return total / counted
-    counted = counted.clone()
-    with events.counted("communication"):
-        dist.all_reduce(counted, group=group())
-    return total * here.world_size / counted
+    return total * num / exchange.add_up(counted, group(), "a mean over all samples")
 
 
 def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:
     """See `World.all_gather`."""
-    if here.world_size == 1:
+    num = exchange.size(here)
+    if num == 1:
         return x
-    gathered: torch.Tensor = _Gather.apply(x, here.rank, here.world_size, group())  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = _Gather.apply(x, exchange.number(here), num, group())  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -71,7 +69,7 @@ def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
     def over_all(*arguments: Any, **options: Any) -> T:
         tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
         num_rows, here = _num_rows(tensors), world()
-        if here.world_size == 1 or num_rows is None:
+        if exchange.size(here) == 1 or num_rows is None:
             return loss(*arguments, **options)
 
         def gathered(given: Any) -> Any:
@@ -94,17 +92,14 @@ def _num_rows(tensors: list[torch.Tensor]) -> Optional[int]:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rank: int, world_size: int, among: Any) -> torch.Tensor:
-        ctx.rank, ctx.world_size, ctx.group = rank, world_size, among
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world_size)]
-        with events.counted("communication"):
-            dist.all_gather(parts, x.contiguous(), group=among)
+    def forward(ctx: Any, x: torch.Tensor, number: int, num: int, among: Any) -> torch.Tensor:
+        exchange.refuse_two_ways_on_one_gpu(x)
+        ctx.number, ctx.num, ctx.group = number, num, among
+        parts = exchange.gather(x.contiguous(), among, "a batch of all samples")
         return torch.stack(parts, 1).reshape(-1, *x.shape[1:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        total = gradient.contiguous().clone()
-        with events.counted("communication"):
-            dist.all_reduce(total, group=ctx.group)
-        return total[ctx.rank :: ctx.world_size], None, None, None
+        total = exchange.add_up(gradient.contiguous(), ctx.group, "the gradient of a batch of all samples")
+        return total[ctx.number :: ctx.num], None, None, None

@@ -16,6 +16,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job import events, failure
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
+from ddpshim.job.turns import Playing
 from ddpshim.options import Options
 
 T = TypeVar("T")
@@ -93,7 +94,13 @@ class World:
             self.gather(None)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank (collective). Values are pickled."""
+        """Every rank's value, in rank order, on every rank (collective). Values are pickled.
+
+        In a step of virtual ranks (option exact) every virtual rank's, in the order of their numbers.
+        """
+        turns = self._job.part(Playing).turns
+        if turns is not None and turns.now is not None:
+            return turns.meet("a gather", value, self._gather_of_virtual)
         if self.world_size == 1:
             return [value]
         out: list[Any] = [None] * self.world_size
@@ -101,11 +108,28 @@ class World:
             dist.all_gather_object(out, value, group=self._peers())
         return out
 
+    def _gather_of_virtual(self, of_process: list[T]) -> list[T]:
+        everyones: list[Any] = [of_process]
+        if self.world_size > 1:
+            everyones = [None] * self.world_size
+            dist.all_gather_object(everyones, of_process, group=self._peers())
+        return [of_rank[i] for i in range(len(of_process)) for of_rank in everyones]
+
+    def _check_outside_step(self, what: str) -> None:
+        turns = self._job.part(Playing).turns
+        if turns is not None and turns.now is not None:
+            raise WorldError(
+                f"{what} in a step of {turns.size} virtual ranks (option exact): only whole processes can do that, and "
+                "results would depend on how many there are. Call it between steps; gather, sum, mean, mean_over and "
+                "all_gather work in steps."
+            )
+
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
 
         Raises WorldError where `src` is no rank of this world.
         """
+        self._check_outside_step("broadcast")
         if not 0 <= src < self.world_size:
             raise WorldError(
                 f"broadcast from src={src} in a world of {self.world_size}; nobody would send and every rank "
@@ -208,6 +232,7 @@ class World:
 
         An exception on the main rank is raised there as it is, and as WorldError everywhere else.
         """
+        self._check_outside_step("run_on_main")
         if self.world_size == 1:
             return function(*args, **kwargs)
         name = getattr(function, "__qualname__", repr(function))

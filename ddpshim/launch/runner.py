@@ -272,7 +272,9 @@ def _check_gpus(nproc: str) -> None:
             "--nproc=gpu, but torch sees no GPU: no rank could start. Check the driver and CUDA_VISIBLE_DEVICES, or "
             "give --nproc a number to train on the CPU."
         )
-    if nproc.isdigit() and 0 < num_gpus < int(nproc):
+    if os.environ.get("DDPSHIM_EXACT"):  # its virtual ranks may share GPUs, on which they are to add in one order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    elif nproc.isdigit() and 0 < num_gpus < int(nproc):
         raise LaunchError(
             f"--nproc={nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, slower than "
             f"fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."

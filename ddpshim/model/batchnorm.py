@@ -11,12 +11,11 @@ import functools
 from typing import Any, Callable, Optional
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ddpshim.job import events, shares, whole_batch
+from ddpshim.job import exchange, shares, whole_batch
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
@@ -68,8 +67,7 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
         shape = [1, -1] + [1] * (input.dim() - 2)
         if weight is not None:
             normed = normed * weight.view(shape)
-        result = normed if bias is None else normed + bias.view(shape)
-        return result
+        return normed if bias is None else normed + bias.view(shape)
 
     return batch_norm
 
@@ -82,16 +80,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, eps: float, group: Any) -> Any:
+        exchange.refuse_two_ways_on_one_gpu(x)
         dimensions = [0, *range(2, x.dim())]
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         mean = wide.mean(dimensions)
         squares = (wide - _like(mean, x)).square().sum(dimensions)
         count = x.numel() // x.shape[1]
         own = torch.cat([mean, squares, mean.new_tensor([float(count)])])
-        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        with events.counted("communication"):
-            dist.all_gather(everyones, own, group=group)
-        table = torch.stack(everyones)
+        table = torch.stack(exchange.gather(own, group, "the statistics of a batch"))
         counts, means = table[:, -1:], table[:, : x.shape[1]]
         total = counts.sum()
         if total <= 1:
@@ -111,9 +107,8 @@ class _Normalise(torch.autograd.Function):
         normed, scale = ctx.saved_tensors
         dimensions = [0, *range(2, normed.dim())]
         gradient = gradient.to(normed.dtype)
-        sums = torch.stack([gradient.sum(dimensions), (gradient * normed).sum(dimensions)])
-        with events.counted("communication"):
-            dist.all_reduce(sums, group=ctx.group)
+        own = torch.stack([gradient.sum(dimensions), (gradient * normed).sum(dimensions)])
+        sums = exchange.add_up(own, ctx.group, "the gradient of the statistics of a batch")
         mean, along = sums / ctx.total
         centred = gradient - _like(mean, normed) - normed * _like(along, normed)
         return (centred * _like(scale, normed)).to(ctx.dtype), None, None

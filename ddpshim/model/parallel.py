@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpshim.errors import SyncError
 from ddpshim.job.group import current_or_new_world, new_group, split_random_streams
 from ddpshim.job.world import World
-from ddpshim.model import batchnorm, guard
+from ddpshim.model import batchnorm, exact, guard
 from ddpshim.model.reducer import DistributedModule, broadcast_state, is_first
 from ddpshim.model.transparent import BareModule, Transparent
 
@@ -72,6 +72,16 @@ def wrap_parallel(
         )
     if isinstance(module, DataParallel):
         module = module.module
+    if here.options.exact is not None:
+        _check_device(module, here)
+        if here.world_size > 1:
+            _check_same_structure(module, here)
+        broadcast_state(module)
+        if batchnorm.has_batchnorm(module):
+            batchnorm.sync()
+        exact.reduce(module)
+        split_random_streams()
+        return BareModule(module)
     if here.world_size == 1:
         split_random_streams()
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1

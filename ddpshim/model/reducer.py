@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events, noise
-from ddpshim.job.group import on_cleanup
+from ddpshim.job import events, exchange, noise
+from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
 from ddpshim.model import guard, seams
@@ -413,6 +413,4 @@ def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
     """The mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
-    total = tensor.detach().clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    return exchange.add_up(tensor, dist.group.WORLD, "a mean over all samples") / exchange.size(world())

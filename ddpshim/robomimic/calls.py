@@ -35,7 +35,7 @@ from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average, broadcast_state
 from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION, Options
-from ddpshim.robomimic import rollout
+from ddpshim.robomimic import rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.trainers import import_hook
@@ -256,7 +256,8 @@ def prepare(model: Any) -> Any:
         refused = import_hook.refused(module)
         if refused is not None:
             raise refused
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
+    if here.options.exact is None:  # whose number of threads may not depend on that of ranks
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
     for algo in algos(model):
         _scale_learning_rates(algo, scale_lr(1.0, here.options.lr_rule))
         for net in trained_together(algo):
@@ -295,8 +296,12 @@ def run_epoch(
     if trains and state is not None:
         state.release()
     log_info = model.log_info
-    noting = replaced(model, "log_info", lambda info: training.note_step(log_info(info)))
-    with world().autocast(), noting if world().is_launched else contextlib.nullcontext():
+    noting: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if world().options.exact is not None:
+        noting = virtual_ranks.playing(model, training.note_step)
+    elif world().is_launched:
+        noting = replaced(model, "log_info", lambda info: training.note_step(log_info(info)))
+    with world().autocast() if world().options.exact is None else contextlib.nullcontext(), noting:
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
     log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
     if trains and state is not None:

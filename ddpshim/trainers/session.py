@@ -10,6 +10,7 @@ import copy
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -196,10 +197,14 @@ class Session:
             batches, num_steps = _Batches(loader, lambda: training.steps(loader, number, total)), total - start
         return batches, num_steps
 
-    def note_step(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Take note of the metrics of a step, and return them. Local."""
+    def note_step(self, metrics: dict[str, Any], *of_others: Mapping[str, Any]) -> dict[str, Any]:
+        """Take note of the metrics of a step, and return them. Local.
+
+        Args:
+            of_others: of the further virtual ranks of this process, in their order (option exact).
+        """
         trains = self._epoch.phase == "training"
-        (self._metrics if trains else self._validation).take(metrics)
+        (self._metrics if trains else self._validation).take(metrics, *of_others)
         if trains and self.progress is not None and self.recorder is not None:
             self.recorder.step_of(metrics)
         return metrics
@@ -219,12 +224,13 @@ class Session:
                 self.progress.end_epoch(epoch.num_steps)
             guard.check_equal_steps(f"epoch {epoch.number}")
         every = here.options.metrics_every_n_epochs if trains else 1
+        is_exact, metrics = here.options.exact is not None, self._metrics if trains else self._validation
         if here.world_size > 1 and every and epoch.number % every == 0:
             log = {key: float(value) for key, value in here.mean(log).items()}
-            whole = (self._metrics if trains else self._validation).of_whole_batches(epoch.batch_size)
-            log.update({key: value for key, value in whole.items() if key in log})
-        if trains and self._metrics.before:
-            log = {**log, **{key: mean for key, (mean, _) in self._metrics.joined(epoch.batch_size).items()}}
+            whole = metrics.of_whole_batches(epoch.batch_size)
+            log.update({key: _mean(values) for key, values in whole.items() if key in log})
+        if is_exact or metrics.before:
+            log = {**log, **{key: float(value) for key, (value, _) in metrics.joined(epoch.batch_size).items()}}
         if self.recorder is not None:
             mean = None if log is own else log
             self.recorder.write_epoch(epoch.number, epoch.phase, own, mean, batch_size=epoch.batch_size)
@@ -296,49 +302,85 @@ def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
         yield batch
 
 
+_SMALLEST = 1 << 1074
+
+
 class _Metrics:
     """The metrics of an epoch's steps, those from before a break included."""
 
-    def __init__(self, before: Mapping[str, tuple[float, int]]) -> None:
+    def __init__(self, before: Mapping[str, tuple[Any, int]]) -> None:
         self.before = before  # by an earlier start: mean over steps and ranks, and number of steps
-        self._now: dict[str, list[float]] = {}
+        self._now: list[dict[str, list[float]]] = []  # of this process's virtual ranks, or of the one rank that it is
 
-    def take(self, metrics: Mapping[str, Any]) -> None:
+    def take(self, *of_each: Mapping[str, Any]) -> None:
         """Take note of the metrics of one step. Local."""
-        for key, value in metrics.items():
-            self._now.setdefault(key, []).append(float(value))
+        self._now = self._now or [{} for _ in of_each]
+        for now, metrics in zip(self._now, of_each):
+            for key, value in metrics.items():
+                now.setdefault(key, []).append(float(value))
 
-    def of_whole_batches(self, num_rows: Optional[int]) -> dict[str, float]:
-        """Means over the steps of maxima, minima and deviations of the global batch, known by the end of their names.
+    def _of_all(self, keys: Sequence[str]) -> list[dict[str, list[float]]]:
+        """Of all ranks, or virtual ranks in the order of their numbers (collective)."""
+        of_processes = world().gather([{key: own[key] for key in keys} for own in self._now])
+        return [of_process[i] for i in range(len(self._now)) for of_process in of_processes]
+
+    def of_whole_batches(self, num_rows: Optional[int]) -> dict[str, list[float]]:
+        """Maxima, minima and deviations of the global batch, of each step, known by the end of their names.
 
         Collective. A deviation is made of the ranks' own (unbiased, as torch.std's) and of the metric that is named as
         it with "mean" in place of "std", for one number a sample; `num_rows` is the rank's batch.
         """
-        asked = [key for key in self._now if key.endswith(("max", "min", "std")) and world().world_size > 1]
-        asked += [key[:-3] + "mean" for key in asked if key.endswith("std") and key[:-3] + "mean" in self._now]
+        own = self._now[0] if self._now else {}
+        is_alone = world().world_size * len(self._now) <= 1
+        asked = [key for key in own if key.endswith(("max", "min", "std")) and not is_alone]
+        asked += [key[:-3] + "mean" for key in asked if key.endswith("std") and key[:-3] + "mean" in own]
         if not asked:
             return {}
-        of_ranks = world().gather({key: self._now[key] for key in asked})
+        of_ranks = self._of_all(asked)
+        num_rows = num_rows and num_rows // len(self._now)
         out = {}
         for key in asked:
             steps = [*zip(*(own[key] for own in of_ranks))]
             if key.endswith(("max", "min")):
-                out[key] = math.fsum(map(max if key.endswith("max") else min, steps)) / len(steps)
+                out[key] = [max(step) if key.endswith("max") else min(step) for step in steps]
             elif key.endswith("std") and num_rows and num_rows > 1 and key[:-3] + "mean" in of_ranks[0]:
                 means = [*zip(*(own[key[:-3] + "mean"] for own in of_ranks))]
-                out[key] = math.fsum(_deviation(*of_step, num_rows) for of_step in zip(steps, means)) / len(steps)
+                out[key] = [_deviation(*of_step, num_rows) for of_step in zip(steps, means)]
         return out
 
-    def joined(self, num_rows: Optional[int]) -> dict[str, tuple[float, int]]:
-        """Mean and number of steps so far of each metric of the global batch (collective)."""
-        now = world().mean({key: math.fsum(values) / len(values) for key, values in self._now.items()})
-        now.update(self.of_whole_batches(num_rows))
+    def joined(self, num_rows: Optional[int]) -> dict[str, tuple[Any, int]]:
+        """Mean and number of steps so far of each metric of the global batch (collective).
+
+        With the option exact a mean is a fraction without rounding: it does not depend on the number of ranks, nor on
+        where the epoch was left.
+        """
+        own = self._now[0] if self._now else {}
+        whole: Mapping[str, Any] = self.of_whole_batches(num_rows)
+        if world().options.exact is not None:
+            of_all = self._of_all(list(own))
+            every = {key: [value for each in of_all for value in each[key]] for key in own}
+            now: dict[str, Any] = {key: _exact_mean(values) for key, values in {**every, **whole}.items()}
+        else:
+            now = world().mean({key: _mean(values) for key, values in own.items()})
+            now.update((key, _mean(values)) for key, values in whole.items())
         out = dict(self.before)
-        for key, mean in now.items():
-            (mean_before, num_before), num_now = self.before.get(key, (0.0, 0)), len(self._now[key])
-            num = num_before + num_now
-            out[key] = ((mean_before * num_before + mean * num_now) / num, num)
+        for key, of_now in now.items():
+            (before, num_before), num_now = self.before.get(key, (0, 0)), len(own[key])
+            out[key] = ((before * num_before + of_now * num_now) / (num_before + num_now), num_before + num_now)
         return out
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, of a sum that is rounded once."""
+    return math.fsum(values) / len(values)
+
+
+def _exact_mean(values: Sequence[float]) -> Any:
+    """The mean as a fraction; a float where there is none of infinities."""
+    if not all(map(math.isfinite, values)):
+        return sum(values) / len(values)
+    ratios = map(float.as_integer_ratio, values)  # over powers of two, the smallest of which is that of 5e-324
+    return Fraction(sum(number * (_SMALLEST // power) for number, power in ratios), _SMALLEST * len(values))
 
 
 def _deviation(deviations: Sequence[float], means: Sequence[float], num_each: int) -> float:

@@ -1,0 +1,90 @@
+"""Puts tensors together over all ranks, or over all virtual ranks where the option `exact` has them.
+
+Virtual rank i of process r of W is number r + i * W of V: its rows of a global batch are rows i, i + V / W, ... of the
+process's. What is added up is added in the order of these numbers, so that its bits do not depend on W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+
+from ddpshim.errors import SyncError
+from ddpshim.job import events
+from ddpshim.job.job import current
+from ddpshim.job.turns import Playing, Turns
+from ddpshim.job.world import World
+
+
+def turns() -> Optional[Turns]:
+    """The turns of the step that goes on; None where each rank is one virtual rank, or none makes a step. Local."""
+    return current().part(Playing).turns
+
+
+def size(here: World) -> int:
+    """Over how many ranks or virtual ranks `gather` goes. Local."""
+    playing = turns()
+    return here.world_size * (1 if playing is None else playing.size)
+
+
+def number(here: World) -> int:
+    """Which of them this is. Local."""
+    playing = turns()
+    return here.rank if playing is None or playing.now is None else here.rank + playing.now * here.world_size
+
+
+def gather(own: torch.Tensor, group: Any, what: str) -> list[torch.Tensor]:
+    """The tensors of all, of one shape, in the order of their numbers (collective).
+
+    Args:
+        group: for messages between processes; unused where there is one.
+        what: these are, for messages.
+    """
+    playing = turns()
+    if playing is None:
+        return _gather_of_processes([own], group)
+    return playing.meet(what, own.detach(), lambda of_process: _gather_of_processes(of_process, group))
+
+
+def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
+    """The sum of the tensors of all, a new one (collective)."""
+    here = current().world
+    if here is None or here.options.exact is None:
+        total = own.detach().clone()
+        with events.counted("communication"):
+            dist.all_reduce(total, group=group)
+        return total
+    return in_order(gather(own, group, what))
+
+
+def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of `parts`, added from the first to the last: a new tensor. Local."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def refuse_two_ways_on_one_gpu(x: torch.Tensor) -> None:
+    """Raise SyncError where what is exchanged forth and back cannot be: virtual ranks that share a GPU. Local."""
+    playing = turns()
+    if playing is not None and x.is_cuda:
+        raise SyncError(
+            f"{playing.size} virtual ranks on one GPU exchange values in the middle of a backward pass (BatchNorm, "
+            "World.all_gather), for which torch has one thread for each GPU: they would wait for each other for ever. "
+            "Start as many ranks as the option exact says; they may share GPUs."
+        )
+
+
+def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
+    here = current().world
+    if here is None or here.world_size == 1:
+        return list(of_process)
+    own = torch.stack([part.contiguous() for part in of_process])
+    everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with events.counted("communication"):
+        dist.all_gather(everyones, own, group=group)
+    return [of_rank[i] for i in range(len(of_process)) for of_rank in everyones]

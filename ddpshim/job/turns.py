@@ -1,0 +1,192 @@
+"""Has several virtual ranks of one process take turns: threads of which one computes at a time.
+
+A virtual rank hands on its turn where it needs something of the others (`Turns.meet`), and goes on when all have come
+there. So what is put together of them does not depend on how many processes there are. EasyScale ("EasyScale: Elastic
+Training with Consistent Accuracy", SC 2023) has the workers of a GPU take turns in this way.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable, Optional, TypeVar
+
+import torch
+
+from ddpshim.errors import SyncError
+from ddpshim.job.random_streams import rank_states, restore_rank_states
+
+T = TypeVar("T")
+
+_APART = (
+    "virtual rank {} of this process came to {}, virtual rank {} to {}: as ranks they would wait for each other for "
+    "ever. Let a step do the same whatever its samples are."
+)
+
+
+class Playing:
+    """The virtual ranks of this process, while a step of them goes on."""
+
+    def __init__(self) -> None:
+        self.turns: Optional[Turns] = None
+
+
+class _Abandoned(BaseException):
+    """Ends the step of a virtual rank because another one failed."""
+
+
+class Turns:
+    """The virtual ranks of this process in a step that they make together.
+
+    Args:
+        size: how many there are.
+        device: where they compute.
+        begin_turn: called with a virtual rank's number in this process whenever its turn begins.
+
+    Attributes:
+        now: whose turn it is; None between steps.
+    """
+
+    def __init__(self, size: int, device: torch.device, begin_turn: Callable[[int], None]) -> None:
+        self.size, self.now = size, None  # type: tuple[int, Optional[int]]
+        self._device, self._begin_turn = device, begin_turn
+        self._may_go = [threading.Semaphore(0) for _ in range(size)]
+        self._play: Optional[Callable[[int], Any]] = None
+        self._results: list[Any] = [None] * size
+        self._streams: list[Any] = [None] * size
+        self._came: list[dict[int, tuple[str, Any]]] = [{}, {}]  # to the meeting at hand, and to the one after it
+        self._num_met = [0] * size
+        self._outcome: list[Any] = [None, None]
+        self._done = [True] * size
+        self._error: Optional[BaseException] = None
+        self._threads: list[threading.Thread] = []
+        self._num_threads = torch.get_num_threads()
+
+    def run(self, play: Callable[[int], T]) -> list[T]:
+        """`play(i)` of each virtual rank i, in turns; all begin with the random streams that there are. Local.
+
+        The first one runs in this thread. Raises what one of them raised, and SyncError where they did not come to the
+        same meetings or drew differently.
+        """
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._wait_for_steps, args=(i,), daemon=True) for i in range(1, self.size)
+            ]
+            for thread in self._threads:
+                thread.start()
+        self._play, self._error = play, None
+        self._done, self._num_met, self._came = [False] * self.size, [0] * self.size, [{}, {}]
+        streams = rank_states(self._device)
+        self._streams = [streams] * self.size
+        self._step_of(0)
+        while not all(self._done):
+            self._hand_on(0)
+            self._wait(0)
+            late = next((j for j in range(self.size) if not self._done[j]), None)
+            if late is not None and self._error is None:
+                self._error = SyncError(_APART.format(0, "the end of its step", late, "a further meeting"))
+        self.now = self._play = None
+        if self._error is None:
+            self._check_alike("the end of the step")
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def meet(self, what: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        """`combine` of the values that all virtual ranks of this process bring to this meeting, computed once.
+
+        Called in a step, by the virtual rank whose turn it is.
+        """
+        i = self.now
+        assert i is not None
+        number = self._num_met[i] % 2
+        if i == 0:
+            self._came[number] = {}
+        self._came[number][i] = (what, value)
+        self._num_met[i] += 1
+        self._leave(i)
+        self._enter(i)
+        if i == 0:
+            try:
+                self._check_meeting(what, self._came[number])
+                self._outcome[number] = combine([self._came[number][j][1] for j in range(self.size)])
+            except BaseException as error:
+                self._error = self._error or error
+                raise
+        return self._outcome[number]  # type: ignore[no-any-return]
+
+    def _check_meeting(self, what: str, came: dict[int, tuple[str, Any]]) -> None:
+        for j in range(self.size):
+            theirs = came[j][0] if j in came else "the end of its step"
+            if theirs != what:
+                raise SyncError(_APART.format(0, what, j, theirs))
+        self._check_alike(what)
+
+    def _check_alike(self, what: str) -> None:
+        for j in range(1, self.size):
+            if not _equal(self._streams[0], self._streams[j]):
+                raise SyncError(
+                    f"up to {what}, virtual ranks 0 and {j} of this process drew a different number of random "
+                    "numbers: noise would depend on the number of ranks. Let the number of draws not depend on samples."
+                )
+
+    def _step_of(self, i: int) -> None:
+        self.now = i
+        restore_rank_states(self._streams[i], self._device)
+        self._begin_turn(i)
+        assert self._play is not None
+        try:
+            self._results[i] = self._play(i)
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = self._error or error
+        self._leave_streams(i)
+        self._done[i] = True
+
+    def _leave_streams(self, i: int) -> None:
+        self._streams[i] = rank_states(self._device)
+
+    def _leave(self, i: int) -> None:
+        self._leave_streams(i)
+        self._hand_on(i)
+
+    def _enter(self, i: int) -> None:
+        self._wait(i)
+        if self._error is not None:
+            raise _Abandoned
+        self.now = i
+        restore_rank_states(self._streams[i], self._device)
+        self._begin_turn(i)
+
+    def _hand_on(self, i: int) -> None:
+        self._may_go[(i + 1) % self.size].release()
+
+    def _wait(self, i: int) -> None:
+        try:
+            self._may_go[i].acquire()
+        except BaseException as error:  # Ctrl-C, while it is another one's turn: that one has to come to its end
+            self._error = self._error or error
+            self._may_go[i].acquire()
+
+    def _wait_for_steps(self, i: int) -> None:
+        from ddpshim.job.group import settle_rounding
+
+        torch.set_num_threads(self._num_threads)  # torch's number is each thread's own
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        settle_rounding()
+        while True:
+            self._may_go[i].acquire()
+            if not self._done[i] and self._error is None:
+                self._step_of(i)
+            self._done[i] = True
+            self._hand_on(i)
+
+
+def _equal(these: dict[str, Any], those: dict[str, Any]) -> bool:
+    if these["random"] != those["random"] or not torch.equal(these["torch"], those["torch"]):
+        return False
+    if these["cuda"] is not None and not torch.equal(these["cuda"], those["cuda"]):
+        return False
+    numpys = [states.get("numpy") for states in (these, those)]
+    return numpys[0] is None or all(bytes(a) == bytes(b) if hasattr(a, "tobytes") else a == b for a, b in zip(*numpys))

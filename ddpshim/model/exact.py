@@ -1,0 +1,211 @@
+"""Adds up gradients over virtual ranks in one order, so that their sum has the same bits on any number of ranks.
+
+Every virtual rank's gradient is divided into as many parts as there are ranks; each rank gets one part of all, adds
+them from the first virtual rank to the last, and sends what it has to the others: the bytes of a ring for one virtual
+rank a process. It is done at the end of a backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpshim.errors import SyncError
+from ddpshim.job import events, exchange, noise
+from ddpshim.job.group import world
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+from ddpshim.job.world import World
+
+_MESSAGE_BYTES = 16 * 1024 * 1024  # of one virtual rank, in one message
+
+
+class Networks:
+    """What is reduced in a job with the option `exact`.
+
+    Attributes:
+        parameters: whose gradients are added up, in the order in which their networks were wrapped.
+        copies: of each virtual rank of this process, what stands for `parameters`; at first they alone.
+        touched: of each, which of its gradients the backward pass at hand has changed.
+        modules: that are wrapped, of each virtual rank, for their buffers.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.names: list[str] = []
+        self.modules: list[list[nn.Module]] = [[]]
+        self.copies: list[list[nn.Parameter]] = [self.parameters]
+        self.touched: list[set[int]] = [set()]
+        self.has_stand_in = False
+
+    def watch(self, number: int, first: int = 0) -> None:
+        """Take note of the gradients of virtual rank `number` that change, from parameter `first` on. Local."""
+        touched = self.touched[number]
+        for index, parameter in enumerate(self.copies[number][first:], first):
+            parameter.register_post_accumulate_grad_hook(functools.partial(_note, touched, index))
+
+
+def _note(touched: set[int], index: int, parameter: torch.Tensor) -> None:
+    touched.add(index)
+
+
+def networks() -> Networks:
+    """What is reduced in this job. Local."""
+    return current().part(Networks)
+
+
+def reduce(module: nn.Module) -> None:
+    """Add up the gradients of `module` over virtual ranks from here on, at the end of backward passes. Local."""
+    made, job = networks(), current()
+    first, known = len(made.parameters), set(map(id, made.parameters))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            made.parameters.append(parameter)
+            made.names.append(name)
+    made.modules[0].append(module)
+    made.watch(0, first)
+    if not made.has_stand_in:
+        made.has_stand_in = True
+        job.at_end.enter_context(replaced(torch.autograd, "backward", _stand_in(made, torch.autograd.backward)))
+
+
+def _stand_in(made: Networks, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        playing = exchange.turns()
+        number = 0 if playing is None or playing.now is None else playing.now
+        mine = made.touched[number]
+        if playing is None or playing.now is None:
+            if not mine:
+                return
+            _check_whole()
+            _add_up(made, [mine])
+        else:
+            _check_own(made, number)
+            playing.meet("the end of a backward pass", mine, functools.partial(_add_up, made))
+        mine.clear()
+
+    return backward
+
+
+def _check_whole() -> None:
+    here = world()
+    if here.options.exact != here.world_size:
+        raise SyncError(
+            f"a backward pass outside of a step of virtual ranks, with exact={here.options.exact} on "
+            f"{here.world_size} ranks: each rank would train on several virtual ranks' samples at once, and rounding "
+            f"would depend on the number of ranks. Mark the training step (ddpshim.virtual_step), or start "
+            f"{here.options.exact} ranks; they may share GPUs."
+        )
+    noise.begin_training("a network")
+
+
+def _check_own(made: Networks, number: int) -> None:
+    for other, touched in enumerate(made.touched):
+        if other != number and touched and not made.touched[number]:
+            index = min(touched)
+            raise SyncError(
+                f"virtual rank {number} of this process trained virtual rank {other}'s '{made.names[index]}': "
+                "gradients of several virtual ranks would be added in one. Give ddpshim.virtual_step all objects that "
+                "the step uses, and let the step take them as arguments."
+            )
+
+
+def _add_up(made: Networks, touched: list[set[int]]) -> None:
+    """Give all virtual ranks the mean of their gradients (collective)."""
+    here = world()
+    indices = sorted(_touched_anywhere(made, set().union(*touched), here))
+    with events.counted("communication"), torch.no_grad():
+        for same in _messages(made, indices):
+            leaves = [[_gradient(copy[index]) for index in same] for copy in made.copies]
+            if here.world_size == 1:
+                for of_parameter in zip(*leaves):
+                    _spread(_mean(of_parameter, here), of_parameter)
+            else:
+                _add_up_over_ranks(leaves, here)
+        _take_first_buffers(made, here)
+
+
+def _take_first_buffers(made: Networks, here: World) -> None:
+    """Make all virtual ranks' buffers those of the first one, as the main rank's are taken without the option."""
+    for of_virtual in zip(*made.modules):
+        first = list(of_virtual[0].buffers())
+        if here.world_size > 1:
+            for buffer in first:
+                dist.broadcast(buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer, 0)
+        for module in of_virtual[1:]:
+            for buffer, its in zip(first, module.buffers()):
+                its.data.copy_(buffer)
+
+
+def _mean(parts: Sequence[torch.Tensor], here: World) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    assert here.options.exact is not None
+    return total.div_(here.options.exact)
+
+
+def _spread(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+    for gradient in gradients:
+        if gradient is not mean:
+            gradient.copy_(mean)
+
+
+def _add_up_over_ranks(leaves: list[list[torch.Tensor]], here: World) -> None:
+    num, sizes = here.world_size, [gradient.numel() for gradient in leaves[0]]
+    each = -(-sum(sizes) // num)
+    sent = leaves[0][0].new_zeros(num, len(leaves), each)
+    flat = sent.new_zeros(num * each)
+    for i, of_virtual in enumerate(leaves):
+        torch.cat([gradient.reshape(-1) for gradient in of_virtual], out=flat[: sum(sizes)])
+        sent[:, i] = flat.view(num, each)
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent)
+    total = _mean([came[rank, i] for i in range(len(leaves)) for rank in range(num)], here).clone()
+    dist.all_gather(list(flat.view(num, each).unbind(0)), total)
+    for of_virtual in leaves:
+        for gradient, mean in zip(of_virtual, flat[: sum(sizes)].split(sizes)):
+            gradient.copy_(mean.view(gradient.shape))
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad.layout != torch.strided:
+        raise SyncError(
+            "a sparse gradient with the option exact: it has no fixed order in which it could be added up. Build the "
+            "embedding with sparse=False."
+        )
+    return parameter.grad
+
+
+def _touched_anywhere(made: Networks, own: set[int], here: World) -> set[int]:
+    if here.world_size == 1:
+        return own
+    flags = torch.zeros(len(made.parameters), dtype=torch.uint8, device=here.device)
+    flags[list(own)] = 1
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return set(flags.nonzero().flatten().tolist())
+
+
+def _messages(made: Networks, indices: Sequence[int]) -> Iterator[list[int]]:
+    """`indices` in groups of one type and device, of bounded size."""
+    filling: dict[Any, tuple[list[int], int]] = {}
+    for index in indices:
+        parameter = made.parameters[index]
+        kind = parameter.dtype, parameter.device
+        same, num_bytes = filling.pop(kind, ([], 0))
+        same.append(index)
+        num_bytes += parameter.numel() * parameter.element_size()
+        if num_bytes < _MESSAGE_BYTES:
+            filling[kind] = same, num_bytes
+        else:
+            yield same
+    yield from (same for same, _ in filling.values())

@@ -1,0 +1,249 @@
+"""Implements `virtual_step`: a training step that is made by several virtual ranks in each process, one after another.
+
+Each but the first has copies of the objects that the step changes. What optimizers train is there once: the copies of
+a parameter share its memory, and an optimizer steps once for all.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, TypeVar
+
+import torch
+from torch import nn
+
+from ddpshim.errors import DataError, SyncError
+from ddpshim.job import noise, shares
+from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.job import current
+from ddpshim.job.reduction import reduce, to_cpu
+from ddpshim.job.replaced import replaced
+from ddpshim.job.turns import Playing, Turns
+from ddpshim.model import exact
+
+T = TypeVar("T")
+
+
+def virtual_step(step: Callable[..., Any], *objects: Any) -> Callable[..., Any]:
+    """`step(*objects, *arguments)`, made by the virtual ranks of this process if the option `exact` is given.
+
+    Returns what takes the `arguments`: each virtual rank gets its rows of every tensor, array or list in them that has
+    a sample of the batch at hand in each row. The result is then the mean over all virtual ranks of what `step`
+    returns: a number, a tensor, a mapping of these, or None (collective). Without the option it is what `step` returns.
+
+    >>> import ddpshim
+    >>> step = ddpshim.virtual_step(lambda net, x: float(net(x).mean()), nn.Flatten())
+    >>> step(torch.ones(4, 2))
+    1.0
+
+    Args:
+        step: a training step: forward, backward, optimizer, averages of weights. What else it does (prints, counts) it
+            does once for each virtual rank. It enters autocast itself.
+        objects: all that it changes: networks (after `wrap_parallel`), optimizers, schedules, averages, counters. They
+            are copied together (copy.deepcopy), and again after a `load_state_dict` of a network among them.
+
+    Raises:
+        SyncError: the step trains what is not among `objects`; virtual ranks do not draw alike, or not make the same
+            backward passes; a backward pass outside of a step.
+        DataError: the virtual ranks of this process do not divide its batch.
+    """
+    made: list[Players] = []
+
+    @functools.wraps(step)
+    def play(*arguments: Any) -> Any:
+        here = current().world
+        if here is None or here.options.exact is None:
+            return step(*objects, *arguments)
+        if not made:
+            made.append(Players(objects))
+            on_cleanup(made.clear)
+        players = made[0]
+        results = players.play(lambda own, i: step(*own, *players.share_of(arguments, i)))
+        if not players.num_divided:
+            raise DataError(
+                f"none of the {len(arguments)} arguments of the step has the batch's rows in its first dimension: "
+                "every virtual rank would train on all of it. Pass tensors, arrays, lists, or mappings of these."
+            )
+        return None if all(result is None for result in results) else _mean_of_all(results)
+
+    return play
+
+
+def _mean_of_all(results: Sequence[Any]) -> Any:
+    of_ranks = world().gather(list(map(to_cpu, results)))
+    of_virtual = [of_rank[i] for i in range(len(results)) for of_rank in of_ranks]
+    return reduce(of_virtual, mean=True, like=results[0])
+
+
+class Players:
+    """The virtual ranks of this process, and what each has of `objects`: the first one has the objects themselves.
+
+    Attributes:
+        size: how many there are.
+        copies: of each, what it has.
+        num_divided: how many parts of arguments were divided among them so far.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        here = world()
+        assert here.options.exact is not None
+        self.size = here.options.exact // here.world_size
+        self.copies: list[tuple[Any, ...]] = [tuple(objects)]
+        self._turns = Turns(self.size, here.device, self._begin_turn)
+        self.num_divided = 0
+        self._num_rows = 0  # of the process
+        self._is_stale = True
+        self._changed = contextlib.ExitStack()  # what of the objects is another while they are played with
+        noise.share()
+        on_cleanup(self.close)
+
+    def play(self, step: Callable[[tuple[Any, ...], int], T]) -> list[T]:
+        """`step(own objects, number in this process)` of each virtual rank, in turns (collective)."""
+        self._num_rows = self._check_rows()
+        if self.size == 1:
+            return [step(self.copies[0], 0)]
+        if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
+            raise SyncError(
+                "autocast around a step of virtual ranks: torch keeps it for each thread, and only the first virtual "
+                "rank would compute in that precision. Enter it inside the step."
+            )
+        if self._is_stale:
+            self.refresh()
+        playing, computes_gradients = current().part(Playing), torch.is_grad_enabled()
+
+        def play(i: int) -> T:
+            with torch.set_grad_enabled(computes_gradients):  # each thread has its own
+                return step(self.copies[i], i)
+
+        before, playing.turns = shares.play(None), self._turns
+        try:
+            return self._turns.run(play)
+        finally:
+            playing.turns = None
+            shares.play(before)
+
+    def share_of(self, value: Any, i: int) -> Any:
+        """The rows of virtual rank `i` of this process of whatever in `value` has the process's batch. Local.
+
+        In memory of its own, which is aligned alike on any number of ranks: some kernels round by it.
+        """
+        if isinstance(value, Mapping):
+            return {key: self.share_of(item, i) for key, item in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.share_of(item, i) for item in value))
+        if isinstance(value, torch.Tensor):
+            if value.dim() == 0 or value.shape[0] != self._num_rows:
+                return value
+            self.num_divided += 1
+            return value[i :: self.size].clone(memory_format=torch.contiguous_format)
+        if hasattr(value, "shape") and hasattr(value, "copy"):  # numpy's
+            if value.shape[:1] != (self._num_rows,):
+                return value
+            self.num_divided += 1
+            return value[i :: self.size].copy()
+        if isinstance(value, (list, tuple)):
+            holds_samples = len(value) == self._num_rows and not any(_has_rows(item) for item in value)
+            self.num_divided += holds_samples
+            return value[i :: self.size] if holds_samples else type(value)(self.share_of(item, i) for item in value)
+        return value
+
+    def refresh(self) -> None:
+        """Copy the objects anew. Local."""
+        self.close()
+        made, objects = exact.networks(), self.copies[0]
+        for i in range(1, self.size):
+            memo: dict[int, Any] = {}
+            self.copies.append(copy.deepcopy(objects, memo))
+            copied = memo.get(id(memo), [])  # what copy.deepcopy keeps alive: all that it has copied
+            for optimizer in [each for each in copied if isinstance(each, torch.optim.Optimizer)]:
+                self._share_memory(optimizer, memo[id(optimizer)], is_first=i == 1)
+            if i == 1:
+                self._watch_loads([each for each in copied if isinstance(each, nn.Module)])
+            modules = [_copy_of(module, f"a {type(module).__name__}", memo) for module in made.modules[0]]
+            made.copies.append([_copy_of(p, f"'{name}'", memo) for p, name in zip(made.parameters, made.names)])
+            made.modules.append(modules)
+            made.touched.append(set())
+            made.watch(i)
+        self._is_stale = False
+
+    def close(self) -> None:
+        """Leave the objects alone, and forget their copies. Local."""
+        made = exact.networks()
+        self._changed.close()
+        del self.copies[1:], made.copies[1:], made.modules[1:], made.touched[1:]
+        self._is_stale = True
+
+    def _share_memory(self, optimizer: torch.optim.Optimizer, twin: Any, is_first: bool) -> None:
+        known = set(map(id, exact.networks().parameters))
+        for group, of_twin in zip(optimizer.param_groups, twin.param_groups):
+            for parameter, its in zip(group["params"], of_twin["params"]):
+                if id(parameter) not in known and parameter.requires_grad:
+                    raise SyncError(
+                        f"a {type(optimizer).__name__} among the objects of a step trains a parameter of shape "
+                        f"{tuple(parameter.shape)} that is in no wrapped network: each virtual rank would train its "
+                        "own. Call wrap_parallel on its network first."
+                    )
+                its.data = parameter.data
+                its.grad = None if parameter.grad is None else parameter.grad.clone()
+        twin.state = collections.defaultdict(dict)
+        twin._opt_called = True  # or its schedule warns that it never stepped
+        step_of_all = optimizer.step if is_first else optimizer.step.__wrapped__  # type: ignore[attr-defined]
+
+        @functools.wraps(step_of_all)
+        def step(closure: Any = None) -> Any:
+            playing = current().part(Playing).turns
+            if playing is None or playing.now is None:
+                return step_of_all(closure)
+            if closure is not None:
+                raise SyncError(
+                    f"{type(optimizer).__name__}.step with a closure, in a step of virtual ranks: it makes backward "
+                    "passes in the middle of an optimizer step. Use an optimizer that needs none."
+                )
+            return playing.meet("a step of an optimizer", None, lambda _: step_of_all())
+
+        if is_first:
+            self._changed.enter_context(replaced(optimizer, "step", step))
+        twin.step = step
+
+    def _watch_loads(self, modules: Sequence[nn.Module]) -> None:
+        def note(*_: Any) -> None:
+            self._is_stale = True
+
+        for module in modules:
+            self._changed.callback(module.register_load_state_dict_post_hook(note).remove)
+
+    def _begin_turn(self, i: int) -> None:
+        here = world()
+        size = here.world_size * self.size
+        shares.play(shares.Share(here.rank + i * here.world_size, size, self._num_rows // self.size))
+
+    def _check_rows(self) -> int:
+        num_rows = shares.num_rows_at_hand()
+        if num_rows is None:
+            raise DataError(
+                "a step of virtual ranks without a batch of make_loader at hand: which samples are whose would be a "
+                "guess. Call it for the batch that a loader of make_loader has just given."
+            )
+        if num_rows % self.size:
+            raise DataError(
+                f"{num_rows} samples on this process for its {self.size} virtual ranks, which do not divide them: they "
+                "would weigh differently. Use a global batch that the option exact divides, with drop_last."
+            )
+        return num_rows
+
+
+def _copy_of(wrapped: Any, name: str, memo: Mapping[int, Any]) -> Any:
+    if id(wrapped) not in memo:
+        raise SyncError(
+            f"{name} was given to wrap_parallel and is not among the objects of the step: virtual ranks would train it "
+            "in each other's place. Give ddpshim.virtual_step all networks that are wrapped."
+        )
+    return memo[id(wrapped)]
+
+
+def _has_rows(item: Any) -> bool:
+    return (hasattr(item, "shape") and len(item.shape) > 0) or isinstance(item, Mapping)

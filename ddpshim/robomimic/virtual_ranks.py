@@ -1,0 +1,80 @@
+"""Has the virtual ranks of a process (option exact) train robomimic's algorithms, which nobody edits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Callable
+
+from ddpshim.job.group import world
+from ddpshim.job.replaced import replaced
+from ddpshim.model.virtual_step import Players
+
+
+class _Batch:
+    """A batch between the calls of run_epoch: what is done to it is done by each virtual rank, in the step."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self.options: Any = None  # of postprocess_batch_for_training
+
+
+@contextlib.contextmanager
+def playing(model: Any, note: Callable[..., Any]) -> Iterator[None]:
+    """Inside, what run_epoch asks of `model` is asked of its copies too, one for each virtual rank of this process.
+
+    Args:
+        note: takes the metrics of a step, of each of them.
+    """
+    players = Players([model])
+    if players.size > 1:
+        players.refresh()
+    with contextlib.ExitStack() as changed:
+        changed.callback(players.close)
+        for name, stand_in in _stand_ins(model, players, note).items():
+            if hasattr(model, name):
+                changed.enter_context(replaced(model, name, stand_in))
+        yield
+
+
+def _stand_ins(model: Any, players: Players, note: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+    kind = type(model)  # its methods: copies were made before the stand-ins, the model itself has them
+
+    def process(batch: Any) -> _Batch:
+        return _Batch(batch)
+
+    def postprocess(batch: _Batch, **options: Any) -> _Batch:
+        batch.options = options
+        return batch
+
+    def train(batch: _Batch, epoch: int, validate: bool = False) -> list[Any]:
+        def step(objects: tuple[Any, ...], i: int) -> Any:
+            own = objects[0]
+            with world().autocast():  # torch keeps it for each thread
+                rows = kind.process_batch_for_training(own, players.share_of(batch.rows, i))
+                if batch.options is not None:
+                    rows = kind.postprocess_batch_for_training(own, rows, **batch.options)
+                return kind.train_on_batch(own, rows, epoch, validate=validate)
+
+        return players.play(step)
+
+    def of_each(name: str) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            for (own,) in players.copies:
+                getattr(kind, name)(own, *arguments, **options)
+
+        return call
+
+    def log(infos: list[Any]) -> dict[str, Any]:
+        logs = [kind.log_info(own, info) for (own,), info in zip(players.copies, infos)]
+        note(*logs)
+        return {key: math.fsum(float(each[key]) for each in logs) / len(logs) for key in logs[0]}
+
+    return {
+        "process_batch_for_training": process,
+        "postprocess_batch_for_training": postprocess,
+        "train_on_batch": train,
+        "log_info": log,
+        **{name: of_each(name) for name in ("on_gradient_step", "set_train", "set_eval")},
+    }

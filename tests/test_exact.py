@@ -1,0 +1,322 @@
+"""The option `exact`: one hash of all bits on any number of ranks that divides it, and what is refused with it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import random
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddpshim
+from ddpshim.errors import DataError, DdpShimError, OptionsError, SyncError, WorldError
+from ddpshim.options import Options
+from tests import exact
+from tests.ranks import run_ranks
+
+BATCH, NUM_EPOCHS = 24, 3
+
+
+class _Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
+        self.head, self.spare = nn.Linear(32, 2), nn.Linear(32, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.sum()  # every virtual rank's own: the first one's counts
+        out = self.body(x)
+        return self.head(out) + (self.spare(out) if len(x) and x[0, 0] > 0 else 0)  # not used by all
+
+
+def _data() -> TensorDataset:
+    made = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(4 * BATCH, 6, generator=made), torch.randn(4 * BATCH, 2, generator=made))
+
+
+def _step(net: Any, critic: Any, averaged: Any, optimizers: Any, schedule: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Two networks, two optimizers, a mean over valid entries, samples that are compared, an average of weights."""
+    world = ddpshim.world()
+    noisy = x + 0.1 * torch.randn_like(x) + 0.01 * float(np.random.rand()) + 0.01 * random.random()
+    valid = (y > -0.5).float()
+    masked = world.mean_over(((net(noisy) - y).square() * valid).sum(), valid.sum())
+    everyone = world.all_gather(net(x))
+    loss = masked + 0.1 * everyone.std()
+    optimizers[0].zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+    optimizers[0].step()
+    optimizers[1].zero_grad()
+    (critic(torch.cat([x, net(x).detach()], 1)) - y.sum(1, keepdim=True)).square().mean().backward()
+    optimizers[1].step()
+    schedule.step()
+    with torch.no_grad():
+        for mine, its in zip(averaged.parameters(), net.parameters()):
+            mine.lerp_(its, 0.1)
+    return {
+        "loss": loss.detach(),
+        "norm": norm,
+        "lr": schedule.get_last_lr()[0],
+        "all": world.mean(float(masked.detach())),
+    }
+
+
+def _build() -> tuple[Any, ...]:
+    torch.manual_seed(1)
+    net, critic = _Policy(), nn.Linear(8, 1)
+    averaged = copy.deepcopy(net)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-2), torch.optim.SGD(critic.parameters(), 1e-2, momentum=0.9)]
+    return net, critic, averaged, optimizers, torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 40)
+
+
+def _tensors(parts: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    net, critic, averaged, optimizers, _ = parts
+    out = {
+        f"{i}.{key}": value for i, of in enumerate((net, critic, averaged)) for key, value in of.state_dict().items()
+    }
+    for i, optimizer in enumerate(optimizers):
+        for number, state in optimizer.state_dict()["state"].items():
+            out.update((f"optimizer {i}.{number}.{key}", v) for key, v in state.items() if isinstance(v, torch.Tensor))
+    return out
+
+
+def _train(num_parts: int = 0) -> tuple[str, dict[str, torch.Tensor], list[dict[str, float]]]:
+    parts = _build()
+    net, critic = (ddpshim.wrap_parallel(part) for part in parts[:2])
+    loader = ddpshim.make_loader(_data(), batch_size=BATCH, shuffle=True)
+    step = ddpshim.virtual_step(_step, net, critic, *parts[2:])
+    logs = []
+    for epoch in range(NUM_EPOCHS):
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            logs.append({key: float(value) for key, value in step(x, y).items()})
+        net.load_state_dict(net.state_dict())  # the copies are to be made anew
+    tensors = _tensors((net, critic, *parts[2:]))
+    made = hashlib.sha256(repr(logs).encode() + torch.get_rng_state().numpy().tobytes())
+    made.update(repr((np.random.get_state()[2:], random.random())).encode())
+    for key, value in tensors.items():
+        made.update(key.encode() + value.numpy().tobytes())
+    return made.hexdigest(), tensors, logs
+
+
+def _plain() -> dict[str, torch.Tensor]:
+    """What a plain process comes to, which knows nothing of ranks."""
+    parts = _build()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    for _ in range(NUM_EPOCHS):
+        for x, y in DataLoader(_data(), batch_size=BATCH, shuffle=True, drop_last=True):
+            _step(*parts, x, y)
+    return _tensors(parts)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("virtual", "sizes"), [(4, (1, 2, 4)), (6, (1, 2, 3))])
+def test_one_hash(virtual: int, sizes: tuple[int, ...]) -> None:
+    """Two networks, BatchNorm, dropout, noise of three generators, masks, gathers, a branch that not all take."""
+    found = [run_ranks(_train, size, environ={"DDPSHIM_EXACT": str(virtual)}) for size in sizes]
+    assert len({digest for run in found for digest, _, _ in run}) == 1, [
+        [digest[:8] for digest, *_ in r] for r in found
+    ]
+    assert found[0][0][2][0]["loss"] != found[0][0][2][1]["loss"]
+
+
+class _Simple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16, False), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def _simple_step(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = (net(x + 0.1 * torch.randn_like(x)) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _train_simple(is_plain: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    torch.manual_seed(0)
+    net = _Simple().double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    data = TensorDataset(*(tensor.double() for tensor in _data().tensors))
+    wrapped: Any = net if is_plain else ddpshim.wrap_parallel(net)
+    made: Any = DataLoader if is_plain else ddpshim.make_loader
+    step = _simple_step if is_plain else ddpshim.virtual_step(_simple_step, wrapped, optimizer)
+    given = (net, optimizer) if is_plain else ()
+    losses = [float(step(*given, x, y)) for x, y in made(data, batch_size=BATCH, shuffle=True)]
+    return net.state_dict(), losses
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2])
+def test_equals_plain_process(size: int) -> None:
+    """It is the experiment of the plain process as well: the same samples, noise and dropout, up to rounding."""
+    [(weights, losses), *_] = run_ranks(_train_simple, size, False, environ={"DDPSHIM_EXACT": "4"})
+    alone, losses_alone = _train_simple(True)
+    assert max(float((weights[key] - alone[key]).abs().max()) for key in alone) < 1e-12
+    assert losses == pytest.approx(losses_alone, abs=1e-12)
+
+
+@pytest.mark.ranks
+def test_without_marked_step() -> None:
+    """With as many ranks as virtual ones nothing has to be marked; the hash is that of the marked step."""
+    found = [run_ranks(_unmarked, 4, is_marked, environ={"DDPSHIM_EXACT": "4"})[0] for is_marked in (True, False)]
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def _unmarked(is_marked: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = ddpshim.wrap_parallel(_Simple())
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    step = ddpshim.virtual_step(_simple_step, net, optimizer)
+    for x, y in ddpshim.make_loader(_data(), batch_size=BATCH, shuffle=True):
+        step(x, y) if is_marked else _simple_step(net, optimizer, x, y)
+    out: dict[str, torch.Tensor] = net.state_dict()
+    return out
+
+
+def _refused(kind: str) -> tuple[str, str]:
+    """The error that one rank with four virtual ranks raises: its class and its text."""
+    net = ddpshim.wrap_parallel(nn.Linear(6, 2))
+    other = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = _data()
+    number = [0]
+
+    def step(net: Any, optimizer: Any, x: Any, y: Any) -> None:
+        world, i = ddpshim.world(), number[0]
+        number[0] += 1
+        if kind == "broadcast":
+            world.broadcast(1)
+        if kind == "other draws" and i == 2:
+            torch.rand(())
+        if kind == "raises" and i == 2:
+            raise ZeroDivisionError("of the step itself")
+        net(x).mean().backward()
+        if kind == "another backward" and i == 3:
+            net(x).mean().backward()
+        if kind == "no backward":
+            return
+        optimizer.step((lambda: None) if kind == "closure" else None)
+
+    def early(net: Any, optimizer: Any, x: Any, y: Any) -> None:
+        number[0] += 1
+        if number[0] != 2:
+            net(x).mean().backward()
+
+    of_another = torch.optim.SGD(other.parameters(), lr=0.1)
+    objects: dict[str, tuple[Any, ...]] = {
+        "network missing": (nn.Identity(), optimizer),
+        "network not wrapped": (other, of_another),
+    }
+
+    def go_wrong() -> None:
+        if kind == "batch":
+            ddpshim.make_loader(data, batch_size=6)
+        elif kind == "last batch":
+            ddpshim.make_loader(data, batch_size=BATCH, drop_last=False)
+        elif kind == "no loader":
+            ddpshim.virtual_step(step, net, optimizer)(torch.zeros(4, 6), None)
+        loader = ddpshim.make_loader(data, batch_size=BATCH)
+        for x, y in loader:
+            if kind == "outside":
+                net(x).mean().backward()
+            around: Any = torch.autocast("cpu") if kind == "autocast" else contextlib.nullcontext()
+            chosen: Callable[..., Any] = early if kind == "one backward less" else step
+            if kind == "uses the global":
+                chosen = lambda *given: step(net, optimizer, *given[2:])  # noqa: E731
+            given = (object(),) if kind == "no rows" else (x, y)
+            made = objects.get(kind, (net, optimizer))
+            marked = (lambda *_: None) if kind == "no rows" else chosen
+            with around:
+                ddpshim.virtual_step(marked, *made)(*given)
+
+    with pytest.raises((DdpShimError, ZeroDivisionError)) as caught:
+        go_wrong()
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "error", "says"),
+    [
+        ("batch", DataError, "a global batch of 6 samples with exact=4, which does not divide it"),
+        ("last batch", DataError, "drop_last=False with exact=4"),
+        ("no loader", DataError, "without a batch of make_loader at hand"),
+        ("no rows", DataError, "none of the 1 arguments of the step has the batch's rows"),
+        ("outside", SyncError, "a backward pass outside of a step of virtual ranks, with exact=4 on 1 ranks"),
+        ("autocast", SyncError, "autocast around a step of virtual ranks"),
+        ("broadcast", WorldError, "broadcast in a step of 4 virtual ranks"),
+        ("closure", SyncError, "SGD.step with a closure"),
+        ("network missing", SyncError, "a Linear was given to wrap_parallel and is not among the objects of the step"),
+        ("network not wrapped", SyncError, "trains a parameter of shape (2, 6) that is in no wrapped network"),
+        ("uses the global", SyncError, "virtual rank 1 of this process trained virtual rank 0's 'weight'"),
+        ("other draws", SyncError, "virtual ranks 0 and 2 of this process drew a different number"),
+        (
+            "another backward",
+            SyncError,
+            "came to a step of an optimizer, virtual rank 3 to the end of a backward pass",
+        ),
+        ("one backward less", SyncError, "came to the end of a backward pass, virtual rank 1 to the end of its step"),
+        ("raises", ZeroDivisionError, "of the step itself"),
+    ],
+)
+def test_refuses(kind: str, error: type[Exception], says: str) -> None:
+    """What would differ in silence on another number of ranks."""
+    [(name, text)] = run_ranks(_refused, 1, kind, environ={"DDPSHIM_EXACT": "4"})
+    assert (name, says in text) == (error.__name__, True), text
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "more", [{"order": "computed"}, {"noise": "per_rank"}, {"per_rank_batch": True}, {"sync_batchnorm": False}]
+)
+def test_refuses_options(more: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError, match="with exact=4; what ranks compute would depend on how many there are"):
+        Options(exact=4, **more)
+
+
+@pytest.mark.unit
+def test_refuses_sizes() -> None:
+    with pytest.raises(OptionsError, match=r"exact=4 in a process that nobody launched.*with N of 1, 2, 4"):
+        ddpshim.setup(options=Options(exact=4))
+    assert ddpshim.world().world_size == 1  # nothing was set up
+
+
+@pytest.mark.ranks
+def test_refuses_ranks() -> None:
+    from tests.ranks import RankFailure
+
+    with pytest.raises(RankFailure, match="exact=4 in 3 ranks: 4 virtual ranks do not divide over it"):
+        run_ranks(_build, 3, environ={"DDPSHIM_EXACT": "4"})
+
+
+@pytest.mark.unit
+def test_without_the_option() -> None:
+    net = nn.Linear(6, 2)
+    optimizer: Optional[Any] = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = ddpshim.virtual_step(_simple_step, net, optimizer)
+    assert step(torch.zeros(4, 6), torch.zeros(4, 2)).shape == ()
+
+
+@pytest.mark.launch
+def test_robomimic(tmp_path: Path) -> None:
+    """The installed release, patched: a policy with noise in its loss, of two sizes of world; logs and validation."""
+    found = exact.train("0.3.0", "bc_vae", 4, (1, 2), tmp_path, steps=5, epochs=2)
+    assert (len(set(found)), len(found[0])) == (1, 12), found
