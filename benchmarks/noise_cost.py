@@ -48,7 +48,7 @@ class _Policy(nn.Module):
 
 @contextlib.contextmanager
 def _as_one_process(num_rows: int) -> Iterator[None]:
-    with noise._names_replaced(current().part(shares.Sharing)):
+    with noise.names_replaced(current().part(shares.Sharing)):
         shares.begin_batch(num_rows)
         yield
         shares.end_batch()

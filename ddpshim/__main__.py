@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_selftest(commands)
     _add_doctor(commands)
     _add_audit(commands)
+    _add_prove(commands)
     _add_report(commands)
     return parser
 
@@ -229,6 +231,48 @@ def _audit(arguments: argparse.Namespace) -> int:
     return code or int(bool(report.findings))
 
 
+def _add_prove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    prove = commands.add_parser(
+        "prove",
+        help="show that a trainer is the same experiment on several ranks as in one process",
+        description="Run a few steps of a trainer in one process and on several ranks, compare what goes in and what "
+        "comes out, and say yes, or where they part (docs/prove.md). It writes what it always writes, three times: "
+        "give it a folder to waste. Exit code: 0 yes, 1 no, 2 nothing could be compared.",
+        allow_abbrev=False,
+        usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
+    )
+    prove.add_argument("--nproc", type=_several, default=2, metavar="N", help="ranks, on this node (2)")
+    prove.add_argument("--steps", type=_positive, default=20, metavar="K", help="steps of an optimizer (20)")
+    text = "the trainer of one process, with its arguments, in one word (default: the same as on the ranks)"
+    prove.add_argument("--one", metavar="COMMAND", help=text)
+    _add_convert(prove)
+    text = "how long a run in one process may take (300 seconds)"
+    prove.add_argument("--timeout", type=_positive, default=300, metavar="S", help=text)
+    prove.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
+    _add_program(prove)
+    prove.set_defaults(run=_prove, needs_torch=True)
+
+
+def _prove(arguments: argparse.Namespace) -> int:
+    from ddpshim.tools.prove.running import as_json, as_text, prove
+    from ddpshim.tools.prove.watching import Settings
+
+    job, alone = _launch(arguments), None
+    if arguments.one:
+        is_module, program, *rest = [False, *shlex.split(arguments.one)]
+        if program == "-m":
+            is_module, program, *rest = [True, *rest]
+        alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
+    try:
+        with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            proof = prove(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
+    except LaunchError as error:
+        say(str(error))
+        return 2
+    print(json.dumps(as_json(proof), indent=2) if arguments.json else as_text(proof))
+    return 0 if proof.is_same else 1
+
+
 def _codes(text: str) -> list[str]:
     from ddpshim.tools.doctor.findings import CODES
 
@@ -264,8 +308,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     logs.add_argument("--no-logs", dest="has_logs", action="store_false", help="all ranks write to the screen")
     text = "time to end after SIGTERM (60 seconds)"
     run.add_argument("--grace", type=_natural, default=60, metavar="S", dest="grace_s", help=text)
-    text = "a script with nn.DataParallel and DataLoader becomes distributed, unedited (docs/converting.md)"
-    run.add_argument("--convert", choices=("dataparallel",), help=text)
+    _add_convert(run)
     _add_program(run)
     run.set_defaults(run=_run, needs_torch=True)
 
@@ -274,6 +317,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from ddpshim.launch.runner import run
 
     return run(_launch(arguments))
+
+
+def _add_convert(command: argparse.ArgumentParser) -> None:
+    text = "a script with nn.DataParallel and DataLoader becomes distributed, unedited (docs/converting.md)"
+    command.add_argument("--convert", choices=("dataparallel",), help=text)
 
 
 def _launch(arguments: argparse.Namespace) -> Launch:

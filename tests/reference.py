@@ -23,7 +23,15 @@ PAGE = ROOT / "docs" / "api.md"
 WIDTH = 100  # of a signature that stays on one line
 CHAPTERS = {
     "Job": ("setup", "cleanup", "world", "World", "Options", "abort"),
-    "Model": ("wrap_parallel", "unwrap", "accumulate", "whole_batch", "split_random_streams", "shared_random_streams"),
+    "Model": (
+        "wrap_parallel",
+        "unwrap",
+        "accumulate",
+        "virtual_step",
+        "whole_batch",
+        "split_random_streams",
+        "shared_random_streams",
+    ),
     "Data": (
         "make_loader",
         "data.sharded_loader.ShardedLoader",

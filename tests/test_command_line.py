@@ -58,6 +58,7 @@ SAMPLES: dict[Command, list[str]] = {
     ("selftest",): [],
     ("doctor",): ["train.py"],
     ("audit",): ["train.py"],
+    ("prove",): ["train.py"],
     ("report",): ["run", "--markdown"],
 }
 
@@ -76,6 +77,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
     (("doctor",), "path"): (["absent"], 2),
     (("audit",), "program"): (["absent.py"], 2),
+    (("prove",), "program"): (["absent.py"], 2),
     (("audit",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("report",), "folder"): (["absent"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 1),
@@ -312,7 +314,7 @@ def test_what_needs_no_torch_is_the_same_without(
 
 
 def test_who_needs_torch() -> None:
-    assert NEED_TORCH == [("patch", "new-release"), ("run",), ("selftest",), ("audit",)]
+    assert NEED_TORCH == [("patch", "new-release"), ("run",), ("selftest",), ("audit",), ("prove",)]
 
 
 @pytest.mark.parametrize("command", NEED_TORCH, ids=_id)

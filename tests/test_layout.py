@@ -135,6 +135,7 @@ OF_THE_PROCESS = {
     "data.sharded_loader._dismiss_workers_with": "what is done at the end of the process",
     "data.mailbox._mailboxes": "shared memory, for as long as a loader holds it",
     "data.mailbox._names": "two mailboxes of one process must not have one name",
+    "tools.prove.sketches._signs": "a function of a number",
     "job.group._kept": "groups that torch before 2.8 cannot end",
     "job.group._worlds": "how many there were: a store keeps the keys of the one before",
     "job.say.say_once": "lines that were said",

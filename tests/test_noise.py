@@ -569,7 +569,8 @@ def _rank_logs(steps: list[list[float]]) -> dict[str, float]:
         own = torch.tensor(numbers, dtype=torch.float64)[here.rank :: here.world_size]
         of_step = {"adv/mean": own.mean(), "adv/max": own.max(), "adv/min": own.min(), "adv/std": own.std()}
         metrics.take({**of_step, "std": own.std(), "loss": own.mean()})
-    return metrics.of_whole_batches(len(steps[0]) // here.world_size)
+    whole = metrics.of_whole_batches(len(steps[0]) // here.world_size)
+    return {key: sum(values) / len(values) for key, values in whole.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -17,6 +17,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
+from ddpshim.job.alike import computes_on
 from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
@@ -105,6 +106,7 @@ class Resumable:
         self._is_ready = False  # for a save in the background
         self._restored: Optional[dict[str, Any]] = None  # what of a file is not in place yet
         self._facts: dict[str, Any] = {}
+        self._computes_on = None if chosen.exact is None else computes_on(self._world)
         self._loader: Any = None  # of the epoch that goes on
         self._order: Optional[dict[str, Any]] = None  # of a file that was restored, until the loader is there
         # This rank's streams after the steps of an epoch: what the program does until the next one is done again by a
@@ -136,6 +138,11 @@ class Resumable:
         self._restored = found
         if self._world.is_main:
             ranks = count(found["world_size"], "rank")
+            if found.get("computes_on") not in (None, self._computes_on):
+                was, now = found["computes_on"], self._computes_on
+                say(
+                    f"exact={self._world.options.exact}: the run was on {was}, and is on {now}: other bits from here on"
+                )
             say(f"goes on at epoch {self.epoch}, step {self.step}, of a run on {ranks} ({self.folder})", directly=True)
         return True
 
@@ -260,6 +267,7 @@ class Resumable:
             "epoch": self.epoch,
             "step": self.step,
             "world_size": self._world.world_size,
+            "computes_on": self._computes_on,
             "objects": {name: stateful.state_dict() for name, stateful in self._objects.items()},
             "values": self.values,
             "random": states,

@@ -66,7 +66,7 @@ def share(trains_whole_batches: bool = False) -> None:
     if sharing.is_on:
         return
     sharing.is_on = True
-    job.at_end.enter_context(_names_replaced(sharing))
+    job.at_end.enter_context(names_replaced(sharing))
 
 
 def begin_training(network: str) -> None:
@@ -90,7 +90,7 @@ def begin_training(network: str) -> None:
 
 
 @contextlib.contextmanager
-def _names_replaced(sharing: Sharing) -> Iterator[None]:
+def names_replaced(sharing: Sharing) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def put(owner: Any, name: str, make: Callable[..., Any], *more: Any) -> None:

@@ -27,6 +27,17 @@ def main(argv: Sequence[str]) -> None:
         os.setsid()
     redirect_output()
     # Nothing of the program has been imported yet.
+    proof = os.environ.get(variables.PROVE)
+    if proof:
+        from ddpshim.tools.prove import watching
+
+        with watching.watched(proof):
+            _run(argv)
+    else:
+        _run(argv)
+
+
+def _run(argv: Sequence[str]) -> None:
     kind, audit = os.environ.get(variables.CONVERT), os.environ.get(variables.AUDIT)
     if audit:
         from ddpshim.tools.audit import recording

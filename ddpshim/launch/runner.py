@@ -54,6 +54,7 @@ class Launch:
     grace_s: float = 60.0
     convert: Optional[str] = None  # see ddpshim.trainers.dataparallel.convert
     audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.tools.audit.recording
+    proof: Optional[str] = None  # another, see ddpshim.tools.prove.watching
 
 
 def run(job: Launch) -> int:
@@ -72,9 +73,10 @@ def run(job: Launch) -> int:
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
         _tell_conversion(job)
-        os.environ.pop(variables.AUDIT, None)
-        if job.audit is not None:
-            os.environ[variables.AUDIT] = job.audit
+        for name, folder in ((variables.AUDIT, job.audit), (variables.PROVE, job.proof)):
+            os.environ.pop(name, None)
+            if folder is not None:
+                os.environ[name] = folder
         screen: AbstractContextManager[None] = contextlib.nullcontext()
         if log_dir is not None:
             os.environ[variables.RANK_LOGS] = str(log_dir)

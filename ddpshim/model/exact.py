@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,10 @@ from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.model import shared_sum
+from ddpshim.model.shared_sum import SharedSum
 
-_MESSAGE_BYTES = 16 * 1024 * 1024  # of one virtual rank, in one message
+_MESSAGE_BYTES = 16 * 1024 * 1024  # of one virtual rank
 
 
 class Networks:
@@ -42,6 +44,7 @@ class Networks:
         self.copies: list[list[nn.Parameter]] = [self.parameters]
         self.touched: list[set[int]] = [set()]
         self.has_stand_in = False
+        self.shared_sum: Optional[SharedSum] = None
 
     def watch(self, number: int, first: int = 0) -> None:
         """Take note of the gradients of virtual rank `number` that change, from parameter `first` on. Local."""
@@ -60,7 +63,7 @@ def networks() -> Networks:
 
 
 def reduce(module: nn.Module) -> None:
-    """Add up the gradients of `module` over virtual ranks from here on, at the end of backward passes. Local."""
+    """Add up the gradients of `module` over virtual ranks from here on, at the end of backward passes (collective)."""
     made, job = networks(), current()
     first, known = len(made.parameters), set(map(id, made.parameters))
     for name, parameter in module.named_parameters():
@@ -70,7 +73,9 @@ def reduce(module: nn.Module) -> None:
     made.modules[0].append(module)
     made.watch(0, first)
     if not made.has_stand_in:
-        made.has_stand_in = True
+        made.has_stand_in, here = True, world()
+        assert here.options.exact is not None
+        made.shared_sum = shared_sum.make(here, here.options.exact)
         job.at_end.enter_context(replaced(torch.autograd, "backward", _stand_in(made, torch.autograd.backward)))
 
 
@@ -127,6 +132,8 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
             if here.world_size == 1:
                 for of_parameter in zip(*leaves):
                     _spread(_mean(of_parameter, here), of_parameter)
+            elif made.shared_sum is not None:
+                made.shared_sum.means(leaves, functools.partial(_mean, here=here))
             else:
                 _add_up_over_ranks(leaves, here)
         _take_first_buffers(made, here)
@@ -202,10 +209,9 @@ def _messages(made: Networks, indices: Sequence[int]) -> Iterator[list[int]]:
         parameter = made.parameters[index]
         kind = parameter.dtype, parameter.device
         same, num_bytes = filling.pop(kind, ([], 0))
-        same.append(index)
-        num_bytes += parameter.numel() * parameter.element_size()
-        if num_bytes < _MESSAGE_BYTES:
-            filling[kind] = same, num_bytes
-        else:
+        more = parameter.numel() * parameter.element_size()
+        if same and num_bytes + more > _MESSAGE_BYTES:
             yield same
+            same, num_bytes = [], 0
+        filling[kind] = [*same, index], num_bytes + more
     yield from (same for same, _ in filling.values())

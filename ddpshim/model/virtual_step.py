@@ -190,7 +190,6 @@ class Players:
                 its.data = parameter.data
                 its.grad = None if parameter.grad is None else parameter.grad.clone()
         twin.state = collections.defaultdict(dict)
-        twin._opt_called = True  # or its schedule warns that it never stepped
         step_of_all = optimizer.step if is_first else optimizer.step.__wrapped__  # type: ignore[attr-defined]
 
         @functools.wraps(step_of_all)
@@ -203,7 +202,10 @@ class Players:
                     f"{type(optimizer).__name__}.step with a closure, in a step of virtual ranks: it makes backward "
                     "passes in the middle of an optimizer step. Use an optimizer that needs none."
                 )
-            return playing.meet("a step of an optimizer", None, lambda _: step_of_all())
+            result = playing.meet("a step of an optimizer", None, lambda _: step_of_all())
+            # By one of its flags a schedule sees whether its optimizer has stepped.
+            vars(twin).update((name, flag) for name, flag in vars(optimizer).items() if isinstance(flag, bool))
+            return result
 
         if is_first:
             self._changed.enter_context(replaced(optimizer, "step", step))

@@ -23,7 +23,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import find_progress
 from ddpshim.data.loader import scale_lr
 from ddpshim.errors import OptionsError
-from ddpshim.job import events, machine, preemption
+from ddpshim.job import events, exchange, machine, preemption
 from ddpshim.job.failure import abort
 from ddpshim.job.group import cleanup, setup, split_random_streams, world
 from ddpshim.job.job import current
@@ -239,7 +239,7 @@ def mean_over_ranks(statistic: torch.Tensor) -> torch.Tensor:
 
     Without gradient; for equal shards, which `loader` gives. In one process `statistic` itself.
     """
-    return average(statistic) if world().world_size > 1 else statistic
+    return average(statistic) if exchange.size(world()) > 1 else statistic
 
 
 def prepare(model: Any) -> Any:

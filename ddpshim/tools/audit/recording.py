@@ -190,7 +190,7 @@ class Witness(importlib.abc.MetaPathFinder):
             sampler=type(sampler).__name__,
             shuffles=sampler.shuffle if is_distributed else None,
             epoch=sampler.epoch if type(sampler) is DistributedSampler else None,  # others may advance by themselves
-            place=_place(),
+            place=place(),
         )
 
     def _see_batch(self, batches: Any, batch: Any) -> None:
@@ -220,7 +220,7 @@ class Witness(importlib.abc.MetaPathFinder):
         about = self._look_at(number, params) if is_looked_at else {}
         self._has_ended_pass = False
         lr = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self.write("step", optimizer=number, step=count, type=type(optimizer).__name__, lr=lr, place=_place(), **about)
+        self.write("step", optimizer=number, step=count, type=type(optimizer).__name__, lr=lr, place=place(), **about)
         if count == self._settings.steps and not self._settings.to_end:
             self._stop()
 
@@ -284,7 +284,7 @@ class Witness(importlib.abc.MetaPathFinder):
         if (what, found) not in self._files and self._is_shared(found):
             self._files.add((what, found))
             near = os.path.relpath(found, self._cwd)
-            self.write("file", what=what, path=found if near.startswith("..") else near, place=_place())
+            self.write("file", what=what, path=found if near.startswith("..") else near, place=place())
 
     def _is_shared(self, path: str) -> bool:
         """Whether ranks would get into each other's way at this file."""
@@ -327,7 +327,7 @@ def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
     return {id(tensor): name for name, tensor in sorted(named, key=lambda item: len(item[0]))}
 
 
-def _place() -> str:
+def place() -> str:
     """The file and line of the program that came here; empty where none of it is in the stack."""
     package = (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
     stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))

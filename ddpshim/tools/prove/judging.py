@@ -1,0 +1,393 @@
+"""Finds where the records of ranks part from those of the one process, and what that usually means."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from ddpshim.tools.prove.sketches import difference, ratio
+from ddpshim.tools.prove.watching import ONE, PERTURBED, read
+
+# How much further than the perturbed run ranks may be, and what counts as rounding in any case: of a loss, of all
+# gradients of an optimizer, of how far a weight has gone.
+_TIMES_PERTURBED = 30.0
+_LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where ranks part from the one process: the first step, what of it, which tensors, and the line."""
+
+    step: int
+    what: str  # samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks
+    where: str
+    place: str
+    found: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Attributes:
+        largest_difference: of any weight, average or buffer, at the end; None where they part.
+        of_rounding: the same between the one process and the run with a rounding error in each gradient.
+    """
+
+    is_same: bool
+    num_steps: int
+    num_ranks: int
+    largest_difference: Optional[float] = None
+    of_rounding: Optional[float] = None
+    parting: Optional[Parting] = None
+    notes: Sequence[str] = field(default_factory=list)
+
+
+class _Run:
+    """The records of one process, by step and kind."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.records = read(folder, run)
+        self.names = {r["optimizer"]: r["names"] for r in self.records if r["kind"] == "optimizer"}
+        self.num_steps = sum(r["kind"] == "step" for r in self.records)
+
+    def of(self, kind: str, step: int) -> list[dict[str, Any]]:
+        return [r for r in self.records if r["kind"] == kind and r["t"] == step]
+
+    def trained_on(self, step: int) -> list[dict[str, Any]]:
+        """The batches of a step that a backward pass followed."""
+        out: list[dict[str, Any]] = []
+        last: Optional[dict[str, Any]] = None
+        for record in self.records:
+            if record["kind"] == "batch":
+                last = record
+            elif record["kind"] == "loss" and last is not None:
+                if record["t"] == step:
+                    out.append(last)
+                last = None
+        return out
+
+
+def judge(folder: Path, num_ranks: int) -> Proof:
+    """The proof, from what was written in `folder`."""
+    one, perturbed = _Run(folder, ONE), _Run(folder, PERTURBED)
+    ranks = [_Run(folder, f"rank_{rank}") for rank in range(num_ranks)]
+    num_steps = min(run.num_steps for run in (one, *ranks))
+    notes = _notes(one, ranks)
+    rounding = _Rounding(one, perturbed)
+    parting = _first_parting(one, ranks, rounding, num_steps) or _equal_noise(ranks)
+    if parting is not None or not num_steps:
+        return Proof(False, num_steps, num_ranks, parting=parting, notes=notes)
+    largest, of_rounding = _largest_difference(folder, "rank_0"), _largest_difference(folder, PERTURBED)
+    return Proof(True, num_steps, num_ranks, largest, of_rounding, notes=notes)
+
+
+def _first_parting(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, num_steps: int) -> Optional[Parting]:
+    looks: list[Callable[[_Run, Sequence[_Run], _Rounding, int], Optional[Parting]]] = [
+        _samples,
+        _start,
+        _losses,
+        _gradients,
+        _rates,
+        _weights,
+        _networks,
+    ]
+    for step in range(num_steps):
+        for look in looks:
+            parting = look(one, ranks, rounding, step)
+            if parting is not None:
+                return parting
+    return None
+
+
+class _Rounding:
+    """How far apart two runs may be that differ by rounding: what the perturbed one has shown, so far."""
+
+    def __init__(self, one: _Run, perturbed: _Run) -> None:
+        self._one, self._perturbed = one, perturbed
+        self._largest: dict[Any, float] = {}
+
+    def allows(self, key: Any, of_ranks: float, of_perturbed: Optional[float], least: float) -> bool:
+        """Whether a difference is rounding; steps are asked for in their order."""
+        seen = self._largest[key] = max(self._largest.get(key, 0.0), of_perturbed or 0.0)
+        return of_ranks <= max(least, _TIMES_PERTURBED * seen)
+
+    def of(self, kind: str, step: int) -> list[dict[str, Any]]:
+        return self._perturbed.of(kind, step)
+
+
+def _samples(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    alone, spread = one.trained_on(step), [run.trained_on(step) for run in ranks]
+    if not alone or not all(spread):
+        return None
+    mine = Counter(name for batch in alone for name in batch["samples"] or ())
+    of_ranks = [Counter(name for batch in own for name in batch["samples"] or ()) for own in spread]
+    together = sum(of_ranks, Counter())
+    if mine == together or not mine or not together:
+        return None
+    sizes = sum(mine.values()), sum(together.values())
+    samplers = alone[0]["sampler"], spread[0][0]["sampler"]
+    found = (
+        f"{sizes[0]} samples in one process, {sizes[1]} on {len(ranks)} ranks, {sum((mine & together).values())} common"
+    )
+    if all(own == of_ranks[0] for own in of_ranks) and len(ranks) > 1:
+        meaning = "every rank reads the same samples: a sampler that divides them is missing"
+    elif sizes[1] == len(ranks) * sizes[0]:
+        meaning = "each rank takes a batch as large as the one process's: divide the batch size by the number of ranks"
+    elif sizes[0] != sizes[1]:
+        meaning = "the batch of a step has another size"
+    elif samplers[0].startswith("Weighted") and not samplers[1].startswith(("Weighted", "Sharded")):
+        meaning = f"the weights of {samplers[0]} are lost: ranks draw by {samplers[1]}"
+    elif alone[0]["pass_number"] > one.trained_on(0)[0]["pass_number"]:
+        meaning = "passes over the data differ from the second on: set_epoch is not called, or with another number"
+    else:
+        meaning = (
+            f"another order of samples ({samplers[0]} in one process, {samplers[1]} on the ranks), or another seed"
+        )
+    return Parting(step + 1, "samples", "", spread[0][0]["place"], found, meaning)
+
+
+def _start(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    alone = next((r["tensors"] for r in one.of("begun", step)), None)
+    for rank, run in enumerate(ranks):
+        theirs = next((r["tensors"] for r in run.of("begun", step)), None)
+        if alone is None or theirs is None:
+            continue
+        odd = _differing(alone, theirs, lambda name, a, b: difference(a, b) > 1e-6)
+        if odd:
+            size = max(difference(alone[name], theirs.get(name)) for name in odd)
+            found = f"rank {rank} begins with other values (relative difference {size:.1e})"
+            meaning = "networks are built from another seed or in another order, and not made alike by broadcasting"
+            return Parting(step + 1, "weights at the start", _shown(odd), _place(run, step), found, meaning)
+    return None
+
+
+def _losses(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    alone, spread = one.of("loss", step), [run.of("loss", step) for run in ranks]
+    by_rounding = rounding.of("loss", step)
+    for i, record in enumerate(alone):
+        if any(len(own) != len(alone) for own in spread) or not all(record["losses"]):
+            return None
+        for j, value in enumerate(record["losses"]):
+            theirs = [own[i]["losses"][j] for own in spread if j < len(own[i]["losses"])]
+            if len(theirs) != len(ranks):
+                return None
+            mean, scale = math.fsum(theirs) / len(theirs), max(abs(value), 1e-12)
+            near = by_rounding[i]["losses"][j] if i < len(by_rounding) else value
+            if not rounding.allows(("loss", i, j), abs(mean - value) / scale, abs(near - value) / scale, _LOSS):
+                shown = ", ".join(f"{v:.8g}" for v in theirs)
+                found = f"{value:.8g} in one process, {mean:.8g} as the mean of the ranks' ({shown})"
+                return Parting(step + 1, "loss", f"backward pass {i + 1}", record["place"], found, _why_loss(one))
+    return None
+
+
+def _why_loss(one: _Run) -> str:
+    state = [r for r in one.records if r["kind"] == "state"]
+    has_batchnorm = state and any(name.endswith("running_mean") for name in state[0]["tensors"])
+    of_batch = "BatchNorm that takes its statistics over a rank's samples (SyncBatchNorm), or " if has_batchnorm else ""
+    return (
+        f"samples and weights are the same: {of_batch}a loss that is no mean over samples (divided by a rank's own "
+        "count, or comparing samples), a loss that is scaled, or noise that is not drawn for samples"
+    )
+
+
+def _gradients(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    for record in one.of("gradients", step):
+        number = record["optimizer"]
+        theirs = [_same(run, "gradients", step, number) for run in ranks]
+        if any(own is None for own in theirs):
+            continue
+        near = next((r for r in rounding.of("gradients", step) if r["optimizer"] == number), record)
+        total = math.sqrt(sum(own[0] ** 2 for own in record["gradients"] if own is not None))
+
+        def relative(a: Any, b: Any, total: float = total) -> float:
+            apart = difference(a, b)
+            return apart * a[0] / (a[0] + 1e-3 * total) if a is not None and math.isfinite(apart) else apart
+
+        every = [own["gradients"] for own in theirs if own is not None]
+        odd, sizes = [], []
+        for i, mine in enumerate(record["gradients"]):
+            apart = max(relative(mine, own[i]) for own in every)
+            if not rounding.allows(("gradients", number, i), apart, relative(mine, near["gradients"][i]), _GRADIENT):
+                odd.append(i)
+                sizes.append(apart)
+        if odd:
+            where = _named(one.names[number], [i for _, i in sorted(zip([-s for s in sizes], odd))])
+            found = f"{len(odd)} of {len(record['gradients'])} gradients differ (the first by {max(sizes):.1e})"
+            return Parting(step + 1, "gradients", where, record["place"], *_why_gradients(record, every, odd, found))
+    return None
+
+
+def _why_gradients(record: dict[str, Any], every: Sequence[Any], odd: Sequence[int], found: str) -> tuple[str, str]:
+    num = len(every)
+    apart = [i for i in odd if any(difference(every[0][i], own[i]) > 1e-6 for own in every[1:])]
+    if apart:
+        return (
+            f"{found}; {len(apart)} of them differ between ranks",
+            "they are not reduced: the network is not wrapped, is trained past its wrapper's forward (.module, a "
+            "method, no_sync), or was wrapped before something was unfrozen; or they were changed after the reduction",
+        )
+    factors = [ratio(record["gradients"][i], every[0][i]) for i in odd if record["gradients"][i] and every[0][i]]
+    if factors and all(left < 1e-3 for _, left in factors):
+        low, high = min(c for c, _ in factors), max(c for c, _ in factors)
+        if high - low < 1e-3 * abs(high):
+            known = {
+                float(num): "added up, not averaged",
+                1 / num: "averaged twice, or the loss is divided by ranks too",
+            }
+            why = next((text for c, text in known.items() if abs(high - c) < 1e-2 * c), "clipped or scaled otherwise")
+            return f"{found}; they are {high:.4g} times those of one process", f"gradients are {why}"
+    return (
+        found,
+        "losses are the same, and gradients equal on all ranks: they are clipped or changed before the reduction, a "
+        "part of the graph is cut off (detach) or gathered without gradient, or steps accumulate otherwise",
+    )
+
+
+def _rates(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    for record in one.of("gradients", step):
+        for rank, run in enumerate(ranks):
+            theirs = _same(run, "gradients", step, record["optimizer"])
+            if theirs is not None and any(abs(a - b) > 1e-9 * abs(a) for a, b in zip(record["lr"], theirs["lr"])):
+                found = f"{record['lr']} in one process, {theirs['lr']} on rank {rank}"
+                meaning = "it is scaled by the number of ranks, a schedule steps more often, or ranks have their own"
+                where = f"optimizer {record['optimizer'] + 1}"
+                return Parting(step + 1, "learning rate", where, theirs["place"], found, meaning)
+    return None
+
+
+def _weights(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    for record in one.of("step", step + 1):
+        number = record["optimizer"]
+        start = next((r["weights"] for r in one.records if r["kind"] == "start" and r["optimizer"] == number), None)
+        near = next((r for r in rounding.of("step", step + 1) if r["optimizer"] == number), record)
+        for run in ranks:
+            theirs = _same(run, "step", step + 1, number)
+            if theirs is None or start is None:
+                continue
+            names = one.names[number]
+            odd = [
+                i
+                for i, (begun, a, b, c) in enumerate(zip(start, record["weights"], theirs["weights"], near["weights"]))
+                if not rounding.allows(("weights", number, i), _moved(begun, a, b), _moved(begun, a, c), _WEIGHT)
+            ]
+            if odd:
+                found = f"after the step {len(odd)} of {len(names)} weights differ, by more than 1% of their way"
+                meaning = "gradients are the same: the optimizer has other settings or another state, or weights are "
+                meaning += "changed beside it on some ranks"
+                return Parting(step + 1, "weights", _named(names, odd), theirs["place"], found, meaning)
+            for key, a in record["moments"].items():
+                b = theirs["moments"].get(key)
+                apart, of_near = difference(a, b), difference(a, near["moments"].get(key))
+                if not rounding.allows(("moments", number, key), apart, of_near, _WEIGHT):
+                    index, _, name = key.partition(".")
+                    found = f"{name} of the optimizer differs (by {apart:.1e})"
+                    meaning = "the optimizer's state is not that of one process: loaded on one rank, or reset"
+                    return Parting(step + 1, "optimizer", names[int(index)], theirs["place"], found, meaning)
+    return None
+
+
+def _networks(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> Optional[Parting]:
+    states = [r for r in one.records if r["kind"] == "state"]
+    record = next((r for r in states if r["t"] == step + 1), None)
+    theirs = next(iter(ranks[0].of("state", step + 1)), None)
+    near = next(iter(rounding.of("state", step + 1)), record)
+    if record is None or theirs is None or near is None:
+        return None
+    begun, every = states[0]["tensors"], record["tensors"]
+
+    def parts(name: str, a: Any, b: Any) -> bool:
+        start, c = begun.get(name, a), near["tensors"].get(name, a)
+        return not rounding.allows(("state", name), _moved(start, a, b), _moved(start, a, c), _WEIGHT)
+
+    odd = _differing(every, theirs["tensors"], parts)
+    if not odd:
+        return None
+    meaning = "what follows the trained weights does not follow them on the ranks: an average or a target that holds "
+    meaning += (
+        "another network's weights, is updated on one rank or at other steps, or a buffer of a rank's own samples"
+    )
+    told = f"{len(odd)} tensors beside the trained weights differ after the step, by more than 1% of their way"
+    return Parting(step + 1, "networks", _shown(odd), _place(ranks[0], step), told, meaning)
+
+
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], parts: Callable[[str, Any, Any], bool]) -> list[str]:
+    """The names of tensors that part; of networks that are alike, in the order that fits best."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for name in mine:
+        which = name.partition(".")[0]
+        kinds.setdefault(which.partition("#")[0], {}).setdefault(which, []).append(name)
+    odd: list[str] = []
+    for names in kinds.values():
+        known = sorted(names)
+        found: list[list[str]] = []
+        for order in itertools.permutations(known) if len(known) < 5 else [tuple(known)]:
+            pairs = [(name, name.replace(a, b, 1)) for a, b in zip(known, order) for name in names[a]]
+            found.append([a for a, b in pairs if b in theirs and parts(a, mine[a], theirs[b])])
+        found.sort(key=len)
+        odd += found[0]
+    return odd
+
+
+def _shown(names: Sequence[str]) -> str:
+    return _named([re.sub(r"~\w+#\d+", "", name) for name in names], range(len(names)))
+
+
+def _equal_noise(ranks: Sequence[_Run]) -> Optional[Parting]:
+    firsts = [next((r for r in run.records if r["kind"] == "batch"), None) for run in ranks]
+    draws = [r for run in ranks for r in run.records if r["kind"] == "draw"]
+    streams = {first["streams"] for first in firsts if first is not None}
+    if len(ranks) < 2 or not draws or None in streams or len(streams) > 1 or None in firsts:
+        return None
+    found = "before the first batch all ranks' generators stand at the same place, and noise is drawn for samples"
+    meaning = "ranks draw the same noise, each for its own samples: seed them with seed + rank after networks are built"
+    return Parting(1, "noise", "", draws[0]["place"], found, meaning)
+
+
+def _moved(begun: Any, a: Any, b: Any) -> float:
+    """The difference of `a` and `b` over how far `a` has gone from where it begun; over `a` where it stayed."""
+    apart = difference(a, b)
+    way = difference(a, begun)
+    return apart / way if way and math.isfinite(apart) else apart
+
+
+def _same(run: _Run, kind: str, step: int, optimizer: int) -> Optional[dict[str, Any]]:
+    return next((r for r in run.of(kind, step) if r["optimizer"] == optimizer), None)
+
+
+def _place(run: _Run, step: int) -> str:
+    return next((r["place"] for kind in ("gradients", "loss") for r in run.of(kind, step)), "")
+
+
+def _named(names: Sequence[str], which: Sequence[int]) -> str:
+    shown = [names[i] or f"parameter {i}" for i in which[:3]]
+    return ", ".join(shown) + (f" and {len(which) - 3} more" if len(which) > 3 else "")
+
+
+def _notes(one: _Run, ranks: Sequence[_Run]) -> list[str]:
+    return list(_each_note(one, ranks))
+
+
+def _each_note(one: _Run, ranks: Sequence[_Run]) -> Iterator[str]:
+    if any(r["kind"] == "draw" for run in ranks for r in run.records):
+        yield "ranks draw noise of their own; for the comparison each was given its rows of the one process's"
+    if one.num_steps and not any(r["kind"] == "batch" for r in one.records):
+        yield "no batch came through a DataLoader: samples were not compared, nor noise made the same"
+
+
+def _largest_difference(folder: Path, run: str) -> Optional[float]:
+    import torch
+
+    paths = [folder / f"{run}.pt" for run in (ONE, run)]
+    if not all(path.exists() for path in paths):
+        return None
+    mine, theirs = (torch.load(path, weights_only=False) for path in paths)
+    common = [key for key in mine if key in theirs and mine[key].shape == theirs[key].shape and mine[key].numel()]
+    return max((float((mine[key].double() - theirs[key].double()).abs().max()) for key in common), default=None)

@@ -1,0 +1,376 @@
+"""Writes down what goes in and comes out of each step of a trainer in this process, as JSON lines.
+
+The program computes what it would compute alone, but for two things: in the perturbed run a rounding error is added to
+each gradient, and on a rank that draws noise of its own the one process's is drawn in its place.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from ddpshim.job.replaced import replaced
+from ddpshim.tools.audit.fingerprints import samples_of
+from ddpshim.tools.audit.recording import Parameters, place
+
+SETTINGS = "settings.json"
+ONE, PERTURBED = "one", "perturbed"  # the runs in one process; those of ranks are "rank_0" and so on
+_MAX_BATCHES = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is looked at, and how long processes wait for each other."""
+
+    steps: int = 20  # of an optimizer
+    num_ranks: int = 2
+    timeout_s: float = 300.0
+
+
+@contextlib.contextmanager
+def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
+    """In it, a program that runs is written down in `folder`, as that `run`; default the rank that this is. Local."""
+    rank = int(os.environ.get("RANK", 0))
+    watcher = Watcher(Path(folder), run or f"rank_{rank}", rank)
+    watcher.install()
+    try:
+        yield
+    finally:
+        watcher.end()
+
+
+class Watcher:
+    """Writes down what this process does; its forked children are left alone."""
+
+    def __init__(self, folder: Path, run: str, rank: int) -> None:
+        self._folder, self._run, self._rank = folder, run, rank
+        self._settings = Settings(**json.loads((folder / SETTINGS).read_text()))
+        self._process = os.getpid()
+        self._file = (folder / f"{run}.jsonl").open("a", buffering=1)
+        self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
+        self._named: dict[int, Parameters] = {}
+        self._held: dict[int, list[Any]] = {}  # of each optimizer its parameters
+        self._passes: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
+        self._num_steps = self._num_batches = self._num_backward = self._num_passes = 0
+        self._stepping: Any = None
+        self._is_due = self._has_drawn = self._has_unseen_state = False
+        self._undo = contextlib.ExitStack()
+        self._imposed: Any = None
+        self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # the one process's batches, by step
+
+    def install(self) -> None:
+        """From here on the program is looked at."""
+        import torch
+        from torch.optim import optimizer
+        from torch.utils.data import dataloader
+
+        self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))  # nobody is there to be asked
+        for register, function in (
+            (optimizer.register_optimizer_step_pre_hook, self._before_step),
+            (optimizer.register_optimizer_step_post_hook, self._after_step),
+        ):
+            self._undo.callback(register(function).remove)
+        begin, advance = dataloader.DataLoader.__iter__, dataloader._BaseDataLoaderIter.__next__
+        backward = torch.autograd.backward
+
+        @functools.wraps(begin)
+        def begin_and_tell(loader: Any) -> Any:
+            batches = begin(loader)
+            self._num_passes += 1
+            sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+            self._passes[getattr(batches, "_batches", batches)] = type(sampler).__name__, self._num_passes
+            return batches
+
+        @functools.wraps(advance)
+        def advance_and_tell(batches: Any) -> Any:
+            if os.getpid() == self._process:
+                self._see_state()
+            batch = advance(batches)
+            self._see_batch(batches, batch)
+            return batch
+
+        @functools.wraps(backward)
+        def backward_and_tell(tensors: Any, *arguments: Any, **options: Any) -> None:
+            self._see_state()
+            self._see_loss(tensors)
+            backward(tensors, *arguments, **options)
+
+        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_tell))
+        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_tell))
+        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_tell))
+
+    def end(self) -> None:
+        """The program is over."""
+        if os.getpid() == self._process:
+            self._is_due = False
+            self._see_state(is_last=True)
+            self._save()
+        self._undo.close()
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if os.getpid() == self._process:
+            self._file.write(json.dumps({"kind": kind, "t": self._num_steps, **values}) + "\n")
+
+    # What goes in
+
+    def _see_batch(self, batches: Any, batch: Any) -> None:
+        if os.getpid() != self._process or self._num_batches >= _MAX_BATCHES:
+            return
+        self._num_batches += 1
+        size, samples = samples_of(batch)
+        own = _states()
+        is_own = self._run.startswith("rank") and not _ranks_share_draws()
+        sampler, number = self._passes.get(batches, ("", 0))
+        about = {"size": size, "samples": samples, "sampler": sampler, "pass_number": number, "place": place()}
+        self._write("batch", number=self._num_batches, streams=_digest(own) if is_own else None, **about)
+        if self._run == ONE:
+            import torch
+
+            torch.save(own, self._folder / f"states_{self._num_batches}.pt")
+        elif is_own:
+            self._impose(samples or [])
+
+    def _impose(self, samples: list[str]) -> None:
+        """Draw for these samples what the one process drew for them, if it had them in this step."""
+        from ddpshim.tools.prove.noise import Imposed
+
+        if self._of_one is None:
+            self._of_one = {}
+            for record in read(self._folder, ONE):
+                if record["kind"] == "batch":
+                    self._of_one.setdefault(record["t"], []).append(record)
+            self._imposed = Imposed(self._rank, self._settings.num_ranks, self._see_draw)
+            self._undo.callback(self._imposed.close)
+        for theirs in self._of_one.get(self._num_steps, ()):
+            places = _places(samples, theirs["samples"] or [], self._rank)
+            if places is not None:
+                import torch
+
+                _restore(torch.load(self._folder / f"states_{theirs['number']}.pt", weights_only=False))
+                self._imposed.begin_batch(places, len(theirs["samples"]))
+                return
+        self._imposed.begin_batch(None, 0)
+
+    def _see_draw(self) -> None:
+        if not self._has_drawn:
+            self._has_drawn = True
+            self._write("draw", place=place())
+
+    # What comes out
+
+    def _see_loss(self, tensors: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
+        losses = [float(root.detach()) for root in roots if root.numel() == 1]
+        self._num_backward += 1
+        if self._num_backward == 1:  # wrapped by now, and not trained yet
+            tensors = dict(_beside({}))
+            self._write("begun", tensors=dict(zip(tensors, _sketches(list(tensors.values())))))
+        self._write("loss", number=self._num_backward, losses=losses, place=place())
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepping is not None or os.getpid() != self._process:
+            return
+        self._stepping = optimizer
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        known = self._optimizers.setdefault(optimizer, [len(self._optimizers), 0])
+        if known[1] == 0:
+            named = self._named[known[0]] = Parameters(params)
+            self._held[known[0]] = params
+            shown = [_plain(name) for name in named.names]
+            self._write("optimizer", optimizer=known[0], names=shown, type=type(optimizer).__name__)
+            self._write("start", optimizer=known[0], weights=_sketches(params))
+        if self._run == PERTURBED:
+            _add_rounding([p.grad for p in params if p.grad is not None], self._num_steps)
+        self._write(
+            "gradients",
+            optimizer=known[0],
+            step=known[1],
+            gradients=_sketches([p.grad for p in params]),
+            lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            place=place(),
+        )
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer or os.getpid() != self._process:
+            return
+        self._stepping = None
+        number, count = self._optimizers[optimizer]
+        self._optimizers[optimizer][1] = count + 1
+        params = self._held[number]
+        moments = {}
+        for i, p in enumerate(params):
+            for name, value in optimizer.state.get(p, {}).items():
+                if hasattr(value, "numel") and value.numel() == p.numel():
+                    moments[f"{i}.{name}"] = value
+        of_moments = dict(zip(moments, _sketches(list(moments.values()))))
+        self._num_steps += 1
+        self._write("step", optimizer=number, weights=_sketches(params), moments=of_moments, place=place())
+        self._has_unseen_state = True
+        if count + 1 >= self._settings.steps:
+            self._is_due = True
+
+    def _see_state(self, is_last: bool = False) -> None:
+        """All that lies in networks after a step: what follows the trained weights has followed them by now."""
+        if self._has_unseen_state:
+            self._has_unseen_state = False
+            tensors = dict(_beside(self._held))
+            self._write("state", tensors=dict(zip(tensors, _sketches(list(tensors.values())))))
+        if self._is_due and not is_last:
+            self._stop()
+
+    def _save(self) -> None:
+        import torch
+
+        if self._rank:
+            return
+        trained = {f"{number}.{i}": p for number, params in self._held.items() for i, p in enumerate(params)}
+        every = {**trained, **dict(_beside(self._held))}
+        torch.save(
+            {name: tensor.detach().cpu().clone() for name, tensor in every.items()}, self._folder / f"{self._run}.pt"
+        )
+
+    def _stop(self) -> None:
+        """End this process when its peers have made as many steps; what it would do next is not to happen."""
+        self._save()
+        (self._folder / f"over_{self._run}").touch()
+        end = time.monotonic() + self._settings.timeout_s
+        num = self._settings.num_ranks if self._run.startswith("rank") else 0
+        while len(list(self._folder.glob("over_rank_*"))) < num and time.monotonic() < end:
+            time.sleep(0.02)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a data worker is killed
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def read(folder: Path, run: str) -> list[dict[str, Any]]:
+    """What a run wrote so far, but for a line that it is writing."""
+    path = folder / f"{run}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _sketches(tensors: Sequence[Any]) -> list[Any]:
+    from ddpshim.tools.prove.sketches import sketch
+
+    return [sketch(tensor) for tensor in tensors]
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
+    """The parameters and buffers of all networks that no optimizer holds, under names that two runs have in common.
+
+    "Kind~hash#number.name": the hash is that of their tensors' names and shapes. Of several networks that are alike it
+    is not known which is which.
+    """
+    from torch import nn
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_modules" in vars(o)]
+    wrappers = [m for m in modules if isinstance(m, (DataParallel, DistributedDataParallel)) or _is_ours(m)]
+    hidden = set(map(id, wrappers))
+    inner = {id(child) for m in modules if id(m) not in hidden for child in vars(m)["_modules"].values()}
+    trained = {id(p) for params in held.values() for p in params}
+    counts: dict[Any, int] = {}
+    for module in modules:
+        if id(module) in hidden or id(module) in inner:
+            continue
+        every = [*module.named_parameters(), *module.named_buffers()]
+        tensors = [(name, tensor) for name, tensor in every if id(tensor) not in trained]
+        if not tensors:
+            continue
+        kind = (type(module).__name__, tuple((_plain(name), tuple(t.shape)) for name, t in tensors))
+        counts[kind] = counts.get(kind, 0) + 1
+        which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
+        for name, tensor in tensors:
+            yield f"{which}.{_plain(name)}", tensor
+
+
+def _is_ours(module: Any) -> bool:
+    return type(module).__module__.startswith("ddpshim.")
+
+
+def _ranks_share_draws() -> bool:
+    """Whether ddpshim gives ranks rows of what one process draws: then it is to show that it does."""
+    shares: Any = sys.modules.get("ddpshim.job.shares")
+    if shares is None:
+        return False
+    from ddpshim.job.group import has_world
+    from ddpshim.job.job import current
+
+    return has_world() and bool(current().part(shares.Sharing).is_on)
+
+
+def _places(own: list[str], every: list[str], rank: int) -> Optional[list[int]]:
+    """Where the samples `own` stand among `every`; None where some are not there."""
+    found: dict[str, list[int]] = {}
+    for place_of_it, name in enumerate(every):
+        found.setdefault(name, []).append(place_of_it)
+    out, seen = [], dict.fromkeys(own, rank)
+    for name in own:
+        if name not in found:
+            return None
+        out.append(found[name][seen[name] % len(found[name])])
+        seen[name] += 1
+    return out or None
+
+
+def _states() -> dict[str, Any]:
+    import torch
+
+    from ddpshim.job.random_streams import rank_states
+
+    on_gpu = torch.cuda.is_initialized()
+    return rank_states(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+
+
+def _restore(states: dict[str, Any]) -> None:
+    import torch
+
+    from ddpshim.job.random_streams import restore_rank_states
+
+    on_gpu = torch.cuda.is_initialized()
+    restore_rank_states(states, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+
+
+def _digest(states: dict[str, Any]) -> int:
+    return zlib.crc32(states["torch"].numpy().tobytes())
+
+
+def _add_rounding(gradients: list[Any], step: int) -> None:
+    """Add to each gradient what rounding another order of additions might: of its size, and of all gradients' size."""
+    import torch
+
+    if not gradients:
+        return
+    own = torch.Generator().manual_seed(step)
+    total = sum(float(g.double().square().sum()) for g in gradients)
+    typical = (total / max(1, sum(g.numel() for g in gradients))) ** 0.5
+    with torch.no_grad():
+        for g in gradients:
+            if g.is_floating_point() and g.layout == torch.strided:
+                noise = torch.randn(g.shape, generator=own).to(g)
+                g.add_((g.abs() + typical) * noise, alpha=torch.finfo(g.dtype).eps)
