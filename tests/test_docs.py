@@ -137,13 +137,16 @@ def test_a_trainer_with_dataparallel(tmp_path: Path) -> None:
 def _a_migration_by_hand(folder: Path, steps: list[str]) -> None:
     """Section 4, which goes on with what section 3 made."""
     blocks = _section("4.")
-    *looks, compare = (block.text for block in blocks if block.language == "sh")
+    *looks, proofs = (block.text for block in blocks if block.language == "sh")
     torchrun = "torchrun --standalone --nproc_per_node=2 by_hand.py --noise 0"
     wrong = _losses(_run(torchrun, folder))
     found = _run("\n".join(looks), folder)
     for code in ("DDP102", "DDP203", "DDP206", "DDP301", "DDP401", "DDP405", "DDP503"):
         assert code in found
-    one, two = (_losses(_run(command, folder)) for command in compare.splitlines())
+    for command, verdict in zip(proofs.splitlines(), ("yes", "no")):
+        assert f"the same experiment: {verdict}" in _run(command, folder)
+    run = "python -m ddpshim run --nproc {} trainer.py --noise 0"
+    one, two = (_losses(_run(run.format(size), folder)) for size in (1, 2))
     assert len(one) == 6
     assert two == pytest.approx(one, abs=2e-6)  # six digits are printed
     assert set(wrong) & set(two) == set()

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.job.say import count
-from ddpshim.tools.doctor import checkpoints, control, data, devices, files, training
+from ddpshim.tools.doctor import checkpoints, control, data, devices, files, losses, training
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
 from ddpshim.tools.doctor.tree import Tree
 
-FAMILIES = (training, data, files, control, devices, checkpoints)  # each registers its rules when it is imported
+# Each registers its rules when it is imported.
+FAMILIES = (training, losses, data, files, control, devices, checkpoints)
 
 
 @dataclass(frozen=True)

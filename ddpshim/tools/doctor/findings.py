@@ -41,6 +41,10 @@ DDP106 optimizer-order error
     Move and wrap the network first, then make the optimizer, once, from the parameters that will be trained.
 DDP107 never-wrapped error
     Wrap the network: DistributedDataParallel(network), or ddpshim.wrap_parallel(network).
+DDP108 masked-mean error in-single
+    Divide by the count of all ranks, world.mean_over(total, count), or compute over all: ddpshim.whole_batch(loss).
+DDP109 compares-samples error in-single
+    Compute it over the samples of all ranks: ddpshim.whole_batch(loss), or on world.all_gather(features).
 # Data
 DDP201 sampler-lost error
     Keep the order that was asked for and split it over the ranks: ddpshim.make_loader(dataset, sampler=sampler).

@@ -1,0 +1,87 @@
+"""Holds the rules about losses that are no means over samples, which the mean over ranks is not that of the batch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Optional
+
+from ddpshim.tools.doctor.meaning import is_without_gradients
+from ddpshim.tools.doctor.nodes import entered, last_name, values_of
+from ddpshim.tools.doctor.rules import Case, Hit, rule, text_of
+from ddpshim.tools.doctor.source import Unit
+
+_LOSS_UNIT = re.compile(r"(?i)(loss|train|step|forward|objective|criterion|backprop|learn)")
+_KEPT_IN_MIND = ("whole_batch", "mean_over", "all_gather")  # what mends it, ddpshim's or another's
+
+
+def _trains(unit: Unit) -> bool:
+    return bool(_LOSS_UNIT.search(unit.name)) or "backward" in unit.attributes
+
+
+def _is_mended(unit: Unit, case: Case) -> bool:
+    """Whether the unit gathers itself, or is handed to something that does."""
+    if any(any(mark in word for mark in _KEPT_IN_MIND) for word in (*unit.words, *entered(unit.node))):
+        return True
+    return any(last_name(value) == unit.name for _, call in case.calls(*_KEPT_IN_MIND[:1]) for value in values_of(call))
+
+
+@rule("DDP108")
+def masked_mean(case: Case) -> Iterator[Hit]:
+    for unit, division in case.all(ast.BinOp):
+        if not isinstance(division.op, ast.Div) or not _trains(unit) or is_without_gradients(division, unit):
+            continue
+        total, count = _summed(division.left), _summed(division.right)
+        if total is None or count is None or not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Mult):
+            continue
+        if ast.dump(count) not in (ast.dump(total.left), ast.dump(total.right)) or _is_mended(unit, case):
+            continue
+        divides = f"{text_of(division)} divides by the {text_of(count, 30)} of a rank's own samples"
+        yield Hit(
+            unit, division, f"{divides}, of which ranks have more and fewer: the mean over ranks is another loss."
+        )
+
+
+def _summed(node: ast.expr) -> Optional[ast.expr]:
+    """What is summed up in `x.sum()`, `torch.sum(x)`, and these with a clamp, a maximum or a small number added."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _summed(node.left) or _summed(node.right)
+    if not isinstance(node, ast.Call):
+        return None
+    name = last_name(node.func)
+    if name in ("clamp", "clamp_min", "clip", "max", "maximum", "item", "float"):
+        inner = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args]
+        return next((found for found in map(_summed, inner) if found is not None), None)
+    if name != "sum" or any(keyword.arg in ("dim", "axis") for keyword in node.keywords):
+        return None
+    if isinstance(node.func, ast.Attribute) and last_name(node.func.value) not in ("torch", "np", "numpy"):
+        return None if node.args else node.func.value
+    return node.args[0] if len(node.args) == 1 else None
+
+
+@rule("DDP109")
+def compares_samples(case: Case) -> Iterator[Hit]:
+    for unit, call in case.calls("cross_entropy", "CrossEntropyLoss"):
+        if len(call.args) < 2 or _is_mended(unit, case) or is_without_gradients(call, unit):
+            continue
+        target = call.args[1]
+        bound = unit.bindings.get(target.id, []) if isinstance(target, ast.Name) else []
+        values = [target, *(binding.value for binding in bound if binding.value is not None)]
+        if any(_counts_the_batch(value) for value in values):
+            compares = f"{text_of(call)} compares each sample of a rank with the others of that rank alone"
+            yield Hit(
+                unit, call, f"{compares}: with more ranks each has fewer to be told from, and it is another loss."
+            )
+
+
+def _counts_the_batch(node: ast.AST) -> bool:
+    """`torch.arange(len(x))`, `torch.arange(x.shape[0])` or `torch.arange(x.size(0))`, moved to a device or not."""
+    while isinstance(node, ast.Call) and last_name(node.func) in ("to", "cuda", "long"):
+        if not isinstance(node.func, ast.Attribute):
+            return False
+        node = node.func.value
+    if not isinstance(node, ast.Call) or last_name(node.func) != "arange" or not node.args:
+        return False
+    size = ast.unparse(node.args[0])
+    return bool(re.fullmatch(r"len\(.+\)|.+\.shape\[0\]|.+\.size\(0\)|batch_size|bs|B", size))
