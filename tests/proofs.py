@@ -31,7 +31,7 @@ class Planted(NamedTuple):
 
 CLEAN = ("by_hand", "actor_critic", "coupled", "sampled", "parallel")
 PLANTED = [
-    Planted("by_hand", "past the wrapper", "gradients", "body.0.weight"),
+    Planted("by_hand", "past the wrapper", "gradients", "body.0"),
     Planted("by_hand", "own weights", "weights at the start", "head.bias"),
     Planted("by_hand", "scaled loss", "loss"),
     Planted("by_hand", "summed", "gradients"),

@@ -96,7 +96,7 @@ class _Gather(torch.autograd.Function):
         exchange.refuse_two_ways_on_one_gpu(x)
         ctx.number, ctx.num, ctx.group = number, num, among
         parts = exchange.gather(x.contiguous(), among, "a batch of all samples")
-        return torch.stack(parts, 1).reshape(-1, *x.shape[1:])
+        return torch.stack(parts, 1).reshape(-1, *x.shape[1:]).clone()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable

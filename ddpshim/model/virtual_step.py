@@ -203,8 +203,8 @@ class Players:
                     "passes in the middle of an optimizer step. Use an optimizer that needs none."
                 )
             result = playing.meet("a step of an optimizer", None, lambda _: step_of_all())
-            # By one of its flags a schedule sees whether its optimizer has stepped.
-            vars(twin).update((name, flag) for name, flag in vars(optimizer).items() if isinstance(flag, bool))
+            # By one of its flags or numbers a schedule sees whether its optimizer has stepped.
+            vars(twin).update((name, flag) for name, flag in vars(optimizer).items() if isinstance(flag, int))
             return result
 
         if is_first:

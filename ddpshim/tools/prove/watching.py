@@ -179,7 +179,7 @@ class Watcher:
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
         self._num_backward += 1
         if self._num_backward == 1:  # wrapped by now, and not trained yet
-            tensors = dict(_beside({}))
+            tensors = {name: tensor for name, tensor in _beside({}) if tensor.requires_grad}  # buffers have changed
             self._write("begun", tensors=dict(zip(tensors, _sketches(list(tensors.values())))))
         self._write("loss", number=self._num_backward, losses=losses, place=place())
 
