@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -47,6 +48,7 @@ RUN_DEADLINE_S = 1500
 TOLERANCE = 1e-5  # float32, after the first epoch
 
 
+EXACT_STEPS = 50
 WIDE = {"algo.actor_layer_dims": [1024, 1024, 1024]}  # with its batch: a step that is compute
 WIDE_BATCH_SIZE, WIDE_STEPS, NUM_ROUNDS = 2400, 5, 3
 
@@ -79,9 +81,10 @@ def main() -> None:
         is_same = report(args.algo, args.ranks, one, many, by_hand)
         picture = draw(args.algo, args.ranks, one, many, by_hand, out)
         print(f"\nloss curves: {picture}")
+        has_one_hash = show_hashes(args.algo, args.ranks, out, environ)
         if args.algo == "bc":
             compare_speed(args.ranks, out, environ)
-    sys.exit(not is_same)
+    sys.exit(not (is_same and has_one_hash))
 
 
 @contextlib.contextmanager
@@ -268,6 +271,23 @@ def report(algo: str, num_ranks: int, one: Result, many: Result, by_hand: Result
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((value.double() - other[key].double()).abs().max()) for key, value in one.items())
+
+
+def show_hashes(algo: str, num_ranks: int, out: Path, environ: dict[str, str]) -> bool:
+    """Train with the option exact on one process and on all; whether all weights have the same bits."""
+    sizes, hashes = (1, num_ranks), []
+    for size in sizes:
+        given = {**environ, "DDPSHIM_EXACT": str(num_ranks)}
+        run = train(algo, "ddpshim", size, EXACT_STEPS // 2, 2, out / f"exact_{size}", given, **SETTINGS[algo])
+        made = hashlib.sha256()
+        for _, weights in sorted(run.weights.items()):
+            for key in sorted(weights):
+                made.update(key.encode() + weights[key].numpy().tobytes())
+        hashes.append(made.hexdigest()[:16])
+    print(f"\nall bits of the weights after {EXACT_STEPS} steps, with DDPSHIM_EXACT={num_ranks}:")
+    for size, found in zip(sizes, hashes):
+        print(f"  on {size} process{'es' * (size > 1)}".ljust(46), found)
+    return len(set(hashes)) == 1
 
 
 def compare_speed(num_ranks: int, out: Path, environ: dict[str, str]) -> None:
