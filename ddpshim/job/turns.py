@@ -16,6 +16,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job.random_streams import rank_states, restore_rank_states
 
 T = TypeVar("T")
+_END_S = 10.0  # a thread that is not done by then is left behind; it ends with the process
 
 _APART = (
     "virtual rank {} of this process came to {}, virtual rank {} to {}: as ranks they would wait for each other for "
@@ -59,6 +60,7 @@ class Turns:
         self._done = [True] * size
         self._error: Optional[BaseException] = None
         self._threads: list[threading.Thread] = []
+        self._is_over = False
         self._num_threads = torch.get_num_threads()
 
     def run(self, play: Callable[[int], T]) -> list[T]:
@@ -90,6 +92,15 @@ class Turns:
         if self._error is not None:
             raise self._error
         return self._results
+
+    def close(self) -> None:
+        """End the threads; `run` starts others. Between steps."""
+        self._is_over = True
+        for i, thread in enumerate(self._threads, 1):
+            self._may_go[i].release()
+            thread.join(_END_S)
+        self._is_over = False
+        self._threads.clear()
 
     def meet(self, what: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
         """`combine` of the values that all virtual ranks of this process bring to this meeting, computed once.
@@ -177,6 +188,8 @@ class Turns:
         settle_rounding()
         while True:
             self._may_go[i].acquire()
+            if self._is_over:
+                return
             if not self._done[i] and self._error is None:
                 self._step_of(i)
             self._done[i] = True

@@ -143,12 +143,23 @@ def _take_first_buffers(made: Networks, here: World) -> None:
     """Make all virtual ranks' buffers those of the first one, as the main rank's are taken without the option."""
     for of_virtual in zip(*made.modules):
         first = list(of_virtual[0].buffers())
-        if here.world_size > 1:
-            for buffer in first:
-                dist.broadcast(buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer, 0)
+        if here.world_size > 1 and first:
+            _broadcast(first)
         for module in of_virtual[1:]:
             for buffer, its in zip(first, module.buffers()):
                 its.data.copy_(buffer)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
+    """Make them the main rank's, with a message for each type and device (collective)."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        message = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(message.view(torch.uint8), 0)  # bytes: gloo knows no bool
+        for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
+            tensor.data.copy_(values.view(tensor.shape))
 
 
 def _mean(parts: Sequence[torch.Tensor], here: World) -> torch.Tensor:

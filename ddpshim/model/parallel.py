@@ -62,7 +62,7 @@ def wrap_parallel(
     """
     here = world or current_or_new_world()
     if isinstance(module, Transparent):
-        if here.world_size == 1 or _nothing_to_reduce(module.module):
+        if (here.world_size == 1 and here.options.exact is None) or _nothing_to_reduce(module.module):
             return module
         module = module.module  # wrapped before something was unfrozen, or in a world that is gone
     if isinstance(module, DistributedDataParallel):
@@ -73,6 +73,11 @@ def wrap_parallel(
     if isinstance(module, DataParallel):
         module = module.module
     if here.options.exact is not None:
+        if comm_hook is not None or process_group is not None:
+            raise SyncError(
+                f"wrap_parallel with a comm_hook or a process_group, and exact={here.options.exact}: gradients are "
+                "added in one order over all virtual ranks, and neither would be used. Leave them out, or the option."
+            )
         _check_device(module, here)
         if here.world_size > 1:
             _check_same_structure(module, here)

@@ -173,6 +173,7 @@ class Players:
     def close(self) -> None:
         """Leave the objects alone, and forget their copies. Local."""
         made = exact.networks()
+        self._turns.close()
         self._changed.close()
         del self.copies[1:], made.copies[1:], made.modules[1:], made.touched[1:]
         self._is_stale = True

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from ddpshim.job.group import world
+from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.model.virtual_step import Players
 
@@ -20,6 +21,12 @@ class _Batch:
         self.options: Any = None  # of postprocess_batch_for_training
 
 
+class _Kept:
+    """The virtual ranks of a job."""
+
+    players: Optional[Players] = None
+
+
 @contextlib.contextmanager
 def playing(model: Any, note: Callable[..., Any]) -> Iterator[None]:
     """Inside, what run_epoch asks of `model` is asked of its copies too, one for each virtual rank of this process.
@@ -27,7 +34,10 @@ def playing(model: Any, note: Callable[..., Any]) -> Iterator[None]:
     Args:
         note: takes the metrics of a step, of each of them.
     """
-    players = Players([model])
+    kept = current().part(_Kept)
+    if kept.players is None or kept.players.copies[0][0] is not model:
+        kept.players = Players([model])
+    players = kept.players
     if players.size > 1:
         players.refresh()
     with contextlib.ExitStack() as changed:
