@@ -94,7 +94,6 @@ def _stand_in(made: Networks, original: Callable[..., Any]) -> Callable[..., Any
         else:
             _check_own(made, number)
             playing.meet("the end of a backward pass", mine, functools.partial(_add_up, made))
-        mine.clear()
 
     return backward
 
@@ -126,6 +125,8 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
     """Give all virtual ranks the mean of their gradients (collective)."""
     here = world()
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
+    for own in touched:
+        own.clear()
     with events.counted("communication"), torch.no_grad():
         for same in _messages(made, indices):
             leaves = [[_gradient(copy[index]) for index in same] for copy in made.copies]
