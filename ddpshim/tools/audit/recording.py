@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 from ddpshim.job.replaced import replaced
 from ddpshim.tools.audit.fingerprints import checksums, samples_of, streams
@@ -243,17 +243,7 @@ class Witness(importlib.abc.MetaPathFinder):
         """End this process when its peers have made as many steps; what it would do next is not to happen."""
         self.write("stopped")
         self._tell_over()
-        end = time.monotonic() + self._settings.timeout_s
-        # A peer may still be receiving the last gradients from this one.
-        while len(list(self._folder.glob("over_*"))) < self._world_size and time.monotonic() < end:
-            time.sleep(0.02)
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a data worker is killed
-        for child in multiprocessing.active_children():
-            child.kill()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        end_with_peers(self._folder, self._world_size, self._settings.timeout_s)
 
     def _tell_over(self) -> None:
         (self._folder / f"over_{self._rank}").touch()
@@ -291,6 +281,21 @@ class Witness(importlib.abc.MetaPathFinder):
         if "__pycache__" in path or "ddpshim-logs" in path or path.endswith(".lock"):
             return False
         return path.startswith(self._cwd + os.sep) or not path.startswith(self._elsewhere)
+
+
+def end_with_peers(folder: Path, num: int, timeout_s: float) -> NoReturn:
+    """End this process, and its data workers, when so many files in `folder` say that a process is over."""
+    end = time.monotonic() + timeout_s
+    # A peer may still be receiving the last gradients from this one.
+    while len(list(folder.glob("over_*"))) < num and time.monotonic() < end:
+        time.sleep(0.02)
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a data worker is killed
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class Parameters:

@@ -11,11 +11,8 @@ import contextlib
 import functools
 import gc
 import json
-import multiprocessing
 import os
-import signal
 import sys
-import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +22,7 @@ from typing import Any, Optional
 
 from ddpshim.job.replaced import replaced
 from ddpshim.tools.audit.fingerprints import samples_of
-from ddpshim.tools.audit.recording import Parameters, place
+from ddpshim.tools.audit.recording import Parameters, end_with_peers, place
 
 SETTINGS = "settings.json"
 ONE, PERTURBED = "one", "perturbed"  # the runs in one process; those of ranks are "rank_0" and so on
@@ -248,18 +245,11 @@ class Watcher:
     def _stop(self) -> None:
         """End this process when its peers have made as many steps; what it would do next is not to happen."""
         self._save()
-        (self._folder / f"over_{self._run}").touch()
-        end = time.monotonic() + self._settings.timeout_s
-        num = self._settings.num_ranks if self._run.startswith("rank") else 0
-        while len(list(self._folder.glob("over_rank_*"))) < num and time.monotonic() < end:
-            time.sleep(0.02)
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a data worker is killed
-        for child in multiprocessing.active_children():
-            child.kill()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        num = 0
+        if self._run.startswith("rank"):
+            (self._folder / f"over_{self._run}").touch()
+            num = self._settings.num_ranks
+        end_with_peers(self._folder, num, self._settings.timeout_s)
 
 
 def read(folder: Path, run: str) -> list[dict[str, Any]]:
