@@ -44,8 +44,8 @@ def train() -> None:
             else:
                 loss = loss + ddpshim.whole_batch(compared)(out)
             optimizer.zero_grad()
-            loss.backward()  # own batchnorm, own count, own pairs, cut gather
-            optimizer.step()
+            loss.backward()  # own batchnorm, own count, own pairs
+            optimizer.step()  # cut gather
     ddpshim.cleanup()
 
 
