@@ -294,6 +294,7 @@ def test_refuses_options(more: dict[str, Any]) -> None:
 
 @pytest.mark.unit
 def test_refuses_sizes() -> None:
+    ddpshim.cleanup()  # of a test before this one
     with pytest.raises(OptionsError, match=r"exact=4 in a process that nobody launched.*with N of 1, 2, 4"):
         ddpshim.setup(options=Options(exact=4))
     assert ddpshim.world().world_size == 1  # nothing was set up
