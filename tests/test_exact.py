@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
 from ddpshim.errors import DataError, DdpShimError, OptionsError, SyncError, WorldError
+from ddpshim.job.replaced import replaced
+from ddpshim.model import shared_sum
 from ddpshim.options import Options
 from tests import exact
 from tests.ranks import run_ranks
@@ -128,6 +130,20 @@ def test_one_hash(virtual: int, sizes: tuple[int, ...]) -> None:
         [digest[:8] for digest, *_ in r] for r in found
     ]
     assert found[0][0][2][0]["loss"] != found[0][0][2][1]["loss"]
+
+
+def _train_by_messages() -> tuple[str, dict[str, torch.Tensor], list[dict[str, float]]]:
+    with replaced(shared_sum, "make", lambda *_: None):
+        return _train()
+
+
+@pytest.mark.ranks
+def test_messages_have_the_hash_of_shared_memory() -> None:
+    """As between machines, and on GPUs."""
+    by_memory, by_messages = (
+        run_ranks(train, 2, environ={"DDPSHIM_EXACT": "4"})[0][0] for train in (_train, _train_by_messages)
+    )
+    assert by_memory == by_messages
 
 
 class _Simple(nn.Module):

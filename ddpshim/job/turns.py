@@ -66,8 +66,8 @@ class Turns:
     def run(self, play: Callable[[int], T]) -> list[T]:
         """`play(i)` of each virtual rank i, in turns; all begin with the random streams that there are. Local.
 
-        The first one runs in this thread. Raises what one of them raised, and SyncError where they did not come to the
-        same meetings or drew differently.
+        The first one runs in this thread. Raises what one of them raised, and SyncError where their meetings or
+        their draws differ.
         """
         if not self._threads:
             self._threads = [
@@ -175,7 +175,7 @@ class Turns:
     def _wait(self, i: int) -> None:
         try:
             self._may_go[i].acquire()
-        except BaseException as error:  # Ctrl-C, while it is another one's turn: that one has to come to its end
+        except BaseException as error:  # Ctrl-C during another one's turn: wait until that turn ends
             self._error = self._error or error
             self._may_go[i].acquire()
 

@@ -22,6 +22,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.model import shared_sum
+from ddpshim.model.reducer import broadcast
 from ddpshim.model.shared_sum import SharedSum
 
 _MESSAGE_BYTES = 16 * 1024 * 1024  # of one virtual rank
@@ -145,22 +146,10 @@ def _take_first_buffers(made: Networks, here: World) -> None:
     for of_virtual in zip(*made.modules):
         first = list(of_virtual[0].buffers())
         if here.world_size > 1 and first:
-            _broadcast(first)
+            broadcast([buffer.data for buffer in first])
         for module in of_virtual[1:]:
             for buffer, its in zip(first, module.buffers()):
                 its.data.copy_(buffer)
-
-
-def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
-    """Make them the main rank's, with a message for each type and device (collective)."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in kinds.values():
-        message = torch.cat([tensor.reshape(-1) for tensor in same])
-        dist.broadcast(message.view(torch.uint8), 0)  # bytes: gloo knows no bool
-        for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
-            tensor.data.copy_(values.view(tensor.shape))
 
 
 def _mean(parts: Sequence[torch.Tensor], here: World) -> torch.Tensor:

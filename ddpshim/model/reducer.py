@@ -18,6 +18,7 @@ import functools
 import inspect
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -395,11 +396,16 @@ def _names_of_owned(module: nn.Module) -> list[str]:
 
 def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
     """Make all parameters and buffers the main rank's, frozen ones included (collective)."""
+    broadcast([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], process_group)
+
+
+def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> None:
+    """Make `tensors` the main rank's, in few messages (collective)."""
     group: Any = process_group if process_group is not None else dist.group.WORLD
     main = dist.get_process_group_ranks(group)[0]
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for left in by_kind.values():
         while left:
             ends = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in left)
