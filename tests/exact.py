@@ -1,6 +1,6 @@
 """One run, one hash: the patched robomimic with the option `exact` on numbers of ranks that divide it.
 
-Run it: python -m tests.exact --release 0.5.0 --algo all --exact 4 --ranks 1,2,4 [--write docs/exact.md]
+Run it: python -m tests.exact --release 0.5.0 --algo all --exact 4 --ranks 1,2,4
 
 Noise, dropout and BatchNorm are on, and validation. The hash is of all bits of weights, targets, EMA, optimizer
 moments, of what the trainer logged, and of the states of all generators at the end, on each rank.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -41,12 +42,12 @@ def _hash(observed: dict[str, Any], run: Run) -> str:
 
 
 def train(
-    release: str, variant: str, exact: int, ranks: Sequence[int], folder: Path, steps: int, epochs: int
+    release: str, variant: str, exact: int, ranks: Sequence[int], folder: Path, steps: int, epochs: int, **settings: Any
 ) -> list[str]:
     """What each number of ranks ended with: a hash, or how it failed."""
     tree = equivalence.copy_release(release, folder)
     batch = 24 if VARIANTS[variant][1].get("train.batch_size") else 96
-    settings: dict[str, Any] = {**equivalence.VALIDATION, "train__batch_size": batch}
+    settings = {**equivalence.VALIDATION, "train__batch_size": batch, **settings}
     config = equivalence.make_run_config(tree, release, variant, folder, steps, epochs, **settings)
     found = []
     for size in ranks:
@@ -73,17 +74,19 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--steps", type=int, default=25, help="gradient steps an epoch")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="of the config, by dotted key")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     args = parser.parse_args()
     ranks = [int(n) for n in args.ranks.split(",")]
     variants = [name for name in VARIANTS if is_shipped(name, args.release)]
     variants = variants if args.algo == "all" else args.algo.split(",")
+    settings = {key.replace(".", "__"): json.loads(value) for key, value in (each.split("=", 1) for each in args.set)}
     lines, are_same = [], True
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         for variant in variants:
-            found = train(args.release, variant, args.exact, ranks, folder, args.steps, args.epochs)
+            found = train(args.release, variant, args.exact, ranks, folder, args.steps, args.epochs, **settings)
             is_same = len(set(found)) == 1 and not found[0].startswith("failed")
             are_same &= is_same
             lines.append(f"| {variant} | {' | '.join(found)} | {'yes' if is_same else '**no**'} |")

@@ -214,7 +214,7 @@ class Players:
 
     def _watch_loads(self, modules: Sequence[nn.Module]) -> None:
         def note(*_: Any) -> None:
-            self._is_stale = True
+            self._is_stale |= self._turns.now is None  # in a step each virtual rank loads into its own
 
         for module in modules:
             self._changed.callback(module.register_load_state_dict_post_hook(note).remove)
