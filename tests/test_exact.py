@@ -275,7 +275,7 @@ def _refused(kind: str) -> tuple[str, str]:
         ("batch", DataError, "a global batch of 6 samples with exact=4, which does not divide it"),
         ("last batch", DataError, "drop_last=False with exact=4"),
         ("no loader", DataError, "without a batch of make_loader at hand"),
-        ("no rows", DataError, "none of the 1 arguments of the step has the batch's rows"),
+        ("no rows", DataError, "nothing that the step is given has the batch's rows"),
         ("outside", SyncError, "a backward pass outside of a step of virtual ranks, with exact=4 on 1 ranks"),
         ("autocast", SyncError, "autocast around a step of virtual ranks"),
         ("broadcast", WorldError, "broadcast in a step of 4 virtual ranks"),

@@ -580,7 +580,7 @@ def _on_two_ranks():
     loader = make_loader(torch.arange(8), 4, sampler=FailsLater())
     seen = [batch.tolist() for batch in loader]
     errors = []
-    for attempt in (lambda: iter(loader), lambda: make_loader(torch.arange(8 + rank), 4)):
+    for attempt in (lambda: next(iter(loader)), lambda: make_loader(torch.arange(8 + rank), 4)):
         try:
             attempt()
         except Exception as error:

@@ -148,6 +148,10 @@ def test_where_the_batch_stands_in_a_shape() -> None:
         (3, 5): None,
     }.items():
         assert share.dimension(shape) == where
+    both = share._replace(others=(8,))  # of a second loader
+    for shape, where in {(8, 4): (0, 1), (4, 7): (0, 1), (12,): (0, 3), (7, 8): (1, 1), (5,): None}.items():
+        assert both.dimension(shape) == where
+    assert both.divided(2) == [shares.Share(1, 4, 2, (4,)), shares.Share(3, 4, 2, (4,))]
     samples = torch.arange(8).repeat_interleave(3)[:, None].expand(-1, 2)
     assert share.rows(samples, (0, 3))[:, 0].tolist() == [1, 1, 1, 3, 3, 3, 5, 5, 5, 7, 7, 7]
     assert share.rows(samples.t()[:, :8], (1, 1)).shape == (2, 4)
@@ -218,6 +222,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(NUM_SAMPLES)), BATCH, True)},
     "of the user": lambda: {"batch_size": BATCH, "sampler": _OneByOne()},
     "workers": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 2},
+    "workers that stay": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 1, "persistent_workers": True},
 }
 
 
@@ -248,11 +253,15 @@ def _step(net: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _plain(kind: str, between: Callable[[], Any] = lambda: None) -> Any:
+    return _in_one_process(_train, kind, between)
+
+
+def _in_one_process(train: Callable[..., Any], *arguments: Any) -> Any:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(SEED)
-        return _train(DataLoader, lambda net: net, kind, between)
+        return train(DataLoader, lambda net: net, *arguments)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -273,6 +282,40 @@ def _check_equal(plain: Any, ranks: list[Any]) -> None:
         assert torch.equal(own_weights, ranks[0][0])
     means = [sum(of_ranks) / len(ranks) for of_ranks in zip(*(own[3] for own in ranks))]
     assert means == pytest.approx(losses, abs=1e-11)
+
+
+def _train_on_two(make: Callable[..., Any], wrap: Callable[[nn.Module], Any]) -> Any:
+    """As `_train`, with samples of two loaders in each step, of which one has twice the other's."""
+    net = wrap(_Net())
+    loaders = [make(_clean(), batch_size=size, shuffle=True, drop_last=True) for size in (BATCH, BATCH // 2)]
+    optimizer, samples, losses = torch.optim.Adam(net.parameters(), 1e-3), [], []
+    for _ in range(2):
+        for (x, y, index), (other, _, its) in zip(*loaders):
+            noised = [part + 0.1 * torch.randn(len(part), 6) for part in (x, other)]
+            samples.append([index.tolist(), its.tolist()])
+            loss = (net(noised[0]) - y).square().mean() + net(noised[1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), samples, torch.get_rng_state(), losses
+
+
+def _rank_trains_on_two() -> Any:
+    _join()
+    torch.set_default_dtype(torch.float64)
+    return _train_on_two(ddpshim.make_loader, ddpshim.wrap_parallel)
+
+
+def test_a_step_on_the_samples_of_two_loaders() -> None:
+    weights, samples, state, losses = _in_one_process(_train_on_two)
+    plain = weights, [index for of_both in samples for index in of_both], state, losses
+    for size in (1, 2):
+        ranks = [
+            (own, [index for of_both in its for index in of_both], *more)
+            for own, its, *more in run_ranks(_rank_trains_on_two, size)
+        ]
+        _check_equal(plain, ranks)
 
 
 # A sampler that draws as it goes draws between the steps of a plain process; and 7 samples do not split.

@@ -5,7 +5,7 @@ import functools
 import os
 import weakref
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, Callable, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, Union, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -68,6 +68,8 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self.rank, self.world_size = 0, 1  # among those that share the order
         self.deals_shares = False  # of the batches of one process
         self.fetches_whole_batches = False  # and so draws nothing for a sample
+        self.restarts_workers = not self.persistent_workers  # in one process: torch draws a seed for those that start
+        self._has_begun = False
         # What users read off a loader. torch forbids setting these because its batches are made already; so
         # are ours, and `shown` says how.
         for name, value in shown.items():
@@ -97,13 +99,21 @@ class ShardedLoader(DataLoader[Any], Enterable):
         source: Any = self._source
         if state is not None and hasattr(source, "begins_with"):
             source.begins_with = state["begun with"] if is_inside else None
+            self._has_begun = state["begun with"] is not None
             source.restore_generators(state["generators"])
 
     def __iter__(self) -> Any:
         epoch = self._source.epochs.advance()
-        start = self._source.epochs.start_step
-        self._source.begin(epoch)
-        sizes = getattr(self._source, "sizes", None)
+        start, source = self._source.epochs.start_step, cast(Any, self._source)
+        draw, next_size = None, lambda: self.batch_size
+        if hasattr(source, "draw"):
+            source.begin(epoch, draws_seed=self.restarts_workers or not self._has_begun)
+            draw, next_size = functools.partial(source.draw, source.drawn), source.drawn.sizes.popleft
+            if self.num_workers:
+                draw = draw()
+        else:
+            source.begin(epoch)
+        self._has_begun = True
         scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
         self._of_workers.manual_seed(derive_seed(self._seed, "workers", *scope))
         is_map_style = not isinstance(self.dataset, IterableDataset)
@@ -121,8 +131,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
             _dismiss_workers_with(os.getpid())
         fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
         own = PrivateRandom(derive_seed(self._seed, "here", *scope)) if fetches_here else None
-        next_size = (lambda: self.batch_size) if sizes is None else sizes.popleft
-        return _Pass(batches, next_size, own, self.deals_shares)
+        return _Pass(batches, draw, next_size, own, self.deals_shares)
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -132,21 +141,30 @@ class _Pass:
     """The batches of a pass, between which nothing of the dataset's is drawn from the streams of the training."""
 
     def __init__(
-        self, batches: Any, next_size: Callable[[], Any], own: Optional[PrivateRandom], deals_shares: bool
+        self,
+        batches: Any,
+        draw: Optional[Callable[[], None]],
+        next_size: Callable[[], Any],
+        own: Optional[PrivateRandom],
+        deals_shares: bool,
     ) -> None:
-        self._batches, self._next_size, self._own, self._deals_shares = batches, next_size, own, deals_shares
+        self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
+        self._deals_shares = deals_shares
 
     def __iter__(self) -> "_Pass":
         return self
 
     def __next__(self) -> Any:
         if self._deals_shares:
-            shares.end_batch()
+            shares.end_batch(self)
+        if self._draw is not None:
+            draw, self._draw = self._draw, None
+            draw()
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
         num_rows = self._next_size()
         if self._deals_shares and num_rows:
-            shares.begin_batch(num_rows)
+            shares.begin_batch(num_rows, self)
         return batch
 
     def __len__(self) -> int:

@@ -24,18 +24,19 @@ from ddpshim.job.world import World
 class _Drawn:
     """A pass: its global batches, and how many samples this rank has in those that were asked for and not yet used."""
 
-    batches: Iterable[Any]
     epoch: int
     start_step: int
+    batches: Iterable[Any] = ()
     sizes: deque[int] = field(default_factory=deque)
 
 
 class TorchsBatches(Sampler[Any]):
     """This rank's share of each batch of `plain`: every W-th index, from the r-th on.
 
-    A pass begins with the main rank's random streams on all ranks: what it alone has drawn, one process would have
-    drawn. Then torch's loader draws the seed of its workers and torch's sampler its order, as they do in one process.
-    A sampler that is not torch's own may have entropy of its own: the main rank draws, for all.
+    torch's loader draws the seed of its workers in `iter()` (`begin`), and torch's sampler its order at the first
+    batch, or in `iter()` too if there are workers (`draw`). The order is drawn from the main rank's random streams on
+    all ranks: what it alone has drawn, one process would have drawn. A sampler that is not torch's own may have entropy
+    of its own: the main rank draws, for all.
 
     Args:
         plain: the loader of one process, for the global batch.
@@ -43,8 +44,8 @@ class TorchsBatches(Sampler[Any]):
         length: the number of steps.
 
     Attributes:
-        begun_with: the random streams with which the pass began, the samplers' own generators included.
-        begins_with: those with which the next one is to begin, in place of the current ones.
+        begun_with: the random streams that the order of the pass was drawn from, the samplers' own generators included.
+        begins_with: those that the next one is to be drawn from, in place of the current ones.
     """
 
     def __init__(self, plain: DataLoader[Any], world: World, length: int, epochs: EpochCounter) -> None:
@@ -71,8 +72,14 @@ class TorchsBatches(Sampler[Any]):
     def __len__(self) -> int:
         return self._length
 
-    def begin(self, epoch: int) -> None:
-        """Draw the order of the pass (collective). Raises what the sampler raises."""
+    def begin(self, epoch: int, draws_seed: bool = True) -> None:
+        """Begin a pass, for which torch's loader draws the seed of its workers if it `draws_seed`. Local."""
+        self._drawn = _Drawn(epoch, self.epochs.start_step)
+        if draws_seed and self.begins_with is None and (draws_alike() or self._world.is_main):
+            torch.empty((), dtype=torch.int64).random_(generator=self._plain.generator)
+
+    def draw(self, drawn: _Drawn) -> None:
+        """Draw the order of a pass that was begun (collective). Raises what the sampler raises."""
         here = self._world
         now = {**rank_states(here.device), "generators": self.generator_states()}
         if here.world_size > 1:
@@ -82,7 +89,6 @@ class TorchsBatches(Sampler[Any]):
         self.begun_with = now if begins_with is None else begins_with
         restore_rank_states(self.begun_with, here.device)
         self.restore_generators(self.begun_with["generators"])
-        torch.empty((), dtype=torch.int64).random_(generator=self._plain.generator)  # the seed of torch's workers
         if is_torchs(self._plain.sampler) and is_torchs(self._plain.batch_sampler):
             batches: Iterator[Any] = iter(self._indices())
         else:
@@ -90,10 +96,10 @@ class TorchsBatches(Sampler[Any]):
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
         first = [*islice(batches, 1)]
         self._start = [index for batch in first if isinstance(batch, list) for index in batch[: here.world_size]]
-        start = self.epochs.start_step
+        start = drawn.start_step
         # By these all that torch draws for the order is drawn, but for what it may draw at the end.
         taken = [*islice(chain(first, batches), max(1, min(start + 1, self._length)))]
-        self._drawn = _Drawn(chain(taken[start:], batches), epoch, start)
+        drawn.batches = chain(taken[start:], batches)
         if own is not None or begins_with is not None:
             restore_rank_states(own or now, here.device)
 
@@ -132,14 +138,14 @@ class TorchsBatches(Sampler[Any]):
         return plain.sampler if plain.batch_sampler is None else plain.batch_sampler
 
     @property
-    def sizes(self) -> deque[int]:
-        """Of the pass that was begun last: see `_Drawn`."""
+    def drawn(self) -> _Drawn:
+        """The pass that was begun last, for `draw`."""
         assert self._drawn is not None
-        return self._drawn.sizes
+        return self._drawn
 
     def __iter__(self) -> Iterator[Any]:
         # torch asks for two iterators of a pass, and iterates over one.
-        drawn = self._drawn if self._drawn is not None else _Drawn(self._indices(), self.epoch, 0)
+        drawn = self._drawn if self._drawn is not None else _Drawn(self.epoch, 0, self._indices())
         return self._deal(drawn)
 
     def _deal(self, drawn: _Drawn) -> Iterator[Any]:

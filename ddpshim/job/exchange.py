@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpshim.errors import SyncError
 from ddpshim.job import events
 from ddpshim.job.job import current
-from ddpshim.job.turns import Playing, Turns
+from ddpshim.job.turns import Playing, Turns, in_order_of_numbers
 from ddpshim.job.world import World
 
 
@@ -87,4 +87,4 @@ def _gather_of_processes(of_process: Sequence[torch.Tensor], group: Any) -> list
     everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with events.counted("communication"):
         dist.all_gather(everyones, own, group=group)
-    return [of_rank[i] for i in range(len(of_process)) for of_rank in everyones]
+    return in_order_of_numbers([list(of_rank) for of_rank in everyones])

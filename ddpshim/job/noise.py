@@ -272,7 +272,7 @@ def _recurrent(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., 
         if at_hand is None or not (self.dropout and self.training and self.num_layers > 1):
             return original(self, input, hidden)
         place = 0 if self.batch_first else 1
-        if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] != at_hand.num_rows:
+        if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] not in at_hand.sizes:
             _name(sharing, "drops units between the layers of an RNN, packed or over other rows", "alike on all ranks")
             return original(self, input, hidden)
         states = () if hidden is None else hidden if isinstance(hidden, tuple) else (hidden,)

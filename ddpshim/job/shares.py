@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -20,12 +21,31 @@ class Share(NamedTuple):
     rank: int
     world_size: int
     num_rows: int  # of this rank
+    others: tuple[int, ...] = ()  # of this rank's batches of other loaders whose passes are under way
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a batch of this rank may have for rows."""
+        return (self.num_rows, *self.others)
+
+    def divided(self, num: int) -> list[Share]:
+        """What each of `num` virtual ranks of this one has."""
+        sizes = [size // num for size in self.sizes]
+        numbers = (self.rank + i * self.world_size for i in range(num))
+        return [Share(number, self.world_size * num, sizes[0], tuple(sizes[1:])) for number in numbers]
+
+    def num_samples(self, num_rows: int) -> Optional[int]:
+        """Of how many samples `num_rows` rows are, one or several of each; None if of no batch."""
+        if num_rows in self.sizes:
+            return num_rows
+        return next((size for size in self.sizes if num_rows and num_rows % size == 0), None)
 
     def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
         """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
-        if len(shape) and shape[0] and shape[0] % self.num_rows == 0:
-            return 0, shape[0] // self.num_rows
-        return next(((number, 1) for number, size in enumerate(shape) if size == self.num_rows), None)
+        num_samples = self.num_samples(shape[0]) if len(shape) else None
+        if num_samples is not None:
+            return 0, shape[0] // num_samples
+        return next(((number, 1) for number, size in enumerate(shape) if size in self.sizes), None)
 
     def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
         """`shape` for the global batch."""
@@ -65,13 +85,18 @@ class Sharing:
         self.share: Optional[Share] = None
         self.is_on = self.trains_whole_batches = False
         self.named: set[str] = set()  # the lines that were told of
+        self.passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # under way, with their batches
 
 
-def begin_batch(num_rows: int) -> None:
-    """From here on this rank trains on `num_rows` of the samples of a global batch. Local."""
+def begin_batch(num_rows: int, of: Optional[object] = None) -> None:
+    """From here on this rank trains on `num_rows` of the samples of a global batch, which the pass `of` gave. Local."""
     job = current()
     assert job.world is not None
-    job.part(Sharing).share = Share(job.world.rank, job.world.world_size, num_rows)
+    sharing = job.part(Sharing)
+    if of is not None:
+        sharing.passes[of] = num_rows
+    others = tuple(sorted({*sharing.passes.values()} - {num_rows}))
+    sharing.share = Share(job.world.rank, job.world.world_size, num_rows, others)
 
 
 def play(share: Optional[Share]) -> Optional[Share]:
@@ -81,9 +106,12 @@ def play(share: Optional[Share]) -> Optional[Share]:
     return before
 
 
-def end_batch() -> None:
-    """No batch is at hand any more: draws are made as they are, alike on all ranks. Local."""
-    current().part(Sharing).share = None
+def end_batch(of: Optional[object] = None) -> None:
+    """No batch is at hand any more, and the pass `of` is over: draws are alike on all ranks. Local."""
+    sharing = current().part(Sharing)
+    sharing.share = None
+    if of is not None:
+        sharing.passes.pop(of, None)
 
 
 def is_shared() -> bool:
@@ -92,20 +120,19 @@ def is_shared() -> bool:
     return sharing.is_on and sharing.share is not None
 
 
-def num_rows_at_hand() -> Optional[int]:
-    """How many samples of the global batch this rank has; None between batches. Local."""
-    at_hand = current().part(Sharing).share
-    return None if at_hand is None else at_hand.num_rows
+def at_hand() -> Optional[Share]:
+    """Which samples of the global batch this rank has; None between batches. Local."""
+    return current().part(Sharing).share
 
 
 @contextlib.contextmanager
 def without_batch() -> Iterator[None]:
     """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""
-    at_hand = play(None)
+    before = play(None)
     try:
         yield
     finally:
-        play(at_hand)
+        play(before)
 
 
 def has_share() -> bool:

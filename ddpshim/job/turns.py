@@ -8,6 +8,7 @@ Training with Consistent Accuracy", SC 2023) has the workers of a GPU take turns
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
 import torch
@@ -29,6 +30,14 @@ class Playing:
 
     def __init__(self) -> None:
         self.turns: Optional[Turns] = None
+
+
+def in_order_of_numbers(of_processes: Sequence[Sequence[T]]) -> list[T]:
+    """What every process has of each of its virtual ranks, in the order of all virtual ranks' numbers. Local.
+
+    Virtual rank i of process r of W is number r + i * W.
+    """
+    return [of_process[i] for i in range(len(of_processes[0])) for of_process in of_processes]
 
 
 class _Abandoned(BaseException):

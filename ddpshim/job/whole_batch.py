@@ -68,14 +68,16 @@ def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(loss)
     def over_all(*arguments: Any, **options: Any) -> T:
         tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
-        num_rows, here = _num_rows(tensors), world()
-        if exchange.size(here) == 1 or num_rows is None:
+        at_hand, here = _batch_at_hand(tensors), world()
+        if exchange.size(here) == 1 or at_hand is None:
             return loss(*arguments, **options)
 
         def gathered(given: Any) -> Any:
-            if not isinstance(given, torch.Tensor) or not given.dim() or given.shape[0] % num_rows:
+            has_rows = isinstance(given, torch.Tensor) and given.dim()
+            num_samples = at_hand.num_samples(given.shape[0]) if has_rows else None
+            if num_samples is None:
                 return given
-            by_sample = given.reshape(num_rows, -1, *given.shape[1:])
+            by_sample = given.reshape(num_samples, -1, *given.shape[1:])
             return all_gather(here, by_sample).reshape(-1, *given.shape[1:])
 
         with shares.without_batch():
@@ -84,10 +86,11 @@ def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
     return over_all
 
 
-def _num_rows(tensors: list[torch.Tensor]) -> Optional[int]:
-    """The samples of this rank's batch: of the one at hand, else of the first tensor that has any."""
-    at_hand = shares.num_rows_at_hand()
-    return at_hand or next((given.shape[0] for given in tensors if given.dim() and given.shape[0]), None)
+def _batch_at_hand(tensors: list[torch.Tensor]) -> Optional[shares.Share]:
+    """This rank's share of the batch at hand, else one with as many samples as the first tensor that has any."""
+    here, num_rows = world(), next((given.shape[0] for given in tensors if given.dim() and given.shape[0]), None)
+    alone = None if num_rows is None else shares.Share(here.rank, here.world_size, num_rows)
+    return shares.at_hand() or alone
 
 
 class _Gather(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job import events, failure
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
-from ddpshim.job.turns import Playing
+from ddpshim.job.turns import Playing, in_order_of_numbers
 from ddpshim.options import Options
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class World:
         if self.world_size > 1:
             everyones = [None] * self.world_size
             dist.all_gather_object(everyones, of_process, group=self._peers())
-        return [of_rank[i] for i in range(len(of_process)) for of_rank in everyones]
+        return in_order_of_numbers(everyones)
 
     def _check_outside_step(self, what: str) -> None:
         turns = self._job.part(Playing).turns

@@ -20,6 +20,7 @@ from ddpshim.job import events, exchange, noise
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
+from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
 from ddpshim.model import shared_sum
 from ddpshim.model.reducer import broadcast
@@ -176,7 +177,7 @@ def _add_up_over_ranks(leaves: list[list[torch.Tensor]], here: World) -> None:
         sent[:, i] = flat.view(num, each)
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent)
-    total = _mean([came[rank, i] for i in range(len(leaves)) for rank in range(num)], here).clone()
+    total = _mean([*in_order_of_numbers([list(of_rank) for of_rank in came])], here).clone()
     dist.all_gather(list(flat.view(num, each).unbind(0)), total)
     for of_virtual in leaves:
         for gradient, mean in zip(of_virtual, flat[: sum(sizes)].split(sizes)):

@@ -22,7 +22,7 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.reduction import reduce, to_cpu
 from ddpshim.job.replaced import replaced
-from ddpshim.job.turns import Playing, Turns
+from ddpshim.job.turns import Playing, Turns, in_order_of_numbers
 from ddpshim.model import exact
 
 T = TypeVar("T")
@@ -61,22 +61,15 @@ def virtual_step(step: Callable[..., Any], *objects: Any) -> Callable[..., Any]:
         if not made:
             made.append(Players(objects))
             on_cleanup(made.clear)
-        players = made[0]
-        results = players.play(lambda own, i: step(*own, *players.share_of(arguments, i)))
-        if not players.num_divided:
-            raise DataError(
-                f"none of the {len(arguments)} arguments of the step has the batch's rows in its first dimension: "
-                "every virtual rank would train on all of it. Pass tensors, arrays, lists, or mappings of these."
-            )
+        parts = made[0].divided(arguments)
+        results = made[0].play(lambda own, i: step(*own, *parts[i]))
         return None if all(result is None for result in results) else _mean_of_all(results)
 
     return play
 
 
 def _mean_of_all(results: Sequence[Any]) -> Any:
-    of_ranks = world().gather(list(map(to_cpu, results)))
-    of_virtual = [of_rank[i] for i in range(len(results)) for of_rank in of_ranks]
-    return reduce(of_virtual, mean=True, like=results[0])
+    return reduce(in_order_of_numbers(world().gather(list(map(to_cpu, results)))), mean=True, like=results[0])
 
 
 class Players:
@@ -85,7 +78,6 @@ class Players:
     Attributes:
         size: how many there are.
         copies: of each, what it has.
-        num_divided: how many parts of arguments were divided among them so far.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -94,16 +86,15 @@ class Players:
         self.size = here.options.exact // here.world_size
         self.copies: list[tuple[Any, ...]] = [tuple(objects)]
         self._turns = Turns(self.size, here.device, self._begin_turn)
-        self.num_divided = 0
-        self._num_rows = 0  # of the process
         self._is_stale = True
+        self._parts: list[shares.Share] = []
         self._changed = contextlib.ExitStack()  # what of the objects is another while they are played with
         noise.share()
         on_cleanup(self.close)
 
     def play(self, step: Callable[[tuple[Any, ...], int], T]) -> list[T]:
         """`step(own objects, number in this process)` of each virtual rank, in turns (collective)."""
-        self._num_rows = self._check_rows()
+        at_hand = self._batch_at_hand()
         if self.size == 1:
             return [step(self.copies[0], 0)]
         if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
@@ -119,37 +110,46 @@ class Players:
             with torch.set_grad_enabled(computes_gradients):  # each thread has its own
                 return step(self.copies[i], i)
 
-        before, playing.turns = shares.play(None), self._turns
+        self._parts = at_hand.divided(self.size)
+        shares.play(None)
+        playing.turns = self._turns
         try:
             return self._turns.run(play)
         finally:
             playing.turns = None
-            shares.play(before)
+            shares.play(at_hand)
 
-    def share_of(self, value: Any, i: int) -> Any:
-        """The rows of virtual rank `i` of this process of whatever in `value` has the process's batch. Local.
+    def divided(self, arguments: T) -> list[T]:
+        """`arguments` of each virtual rank of this process: its rows of whatever in them has the batch's. Local.
 
-        In memory of its own, which is aligned alike on any number of ranks: some kernels round by it.
+        In memory of their own, which is aligned alike on any number of ranks: some kernels round by it.
+
+        Raises DataError where nothing in them has.
         """
-        if isinstance(value, Mapping):
-            return {key: self.share_of(item, i) for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.share_of(item, i) for item in value))
-        if isinstance(value, torch.Tensor):
-            if value.dim() == 0 or value.shape[0] != self._num_rows:
-                return value
-            self.num_divided += 1
-            return value[i :: self.size].clone(memory_format=torch.contiguous_format)
-        if hasattr(value, "shape") and hasattr(value, "copy"):  # numpy's
-            if value.shape[:1] != (self._num_rows,):
-                return value
-            self.num_divided += 1
-            return value[i :: self.size].copy()
-        if isinstance(value, (list, tuple)):
-            holds_samples = len(value) == self._num_rows and not any(_has_rows(item) for item in value)
-            self.num_divided += holds_samples
-            return value[i :: self.size] if holds_samples else type(value)(self.share_of(item, i) for item in value)
-        return value
+        sizes, found = self._batch_at_hand().sizes, [False]
+
+        def part(value: Any, i: int) -> Any:
+            if isinstance(value, Mapping):
+                return {key: part(item, i) for key, item in value.items()}
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*(part(item, i) for item in value))
+            has_rows, is_list = _has_rows(value), isinstance(value, (list, tuple))
+            if has_rows and not isinstance(value, Mapping) and value.shape[0] in sizes:
+                found[0], own = True, value[i :: self.size]
+                is_tensor = isinstance(value, torch.Tensor)
+                return own.clone(memory_format=torch.contiguous_format) if is_tensor else own.copy()
+            if is_list and len(value) in sizes and not any(map(_has_rows, value)):
+                found[0] = True
+                return value[i :: self.size]
+            return type(value)(part(item, i) for item in value) if is_list else value
+
+        parts = [part(arguments, i) for i in range(self.size)]
+        if not found[0]:
+            raise DataError(
+                "nothing that the step is given has the batch's rows in its first dimension: every virtual rank would "
+                "train on all of it. Pass tensors, arrays, lists, or mappings of these."
+            )
+        return parts
 
     def refresh(self) -> None:
         """Copy the objects anew. Local."""
@@ -220,23 +220,22 @@ class Players:
             self._changed.callback(module.register_load_state_dict_post_hook(note).remove)
 
     def _begin_turn(self, i: int) -> None:
-        here = world()
-        size = here.world_size * self.size
-        shares.play(shares.Share(here.rank + i * here.world_size, size, self._num_rows // self.size))
+        shares.play(self._parts[i])
 
-    def _check_rows(self) -> int:
-        num_rows = shares.num_rows_at_hand()
-        if num_rows is None:
+    def _batch_at_hand(self) -> shares.Share:
+        at_hand = shares.at_hand()
+        if at_hand is None:
             raise DataError(
                 "a step of virtual ranks without a batch of make_loader at hand: which samples are whose would be a "
                 "guess. Call it for the batch that a loader of make_loader has just given."
             )
-        if num_rows % self.size:
+        odd = next((num_rows for num_rows in at_hand.sizes if num_rows % self.size), None)
+        if odd is not None:
             raise DataError(
-                f"{num_rows} samples on this process for its {self.size} virtual ranks, which do not divide them: they "
+                f"{odd} samples on this process for its {self.size} virtual ranks, which do not divide them: they "
                 "would weigh differently. Use a global batch that the option exact divides, with drop_last."
             )
-        return num_rows
+        return at_hand
 
 
 def _copy_of(wrapped: Any, name: str, memo: Mapping[int, Any]) -> Any:

@@ -156,7 +156,7 @@ def loader(**options: Any) -> DataLoader[Any]:
     Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
     in one process ends in an empty StopIteration, or goes without that validation and says nothing.
     """
-    dataset, batch_size = options["dataset"], options["batch_size"]
+    dataset, batch_size, stays = options["dataset"], options["batch_size"], options.get("persistent_workers", False)
     here = world()
     if here.is_launched and here.options.batched_fetch:
         is_plain = options.get("worker_init_fn") is None and options.get("collate_fn") in (None, default_collate)
@@ -164,7 +164,10 @@ def loader(**options: Any) -> DataLoader[Any]:
         options["persistent_workers"] = options.get("persistent_workers") or can_stay
         options["pin_memory"] = options.get("pin_memory") or here.device.type == "cuda"
     try:
-        return make_loader(**options)
+        made = make_loader(**options)
+        if isinstance(made, ShardedLoader):
+            made.restarts_workers = not stays
+        return made
     except DataError:
         if len(dataset) >= batch_size:
             raise

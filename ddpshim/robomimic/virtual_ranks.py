@@ -59,10 +59,12 @@ def _stand_ins(model: Any, players: Players, note: Callable[..., Any]) -> Mappin
         return batch
 
     def train(batch: _Batch, epoch: int, validate: bool = False) -> list[Any]:
+        parts = players.divided(batch.rows)
+
         def step(objects: tuple[Any, ...], i: int) -> Any:
             own = objects[0]
             with world().autocast():  # torch keeps it for each thread
-                rows = kind.process_batch_for_training(own, players.share_of(batch.rows, i))
+                rows = kind.process_batch_for_training(own, parts[i])
                 if batch.options is not None:
                     rows = kind.postprocess_batch_for_training(own, rows, **batch.options)
                 return kind.train_on_batch(own, rows, epoch, validate=validate)

@@ -25,6 +25,7 @@ from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
 from ddpshim.job.rank_log import link_log
 from ddpshim.job.say import say, say_once
+from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment
@@ -321,8 +322,7 @@ class _Metrics:
 
     def _of_all(self, keys: Sequence[str]) -> list[dict[str, list[float]]]:
         """Of all ranks, or virtual ranks in the order of their numbers (collective)."""
-        of_processes = world().gather([{key: own[key] for key in keys} for own in self._now])
-        return [of_process[i] for i in range(len(self._now)) for of_process in of_processes]
+        return in_order_of_numbers(world().gather([{key: own[key] for key in keys} for own in self._now]))
 
     def of_whole_batches(self, num_rows: Optional[int]) -> dict[str, list[float]]:
         """Maxima, minima and deviations of the global batch, of each step, known by the end of their names.
