@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
+import itertools
 import random
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -13,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
 from ddpshim.errors import DataError, DdpShimError, OptionsError, SyncError, WorldError
+from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.model import shared_sum
+from ddpshim.model.exact import Networks
 from ddpshim.options import Options
 from tests import exact
 from tests.ranks import run_ranks
@@ -107,6 +112,83 @@ def _train(num_parts: int = 0) -> tuple[str, dict[str, torch.Tensor], list[dict[
     for key, value in tensors.items():
         made.update(key.encode() + value.numpy().tobytes())
     return made.hexdigest(), tensors, logs
+
+
+def _clip(net: Any) -> Any:
+    return nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def _scale_through_data(net: Any) -> Any:
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(0.3)
+    return sum(float(p.grad.sum()) for p in net.parameters() if p.grad is not None)
+
+
+def _clip_twice(net: Any) -> Any:
+    first = float(_clip(net))
+    return ddpshim.world().mean(first) + float(nn.utils.clip_grad_norm_(net.parameters(), 0.05))
+
+
+CHANGES = {"nothing": lambda net: 0.0, "clip": _clip, "data": _scale_through_data, "twice": _clip_twice}
+PASSES = ("one", "two", "kept", "zeroed", "checkpointed")
+
+
+def _gradient_step(net: Any, optimizer: Any, x: Any, y: Any, change: str, passes: str) -> Any:
+    """A step whose gradients are cleared, accumulated and changed in one of the ways that trainers have."""
+    if passes != "kept":
+        optimizer.zero_grad(set_to_none=passes != "zeroed")
+    if passes == "two":
+        net(x[: len(x) // 2]).square().mean().backward()
+    out = checkpoint(net, x.requires_grad_(), use_reentrant=True) if passes == "checkpointed" else net(x)
+    (out - y).square().mean().backward()
+    changed = CHANGES[change](net)
+    optimizer.step()
+    return {
+        "changed": float(changed),
+        "norm": sum(float(p.grad.norm()) for p in net.parameters() if p.grad is not None),
+    }
+
+
+class _Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.spare = nn.Linear(6, 32), nn.Linear(32, 2), nn.Linear(32, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.body(x).relu()
+        return self.head(out) + (self.spare(out) if x.detach()[0, 0] > 0 else 0)  # type: ignore[no-any-return]
+
+
+def _accumulate() -> tuple[dict[str, str], list[str]]:
+    """A hash of each way, and those in which gradients were added up on the way."""
+    found, running = {}, []
+    for change, passes in itertools.product(CHANGES, PASSES):
+        torch.manual_seed(2)
+        net = ddpshim.wrap_parallel(_Branched())
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        step = ddpshim.virtual_step(functools.partial(_gradient_step, change=change, passes=passes), net, optimizer)
+        logs = [step(x, y) for _ in range(2) for x, y in ddpshim.make_loader(_data(), BATCH, shuffle=True)]
+        if current().part(Networks).running_sum._means:
+            running.append(passes)
+        made = hashlib.sha256(repr(logs).encode())
+        for value in [*net.state_dict().values(), *(state["momentum_buffer"] for state in optimizer.state.values())]:
+            made.update(value.numpy().tobytes())
+        found[f"{change}, {passes}"] = made.hexdigest()[:8]
+        ddpshim.cleanup()
+        ddpshim.setup()
+    return found, running
+
+
+@pytest.mark.ranks
+def test_sums_on_the_way_have_the_hash_of_sums_of_processes() -> None:
+    """One process adds gradients up while its backward passes go, several put them together afterwards."""
+    ((alone, running),), ((on_two, none), _) = (
+        run_ranks(_accumulate, size, environ={"DDPSHIM_EXACT": "4"}) for size in (1, 2)
+    )
+    assert alone == on_two
+    assert len(set(alone.values())) == len(CHANGES) * 3  # cleared to zeros or checkpointed, the same is trained
+    assert (running, none) == ([*PASSES[:-1]] * len(CHANGES), [])
 
 
 def _plain() -> dict[str, torch.Tensor]:

@@ -123,8 +123,10 @@ def seed_globals(seed: int) -> None:
 
 def restore_global_states(states: dict[str, Any]) -> None:
     """Put back what `global_states` returned, in this process or an earlier one. Local."""
-    random.setstate(states["random"])
-    torch.default_generator.set_state(states["torch"])
+    if "random" in states:
+        random.setstate(states["random"])
+    if "torch" in states:
+        torch.default_generator.set_state(states["torch"])
     if "numpy" in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(states["numpy"])
 
@@ -135,8 +137,24 @@ def rank_states(device: torch.device) -> dict[str, Any]:
     return {**global_states(), "cuda": cuda}
 
 
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether two of the states in `rank_states`, of one generator, are equal. Local."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and len(one) > 1 and hasattr(one[1], "tobytes"):  # numpy's
+        return bool(one[2:] == other[2:] and one[1].tobytes() == other[1].tobytes())
+    return bool(one == other)
+
+
+def restore_changed_states(now: dict[str, Any], states: dict[str, Any], device: torch.device) -> None:
+    """`restore_rank_states` from `now`, where what did not change is the same object in both. Local."""
+    restore_rank_states({name: state for name, state in states.items() if now.get(name) is not state}, device)
+
+
 def restore_rank_states(states: dict[str, Any], device: torch.device) -> None:
     """Put back what `rank_states` returned, as far as this process has it. Local."""
     restore_global_states(states)
-    if device.type == "cuda" and states["cuda"] is not None:
+    if device.type == "cuda" and states.get("cuda") is not None:
         torch.cuda.set_rng_state(states["cuda"], device)

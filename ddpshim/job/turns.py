@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional, TypeVar
 import torch
 
 from ddpshim.errors import SyncError
-from ddpshim.job.random_streams import rank_states, restore_rank_states
+from ddpshim.job.random_streams import is_same_state, rank_states, restore_changed_states
 
 T = TypeVar("T")
 _END_S = 10.0  # a thread that is not done by then is left behind; it ends with the process
@@ -63,6 +63,7 @@ class Turns:
         self._play: Optional[Callable[[int], Any]] = None
         self._results: list[Any] = [None] * size
         self._streams: list[Any] = [None] * size
+        self._set: dict[str, Any] = {}  # the states that the generators were last known to be in
         self._came: list[dict[int, tuple[str, Any]]] = [{}, {}]  # to the meeting at hand, and to the one after it
         self._num_met = [0] * size
         self._outcome: list[Any] = [None, None]
@@ -87,7 +88,7 @@ class Turns:
         self._play, self._error = play, None
         self._done, self._num_met, self._came = [False] * self.size, [0] * self.size, [{}, {}]
         streams = rank_states(self._device)
-        self._streams = [streams] * self.size
+        self._streams, self._set = [streams] * self.size, streams
         self._step_of(0)
         while not all(self._done):
             self._hand_on(0)
@@ -143,16 +144,14 @@ class Turns:
 
     def _check_alike(self, what: str) -> None:
         for j in range(1, self.size):
-            if not _equal(self._streams[0], self._streams[j]):
+            if not all(is_same_state(state, self._streams[j][name]) for name, state in self._streams[0].items()):
                 raise SyncError(
                     f"up to {what}, virtual ranks 0 and {j} of this process drew a different number of random "
                     "numbers: noise would depend on the number of ranks. Let the number of draws not depend on samples."
                 )
 
     def _step_of(self, i: int) -> None:
-        self.now = i
-        restore_rank_states(self._streams[i], self._device)
-        self._begin_turn(i)
+        self._take_turn(i)
         assert self._play is not None
         try:
             self._results[i] = self._play(i)
@@ -164,7 +163,11 @@ class Turns:
         self._done[i] = True
 
     def _leave_streams(self, i: int) -> None:
-        self._streams[i] = rank_states(self._device)
+        states = rank_states(self._device)
+        # One object for one state: most generators are not drawn from, and then nothing is compared or put back.
+        self._set = self._streams[i] = {
+            name: self._set[name] if is_same_state(self._set[name], state) else state for name, state in states.items()
+        }
 
     def _leave(self, i: int) -> None:
         self._leave_streams(i)
@@ -174,8 +177,12 @@ class Turns:
         self._wait(i)
         if self._error is not None:
             raise _Abandoned
+        self._take_turn(i)
+
+    def _take_turn(self, i: int) -> None:
         self.now = i
-        restore_rank_states(self._streams[i], self._device)
+        restore_changed_states(self._set, self._streams[i], self._device)
+        self._set = self._streams[i]
         self._begin_turn(i)
 
     def _hand_on(self, i: int) -> None:
@@ -203,12 +210,3 @@ class Turns:
                 self._step_of(i)
             self._done[i] = True
             self._hand_on(i)
-
-
-def _equal(these: dict[str, Any], those: dict[str, Any]) -> bool:
-    if these["random"] != those["random"] or not torch.equal(these["torch"], those["torch"]):
-        return False
-    if these["cuda"] is not None and not torch.equal(these["cuda"], those["cuda"]):
-        return False
-    numpys = [states.get("numpy") for states in (these, those)]
-    return numpys[0] is None or all(bytes(a) == bytes(b) if hasattr(a, "tobytes") else a == b for a, b in zip(*numpys))

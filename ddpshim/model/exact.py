@@ -24,6 +24,7 @@ from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
 from ddpshim.model import shared_sum
 from ddpshim.model.reducer import broadcast
+from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
 
 _MESSAGE_BYTES = 16 * 1024 * 1024  # of one virtual rank
@@ -45,6 +46,7 @@ class Networks:
         self.modules: list[list[nn.Module]] = [[]]
         self.copies: list[list[nn.Parameter]] = [self.parameters]
         self.touched: list[set[int]] = [set()]
+        self.running_sum = RunningSum(self.copies)  # where the job has one process
         self.has_stand_in = False
         self.shared_sum: Optional[SharedSum] = None
 
@@ -84,18 +86,22 @@ def reduce(module: nn.Module) -> None:
 def _stand_in(made: Networks, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(*arguments: Any, **options: Any) -> None:
-        original(*arguments, **options)
         playing = exchange.turns()
-        number = 0 if playing is None or playing.now is None else playing.now
-        mine = made.touched[number]
-        if playing is None or playing.now is None:
-            if not mine:
-                return
-            _check_whole()
-            _add_up(made, [mine])
-        else:
-            _check_own(made, number)
-            playing.meet("the end of a backward pass", mine, functools.partial(_add_up, made))
+        number = None if playing is None else playing.now
+        if playing is None or number is None:
+            original(*arguments, **options)
+            if made.touched[0]:
+                _check_whole()
+                _add_up(made, [made.touched[0]])
+            return
+        is_alone = world().world_size == 1
+        if is_alone:
+            made.running_sum.before_backward(number)
+        original(*arguments, **options)
+        _check_own(made, number)
+        if is_alone:
+            made.running_sum.after_backward(number, made.touched[number])
+        playing.meet("the end of a backward pass", made.touched[number], functools.partial(_add_up, made))
 
     return backward
 
@@ -126,10 +132,13 @@ def _check_own(made: Networks, number: int) -> None:
 def _add_up(made: Networks, touched: list[set[int]]) -> None:
     """Give all virtual ranks the mean of their gradients (collective)."""
     here = world()
+    assert here.options.exact is not None
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
-    for own in touched:
-        own.clear()
     with events.counted("communication"), torch.no_grad():
+        take_mean = functools.partial(made.running_sum.take_mean, num=here.options.exact, touched=touched)
+        indices = [index for index in indices if here.world_size > 1 or not take_mean(index)]
+        for own in touched:
+            own.clear()
         for same in _messages(made, indices):
             leaves = [[_gradient(copy[index]) for index in same] for copy in made.copies]
             if here.world_size == 1:

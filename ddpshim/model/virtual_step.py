@@ -175,6 +175,7 @@ class Players:
         made = exact.networks()
         self._turns.close()
         self._changed.close()
+        made.running_sum.clear()
         del self.copies[1:], made.copies[1:], made.modules[1:], made.touched[1:]
         self._is_stale = True
 
@@ -221,6 +222,7 @@ class Players:
 
     def _begin_turn(self, i: int) -> None:
         shares.play(self._parts[i])
+        exact.networks().running_sum.begin_turn(i)
 
     def _batch_at_hand(self) -> shares.Share:
         at_hand = shares.at_hand()
