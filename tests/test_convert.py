@@ -307,7 +307,7 @@ REFUSED = {
         "DataError: train.py:37: the Subsets of ranks 0 and 1 have different indices",
     ),
     "robomimic": (
-        "sys.modules['robomimic'] = sys\n" + WITHOUT,
+        "sys.modules['robomimic.utils.train_utils'] = sys\n" + WITHOUT,
         "OptionsError: DataLoader under --convert dataparallel",
     ),
     "another model": (

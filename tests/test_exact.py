@@ -191,6 +191,21 @@ def test_sums_on_the_way_have_the_hash_of_sums_of_processes() -> None:
     assert (running, none) == ([*PASSES[:-1]] * len(CHANGES), [])
 
 
+def _forget_one() -> str:
+    ddpshim.wrap_parallel(nn.Linear(6, 2))
+    other = nn.Linear(6, 2)
+    other(torch.ones(4, 6)).sum().backward()
+    with pytest.raises(SyncError) as caught:
+        torch.optim.SGD(other.parameters(), 0.1).step()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_network_that_was_not_wrapped() -> None:
+    for said in run_ranks(_forget_one, 2, environ={"DDPSHIM_EXACT": "2"}):
+        assert "SGD.step(): a parameter of shape (2, 6) is in no network that went through wrap_parallel" in said
+
+
 def _plain() -> dict[str, torch.Tensor]:
     """What a plain process comes to, which knows nothing of ranks."""
     parts = _build()

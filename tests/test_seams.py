@@ -97,6 +97,13 @@ SEAMS = [
         "torch/distributed/elastic/multiprocessing/api.py",
     ),
     Seam("_register_atexit", "trainers/import_hook.py", "test_threads_are_there_at", "Lib/threading.py"),
+    Seam(
+        "_get_sequence_number_for_group",
+        "job/unshared.py",
+        "test_a_group_counts_its_collectives",
+        "torch/distributed/distributed_c10d",
+    ),
+    Seam("_version", "model/running_sum.py", "test_a_tensor_counts_its_changes", "torch/_tensor: documented"),
     Seam("_run_exitfuncs", "job/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
     Seam("_inheriting", "trainers/import_hook.py", "test_a_spawned_child_knows", "Lib/multiprocessing/spawn.py"),
     Seam("_getframe", "trainers/swapping.py", "test_frames", "Lib/sys"),
@@ -268,6 +275,31 @@ def _same_store() -> str:
 
 def test_the_store_of_the_default_group_is_shared() -> None:
     assert run_ranks(_same_store, 2) == ["by rank 0"] * 2
+
+
+def _count() -> list[int]:
+    counts = [dist.group.WORLD._get_sequence_number_for_group()]  # type: ignore[union-attr]
+    for op in (lambda: dist.all_reduce(torch.ones(2)), lambda: DistributedDataParallel(nn.Linear(2, 2))):
+        op()
+        counts.append(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    dist.all_reduce(torch.ones(2), group=dist.new_group())
+    return [*counts, dist.group.WORLD._get_sequence_number_for_group()]  # type: ignore[union-attr]
+
+
+def test_a_group_counts_its_collectives() -> None:
+    before, reduced, wrapped, in_another = run_ranks(_count, 2)[0]
+    assert reduced == before + 1
+    assert wrapped > reduced
+    assert in_another == wrapped
+
+
+@pytest.mark.unit
+def test_a_tensor_counts_its_changes() -> None:
+    x = torch.ones(3)
+    before = x._version
+    torch._foreach_mul_([x], 2.0)  # as clip_grad_norm_ does
+    x.data.mul_(2)  # which is not counted
+    assert x._version == before + 1
 
 
 class _Squares(Dataset):  # type: ignore[type-arg]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError, WorldError
-from ddpshim.job import failure, rendezvous
+from ddpshim.job import failure, rendezvous, unshared
 from ddpshim.job.alike import compute_alike
 from ddpshim.job.devices import agree_on_backend, bind_device, single_device
 from ddpshim.job.job import Job, begin_next, current
@@ -133,6 +133,8 @@ def setup(
     if seed is not None:
         seed_everything(seed)
     if made.world_size > 1:
+        unshared.begin()
+        unshared.watch()
         failure.arm(made.rank, job.store, made.world_size)
     if made.is_launched and made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)

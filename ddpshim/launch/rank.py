@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Optional
 
 from ddpshim import variables
-from ddpshim.job import failure_notes
+from ddpshim.job import failure_notes, unshared
 from ddpshim.job.rank_log import redirect_output
 from ddpshim.job.say import say
 from ddpshim.trainers import import_hook
@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> None:
         with watching.watched(proof):
             _run(argv)
     else:
+        if not os.environ.get(variables.AUDIT):  # which finds it too, and says more
+            unshared.watch()
         _run(argv)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Callable, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpshim.errors import SyncError
 from ddpshim.job import events, exchange, noise
@@ -81,6 +82,19 @@ def reduce(module: nn.Module) -> None:
         assert here.options.exact is not None
         made.shared_sum = shared_sum.make(here, here.options.exact)
         job.at_end.enter_context(replaced(torch.autograd, "backward", _stand_in(made, torch.autograd.backward)))
+        if here.options.guard:
+            job.at_end.callback(register_optimizer_step_pre_hook(functools.partial(_check_step, made)).remove)
+
+
+def _check_step(made: Networks, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = {id(parameter) for copy in made.copies for parameter in copy}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        if id(parameter) not in parameters:
+            raise SyncError(
+                f"{type(optimizer).__name__}.step(): a parameter of shape {tuple(parameter.shape)} is in no network "
+                "that went through wrap_parallel; its gradient is this virtual rank's alone. Wrap all that is trained "
+                "(DDPSHIM_GUARD=0 turns this check off)."
+            )
 
 
 def _stand_in(made: Networks, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -207,7 +207,8 @@ def _load_data(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _algo_factory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _minds_ranks_itself():
+    # Who has not imported the trainer's utilities takes networks of robomimic for a loop of his own.
+    if "robomimic.utils.train_utils" not in sys.modules or _minds_ranks_itself():
         return original(*args, **kwargs)
     options = _named(original, args, kwargs)
     _begin(options["config"])

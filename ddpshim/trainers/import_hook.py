@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim import adapters
 from ddpshim.errors import HookError, OptionsError
+from ddpshim.job import unshared
 from ddpshim.trainers.swapping import at_stand_aside
 from ddpshim.variables import HOOKS
 
@@ -59,6 +60,7 @@ def activate() -> None:
     if is_inheriting or multiprocessing.parent_process() is not None:
         _state.reason = "this is a child of multiprocessing, which does not train"
         return
+    unshared.watch()
     _state.finder = _Finder()
     at_stand_aside(_give_back)
     sys.meta_path.insert(0, _state.finder)

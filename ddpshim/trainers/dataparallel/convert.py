@@ -26,7 +26,7 @@ from torch.utils import data as torch_data
 from ddpshim.data.loader import make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError, OptionsError, SyncError
-from ddpshim.job import noise, shares
+from ddpshim.job import noise, shares, unshared
 from ddpshim.job.group import cleanup, draws_alike, on_cleanup, setup, world
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.replaced import replaced
@@ -95,6 +95,7 @@ def converted(kind: str) -> Iterator[None]:
         undo.enter_context(replaced(module, "DataLoader", DataLoader))
     if here.world_size > 1:
         undo.enter_context(OneWriter(here, started, lambda: _state.is_reading).installed())
+        unshared.leave_to_others()
         on_cleanup(register_optimizer_step_pre_hook(_check_step).remove)
         _watch_losses()
         if here.device.type == "cuda":
@@ -344,11 +345,11 @@ def _show_gpus(num_gpus: int) -> None:
 
 
 def _refuse_robomimic(name: str) -> None:
-    if "robomimic" in sys.modules:
+    if "robomimic.utils.train_utils" in sys.modules:  # else its networks are parts of somebody else's trainer
         raise OptionsError(
-            f"{name} under --convert dataparallel, in a program that has imported robomimic; metrics, checkpoints and "
-            "rollouts of its trainer would be taken for those of one process. Leave --convert out: ddpshim has its own "
-            "way with robomimic (README.md)."
+            f"{name} under --convert dataparallel, in a program that has imported robomimic's trainer; metrics, "
+            "checkpoints and rollouts would be taken for those of one process. Leave --convert out: ddpshim has its "
+            "own way with robomimic (README.md)."
         )
 
 

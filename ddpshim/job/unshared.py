@@ -1,0 +1,135 @@
+"""Ends a job whose ranks train each for itself: an optimizer that steps on gradients which no other rank has seen.
+
+Imports no torch: a program decides when that is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Optional
+
+from ddpshim.errors import LaunchError, SyncError
+from ddpshim.job.job import current
+
+_OPTIMIZERS = "torch.optim.optimizer"
+_OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # which a program may distribute itself by
+
+
+class _Answer:
+    """Of this job: which optimizers need not be asked for any more."""
+
+    def __init__(self) -> None:
+        self.is_settled = False
+        self.num_collectives: Optional[int] = None  # of the default group, when the job began
+
+
+def watch() -> None:
+    """Have every step of an optimizer in this process checked, from the import of torch.optim on. Local."""
+    module = sys.modules.get(_OPTIMIZERS)
+    if hasattr(module, "register_optimizer_step_pre_hook"):
+        _register(module)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def leave_to_others() -> None:
+    """Check no step in this job: somebody else does, who knows more of the program. Local."""
+    current().part(_Answer).is_settled = True
+
+
+def begin() -> None:
+    """Take note of the collectives that were made before the job: those after it are the program's own. Local."""
+    current().part(_Answer).num_collectives = _num_collectives()
+
+
+@functools.cache
+def _register(module: Any) -> None:
+    module.register_optimizer_step_pre_hook(_check_step)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Has torch.optim found as ever, and watches its optimizers once it has been executed."""
+
+    def find_spec(
+        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[ModuleSpec]:
+        if name != _OPTIMIZERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_watch(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            loader.exec_module = execute_and_watch
+        return spec
+
+
+def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Raise SyncError where this is one of several ranks, and nothing has distributed what it trains."""
+    job = current()
+    answer = job.part(_Answer)
+    if answer.is_settled or job.has_networks:  # wrap_parallel was called: see model/guard.py
+        return
+    has_closure = len(args) > 1 or kwargs.get("closure") is not None
+    if not has_closure and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        return
+    size = _num_alone(answer)
+    if size <= 1:
+        answer.is_settled = True
+        return
+    kind, is_set_up = type(optimizer).__name__, job.world is not None
+    nothing = "no network went through wrap_parallel" if is_set_up else "nothing has distributed this program"
+    raise SyncError(
+        f"{kind}.step(): {nothing}, so its gradients are this process's alone, and {size} processes would train {size} "
+        "models, into the same files. Let its networks and loaders go through wrap_parallel and make_loader; a trainer "
+        "that has DataParallel can stay as it is, with `python -m ddpshim run --convert dataparallel`. See "
+        "MIGRATION.md. If each process is to train a model of its own (a sweep), DDPSHIM_GUARD=0 turns this check off."
+    )
+
+
+def _num_alone(answer: _Answer) -> int:
+    """How many processes train each for itself; 1 where they do not, or where that is what the user wants."""
+    from ddpshim.options import Options
+
+    job = current()
+    if job.world is not None:
+        before, now = answer.num_collectives, _num_collectives()
+        is_shared = not job.world.options.guard or before is None or now is None or now > before
+        return 1 if is_shared else job.world.world_size
+    if job.left is not None or _distributes_itself():
+        return 1
+    from ddpshim.job.launch_env import read_launch_env
+
+    try:
+        size = read_launch_env(os.environ).world_size
+    except LaunchError:
+        return 1  # said by `setup`, where the program calls it
+    return size if size > 1 and Options.read().guard else 1
+
+
+def _distributes_itself() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return has_group or any(name in sys.modules for name in _OTHERS)
+
+
+def _num_collectives() -> Optional[int]:
+    """How many collectives the default process group has made; None where it cannot tell."""
+    import torch.distributed as dist
+
+    try:
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return None

@@ -1,0 +1,206 @@
+"""Processes that train each for themselves end at the first step of an optimizer; whoever shares gradients does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpshim
+from ddpshim.errors import SyncError
+from ddpshim.job import job, unshared
+from tests.preloaded import START_DEADLINE_S, environment
+from tests.ranks import run_ranks
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def _train(net: Any, optimizer: Any = None, share: Any = None) -> int:
+    """How many steps were made, of two."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(4, 2)).sum().backward()
+        if share is not None:
+            for parameter in net.parameters():
+                share(parameter.grad)
+        optimizer.step()
+    return 2
+
+
+def _error_of(train: Any) -> Optional[str]:
+    try:
+        train()
+    except SyncError as error:
+        return str(error)
+    return None
+
+
+def _with_a_world() -> dict[str, Optional[str]]:
+    def by_loader() -> None:
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(net.parameters())
+        for (x,) in ddpshim.make_loader(TensorDataset(torch.ones(16, 2)), 4):
+            net(x).sum().backward()
+            optimizer.step()
+
+    def forgotten() -> None:
+        ddpshim.wrap_parallel(nn.Linear(2, 1))
+        _train(nn.Linear(2, 1))
+
+    ways = {
+        "loader alone": by_loader,
+        "setup alone": lambda: _train(nn.Linear(2, 1)),
+        "own step": lambda: _train(net := nn.Linear(2, 1), _OwnStep(net.parameters(), {})),
+        "two networks": forgotten,
+        "wrapped": lambda: _train(ddpshim.wrap_parallel(nn.Linear(2, 1))),
+        "by hand": lambda: _train(nn.Linear(2, 1), share=dist.all_reduce),
+        "torch's": lambda: _train(nn.parallel.DistributedDataParallel(nn.Linear(2, 1))),
+    }
+    found = {}
+    for name, way in ways.items():
+        ddpshim.cleanup()
+        ddpshim.setup(device="cpu")
+        found[name] = _error_of(way)
+    return found
+
+
+class _OwnStep(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.ranks
+def test_after_setup_gradients_have_to_be_shared() -> None:
+    for found in run_ranks(_with_a_world, 2):
+        alone = {name for name, error in found.items() if error and "no network went through wrap_parallel" in error}
+        assert alone == {"loader alone", "setup alone", "own step"}
+        assert "in no wrapped module" in str(found.pop("two networks"))
+        assert {name for name, error in found.items() if error is None} == {"wrapped", "by hand", "torch's"}
+
+
+@pytest.mark.ranks
+def test_after_setup_the_guard_can_be_off_and_one_process_is_alone() -> None:
+    assert run_ranks(_error_of, 1, _train_one) == [None]
+    assert run_ranks(_error_of, 2, _train_one, environ={"DDPSHIM_GUARD": "0"}) == [None, None]
+
+
+def _train_one() -> int:
+    return _train(nn.Linear(2, 1))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that somebody launched as one of two, and that has no job."""
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    job.begin_next()
+    unshared.watch()
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("launched")
+def test_a_program_that_nothing_distributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SyncError, match=r"SGD.step\(\): nothing has distributed this program.*2 processes would train"):
+        _train_one()
+    with pytest.raises(SyncError):
+        torch.optim.LBFGS(nn.Linear(2, 1).parameters()).step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    optimizer.step()  # there is nothing to step on
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    job.begin_next()
+    assert _train_one() == 2
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("name", ["horovod", "mpi4py", "deepspeed"])
+def test_a_program_that_distributes_itself_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, sys)
+    assert _train_one() == 2
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("launched")
+def test_each_process_may_train_its_own_if_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPSHIM_GUARD", "0")
+    assert _train_one() == 2
+
+
+PLAIN = """
+import torch
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net(torch.ones(4, 2)).sum().backward()
+optimizer.step()
+print("trained")
+"""
+OF_TORCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net(torch.ones(4, 2)).sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+print("trained")
+"""
+
+PARTS = """
+import torch
+from robomimic.algo import algo_factory
+from robomimic.config import config_factory
+import robomimic.utils.obs_utils as ObsUtils
+config = config_factory("bc")
+with config.unlocked():
+    config.observation.modalities.obs.low_dim = ["object"]
+ObsUtils.initialize_obs_utils_with_config(config)
+policy = algo_factory("bc", config, {"object": [10]}, 7, device="cpu")
+net = policy.nets["policy"]
+if WRAP:
+    import ddpshim
+    net = ddpshim.wrap_parallel(net)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net({"object": torch.ones(4, 10)}).sum().backward()
+optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("start", "program", "is_refused"),
+    [
+        (["ddpshim", "run", "--nproc", "2"], PLAIN, True),
+        (["torch.distributed.run", "--nproc_per_node", "2"], f"import ddpshim.auto\n{PLAIN}", True),
+        (["ddpshim", "run", "--nproc", "2"], OF_TORCH, False),
+        (["ddpshim", "run", "--nproc", "2"], PARTS.replace("WRAP", "False"), True),
+        (["ddpshim", "run", "--nproc", "2"], PARTS.replace("WRAP", "True"), False),
+    ],
+)
+def test_launched(start: Sequence[str], program: str, is_refused: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program)
+    ended = subprocess.run(
+        [sys.executable, "-m", *start, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, **environment(), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=START_DEADLINE_S,
+        check=False,
+    )
+    said = ended.stdout + ended.stderr
+    assert (ended.returncode != 0) == is_refused, said
+    assert ("SGD.step(): nothing has distributed this program" in said) == is_refused
+    assert ("trained" in said) != is_refused
