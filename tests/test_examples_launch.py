@@ -53,7 +53,7 @@ SHOWN = [
     (
         "slurm.sh",
         {"NODES": "2", "TRAIN": "train.py -x", "PARTITION": "gpu"},
-        "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 python -u train.py -x || code=$?",
+        "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 python -u -m ddpshim.launch.rank train.py -x || code=$?",
     ),
     ("docker.sh", {"GPUS": "device=1"}, "ddpshim-train --nproc=auto --log-dir=/out/logs -m robomimic.scripts.train"),
 ]

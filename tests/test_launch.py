@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import zlib
 
 import pytest
 
@@ -42,6 +43,12 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
     "MASTER_ADDR": "gpu1",
     "MASTER_PORT": "4000",
+}
+SUBMITIT = {
+    "SUBMITIT_LOCAL_JOB_ID": "77",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
 }
 # mpirun and srun may be started from this: 7 tasks on 4 nodes, the last node has one.
 SLURM = {
@@ -108,6 +115,21 @@ READ = {
     "openmpi of one": (
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         "openmpi",
+        (0, 0, 1, 1, 0),
+        None,
+        None,
+    ),
+    "submitit": ({**SUBMITIT, "MASTER_PORT": "4000"}, "submitit", (1, 1, 2, 2, 0), "127.0.0.1", 4000),
+    "submitit in an allocation": (
+        {**SUBMITIT, "SLURM_JOB_ID": "42", "SLURM_NTASKS": "1"},
+        "submitit",
+        (1, 1, 2, 2, 0),
+        "127.0.0.1",
+        15000 + zlib.crc32(b"SUBMITIT_LOCAL_JOB_ID='77'") % 15000,
+    ),
+    "submitit of one": (
+        {**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_NTASKS": "1"},
+        "none",
         (0, 0, 1, 1, 0),
         None,
         None,
@@ -338,7 +360,7 @@ ERRORS = {
     "no local size": (without(TORCHRUN, "LOCAL_WORLD_SIZE"), ["LOCAL_RANK='1'", "LOCAL_WORLD_SIZE not set"]),
     "unknown force": (
         {"DDPSHIM_LAUNCHER": "pbs"},
-        ["DDPSHIM_LAUNCHER='pbs'", "torchrun, slurm, mpi or none"],
+        ["DDPSHIM_LAUNCHER='pbs'", "torchrun, slurm, mpi, submitit or none"],
     ),
     "force torchrun": (
         {"DDPSHIM_LAUNCHER": "torchrun"},

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -138,6 +139,25 @@ def test_each_process_may_train_its_own_if_that_is_said(monkeypatch: pytest.Monk
     assert _train_one() == 2
 
 
+@pytest.mark.ranks
+def test_a_task_of_srun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    step = {"JOB_ID": 42, "STEP_ID": 0, "NTASKS": 2, "STEP_NUM_TASKS": 2, "PROCID": 1, "LOCALID": 1, "NODEID": 0}
+    variables = {"SLURM_STEP_TASKS_PER_NODE": "2", **{f"SLURM_{name}": str(value) for name, value in step.items()}}
+    code, said = _run(["ddpshim.launch.rank", "train.py"], tmp_path, variables)
+    assert code == 1
+    assert "rank 1 failed:" in said
+    assert "2 processes would train 2 models" in said
+    assert "trained" not in said
+
+
+def _run(program: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
+    environ = {**os.environ, **environment(), "GLOO_SOCKET_IFNAME": "lo", **variables}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
+    ended = run([sys.executable, "-m", *program], cwd=folder, env=environ)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
 PLAIN = """
 import torch
 net = torch.nn.Linear(2, 1)
@@ -191,16 +211,7 @@ print("trained")
 )
 def test_launched(start: Sequence[str], program: str, is_refused: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
-    ended = subprocess.run(
-        [sys.executable, "-m", *start, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, **environment(), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=START_DEADLINE_S,
-        check=False,
-    )
-    said = ended.stdout + ended.stderr
-    assert (ended.returncode != 0) == is_refused, said
+    code, said = _run([*start, "train.py"], tmp_path, {})
+    assert (code != 0) == is_refused, said
     assert ("SGD.step(): nothing has distributed this program" in said) == is_refused
     assert ("trained" in said) != is_refused

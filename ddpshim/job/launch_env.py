@@ -29,6 +29,7 @@ _ARGUMENTS = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
 _SIGNS = {
     "torchrun": _TORCHRUN[:3],
     "mpi": tuple(f"{of}_{what}" for of in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI") for what in ("RANK", "SIZE")),
+    "submitit": ("SUBMITIT_LOCAL_GLOBALID",),
     "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID"),
 }
 
@@ -141,9 +142,10 @@ def read_launch_env(
     """This process's place in the job. Local: reads ``environ`` only, opens no socket, writes nothing.
 
     The first that applies decides: the arguments (``rank`` and ``world_size`` together); DDPSHIM_LAUNCHER =
-    torchrun, slurm, mpi or none; torchrun's variables; Open MPI's; PMI's (MPICH, Intel MPI, MVAPICH); a
-    SLURM step of several tasks. Else one process. Inside a SLURM allocation but outside such a step the
-    process is alone: SLURM_JOB_ID and SLURM_NTASKS=4 by themselves give rank 0 of 1; ``reason`` says why.
+    torchrun, slurm, mpi, submitit or none; torchrun's variables; Open MPI's; PMI's (MPICH, Intel MPI, MVAPICH);
+    submitit's, of its local executor; a SLURM step of several tasks. Else one process. Inside a SLURM allocation
+    but outside such a step the process is alone: SLURM_JOB_ID and SLURM_NTASKS=4 by themselves give rank 0 of 1;
+    ``reason`` says why.
 
     Raises LaunchError where variables are missing, are no numbers or contradict each other.
     """
@@ -157,18 +159,20 @@ def read_launch_env(
     launcher = environ.get(LAUNCHER) or next(seen, "none")
     if launcher == "torchrun":
         return _read_torchrun(variables, launcher, variables.shown(LAUNCHER, *_TORCHRUN))
-    if launcher in ("mpi", "slurm"):
+    if launcher in ("mpi", "submitit", "slurm"):
         from ddpshim.job import schedulers  # not needed under torchrun
 
         if launcher == "mpi":
             return schedulers.read_mpi(variables, forced)
+        if launcher == "submitit":
+            return schedulers.read_submitit(variables, forced)
         return schedulers.read_slurm(variables, launcher, forced)
     if launcher == "none":
         reason = f"{forced or 'no launcher variable was seen'}, so this process runs alone"
         return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason)
     raise LaunchError(
         f"{forced} is no launcher: this process would have to guess its rank, and {HANG}. "
-        "Set DDPSHIM_LAUNCHER to torchrun, slurm, mpi or none, or unset it."
+        "Set DDPSHIM_LAUNCHER to torchrun, slurm, mpi, submitit or none, or unset it."
     )
 
 

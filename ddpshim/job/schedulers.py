@@ -1,4 +1,4 @@
-"""Reads from MPI's and SLURM's variables which process of which job this is; loaded only where some are there."""
+"""Reads from MPI's, SLURM's and submitit's variables which process of which job this is. Loaded only where some are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _OPENMPI = Names(
 _MVAPICH = Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
 _PMI = Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+# Of its local executor, whose tasks are on one machine; on SLURM submitit goes through srun.
+_SUBMITIT = Names("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
 
 # mpirun inside a SLURM job starts its remote daemons in a step of their own: ranks on the first node and on
 # the others see different SLURM_STEP_* values, so only the job's may decide what all ranks must agree on.
@@ -28,6 +30,7 @@ _JOB_IDS = {
     _MVAPICH: (("PMI_JOBID",), ("SLURM_JOB_ID",)),
     _PMI: (("PMI_JOBID",), ("SLURM_JOB_ID",)),
     _SLURM: (("SLURM_JOB_ID", "SLURM_STEP_ID"),),
+    _SUBMITIT: (("SUBMITIT_LOCAL_JOB_ID",),),
 }
 
 
@@ -48,6 +51,17 @@ def read_mpi(variables: Variables, forced: str) -> LaunchEnv:
     local_rank, size, node_rank = read_local(variables, names, rank, world_size, found)
     master = _read_master(variables, names, world_size, size, found)
     return LaunchEnv(launcher, rank, local_rank, world_size, size, node_rank, *master, False, found)
+
+
+def read_submitit(variables: Variables, forced: str) -> LaunchEnv:
+    """The place of a task of submitit's local executor; alone where there is one task, unless `forced`."""
+    found = variables.shown(LAUNCHER, "SUBMITIT_LOCAL_JOB_ID", *_SUBMITIT[:3])
+    rank, world_size = variables.rank_and_world_size(_SUBMITIT, found)
+    if world_size == 1 and not forced:
+        return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, f"one task of submitit ({found})")
+    local_rank, size, node_rank = read_local(variables, _SUBMITIT, rank, world_size, found)
+    master = _read_master(variables, _SUBMITIT, world_size, size, found)
+    return LaunchEnv("submitit", rank, local_rank, world_size, size, node_rank, *master, False, found)
 
 
 def read_slurm(variables: Variables, launcher: str, forced: str) -> LaunchEnv:

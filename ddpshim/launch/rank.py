@@ -1,4 +1,4 @@
-"""Runs the user's program as one rank of `python -m ddpshim run`, unedited, after opening its log.
+"""Runs the user's program as one rank of `python -m ddpshim run` or of `ddpshim slurm`, unedited.
 
 Imports no torch: the program decides what is imported, and in which order.
 """
@@ -21,8 +21,8 @@ from ddpshim.trainers import import_hook
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, as the rank that torchrun made of this."""
-    if os.getpgrp() != os.getpid():
+    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, as the rank that a launcher made of this."""
+    if "RANK" in os.environ and os.getpgrp() != os.getpid():
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()
     redirect_output()
@@ -79,7 +79,7 @@ def _run_program(argv: Sequence[str]) -> None:
         error.__traceback__ = _without_our_frames(error.__traceback__)
         failure_notes.write(error, 1)
         if sys.excepthook is sys.__excepthook__:
-            say(f"rank {os.environ['RANK']} failed:")
+            say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')} failed:")
             traceback.print_exception(type(error), error, error.__traceback__)  # with lines that no file has, too
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)

@@ -67,7 +67,8 @@ def batch_script(settings: Settings) -> str:
     lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
     # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([f"--cpus-per-task={cores}"] if cores else [])]
-    python = ["python", "-m", "ddpshim", "run", f"--nproc={ranks}"] if by_torchrun else ["python", "-u"]
+    run, rank = ["python", "-m", "ddpshim", "run", f"--nproc={ranks}"], ["python", "-u", "-m", "ddpshim.launch.rank"]
+    python = run if by_torchrun else rank
     program = [*(["-m"] if settings.is_module else []), settings.program, *settings.arguments]
     return _TEMPLATE.format(
         directives="\n".join(lines),
