@@ -13,6 +13,7 @@ import pytest
 
 from ddpshim.tools.doctor.checking import check
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES
+from tests.idioms import IDIOMS, program
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +41,12 @@ def test_each_pages_failing_example_has_exactly_its_finding_and_the_fixed_one_no
     assert _found(path) == marked
     path.write_text(fixed)
     assert _found(path) == []
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_correct_programs_have_no_finding(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program(name))
+    assert _found(tmp_path / "train.py") == []
 
 
 # The programs of the pages that `--fix` mends on its own; DDP401 twice, by an argument and by a test.

@@ -27,9 +27,10 @@ def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
     is_method = isinstance(call.func, ast.Attribute)
     if tail == "device" and name.startswith("torch."):
         values.append(argument(call, "type", 0))
-        index = constant(argument(call, "index", 1))
-        if name == "torch.device" and isinstance(index, int):
-            return f"cuda:{index}" if constant(values[-1]) == "cuda" else None
+        given = argument(call, "index", 1) if name == "torch.device" else None
+        if given is not None:
+            is_fixed = isinstance(constant(given), int) and constant(values[-1]) == "cuda"
+            return f"cuda:{constant(given)}" if is_fixed else None
     if tail == "load" and name.startswith("torch."):
         values.append(argument(call, "map_location", 1))
     if tail == "to" and is_method and call.args:
@@ -42,7 +43,9 @@ def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
         index = constant(argument(call, "device", 0))
         if isinstance(index, int) or _FIXED.match(str(index)):
             return f"cuda:{str(index).rpartition(':')[2]}"
-    for inner in (inner for value in values if value is not None for inner in ast.walk(value)):
+    # Of a dictionary for map_location the keys are where tensors were.
+    parts = [part for value in values for part in (value.values if isinstance(value, ast.Dict) else [value])]
+    for inner in (inner for part in parts if part is not None for inner in ast.walk(part)):
         text = constant(inner)
         is_device = isinstance(text, str) and (text == "cuda" or _FIXED.match(text))
         if is_device and not isinstance(unit.source.parents.get(inner), ast.Compare):
