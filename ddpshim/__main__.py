@@ -140,7 +140,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="find what breaks in a trainer on several ranks, without running it",
         description="Read a trainer, or all trainers of a folder, and list what hangs, or silently trains something "
-        "else, on several ranks. Exit code: 0 nothing found, 1 findings, 2 wrong usage or a path that cannot be read.",
+        "else, on several ranks. Exit code: 0 nothing found, 1 findings, 2 wrong usage, a path that cannot be read, or "
+        "no trainer in it.",
     )
     doctor.add_argument("path", type=Path, metavar="PATH", help="a file or a folder")
     shape = doctor.add_mutually_exclusive_group()
@@ -165,7 +166,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(report.as_text(), file=sys.stderr)
     else:
         print(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
-    return 1 if report.findings else 0
+    return 1 if report.findings else 0 if report.num_programs else 2
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

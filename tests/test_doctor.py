@@ -192,6 +192,10 @@ def test_exit_codes_and_what_is_printed(tmp_path: Path) -> None:
     path.write_text(_examples("DDP604")[1])
     assert _doctor(path, code=0).stdout.startswith(b"nothing found; ")
     assert b"nothing was checked" in _doctor(tmp_path / "none.py", code=2).stderr
+    path.write_text("print('hello')\n")
+    assert _doctor(path, code=2).stdout.startswith(
+        b"no trainer in 1 file, 1 line: nothing was checked. A trainer is a "
+    )
     assert b"no code begins with 'DDP9'" in _doctor("--select", "DDP9", path, code=2).stderr
 
 

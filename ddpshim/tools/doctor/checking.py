@@ -15,7 +15,7 @@ from ddpshim.tools.doctor.findings import CODES, SEVERITIES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
-from ddpshim.tools.doctor.tree import Tree
+from ddpshim.tools.doctor.tree import TRAINING_CALLS, Tree
 
 # Each registers its rules when it is imported.
 FAMILIES = (training, losses, data, files, control, devices, checkpoints)
@@ -52,6 +52,12 @@ class Report:
 
     def as_text(self) -> str:
         """Each finding with its fix, then a summary of one line."""
+        if not (self.findings or self.num_programs):
+            return (
+                f"no trainer in {count(self.num_files, 'file')}, {count(self.num_lines, 'line')}: nothing was checked. "
+                f"A trainer is a program that calls {' or '.join(sorted(TRAINING_CALLS))}, and is no test; in a folder, "
+                "one of a single process also saves something. Name its file, or the folder that it is in."
+            )
         lines = [finding.as_text() for finding in self.findings]
         counts = [(severity, sum(f.severity == severity for f in self.findings)) for severity in SEVERITIES]
         found = ", ".join(f"{number} {severity}" for severity, number in counts if number) or "nothing found"

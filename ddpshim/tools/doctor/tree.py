@@ -16,7 +16,7 @@ from ddpshim.tools.doctor.source import Source, Unit, Unreadable
 T = TypeVar("T", Source, Unit)
 Class = tuple[Source, ast.ClassDef]
 _SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules", "site-packages", ".eggs"}
-_TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
+TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
 _DISTRIBUTED = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "init_distributed"}
 _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
 # Their subclasses are called by a framework, through methods that the program does not name.
@@ -348,8 +348,8 @@ def _is_registered(decorators: Iterable[str]) -> bool:
 
 
 def _trains(unit: Unit) -> bool:
-    return not _TRAINING_CALLS.isdisjoint(unit.attributes) and any(
-        isinstance(c.func, ast.Attribute) and c.func.attr in _TRAINING_CALLS for c in unit.all(ast.Call)
+    return not TRAINING_CALLS.isdisjoint(unit.attributes) and any(
+        isinstance(c.func, ast.Attribute) and c.func.attr in TRAINING_CALLS for c in unit.all(ast.Call)
     )
 
 
