@@ -15,7 +15,7 @@ from ddpshim.tools.doctor.findings import CODES, SEVERITIES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
 from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
-from ddpshim.tools.doctor.tree import TRAINING_CALLS, Tree
+from ddpshim.tools.doctor.tree import OUR_EPOCH, TRAINING_CALLS, Tree
 
 # Each registers its rules when it is imported.
 FAMILIES = (training, losses, data, files, control, devices, checkpoints)
@@ -55,7 +55,7 @@ class Report:
         if not (self.findings or self.num_programs):
             return (
                 f"no trainer in {count(self.num_files, 'file')}, {count(self.num_lines, 'line')}: nothing was checked. "
-                f"A trainer is a program that calls {' or '.join(sorted(TRAINING_CALLS))}, and is no test; in a folder, "
+                f"A trainer is a program that calls {' or '.join(sorted(TRAINING_CALLS))}, and no test; in a folder, "
                 "one of a single process also saves something. Name its file, or the folder that it is in."
             )
         lines = [finding.as_text() for finding in self.findings]
@@ -86,8 +86,12 @@ def check(
         found[finding.path, finding.line, 1, "DDP001"] = finding, None, []
     for program in tree.programs:
         case = Case(tree, program)
+        # In a patched robomimic the library sees to who writes, how a rank fails, and devices: DDP4, DDP5, DDP6.
+        of_program = [
+            c for c in chosen if OUR_EPOCH not in program.origins or not c.startswith(("DDP4", "DDP5", "DDP6"))
+        ]
         for code, apply in RULES.items():
-            for hit in apply(case) if code in chosen and (program.is_distributed or CODES[code].in_single) else ():
+            for hit in apply(case) if code in of_program and (program.is_distributed or CODES[code].in_single) else ():
                 edits, source = edits_for(code, hit, case), hit.unit.source
                 finding = _finding(code, source.path, _place(hit.node), hit.message, program.is_distributed, edits)
                 found.setdefault((finding.path, finding.line, finding.column, code), (finding, source, edits))

@@ -17,6 +17,7 @@ T = TypeVar("T", Source, Unit)
 Class = tuple[Source, ast.ClassDef]
 _SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules", "site-packages", ".eggs"}
 TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
+OUR_EPOCH = "ddpshim.robomimic.run_epoch"  # which the patches put in the place of robomimic's
 _DISTRIBUTED = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "init_distributed"}
 _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
 # Their subclasses are called by a framework, through methods that the program does not name.
@@ -279,7 +280,8 @@ class Tree:
                 add(function)
             for found in classes:
                 use(*found)
-            for name in (unit.attributes & names) - asked:
+            named = unit.attributes | (TRAINING_CALLS if OUR_EPOCH in unit.origins else set())
+            for name in (named & names) - asked:
                 # How many unrelated classes have a method of this name?
                 families = {self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner is not None}
                 if len(families) <= _FEW:
@@ -348,8 +350,9 @@ def _is_registered(decorators: Iterable[str]) -> bool:
 
 
 def _trains(unit: Unit) -> bool:
-    return not TRAINING_CALLS.isdisjoint(unit.attributes) and any(
-        isinstance(c.func, ast.Attribute) and c.func.attr in TRAINING_CALLS for c in unit.all(ast.Call)
+    return OUR_EPOCH in unit.origins or (
+        not TRAINING_CALLS.isdisjoint(unit.attributes)
+        and any(isinstance(c.func, ast.Attribute) and c.func.attr in TRAINING_CALLS for c in unit.all(ast.Call))
     )
 
 
