@@ -138,7 +138,7 @@ OF_THE_PROCESS = {
     "tools.prove.sketches._signs": "a function of a number",
     "job.group._kept": "groups that torch before 2.8 cannot end",
     "job.group._worlds": "how many there were: a store keeps the keys of the one before",
-    "job.unshared._register": "torch's hook of all optimizers is the process's",
+    "job.unshared.watch": "torch's hook of all optimizers is the process's",
     "job.say.say_once": "lines that were said",
     "job.job._current": "the job itself",
     "job.events.running": "a block of code that is measured",

@@ -6,19 +6,14 @@ Imports no torch: a program decides when that is imported.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError, SyncError
+from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
 
-_OPTIMIZERS = "torch.optim.optimizer"
 _OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # which a program may distribute itself by
 
 
@@ -30,13 +25,10 @@ class _Answer:
         self.num_collectives: Optional[int] = None  # of the default group, when the job began
 
 
+@functools.cache
 def watch() -> None:
-    """Have every step of an optimizer in this process checked, from the import of torch.optim on. Local."""
-    module = sys.modules.get(_OPTIMIZERS)
-    if hasattr(module, "register_optimizer_step_pre_hook"):
-        _register(module)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Have every step of an optimizer in this process checked, from the import of torch on. Local."""
+    after_import("torch", _register)
 
 
 def leave_to_others() -> None:
@@ -49,31 +41,10 @@ def begin() -> None:
     current().part(_Answer).num_collectives = _num_collectives()
 
 
-@functools.cache
-def _register(module: Any) -> None:
-    module.register_optimizer_step_pre_hook(_check_step)
+def _register() -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Has torch.optim found as ever, and watches its optimizers once it has been executed."""
-
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[ModuleSpec]:
-        if name != _OPTIMIZERS:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def execute_and_watch(module: ModuleType) -> None:
-                execute(module)
-                _register(module)
-
-            loader.exec_module = execute_and_watch
-        return spec
+    register_optimizer_step_pre_hook(_check_step)
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -10,8 +10,6 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import importlib.abc
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -23,11 +21,10 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn, Optional
 
+from ddpshim.job.after_import import after_import
 from ddpshim.job.replaced import replaced
 from ddpshim.tools.audit.fingerprints import checksums, samples_of, streams
 
@@ -64,7 +61,7 @@ def recorded(folder: str) -> Iterator[None]:
         recorder.end(code)
 
 
-class Witness(importlib.abc.MetaPathFinder):
+class Witness:
     """Writes down what this process does; its forked children are left alone. Python asks it where torch is."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
@@ -91,10 +88,7 @@ class Witness(importlib.abc.MetaPathFinder):
             self._stacks = open(self._folder / f"stack_{self._rank}", "w")  # noqa: SIM115
             faulthandler.register(SHOW_STACK, self._stacks, all_threads=True)
         self.write("start", pid=self._process)
-        if "torch" in sys.modules:
-            self._watch_torch()
-        else:
-            sys.meta_path.insert(0, self)
+        after_import("torch", self._watch_torch)
         sys.addaudithook(self._see_event)
 
     def end(self, code: int) -> None:
@@ -116,25 +110,6 @@ class Witness(importlib.abc.MetaPathFinder):
         """One record; whole, or not at all, whatever ends this process."""
         if os.getpid() == self._process:
             os.write(self._file, (json.dumps({"kind": kind, **values}) + "\n").encode())
-
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[ModuleSpec]:
-        """That of torch, as ever, which is looked at when it has been executed; asked no more after that."""
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def execute_and_watch(module: ModuleType) -> None:
-                execute(module)
-                self._watch_torch()
-
-            loader.exec_module = execute_and_watch
-        return spec
 
     def _watch_torch(self) -> None:
         import torch
