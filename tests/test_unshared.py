@@ -6,7 +6,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,6 +19,8 @@ from torch.utils.data import TensorDataset
 import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job import job, unshared
+from ddpshim.robomimic import stand_ins
+from ddpshim.trainers import import_hook
 from tests.preloaded import START_DEADLINE_S, environment
 from tests.ranks import run_ranks
 
@@ -102,12 +104,16 @@ def _train_one() -> int:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that somebody launched as one of two, and that has no job."""
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     job.begin_next()
-    unshared.watch()
+    unshared.begin()
+    job.current().part(unshared._Answer).num_collectives = None
+    yield
+    job.current().end()
+    job.begin_next()
 
 
 @pytest.mark.unit
@@ -120,7 +126,6 @@ def test_a_program_that_nothing_distributes(monkeypatch: pytest.MonkeyPatch) -> 
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
     optimizer.step()  # there is nothing to step on
     monkeypatch.setenv("WORLD_SIZE", "1")
-    job.begin_next()
     assert _train_one() == 2
 
 
@@ -166,52 +171,42 @@ net(torch.ones(4, 2)).sum().backward()
 optimizer.step()
 print("trained")
 """
-OF_TORCH = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-net(torch.ones(4, 2)).sum().backward()
-optimizer.step()
-dist.destroy_process_group()
-print("trained")
-"""
-
-PARTS = """
-import torch
-from robomimic.algo import algo_factory
-from robomimic.config import config_factory
-import robomimic.utils.obs_utils as ObsUtils
-config = config_factory("bc")
-with config.unlocked():
-    config.observation.modalities.obs.low_dim = ["object"]
-ObsUtils.initialize_obs_utils_with_config(config)
-policy = algo_factory("bc", config, {"object": [10]}, 7, device="cpu")
-net = policy.nets["policy"]
-if WRAP:
-    import ddpshim
-    net = ddpshim.wrap_parallel(net)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-net({"object": torch.ones(4, 10)}).sum().backward()
-optimizer.step()
-print("trained")
-"""
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("start", "program", "is_refused"),
-    [
-        (["ddpshim", "run", "--nproc", "2"], PLAIN, True),
-        (["torch.distributed.run", "--nproc_per_node", "2"], f"import ddpshim.auto\n{PLAIN}", True),
-        (["ddpshim", "run", "--nproc", "2"], OF_TORCH, False),
-        (["ddpshim", "run", "--nproc", "2"], PARTS.replace("WRAP", "False"), True),
-        (["ddpshim", "run", "--nproc", "2"], PARTS.replace("WRAP", "True"), False),
-    ],
-)
-def test_launched(start: Sequence[str], program: str, is_refused: bool, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(program)
-    code, said = _run([*start, "train.py"], tmp_path, {})
-    assert (code != 0) == is_refused, said
-    assert ("SGD.step(): nothing has distributed this program" in said) == is_refused
-    assert ("trained" in said) != is_refused
+def test_a_program_for_one_process_under_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    code, said = _run(["ddpshim", "run", "--nproc", "2", "train.py"], tmp_path, {})
+    assert code == 1
+    assert "SGD.step(): nothing has distributed this program" in said
+    assert "trained" not in said
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("launched")
+def test_a_program_with_a_group_of_its_own(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert _train(nn.parallel.DistributedDataParallel(nn.Linear(2, 1))) == 2
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.unit
+def test_auto_watches_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[str] = []
+    monkeypatch.setattr(unshared, "watch", lambda: watched.append("the process"))
+    import_hook.deactivate()
+    import_hook.activate()
+    import_hook.deactivate()
+    assert watched == ["the process"]
+
+
+@pytest.mark.unit
+def test_networks_of_robomimic_in_a_loop_of_ones_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "robomimic.utils.train_utils", raising=False)
+
+    def algo_factory(algo_name: str, config: Any, obs_key_shapes: Any, ac_dim: int, device: str) -> str:
+        return f"{algo_name} on {device}"
+
+    assert stand_ins._algo_factory(algo_factory, "bc", None, {}, 7, device="cpu") == "bc on cpu"

@@ -134,7 +134,6 @@ def setup(
         seed_everything(seed)
     if made.world_size > 1:
         unshared.begin()
-        unshared.watch()
         failure.arm(made.rank, job.store, made.world_size)
     if made.is_launched and made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)

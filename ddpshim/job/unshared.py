@@ -37,14 +37,15 @@ def leave_to_others() -> None:
 
 
 def begin() -> None:
-    """Take note of the collectives that were made before the job: those after it are the program's own. Local."""
+    """Have every step checked in this job, which begins; collectives from here on are the program's own. Local."""
     current().part(_Answer).num_collectives = _num_collectives()
+    current().at_end.callback(_register().remove)
 
 
-def _register() -> None:
+def _register() -> Any:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    register_optimizer_step_pre_hook(_check_step)
+    return register_optimizer_step_pre_hook(_check_step)
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
