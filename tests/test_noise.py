@@ -324,8 +324,8 @@ OTHERWISE = ["of the user", "the last batch is short"]
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OTHERWISE])
 def test_ranks_train_what_a_plain_process_trains(kind: str) -> None:
     plain = _plain(kind)
-    _check_equal(plain, run_ranks(_rank_trains, 1, kind))
-    _check_equal(plain, run_ranks(_rank_trains, 2, kind))
+    for size in (2,) if "workers" in kind else (1, 2):  # workers take a second each to start
+        _check_equal(plain, run_ranks(_rank_trains, size, kind))
 
 
 @pytest.mark.parametrize("kind", OTHERWISE)
