@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ddpshim.job.world import World as World
     from ddpshim.model.accumulation import accumulate as accumulate
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
+    from ddpshim.model.guard import watch as watch
     from ddpshim.model.parallel import wrap_parallel as wrap_parallel
     from ddpshim.model.transparent import unwrap as unwrap
     from ddpshim.model.virtual_step import virtual_step as virtual_step
@@ -67,6 +68,7 @@ _HOMES = {
     "shard_tfdata": "data.tfdata",
     "unwrap": "model.transparent",
     "virtual_step": "model.virtual_step",
+    "watch": "model.guard",
     "whole_batch": "job.whole_batch",
 }
 

@@ -25,6 +25,7 @@ from ddpshim.data.sampler import (
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
+from ddpshim.job.noise import line_of_the_caller
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.say import say
 from ddpshim.job.world import World
@@ -219,6 +220,7 @@ class Parts:
         made = ShardedLoader(dataset, source, global_batch_size, self.order_seed, shown, **batching, **self.options)
         made.deals_shares = not self.already_sharded and self.world is current().world
         made.rank, made.world_size = self.sharers.rank, self.num_shares
+        made.number, made.called = current().next_number("loader"), f"the loader of {line_of_the_caller()}"
         return made
 
     def _refuse_too_small(self, sized: Any, name: str) -> None:

@@ -67,6 +67,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self._seed = seed
         self.rank, self.world_size = 0, 1  # among those that share the order
         self.deals_shares = False  # of the batches of one process
+        self.number, self.called = 0, "a loader"  # in the job, and in messages: where it was made
         self.fetches_whole_batches = False  # and so draws nothing for a sample
         self.restarts_workers = not self.persistent_workers  # in one process: torch draws a seed for those that start
         self._has_begun = False
@@ -131,7 +132,8 @@ class ShardedLoader(DataLoader[Any], Enterable):
             _dismiss_workers_with(os.getpid())
         fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
         own = PrivateRandom(derive_seed(self._seed, "here", *scope)) if fetches_here else None
-        return _Pass(batches, draw, next_size, own, self.deals_shares)
+        first = shares.Position(self.number, epoch, start)
+        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called)
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -147,9 +149,13 @@ class _Pass:
         next_size: Callable[[], Any],
         own: Optional[PrivateRandom],
         deals_shares: bool,
+        first: shares.Position,
+        called: str,
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
         self._deals_shares = deals_shares
+        self._next, self.called = first, called
+        self.position: Optional[shares.Position] = None  # of the batch at hand, if it may be trained on
 
     def __iter__(self) -> "_Pass":
         return self
@@ -163,6 +169,8 @@ class _Pass:
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
         num_rows = self._next_size()
+        self.position = self._next if torch.is_grad_enabled() else None
+        self._next = self._next._replace(step=self._next.step + 1)
         if self._deals_shares and num_rows:
             shares.begin_batch(num_rows, self)
         return batch

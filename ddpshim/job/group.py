@@ -169,6 +169,9 @@ def cleanup() -> None:
     failing = failure.on_the_way_out()
     try:
         ended.end()
+    except BaseException:
+        failing = True
+        raise
     finally:
         begin_next()
         current().left, ended.left = made, None

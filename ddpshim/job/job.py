@@ -30,7 +30,7 @@ class Job:
         has_own_batches: whether ranks train on batches that are no shares of one process's, each with its own noise.
         is_split: whether ranks have random streams of their own.
         watched: what `failure.arm` has put in place.
-        at_end: what `end` calls, the last one first.
+        before_end, at_end: what `end` calls, the last one first.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Job:
         self.timeout: Optional[timedelta] = None
         self.has_networks = self.has_own_batches = self.is_split = False
         self.watched: Optional[Watched] = None
-        self.at_end = contextlib.ExitStack()
+        self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
 
@@ -55,10 +55,10 @@ class Job:
 
     def end(self) -> None:
         """Call what is to be called at the end, all of it, and let go of what modules kept. Local."""
-        try:
-            self.at_end.close()
-        finally:
-            self._parts.clear()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._parts.clear)
+            stack.callback(self.at_end.close)
+            self.before_end.close()
 
     def next_number(self, name: str) -> int:
         """How often this was asked for `name` before: the same on ranks that ask equally often. Local."""

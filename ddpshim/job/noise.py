@@ -381,14 +381,14 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
     """Say once on which line something is drawn that one process would have drawn otherwise."""
-    line = _line_of_the_caller()
+    line = line_of_the_caller()
     if line not in sharing.named:
         sharing.named.add(line)
         if sharing.share is not None and sharing.share.rank == 0:
             say(f"{line} {what}; that is {whose}, and one process would draw otherwise (option noise)")
 
 
-def _line_of_the_caller() -> str:
+def line_of_the_caller() -> str:
     """file:line of the innermost frame that is neither torch's nor ours."""
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     theirs = os.path.dirname(os.path.abspath(torch.__file__))

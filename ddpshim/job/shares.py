@@ -99,6 +99,20 @@ def begin_batch(num_rows: int, of: Optional[object] = None) -> None:
     sharing.share = Share(job.world.rank, job.world.world_size, num_rows, others)
 
 
+class Position(NamedTuple):
+    """Which batch of a loader a pass gave last."""
+
+    loader: int  # by the order in which loaders were made
+    epoch: int
+    step: int
+
+
+def positions() -> list[tuple[Position, str]]:
+    """Where the passes that feed the training are, and where their loaders were made. Local."""
+    given = ((getattr(of, "position", None), getattr(of, "called", "")) for of in current().part(Sharing).passes)
+    return sorted((position, called) for position, called in given if position is not None)
+
+
 def play(share: Optional[Share]) -> Optional[Share]:
     """Make `share` that of the batch at hand; returns the one before it. Local."""
     sharing = current().part(Sharing)

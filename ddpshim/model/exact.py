@@ -23,7 +23,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
-from ddpshim.model import shared_sum
+from ddpshim.model import guard, shared_sum
 from ddpshim.model.reducer import broadcast
 from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
@@ -77,6 +77,7 @@ def reduce(module: nn.Module) -> None:
             made.names.append(name)
     made.modules[0].append(module)
     made.watch(0, first)
+    guard.watch(module)
     if not made.has_stand_in:
         made.has_stand_in, here = True, world()
         assert here.options.exact is not None

@@ -108,7 +108,7 @@ def wrap_parallel(
     if _nothing_to_reduce(module):
         broadcast_state(module, process_group)
         if process_group is None:
-            guard.also_watch(module)
+            guard.watch(module)
         wrapped = BareModule(module)
     else:
         wrapped = DistributedModule(

@@ -31,7 +31,9 @@ from ddpshim.job import events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import guard, seams
+from ddpshim.model import agreement, guard, seams
+from ddpshim.model.agreement import Agreement
+from ddpshim.model.equality import Equality, is_milestone
 from ddpshim.model.transparent import Transparent
 
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
@@ -179,7 +181,14 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_pass"] = _Pass(self._arm)
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
-        mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, is_first(), is_guarded)
+        mine["_num_steps"], mine["_rates"] = 0, []  # of optimizers, and the learning rates of the last one
+        mine["_num_answered"] = guard.num_asked()  # of what this rank has asked for
+        mine["_at_steps"] = None  # how many there had been when weights were compared last
+        companions: Any = guard.companions if is_first() else dict
+        optimizers = functools.partial(guard.optimizers_of, self)
+        device = reduced[0].device
+        mine["_equality"] = Equality(module, homes, process_group, device, is_guarded, optimizers, companions)
+        mine["_agreement"] = Agreement(type(module).__name__, device) if self._equality.is_on else None
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
@@ -214,7 +223,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine, (reduced, are_sparse) = self.__dict__, public_reducer.parameters_of(module, guard.is_owned)
         self._modules["module"] = module
         mine.update(process_group=process_group, require_backward_grad_sync=True, device_ids=None, **ddp_options)
-        mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced)))
+        mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced) + agreement.NUM))
         mine["device"] = reduced[0].device
         mine["reducer"] = public_reducer.PublicReducer(
             [*reversed(reduced), self._presence],
@@ -237,7 +246,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine = self.__dict__
         mine["_reduced"] = parameters
         # Its gradient tells which parameters this rank used.
-        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters)))
+        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + agreement.NUM))
         return [*reversed(parameters), self._presence], [*reversed(are_sparse), False]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
@@ -307,12 +316,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._tell_unused([i for i in missed if reduced[i].grad is None])
         for index in missed:
             self._reducer._autograd_hook(len(reduced) - 1 - index)
+        if self._agreement is not None:
+            self._agreement.fill(self._presence.grad, self._asks(), self._num_steps, self._rates)
         self._reducer._autograd_hook(len(reduced))
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1
         if self._same_every_time and self._usual is None:
             mine["_usual"] = set(missed)
         if self._buffers_to_send is not None:
+            if self.num_reductions == 1 and self._equality.is_on:
+                self._equality.look_at_own_buffers()
             self._buffers_to_send.start()  # on every rank after its last bucket
         # After the reducer's own last callback, which is queued by now.
         seams.at_end_of_backward(self._complete)
@@ -342,8 +355,18 @@ class DistributedModule(Transparent, DistributedDataParallel):
                     self._reduced[i].grad = None
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
-        if self._equality.is_due(self.num_reductions):
-            self._equality.start(self.num_reductions)
+        if self._agreement is not None and self._agreement.read(self._presence.grad):
+            mine = self.__dict__
+            mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
+            self._equality.start(f"after {self.num_reductions} backward passes")
+
+    def _asks(self) -> bool:
+        """Whether this rank wants weights compared after the backward pass that ends: before a step that is due."""
+        if self._num_answered != guard.num_asked():
+            return True
+        if not self._num_steps:  # an update by hand, or none yet
+            return is_milestone(self.num_reductions + 1)
+        return is_milestone(self._num_steps + 1) and self._at_steps != self._num_steps
 
     def _refuse_stale(self, error: RuntimeError) -> None:
         pairs = zip(self._reduced, self._accumulators)

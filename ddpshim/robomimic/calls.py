@@ -264,7 +264,7 @@ def prepare(model: Any) -> Any:
             wrap_parallel(net)
         averaged = getattr(getattr(algo, "ema", None), "averaged_model", None)
         for module in (algo.nets, *([averaged] if averaged is not None else [])):
-            guard.also_watch(same_on_all_ranks(module))
+            guard.watch(same_on_all_ranks(module))
     split_random_streams()
     return model
 

@@ -1,0 +1,80 @@
+"""Adds a few numbers to each reduction of gradients: who asks for a comparison, and whether ranks are at one step.
+
+They are zeros and ones, of which any kind of number and any rounding leaves a zero a zero: a rank sends each bit and
+its opposite, and where both have come as more than zero, ranks disagree. No message is sent for them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.errors import SyncError
+from ddpshim.job import shares
+from ddpshim.job.group import world
+from ddpshim.job.say import count
+from ddpshim.model.equality import OPT_OUT
+
+_NUM_BITS = 16
+NUM = 1 + 2 * _NUM_BITS
+_DELAY = 4  # passes, on GPUs: what came is read when the GPU is through with it, without waiting for it
+_MEETING_DEADLINE_S = 20.0
+
+
+class Agreement:
+    """The numbers of one wrapper's reductions."""
+
+    def __init__(self, network: str, device: torch.device) -> None:
+        self._network, self._is_on_cpu = network, device.type == "cpu"
+        self._sent_for = ""
+        self._coming: deque[tuple[Any, torch.Tensor, str]] = deque()
+
+    def fill(self, entries: torch.Tensor, asks: bool, num_steps: int, rates: list[float]) -> None:
+        """Write into the last `NUM` of `entries` what this rank has to say. Local."""
+        where = shares.positions()
+        number = zlib.crc32(repr(([position for position, _ in where], num_steps, rates)).encode())
+        batches = (f"step {at.step} of epoch {at.epoch} of {called}" for at, called in where)
+        self._sent_for = (
+            f"{', '.join(batches) or 'no batch of make_loader'}, after {count(num_steps, 'optimizer step')}"
+        )
+        if rates:
+            self._sent_for += f" (the last at learning rate {', '.join(map(str, rates))})"
+        bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
+        entries[-NUM:].copy_(torch.tensor([float(asks), *bits, *(1 - bit for bit in bits)]))
+
+    def read(self, entries: torch.Tensor) -> bool:
+        """Whether a rank has asked; `entries` are the reduced ones.
+
+        Raises SyncError, on all ranks, where they are not at the same step.
+        """
+        if self._is_on_cpu:
+            return self._judge(entries[-NUM:].tolist(), self._sent_for)
+        came = torch.empty(NUM, dtype=entries.dtype, pin_memory=entries.is_cuda)
+        came.copy_(entries[-NUM:], non_blocking=True)
+        arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
+        if arrived is not None:
+            arrived.record()
+        self._coming.append((arrived, came, self._sent_for))
+        if len(self._coming) <= _DELAY:
+            return False
+        arrived, came, sent_for = self._coming.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        return self._judge(came.tolist(), sent_for)
+
+    def _judge(self, came: list[float], sent_for: str) -> bool:
+        asks, bits, opposites = came[0], came[1 : 1 + _NUM_BITS], came[1 + _NUM_BITS :]
+        if any(map(float.__mul__, bits, opposites)):
+            here = world()
+            of_ranks = here.meet("positions", sent_for, _MEETING_DEADLINE_S)
+            where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
+            raise SyncError(
+                f"gradients of different steps met in a backward pass of {self._network}. {where}. Iterate over the "
+                "loaders of make_loader on every rank alike, and skip no batch and no step on one rank alone, and "
+                "let schedulers step on numbers of all ranks; for a "
+                f"look at data on one rank give it a DataLoader of its own ({OPT_OUT})."
+            )
+        return asks > 0

@@ -1,0 +1,396 @@
+"""Compares over the ranks what they must share: weights, buffers, optimizers, networks that follow, random streams.
+
+A comparison is sent while training goes on and read at the next step. Where nobody can say what differs by a checksum
+alone (the settings of an optimizer), ranks meet in the job's store and name it.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpshim.errors import SyncError
+from ddpshim.job import events
+from ddpshim.job.alike import computes_on
+from ddpshim.job.group import draws_alike, world
+from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
+from ddpshim.job.say import say
+
+OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_MEETING_DEADLINE_S = 20.0
+# Of a tensor's norm: what rounding on different devices makes of a thousand steps.
+_ROUNDING = 1e-3
+
+_SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # whose statistics are of all ranks
+
+Optimizers = Sequence[torch.optim.Optimizer]
+Companions = Mapping[str, Sequence[tuple[str, torch.Tensor]]]
+
+
+def is_milestone(number: int) -> bool:
+    """Whether to compare at this step: 1, 2, 10, 100 and every 1000. The second has seen what the first one did."""
+    return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
+
+
+class Equality:
+    """The comparison over the ranks of one wrapper's group.
+
+    `start` sends checksums while training goes on, `finish` reads what came back: nobody waits for it, and ranks that
+    meet several wrappers in different orders do not block each other.
+
+    Attributes:
+        is_on: whether all ranks want it.
+        covers_all: whether the group has all ranks of the job.
+        num_mended: how often weights that differed by rounding became the main rank's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buffer_homes: list[tuple[nn.Module, str]],
+        group: Any,
+        device: torch.device,
+        is_on: bool,
+        optimizers: Callable[[], Optimizers],
+        companions: Callable[[], Companions],
+    ) -> None:
+        """Of `module` and its buffers at `buffer_homes` (collective).
+
+        Checksums travel on `device`. Every rank must hold as many tensors: torch's DDP has compared them by now.
+
+        Args:
+            optimizers: returns those that step the module.
+            companions: returns the tensors of networks that are not reduced and have to be equal all the same.
+        """
+        self._module, self._group, self._device = module, group, device
+        self._optimizers, self._companions = optimizers, companions
+        self._buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
+        self._names = [name for name, _ in module.named_parameters()]
+        self._ranks: list[int] = dist.get_process_group_ranks(group)
+        self._sent: Any = None  # (work, rows' names, what each rank sent, when), while it is on its way
+        self._before_broadcast: list[list[torch.Tensor]] = []
+        self._is_told = False
+        self.num_mended = 0
+        # A rank that leaves the others alone in a later collective would hang them.
+        device_kind = zlib.crc32(repr(computes_on(world())).encode())
+        vote = torch.tensor([int(is_on), device_kind, -device_kind], device=device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
+        agreed, lowest, highest = vote.tolist()
+        self.is_on = bool(agreed) and len(self._ranks) > 1
+        self._rounds_alike = lowest == -highest
+        self.covers_all = len(self._ranks) == world().world_size
+
+    def look_at_own_buffers(self) -> None:
+        """Take note of the buffers as this rank's samples left them, before they become the main rank's. Local."""
+        own = (home._buffers.get(name) for home, name in self._buffers if not isinstance(home, _SYNCED))
+        self._before_broadcast = [checksum(buffer, self._device) for buffer in own]
+
+    def start(self, when: str) -> None:
+        """Send this rank's checksums (collective, does not wait). `when`: "after 10 backward passes", for messages."""
+        rows = [*self._differing_rows(), *self._equal_rows()]
+        own = [home for home, _ in self._buffers if not isinstance(home, _SYNCED)]
+        before = self._before_broadcast or [checksum(None, self._device)] * len(own)
+        self._before_broadcast = []
+        with torch.no_grad():
+            mine = torch.stack(
+                [torch.stack([x.to(self._device) for x in row]) for row in [r for _, r in rows] + before]
+            )
+        everyones = [torch.empty_like(mine) for _ in self._ranks]
+        work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
+        self._sent = (work, [name for name, _ in rows], [mine, *everyones], when)
+
+    def finish(self) -> None:
+        """Raise SyncError, on all ranks, where what `start` sent was not as it should be."""
+        if self._sent is None:
+            return
+        (work, names, (_, *everyones), when), self._sent = self._sent, None
+        work.wait()
+        kind = type(self._module).__name__
+        compared = {"check": "weights", "network": kind, "when": when, "tensors": len(names)}
+        try:
+            self._compare(names, [everyone.tolist() for everyone in everyones], f"{when} of {kind}")
+        except SyncError as error:
+            events.note("guard", passed=False, said=str(error), **compared)
+            raise
+        events.note("guard", passed=True, **compared)
+
+    def _compare(self, names: Sequence[str], table: list[list[list[int]]], when: str) -> None:
+        """Raise SyncError where the rows of the ranks, in `table`, differ that must not, or do not that must."""
+        num_differing = 0 if draws_alike() else len(list(self._differing_rows()))
+        self._refuse_equal(names[:num_differing], table)
+        odd = [i for i in range(num_differing, len(names)) if len({rows[i][0] for rows in table}) > 1]
+        if not odd:
+            self._name_shares(table, len(names))
+            return
+        streams = [i for i in odd if names[i] == _STREAMS]
+        if streams:
+            self._take_streams(when)
+        odd = [i for i in odd if i not in streams]
+        if odd and not (self._rounds_alike is False and self._mend(when)):
+            raise SyncError(self._said_of(names, table, odd, when))
+
+    def _refuse_equal(self, names: Sequence[str], table: list[list[list[int]]]) -> None:
+        for i, name in enumerate(names):
+            by_seed: dict[int, list[int]] = {}
+            for rank, rows in zip(self._ranks, table):
+                by_seed.setdefault(rows[i][0], []).append(rank)
+            for seed, ranks in by_seed.items():
+                if len(ranks) > 1:
+                    raise SyncError(
+                        f"ranks {ranks} draw from the same random stream ({name} is {seed}); they add the same "
+                        "noise and drop the same units, as if there were fewer samples. Seed before wrap_parallel, "
+                        "by ddpshim.setup(seed=), or afterwards with a seed that differs by rank. Where equal noise "
+                        f"is meant, draw it inside ddpshim.shared_random_streams(seed) ({OPT_OUT})."
+                    )
+
+    def _said_of(self, names: Sequence[str], table: list[list[list[int]]], odd: list[int], when: str) -> str:
+        i = max(odd, key=lambda number: names[number] == _SETTINGS)  # which make the others differ
+        more = f" ({len(odd) - 1} more tensors differ)" if len(odd) > 1 else ""
+        if names[i] in (_SETTINGS, _STATE):
+            facts = settings_of(self._optimizers()) if names[i] == _SETTINGS else self._state_facts()
+            found = self._first_difference(facts)
+            return (
+                f"{when} ranks hold different optimizers: {found}{more}. From here on they train different models. "
+                f"Set rates and load states on every rank alike; schedulers step on numbers of all ranks ({OPT_OUT})."
+            )
+        values = ", ".join(f"{shown(rows[i])} on rank {rank}" for rank, rows in zip(self._ranks, table))
+        return (
+            f"{when} ranks hold different weights: {names[i]} {values}{more}. From here on "
+            "they train different models. Load checkpoints, change weights, convert and add layers on every rank "
+            f"alike, and let every gradient come from loss.backward() ({OPT_OUT})."
+        )
+
+    def _first_difference(self, facts: Mapping[str, Any]) -> str:
+        """What ranks that meet in the store find to be different first (collective)."""
+        of_ranks = world().meet("different facts", dict(facts), _MEETING_DEADLINE_S)
+        return first_difference(of_ranks) or "which of their numbers could not be found out"
+
+    def _name_shares(self, table: list[list[list[int]]], start: int) -> None:
+        """Say where buffers that the module itself updates saw another share of the samples on each rank."""
+        own = [(home, name) for home, name in self._buffers if not isinstance(home, _SYNCED)]
+        for i, (home, name) in enumerate(own, start):
+            seen = {rows[i][0] for rows in table}
+            if len(seen) > 1 and 0 not in seen and not self._is_told and self._ranks[0] == dist.get_rank():
+                self._is_told = True
+                say(
+                    f"buffer '{name}' of a {type(home).__name__} changes by each rank's own samples, and only the main "
+                    "rank's is kept, which saw one share of the batch. Update it with what all ranks saw "
+                    "(ddpshim.world().mean, .all_gather)"
+                )
+
+    def _take_streams(self, when: str) -> None:
+        """Make the random streams the main rank's again (collective)."""
+        here = world()
+        restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+        events.note("mended", what="random streams", when=when)
+        if here.is_main:
+            say(
+                f"{when} ranks had drawn different random numbers: something draws on one rank alone (a log, a "
+                "rollout). All draw on as the main rank does"
+            )
+
+    def _mend(self, when: str) -> bool:
+        """Make all that is compared the main rank's where only rounding differs; whether it did (collective)."""
+        tensors = [(name, tensor) for name, tensor in self._tensors() if tensor.is_floating_point()]
+        kinds = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors])
+        kind = torch.tensor(zlib.crc32(kinds.encode()), device=self._device)
+        everyones = [torch.empty_like(kind) for _ in self._ranks]
+        dist.all_gather(everyones, kind, group=self._group)
+        if len({int(other) for other in everyones}) > 1:
+            return False
+        mains = [tensor.detach().clone() for _, tensor in tensors]
+        for tensor in mains:
+            dist.broadcast(tensor, self._ranks[0], group=self._group)
+        apart = [_apart(tensor, main) for (_, tensor), main in zip(tensors, mains)]
+        worst = torch.tensor([max(apart, default=0.0)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        largest = float(worst)
+        if not largest <= _ROUNDING:
+            return False
+        for (_, tensor), main in zip(tensors, mains):
+            tensor.data.copy_(main)
+        self.num_mended += 1
+        events.note("mended", what="rounding", when=when, relative=largest, times=self.num_mended)
+        if self._ranks[0] == dist.get_rank():
+            say(
+                f"{when} weights differed between ranks by {largest:.1e} of their norm: ranks compute on different "
+                f"devices, which round differently. All have the main rank's now (time {self.num_mended})"
+            )
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be equal of the module and its optimizers, by name; of tensors two ints each. Local."""
+        found = {name: [int(x) for x in row] for name, row in self._rows_of_module()}
+        return {**found, **settings_of(self._optimizers()), **self._state_facts()}
+
+    def _differing_rows(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """What has to differ, by name, where each rank draws for itself."""
+        if draws_alike():
+            return
+        seeds = {"torch.initial_seed()": torch.initial_seed()}
+        if self._device.type == "cuda":
+            seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
+        seeds["the state of random"], seeds["the state of numpy.random"] = _states_of_others()
+        for name, seed in seeds.items():
+            yield name, [torch.tensor((seed + 2**63) % 2**64 - 2**63, device=self._device)] * 2  # as an int64
+
+    def _equal_rows(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """What has to be equal, by name: two ints each, one that counts and one to show."""
+        yield from self._rows_of_module()
+        device = self._device
+        for title, tensors in self._companions().items():
+            yield title, checksum_of_all(tensors, device)
+        if draws_alike() and self.covers_all:
+            states = torch.tensor(int(digest(), 16) % 2**62, device=device)
+            yield _STREAMS, [states, states]
+        settings = torch.tensor(zlib.crc32(repr(settings_of(self._optimizers())).encode()), device=device)
+        yield _SETTINGS, [settings, settings]
+        yield _STATE, checksum_of_all(state_of(self._optimizers(), self._module), device)
+
+    def _rows_of_module(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        device = self._device
+        now = dict(self._module.named_parameters())
+        for name in self._names:
+            yield f"parameter '{name}'", checksum(now.pop(name, None), device)
+        for home, name in self._buffers:
+            yield f"buffer '{name}' of a {type(home).__name__}", checksum(home._buffers.get(name), device)
+        # One row for all of these: how many they are may differ between ranks.
+        first = next(iter(now), None)
+        added = "the parameters added after wrap_parallel" + ("" if first is None else f" (here first: '{first}')")
+        yield added, checksum_of_all(now.items(), device)
+
+    def _state_facts(self) -> dict[str, list[int]]:
+        found = {name: checksum(x, self._device) for name, x in state_of(self._optimizers(), self._module)}
+        return {name: [int(x) for x in row] for name, row in found.items()}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._module.named_parameters()
+        yield from ((name, buffer) for home, name in self._buffers if (buffer := home._buffers.get(name)) is not None)
+        for title, tensors in self._companions().items():
+            yield from ((f"{title} {name}", tensor) for name, tensor in tensors)
+        yield from state_of(self._optimizers(), self._module)
+
+
+_STREAMS = "the random streams"
+_SETTINGS = "the settings of the optimizers"
+_STATE = "the state of the optimizers"
+
+
+def settings_of(optimizers: Optimizers) -> dict[str, str]:
+    """Learning rates, weight decays and whatever else the groups of parameters say, by name. Local."""
+    return {
+        f"{key} of group {number} of {_called(optimizer, i)}": repr(_plain(value))
+        for i, optimizer in enumerate(optimizers)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def state_of(optimizers: Optimizers, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of the optimizers' state, by name. Local."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    found: list[tuple[str, torch.Tensor]] = []
+    for i, optimizer in enumerate(optimizers):
+        called = _called(optimizer, i)
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            title = f"of '{names[id(p)]}'" if id(p) in names else f"of parameter {number}"
+            found += _tensors_in(optimizer.state.get(p, {}), f"{title} in {called}")
+    return found
+
+
+def _tensors_in(value: Any, title: str) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield title, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors_in(inner, f"{key} {title}")
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _tensors_in(inner, f"entry {number} {title}")
+    elif isinstance(value, (int, float)):
+        yield title, torch.tensor(float(value), dtype=torch.float64)
+
+
+def _called(optimizer: torch.optim.Optimizer, number: int) -> str:
+    return f"{type(optimizer).__name__} {number}"
+
+
+def _plain(value: Any) -> Any:
+    """What a setting is without the device that it is on, and without addresses of objects."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
+def first_difference(of_ranks: Mapping[int, Mapping[str, Any]]) -> Optional[str]:
+    """Says of the first fact that differs between ranks what it is on each of them; None where all are equal. Local."""
+    for name in dict.fromkeys(name for facts in of_ranks.values() for name in facts):
+        values = [facts.get(name) for facts in of_ranks.values()]
+        if any(value != values[0] for value in values):
+            on_ranks = (f"{shown(value)} on rank {rank}" for rank, value in zip(of_ranks, values))
+            return f"{name} {'' if isinstance(values[0], list) else 'is '}{', '.join(on_ranks)}"
+    return None
+
+
+def shown(fact: Any) -> str:
+    """A tensor's sum, with its checksum for sums that look alike; anything else as it is."""
+    if fact is None or (isinstance(fact, list) and fact[0] == 0):
+        return "missing"
+    if not isinstance(fact, list):
+        return str(fact)
+    total = struct.unpack("d", struct.pack("q", fact[1]))[0]
+    return f"sums to {total!r} (#{fact[0] % 65521:04x})"
+
+
+def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Two int64: a sum over the bits, dtype and shape included, and the bits of the float64 sum. Zeros for None."""
+    if tensor is None:
+        return [torch.zeros((), dtype=torch.int64, device=device)] * 2
+    t = tensor.detach()
+    kind = (zlib.crc32(f"{t.dtype} {tuple(t.shape)}".encode()) + 1) << 24
+    if t.layout != torch.strided or t.is_meta or t.is_quantized:
+        return [torch.tensor(kind, device=device), torch.zeros((), dtype=torch.int64, device=device)]
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if t.is_floating_point() and t.element_size() > 1:
+        t = torch.nan_to_num(t)  # one NaN is as good as another, whatever its payload
+    bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) + kind
+    shown = t.to(torch.float64) if t.element_size() == 1 else t
+    return [bits.to(device), shown.sum(dtype=torch.float64).view(torch.int64).to(device)]
+
+
+def checksum_of_all(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
+    """The same for any number of named tensors, in one."""
+    bits, shown = checksum(None, device)
+    for name, tensor in tensors:
+        one, total = checksum(tensor, device)
+        bits = bits * 31 + one + zlib.crc32(name.encode())
+        shown = (shown.view(torch.float64) + total.view(torch.float64)).view(torch.int64)
+    return [bits, shown]
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How far apart two tensors are, of the norm of the second."""
+    difference = (one.detach().double() - other.double()).norm()
+    return float(difference / other.double().norm().clamp_min(1e-12)) if float(difference) else 0.0
+
+
+def _states_of_others() -> list[int]:
+    """Of Python's and numpy's global generators a hash; this rank's number where there is no numpy."""
+    numpy, of_numpy = sys.modules.get("numpy"), dist.get_rank()
+    if numpy is not None:
+        _, key, *others = numpy.random.get_state()
+        of_numpy = zlib.crc32(key.tobytes() + repr(others).encode())
+    return [zlib.crc32(repr(random.getstate()).encode()), of_numpy]

@@ -1,0 +1,248 @@
+"""What ranks must share is compared when it matters: what differs is an error or a line, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import re
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpshim
+from ddpshim.errors import SyncError
+from ddpshim.job.job import current
+from ddpshim.model import equality, guard
+from tests.ranks import run_ranks
+
+NUM_STEPS = 24  # of three epochs
+Act = Callable[["_Run"], None]
+
+
+class _Normalised(nn.Module):
+    """Keeps a running mean of what it sees, which on a rank is its share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+        self.net = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.9 + 0.1 * x.mean(0)
+        return self.net(x - self.mean)
+
+
+class _Run:
+    """A training of three epochs, in which `faults` happen on rank 1 before a step or after it."""
+
+    def __init__(
+        self, before: dict[int, Act], after: dict[int, Act], make: Callable[[], nn.Module], **rates: Any
+    ) -> None:
+        with ddpshim.shared_random_streams(3):
+            self.net = ddpshim.wrap_parallel(make())
+        self.average = ddpshim.watch(copy.deepcopy(self.net.module))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), **{"lr": 0.1, **rates})
+        data = TensorDataset(torch.randn(64, 5, generator=torch.Generator().manual_seed(0)))
+        self.loader = ddpshim.make_loader(data, 8, shuffle=True)
+        self.number, self.skips_step = 0, False
+        is_odd = ddpshim.world().rank == 1
+        for _ in range(3):
+            self.batches = iter(self.loader)
+            for (x,) in self.batches:
+                self.optimizer.zero_grad()
+                self.net(x).pow(2).mean().backward()
+                if is_odd:
+                    before.get(self.number, _nothing)(self)
+                if not self.skips_step:
+                    self.optimizer.step()
+                self.skips_step = False
+                if is_odd:
+                    after.get(self.number, _nothing)(self)
+                with torch.no_grad():
+                    for mean, p in zip(self.average.parameters(), self.net.parameters()):
+                        mean.lerp_(p, 0.1)
+                self.number += 1
+
+
+def _nothing(run: _Run) -> None:
+    pass
+
+
+def _add_to_weights(run: _Run) -> None:
+    run.net.weight.data.add_(1)
+
+
+def _skip_batch(run: _Run) -> None:
+    next(run.batches)
+
+
+def _skip_step(run: _Run) -> None:
+    run.skips_step = True
+
+
+def _write_in_place(run: _Run) -> None:
+    run.net.weight.grad.mul_(2)
+
+
+def _replace_gradient(run: _Run) -> None:
+    run.net.weight.grad = torch.ones_like(run.net.weight)
+
+
+def _set_rate(run: _Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 1.0
+
+
+def _lose_state(run: _Run) -> None:
+    run.optimizer.state[run.net.weight]["exp_avg_sq"].add_(1)
+
+
+def _weights_and_save(run: _Run) -> None:
+    run.net.weight.data.add_(1)
+    torch.save(run.net.state_dict(), "/dev/null")
+
+
+def _move_average(run: _Run) -> None:
+    next(run.average.parameters()).data.add_(1)
+
+
+# (before a step, after a step, what else is odd) and what is said of it.
+FAULTS: dict[str, tuple[dict[int, Act], dict[int, Act], str]] = {
+    "a batch skipped": (
+        {},
+        {10: _skip_batch},
+        "rank 0: step 3 of epoch 1 of the loader of .*:[0-9]+, after 11 optimizer steps .*rank 1: step 4 of epoch 1",
+    ),
+    "a step skipped": ({4: _skip_step}, {}, "after 5 optimizer steps .* after 4 optimizer steps"),
+    "a gradient written": ({4: _write_in_place}, {}, "after 6 backward passes of Linear ranks hold different weights"),
+    "a gradient replaced": (
+        {4: _replace_gradient},
+        {},
+        "after 6 backward passes of Linear ranks hold different weights: parameter 'weight'",
+    ),
+    "a rate": ({12: _set_rate}, {}, r"learning rate 0.1\); .*rank 1: .* learning rate 1.0"),
+    "a state": (
+        {},
+        {20: _lose_state},
+        "at the end of the job ranks hold different weights: parameter 'weight' of network 0 sums to",
+    ),
+    "weights at a save": (
+        {},
+        {12: _weights_and_save},
+        "after 14 backward passes of Linear ranks hold different weights: parameter 'weight'",
+    ),
+    "the last weights": (
+        {},
+        {NUM_STEPS - 1: _add_to_weights},
+        "at the end of the job ranks hold different weights: parameter 'weight' of network 0",
+    ),
+    "an average": (
+        {},
+        {NUM_STEPS - 1: _move_average},
+        r"at the end of the job .*: network 0 of those that are not trained \(Linear\) sums",
+    ),
+    "nothing": ({}, {}, "^$"),
+}
+
+
+def _said(run: Callable[[], Any]) -> str:
+    """What a run, and the cleanup after it, raise; a new job is begun."""
+    said = ""
+    try:
+        run()
+        ddpshim.cleanup()
+    except SyncError as error:
+        said = str(error)
+        ddpshim.cleanup()
+    ddpshim.setup(device="cpu")
+    return said
+
+
+def _rank_has_faults() -> dict[str, str]:
+    def net() -> nn.Module:
+        return nn.Linear(5, 3)
+
+    said = {name: _said(lambda b=b, a=a: _Run(b, a, net)) for name, (b, a, _) in FAULTS.items()}
+    decay = 0.1 * ddpshim.world().rank
+    said["decay"] = _said(lambda: _Run({}, {}, net, weight_decay=decay))
+    return said
+
+
+@pytest.mark.ranks
+def test_what_differs_is_told_when_it_matters() -> None:
+    for said in run_ranks(_rank_has_faults, 2):
+        assert "weight_decay of group 0 of AdamW 0 is 0.0 on rank 0, 0.1 on rank 1" in said.pop("decay")
+        for name, text in said.items():
+            assert re.search(FAULTS[name][2], text), f"{name}: {text}"
+
+
+def _draw(run: _Run) -> None:
+    torch.rand(1), np.random.rand(1), random.random()
+
+
+def _rank_draws_alone() -> tuple[list[float], str]:
+    """Rank 1 draws once from each generator; what both draw in the end, and what was said."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        _Run({}, {0: _draw}, _Normalised)
+    return [float(torch.rand(1)), float(np.random.rand()), random.random()], said.getvalue()
+
+
+@pytest.mark.ranks
+def test_what_one_rank_draws_alone_is_taken_back() -> None:
+    (first, said), (second, _) = run_ranks(_rank_draws_alone, 2)
+    assert first == second
+    assert said.count("after 2 backward passes of _Normalised ranks had drawn different random numbers") == 1
+    assert said.count("buffer 'mean' of a _Normalised changes by each rank's own samples") == 1
+
+
+def _rank_rounds_otherwise(far: float) -> list[Any]:
+    """Ranks that say they compute on different devices; the weights of rank 1 are a little off."""
+    equality.computes_on = lambda world: {"GPU": f"kind {world.rank}"}
+
+    def nudge(run: _Run) -> None:
+        run.net.weight.data.mul_(1 + far)
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        run = _Run({}, {7: nudge}, lambda: nn.Linear(5, 3))
+    return [run.net._equality.num_mended, run.net.weight.tolist(), said.getvalue()]
+
+
+@pytest.mark.ranks
+def test_rounding_on_different_devices_is_mended_and_counted() -> None:
+    (num, weights, said), (_, others, _) = run_ranks(_rank_rounds_otherwise, 2, 1e-6)
+    assert num == 1
+    assert weights == others
+    assert "which round differently. All have the main rank's now (time 1)" in said
+    with pytest.raises(AssertionError, match="ranks hold different weights"):
+        run_ranks(_rank_rounds_otherwise, 2, 0.1)
+
+
+def _rank_takes_whatever() -> int:
+    """Loops that look odd, and are alike on all ranks or no training."""
+    here = ddpshim.world()
+    data = TensorDataset(torch.randn(16, 5))
+    net = ddpshim.wrap_parallel(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    train, other = (ddpshim.make_loader(data, 4, shuffle=True) for _ in range(2))
+    for (x,), (y,) in zip(train, other):
+        with torch.no_grad():
+            for number, _ in enumerate(other):  # ranks may look at different parts of a validation set
+                if number == here.rank:
+                    break
+        (net(x).sum() + net(y).sum()).backward()
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1 + here.rank)  # after the step, for a log
+    for _ in range(2):
+        net(x).sum().backward()  # no batch of a loader: ranks are on their own
+    optimizer.step()
+    return len(current().part(guard.Watched).companions)
+
+
+@pytest.mark.ranks
+def test_what_is_alike_passes() -> None:
+    assert run_ranks(_rank_takes_whatever, 2) == [0, 0]
