@@ -131,6 +131,12 @@ class Options:
     side_timeout_s: float = _option(
         86400.0, _positive(), "how long ranks wait while one works alone (saves, rolls out)"
     )
+    trust_peers: bool = _option(
+        True,
+        _flag(),
+        "false: ranks refuse objects of other ranks that only pickle can hold (`World.gather`, `broadcast`); what "
+        "ddpshim sends itself is none",
+    )
     bucket_cap_mb: Optional[float] = _option(
         None,
         _or_none(_positive()),
@@ -198,6 +204,12 @@ class Options:
         _choice("auto", "always", "never"),
         "go on from the progress of an earlier start: where torchrun or a scheduler has started this job before, "
         "always, or never (then a signal ends a training at once, too)",
+    )
+    trust_progress: bool = _option(
+        False,
+        _flag(),
+        "true: the progress of a training may hold objects that only pickle can write and read; whoever can write to "
+        "its folder then runs code in the job",
     )
     batched_fetch: bool = _option(
         True,

@@ -38,6 +38,7 @@ _PARTIAL = ".partial"
 _LEAST_BYTES = 32 << 20  # what is smaller is on the disk before a process is told about it
 _FAILING_DEADLINE_S = 5.0
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+_OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent directory")  # it raises nothing more telling
 _DISK_ERRORS |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
 
@@ -252,11 +253,12 @@ def find_damage(path: PathLike) -> Optional[str]:
 
     Reads it once against the checksums in it, which `torch.load` does not compare; runs nothing of what it holds.
     """
+    if not os.path.isfile(path):
+        return "it is no file"  # to open a pipe would take for ever
     try:
         with zipfile.ZipFile(path) as file:
-            bad = file.testzip()
-            names = file.namelist()
-    except (OSError, EOFError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+            bad, names = file.testzip(), file.namelist()
+    except Exception as error:  # of zipfile, struct, zlib or a name's encoding
         return f"{type(error).__name__}: {error}"
     if bad is not None:
         return f"its part {bad} does not match its checksum"
@@ -413,9 +415,7 @@ def _newest_first(folder: PathLike, pattern: str) -> list[Path]:
 def _is_about_the_disk(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _DISK_ERRORS
-    # torch's own writer, which raises nothing more telling.
-    from_torch = ("PytorchStreamWriter", "inline_container", "Parent directory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in from_torch)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_TORCHS_WRITER)
 
 
 def _describe(error: BaseException, final: str, folder: str, num_bytes: Optional[int]) -> str:

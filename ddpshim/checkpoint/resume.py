@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Protocol
 
-import torch
-
 from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint import plain_files
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
@@ -28,6 +27,17 @@ _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by t
 _LOCKSTEP_DEADLINE_S = 120.0
 _MAX_STEPS_BETWEEN_LOOKS = 64  # steps may become slower than they were
 _PATTERN = "epoch_*_step_*.pth"
+# What a file holds, beside what may be anything or lack.
+_PARTS: dict[str, Any] = {
+    "epoch": int,
+    "step": int,
+    "world_size": int,
+    "objects": dict,
+    "values": dict,
+    "random": list,
+    "facts": dict,
+    "order": (dict, type(None)),
+}
 
 
 class Stateful(Protocol):
@@ -74,7 +84,8 @@ class Resumable:
     Attributes:
         epoch: where to go on; 0 in a new training.
         step: of that epoch, how many were made.
-        values: anything else that belongs to it and can be pickled, as the best loss so far. The main rank's counts.
+        values: anything else that belongs to it, as the best loss so far: numbers, text, tensors, arrays, and tuples,
+            lists, sets and mappings of them. Other objects need the option `trust_progress`. The main rank's counts.
     """
 
     def __init__(
@@ -278,7 +289,7 @@ class Resumable:
             left.unlink()  # of a process that was killed while it wrote
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
-        save(content, written)
+        save(plain_files.content(content, written, self._world.options.trust_progress), written)
         checkpoint.afterwards(_keep_newest, written, self._num_kept)
 
     def leave(self, reason: str) -> NoReturn:
@@ -313,7 +324,20 @@ class Resumable:
         path = find_progress(self.folder)
         if path is None:
             return None
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+        found: dict[str, Any] = plain_files.read(path, self._world.options.trust_progress)
+        there: Any = found if isinstance(found, dict) else {}
+        odd = [name for name, kinds in _PARTS.items() if not isinstance(there.get(name, ...), kinds)]
+        if odd:
+            raise CheckpointError(
+                f"{path} holds no progress of a Resumable ({', '.join(odd)} lacking or junk); nothing of it was used. "
+                "Remove it, or name another folder."
+            )
+        lacking = [name for name in self._objects if name not in found["objects"]]
+        if lacking:
+            raise CheckpointError(
+                f"{path} has no state of {', '.join(lacking)}, but of {', '.join(map(str, found['objects']))}: these "
+                "would begin anew. Name the objects of the run that wrote it, or another folder."
+            )
         return found if (found["epoch"], found["step"]) > later_than else None
 
     def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> None:

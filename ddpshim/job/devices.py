@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 from typing import Any, Optional, Union
 
 import torch
 
 from ddpshim.errors import LaunchError
+from ddpshim.job import messages
 from ddpshim.job.say import say
 
 
@@ -33,8 +33,9 @@ def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
 
 def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.device) -> str:
     """Every rank tells its GPU through the store, so that all come to the same decision (collective)."""
-    store.set(f"gpu/{rank}", pickle.dumps(_gpu_identity(device)))
-    gpus = [pickle.loads(store.get(f"gpu/{other}")) for other in range(world_size)]
+    store.set(f"gpu/{rank}", messages.to_store(_gpu_identity(device)))
+    keys = [f"gpu/{other}" for other in range(world_size)]
+    gpus = [messages.from_store(store.get(key), key, (str, type(None))) for key in keys]
     backend, reason = choose_backend(gpus)
     if reason is not None and rank == 0:
         say(f"{reason}: gloo instead of nccl")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError, WorldError
-from ddpshim.job import failure, rendezvous, unshared
+from ddpshim.job import failure, messages, rendezvous, unshared
 from ddpshim.job.alike import compute_alike
 from ddpshim.job.devices import agree_on_backend, bind_device, single_device
 from ddpshim.job.job import Job, begin_next, current
@@ -282,9 +282,9 @@ def _check_same(made: World, asked: dict[str, Any]) -> None:
 
 def _check_same_options(made: World) -> None:
     """Raise OptionsError, on all ranks, where they were given different options (collective)."""
-    everyones = made.gather(made.options)
+    everyones = made.gather({name: getattr(made.options, name) for name in names()})
     for name in names():
-        values = [getattr(options, name) for options in everyones]
+        values = [options.get(name) for options in everyones]
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if odd is not None:
             raise OptionsError(
@@ -340,8 +340,7 @@ def _adopt(job: Job, device: Union[str, torch.device, None], side_timeout_s: flo
     """A World around the group that the user made; only the control group is ours."""
     rank, size = dist.get_rank(), dist.get_world_size()
     job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
-    hosts: list[Any] = [None] * size
-    dist.all_gather_object(hosts, socket.gethostname(), group=job.control)
+    hosts = messages.gather(socket.gethostname(), size, job.control, trusts_peers=False)
     local = [other for other in range(size) if hosts[other] == hosts[rank]]
     first_seen = list(dict.fromkeys(hosts))
     backend = str(dist.get_backend())

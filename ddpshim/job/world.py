@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import events, failure
+from ddpshim.job import events, failure, messages
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
 from ddpshim.job.turns import Playing, in_order_of_numbers
@@ -94,7 +93,10 @@ class World:
             self.gather(None)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank (collective). Values are pickled.
+        """Every rank's value, in rank order, on every rank (collective).
+
+        Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them travel as they are; other
+        objects are pickled, unless the option `trust_peers` says no.
 
         In a step of virtual ranks (option exact) every virtual rank's, in the order of their numbers.
         """
@@ -103,16 +105,13 @@ class World:
             return turns.meet("a gather", value, self._gather_of_virtual)
         if self.world_size == 1:
             return [value]
-        out: list[Any] = [None] * self.world_size
         with events.counted("communication"):
-            dist.all_gather_object(out, value, group=self._peers())
-        return out
+            return messages.gather(value, self.world_size, self._peers(), self.options.trust_peers)
 
     def _gather_of_virtual(self, of_process: list[T]) -> list[T]:
         everyones: list[Any] = [of_process]
         if self.world_size > 1:
-            everyones = [None] * self.world_size
-            dist.all_gather_object(everyones, of_process, group=self._peers())
+            everyones = messages.gather(of_process, self.world_size, self._peers(), self.options.trust_peers)
         return in_order_of_numbers(everyones)
 
     def _check_outside_step(self, what: str) -> None:
@@ -137,10 +136,10 @@ class World:
             )
         if self.world_size == 1:
             return value
-        box: list[Any] = [value]
         with events.counted("communication"):
-            dist.broadcast_object_list(box, src=src, group=self._peers())
-        return box[0]  # type: ignore[no-any-return]
+            return messages.broadcast(  # type: ignore[no-any-return]
+                value, src, self.rank, self._peers(), self.options.trust_peers
+            )
 
     def sum(self, value: Any) -> Any:
         """The sum over ranks (collective) of a number, a tensor, or a mapping of these.
@@ -213,19 +212,25 @@ class World:
         return result
 
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
-        """The values of the ranks that come here within the deadline, by rank. Never hangs (collective)."""
+        """The values of the ranks that come here within the deadline, by rank. Never hangs (collective).
+
+        Values are what JSON has: any process that reaches the job's store can write there.
+
+        Raises WorldError where the store holds something else.
+        """
         if self.world_size == 1:
             return {0: value}
         name = f"{name}/{self._job.next_number(f'meet/{name}')}"
-        self._job.store.set(f"meet/{name}/{self.rank}", pickle.dumps(value))
-        end, came = time.monotonic() + deadline_s, {self.rank: value}
+        own = messages.to_store(value)
+        self._job.store.set(f"meet/{name}/{self.rank}", own)
+        end, told = time.monotonic() + deadline_s, {self.rank: own.encode()}
         for rank in set(range(self.world_size)) - {self.rank}:
             key = f"meet/{name}/{rank}"
             # A moment for each also after the end: one rank that stays away must not hide those that are here.
             with contextlib.suppress(RuntimeError, ValueError):  # torch's DistStoreError, or what older versions raise
                 self._job.store.wait([key], timedelta(seconds=max(0.1, end - time.monotonic())))
-                came[rank] = pickle.loads(self._job.store.get(key))
-        return dict(sorted(came.items()))
+                told[rank] = self._job.store.get(key)
+        return {rank: messages.from_store(told[rank], f"meet/{name}/{rank}") for rank in sorted(told)}
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """What `function` returns when only the main rank runs it, on every rank (collective).
@@ -241,7 +246,7 @@ class World:
         if self.is_main:
             try:
                 result = function(*args, **kwargs)
-                pickle.dumps(result)
+                messages.packed(result, self.options.trust_peers)
             except BaseException as raised:
                 error = raised
         message = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import sys
 import time
 import traceback
@@ -26,6 +25,7 @@ from typing import Any, Callable, Optional, Union
 import torch
 
 from ddpshim.errors import RolloutError
+from ddpshim.job import plain
 from ddpshim.job.failure import caused_by
 from ddpshim.job.group import world
 from ddpshim.job.job import current
@@ -322,11 +322,11 @@ class _Evaluation:
 
 def _pack(frames: list[Any]) -> bytes:
     """Small, because a rank keeps them until all episodes of the environment are played."""
-    return zlib.compress(pickle.dumps(frames), 1)
+    return zlib.compress(plain.dumps(frames), 1)
 
 
 def _unpack(packed: bytes) -> list[Any]:
-    return pickle.loads(zlib.decompress(packed)) if packed else []
+    return plain.loads(zlib.decompress(packed)) if packed else []
 
 
 def _write_video(failed: list[Exception]) -> None:

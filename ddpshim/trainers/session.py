@@ -17,6 +17,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 
 from ddpshim.checkpoint import files as checkpoint
+from ddpshim.checkpoint import plain_files
 from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption
@@ -128,7 +129,8 @@ class Session:
             partial = self._folder / f".{STREAMS}.partial"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                torch.save({"epoch": epoch, "streams": rank_states(world().device)}, partial)
+                streams = {"epoch": epoch, "streams": rank_states(world().device)}
+                torch.save(plain_files.content(streams, partial, is_trusted=False), partial)
                 os.replace(partial, self._folder / STREAMS)
             except (OSError, RuntimeError) as error:  # torch's, of a full disk: the training does not need it
                 say_once(f"{partial} could not be written ({error}): a run that goes on will draw otherwise")
@@ -136,8 +138,8 @@ class Session:
     def _restore_streams(self, epoch: int) -> None:
         """Draw in `epoch` what the run that left its checkpoint would have drawn, where it is known (collective)."""
         here, path = world(), Path(self._folder or "", STREAMS)
-        found = here.run_on_main(lambda: torch.load(path, weights_only=False) if path.is_file() else {})
-        if found.get("epoch") == epoch:
+        found = here.run_on_main(lambda: plain_files.read(path, is_trusted=False) if path.is_file() else {})
+        if isinstance(found, dict) and found.get("epoch") == epoch:
             restore_rank_states(found["streams"], here.device)
         elif here.is_main:
             say(f"epoch {epoch} draws otherwise than the run that is gone on with: {path} is not of that epoch")

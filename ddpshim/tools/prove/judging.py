@@ -388,6 +388,6 @@ def _largest_difference(folder: Path, run: str) -> Optional[float]:
     paths = [folder / f"{run}.pt" for run in (ONE, run)]
     if not all(path.exists() for path in paths):
         return None
-    mine, theirs = (torch.load(path, weights_only=False) for path in paths)
+    mine, theirs = (torch.load(path, weights_only=True) for path in paths)
     common = [key for key in mine if key in theirs and mine[key].shape == theirs[key].shape and mine[key].numel()]
     return max((float((mine[key].double() - theirs[key].double()).abs().max()) for key in common), default=None)

@@ -137,7 +137,10 @@ class Watcher:
         if self._run == ONE:
             import torch
 
-            torch.save(own, self._folder / f"states_{self._num_batches}.pt")
+            from ddpshim.checkpoint import plain_files
+
+            path = self._folder / f"states_{self._num_batches}.pt"
+            torch.save(plain_files.content(own, path, is_trusted=False), path)
         elif is_own:
             self._impose(samples or [])
 
@@ -155,9 +158,9 @@ class Watcher:
         for theirs in self._of_one.get(self._num_steps, ()):
             places = _places(samples, theirs["samples"] or [], self._rank)
             if places is not None:
-                import torch
+                from ddpshim.checkpoint import plain_files
 
-                _restore(torch.load(self._folder / f"states_{theirs['number']}.pt", weights_only=False))
+                _restore(plain_files.read(self._folder / f"states_{theirs['number']}.pt", is_trusted=False))
                 self._imposed.begin_batch(places, len(theirs["samples"]))
                 return
         self._imposed.begin_batch(None, 0)

@@ -1,0 +1,55 @@
+"""Fills and reads files that hold plain values and tensors alone, so that nothing in them can run code.
+
+Objects that only pickle can hold are refused, unless the option `trust_progress` allows them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from ddpshim.checkpoint.files import PathLike
+from ddpshim.errors import CheckpointError
+from ddpshim.job import plain
+
+_OUTLINE, _TENSORS = "outline", "tensors"
+_ALLOW = "DDPSHIM_TRUST_PROGRESS=yes allows it, and whoever can write to that folder then runs code in the job"
+
+
+def content(value: Any, path: PathLike, is_trusted: bool) -> dict[str, Any]:
+    """`value` as what `torch.save` is to write to `path`. Local; tensors are not copied.
+
+    Raises CheckpointError where that takes pickle and files are not trusted.
+    """
+    try:
+        outline, tensors = plain.take_apart(value, pickle.dumps if is_trusted else None)
+    except plain.NotPlain as error:
+        raise CheckpointError(
+            f"{path} would hold an object: {error}; reading it would run whatever code somebody wrote to the file. "
+            f"Keep numbers, text, tensors and arrays. {_ALLOW}."
+        ) from None
+    return {_OUTLINE: outline, _TENSORS: tensors}
+
+
+def read(path: PathLike, is_trusted: bool) -> Any:
+    """The value of which `content` was written to `path`; tensors in memory of the CPU. Local.
+
+    Raises CheckpointError where the file holds something else, or objects and files are not trusted.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        return plain.put_together(found[_OUTLINE], found[_TENSORS], pickle.loads if is_trusted else None)
+    except plain.NotPlain as error:
+        raise CheckpointError(f"{path} was not read: {error}, and nobody said to trust it. {_ALLOW}.") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); the training would begin anew. Make it readable."
+        ) from error
+    except Exception as error:  # whatever torch or an object meets in a file that somebody else wrote
+        said = (str(error).splitlines() or [""])[0][:160]
+        raise CheckpointError(
+            f"{path} holds no progress that this ddpshim wrote ({type(error).__name__}: {said}); nothing of it was "
+            "used. Remove it, or name another folder."
+        ) from error

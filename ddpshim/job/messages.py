@@ -1,0 +1,96 @@
+"""Carries Python values between ranks as bytes that cannot run code, but for objects that only pickle can hold.
+
+Those are sent as well, unless the option `trust_peers` says no: who pickles for a rank can have it call anything.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpshim.errors import WorldError
+from ddpshim.job import plain
+
+_NOT_ALLOWED = (
+    "with trust_peers=no ranks do not unpickle what others send. Send numbers, text, tensors, arrays, and lists or "
+    "mappings of them, or leave trust_peers out if only ranks can reach each other's ports"
+)
+
+
+def packed(value: Any, trusts_peers: bool) -> bytes:
+    """The message of a value. Local.
+
+    Raises WorldError where it holds an object and peers are not trusted; what pickle raises for an object of its own.
+    """
+    try:
+        return plain.dumps(value, pickle.dumps if trusts_peers else None)
+    except plain.NotPlain as error:
+        raise WorldError(f"a value cannot be sent to other ranks ({error}): {_NOT_ALLOWED}.") from None
+
+
+def unpacked(message: bytes, trusts_peers: bool, sender: int) -> Any:
+    """The value of a message. Local. Raises WorldError for an object where peers are not trusted, and for junk."""
+    try:
+        return plain.loads(message, pickle.loads if trusts_peers else None)
+    except plain.NotPlain:
+        raise WorldError(f"rank {sender} sent an object: {_NOT_ALLOWED}.") from None
+    except plain.Broken as error:
+        raise WorldError(
+            f"rank {sender} sent what is no message of ddpshim ({error}); ranks would go on with different values. "
+            "Install the same ddpshim everywhere, and look whether a foreign process can reach the ranks' ports."
+        ) from error
+
+
+def gather(value: Any, size: int, group: Any, trusts_peers: bool) -> list[Any]:
+    """The values of all `size` ranks of `group`, in their order (collective)."""
+    own = _as_tensor(packed(value, trusts_peers))
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([own.numel()]), group=group)
+    longest = max(int(length) for length in lengths)
+    everyones = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=group)
+    messages = (plain.bytes_of(message[: int(length)]) for message, length in zip(everyones, lengths))
+    return [unpacked(message, trusts_peers, sender) for sender, message in enumerate(messages)]
+
+
+def broadcast(value: Any, src: int, rank: int, group: Any, trusts_peers: bool) -> Any:
+    """The value of rank `src`, on every rank of `group` (collective)."""
+    own = _as_tensor(packed(value, trusts_peers)) if rank == src else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([own.numel()])
+    dist.broadcast(length, src, group=group)
+    message = own if rank == src else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(message, src, group=group)
+    return value if rank == src else unpacked(plain.bytes_of(message), trusts_peers, src)
+
+
+def _as_tensor(message: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def to_store(value: Any) -> str:
+    """What the job's store is to hold for a value. Local. Raises WorldError where JSON cannot hold it."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WorldError(
+            f"{value!r:.60} cannot be told through the job's store ({error}), where any process that reaches it may "
+            "write: ranks read nothing but JSON there. Give numbers, text, and lists or mappings of them."
+        ) from error
+
+
+def from_store(found: bytes, key: str, kinds: Any = object) -> Any:
+    """The value that a rank has put under `key` of the job's store. Local. Raises WorldError for any other."""
+    try:
+        value = json.loads(found)
+        if isinstance(value, kinds):
+            return value
+        raise ValueError(type(value).__name__)
+    except (ValueError, RecursionError) as error:
+        raise WorldError(
+            f"the job's store holds {found[:40]!r} under {key}, which no rank of this ddpshim wrote; ranks would go on "
+            "with different values. Install the same ddpshim everywhere, and look who can reach MASTER_PORT."
+        ) from error

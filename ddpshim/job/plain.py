@@ -1,0 +1,186 @@
+"""Takes values apart into what JSON and tensors hold, and puts them together again: nothing in them can run code.
+
+Pickle, in which torch and Python write objects, can have whoever reads it call anything. Files of progress and messages
+between ranks may be written by somebody else than a rank: they are read by this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import io
+import json
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+
+class NotPlain(TypeError):
+    """A value, or a part of one, is an object that only pickle can hold."""
+
+
+class Broken(ValueError):
+    """What is to be put together was not taken apart here."""
+
+
+# Each with what holds it: plain values, of which none is larger than what is held.
+_KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {
+    "tuple": (tuple, list, lambda *items: tuple(items)),
+    "dict": (dict, lambda value: list(map(list, value.items())), lambda *items: dict(items)),
+    # That of a module's state has versions in an attribute.
+    "OrderedDict": (
+        OrderedDict,
+        lambda value: [vars(value), *map(list, value.items())],
+        lambda about, *items: _with_attributes(OrderedDict(items), about),
+    ),
+    "Counter": (Counter, lambda value: list(map(list, value.items())), lambda *items: Counter(dict(items))),
+    "deque": (deque, lambda value: [value.maxlen, *value], lambda maxlen, *items: deque(items, maxlen)),
+    "set": (set, list, lambda *items: set(items)),
+    "frozenset": (frozenset, list, lambda *items: frozenset(items)),
+    "complex": (complex, lambda value: [value.real, value.imag], complex),
+    "fraction": (Fraction, lambda value: [value.numerator, value.denominator], Fraction),
+    "int": (int, lambda value: [hex(value)], lambda text: int(text, 16)),  # a long one, see `_take`
+    "path": (type(Path()), lambda value: [str(value)], Path),
+    "size": (torch.Size, list, lambda *items: torch.Size(items)),
+    "device": (torch.device, lambda value: [str(value)], torch.device),
+    "dtype": (torch.dtype, lambda value: [str(value).rpartition(".")[2]], lambda name: _checked_dtype(name)),
+}
+_NAMES = {kind: name for name, (kind, _, _) in _KINDS.items()}
+_LENGTH = 8  # bytes that say how long the JSON in a message is
+_AS_THEY_ARE = (type(None), bool, float, str)
+_LONGEST_INT = 1 << 4096  # longer ones JSON is slow to write, and Python refuses to read
+
+
+def take_apart(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> tuple[Any, list[torch.Tensor]]:
+    """What JSON can hold of `value`, and the tensors of it. Local; tensors are not copied.
+
+    Args:
+        pickled: for an object that is neither, its bytes. Default: raises NotPlain, with where it is.
+    """
+    tensors: list[torch.Tensor] = []
+    try:
+        return _take(value, tensors, pickled, ""), tensors
+    except RecursionError:
+        raise NotPlain("a value in itself, or deeper than Python reaches") from None
+
+
+def put_together(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable[[bytes], Any]] = None) -> Any:
+    """The value of which `take_apart` made these. Local.
+
+    Args:
+        unpickled: an object from its bytes. Default: raises NotPlain where there are any.
+
+    Raises Broken where they are not what `take_apart` makes.
+    """
+    try:
+        return _put(outline, tensors, unpickled)
+    except NotPlain:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
+        raise Broken(f"{type(error).__name__}: {str(error)[:160]}") from error
+
+
+def dumps(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> bytes:
+    """`value` as a message, for `loads`. Local. `pickled` and what is raised: see `take_apart`."""
+    outline, tensors = take_apart(value, pickled)
+    head, rest = json.dumps(outline).encode(), io.BytesIO()
+    if tensors:
+        torch.save(tensors, rest)
+    return b"".join((len(head).to_bytes(_LENGTH, "little"), head, rest.getbuffer()))
+
+
+def loads(message: bytes, unpickled: Optional[Callable[[bytes], Any]] = None) -> Any:
+    """The value of which `dumps` made `message`. Local. `unpickled` and what is raised: see `put_together`."""
+    end = _LENGTH + int.from_bytes(message[:_LENGTH], "little")
+    try:
+        outline = json.loads(message[_LENGTH:end])
+        tensors = torch.load(io.BytesIO(message[end:]), weights_only=True) if message[end:] else []
+    except Exception as error:  # whatever torch meets in what somebody else wrote
+        raise Broken(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}") from error
+    return put_together(outline, tensors, unpickled)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes in a vector of them. Local; raises ValueError for any other tensor."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.device.type != "cpu":
+        raise ValueError(f"no bytes, but a tensor of {tensor.dtype} on {tensor.device}")
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # as fast without numpy
+
+
+def _take(value: Any, tensors: list[torch.Tensor], pickled: Optional[Callable[[Any], bytes]], where: str) -> Any:
+    kind = type(value)
+    if kind in _AS_THEY_ARE or (kind is int and -_LONGEST_INT < value < _LONGEST_INT):
+        return value
+    if kind is list:
+        return [_take(item, tensors, pickled, f"{where}[{i}]") for i, item in enumerate(value)]
+    if kind in _NAMES:
+        name = _NAMES[kind]
+        held = _KINDS[name][1](value)
+        if isinstance(value, dict):
+            places = [f"{where}[{item[0]!r:.60}]" if type(item) is list else where for item in held]
+        else:
+            places = [f"{where}[{i}]" for i in range(len(held))]
+        return {name: [_take(item, tensors, pickled, place) for item, place in zip(held, places)]}
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if kind in (bytes, bytearray):
+        tensors.append(_tensor_of(value))
+        return {kind.__name__: len(tensors) - 1}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        array = numpy.asarray(value)
+        if kind in (numpy.ndarray, array.dtype.type) and not array.dtype.hasobject and array.dtype.names is None:
+            tensors.append(_tensor_of(array.tobytes()))
+            return {"numpy": [array.dtype.str, list(array.shape), len(tensors) - 1, kind is not numpy.ndarray]}
+    if pickled is None:
+        raise NotPlain(f"{where.lstrip('.') or 'it'} is a {kind.__module__}.{kind.__qualname__}")
+    tensors.append(_tensor_of(pickled(value)))
+    return {"pickled": len(tensors) - 1}
+
+
+def _put(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable[[bytes], Any]]) -> Any:
+    if type(outline) in (*_AS_THEY_ARE, int):
+        return outline
+    if type(outline) is list:
+        return [_put(item, tensors, unpickled) for item in outline]
+    ((name, held),) = outline.items()
+    if name in _KINDS:
+        return _KINDS[name][2](*(_put(item, tensors, unpickled) for item in held))
+    if name == "tensor":
+        return tensors[held]
+    if name in ("bytes", "bytearray"):
+        content = bytes_of(tensors[held])
+        return content if name == "bytes" else bytearray(content)
+    if name == "numpy":
+        dtype, shape, number, is_scalar = held
+        numpy = importlib.import_module("numpy")
+        array = numpy.frombuffer(bytearray(bytes_of(tensors[number])), numpy.dtype(dtype)).reshape(shape)
+        return array[()] if is_scalar else array
+    if name == "pickled":
+        if unpickled is None:
+            raise NotPlain("it holds objects that only pickle can read")
+        return unpickled(bytes_of(tensors[held]))
+    raise ValueError(f"no such kind: {name!r:.60}")
+
+
+def _tensor_of(content: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def _with_attributes(made: Any, attributes: dict[str, Any]) -> Any:
+    vars(made).update(attributes)
+    return made
+
+
+def _checked_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no dtype: {name!r:.60}")
+    return found
