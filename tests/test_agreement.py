@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpshim
-from ddpshim.errors import SyncError
+from ddpshim.errors import SyncError, WorldError
 from ddpshim.job.job import current
 from ddpshim.model import equality, guard
 from tests.ranks import run_ranks
@@ -156,7 +156,7 @@ def _said(run: Callable[[], Any]) -> str:
     try:
         run()
         ddpshim.cleanup()
-    except SyncError as error:
+    except (SyncError, WorldError) as error:
         said = str(error)
         ddpshim.cleanup()
     ddpshim.setup(device="cpu")
@@ -168,14 +168,29 @@ def _rank_has_faults() -> dict[str, str]:
         return nn.Linear(5, 3)
 
     said = {name: _said(lambda b=b, a=a: _Run(b, a, net)) for name, (b, a, _) in FAULTS.items()}
-    decay = 0.1 * ddpshim.world().rank
+    here, data = ddpshim.world(), TensorDataset(torch.randn(16, 5))
+    decay = 0.1 * here.rank
     said["decay"] = _said(lambda: _Run({}, {}, net, weight_decay=decay))
+
+    def look() -> None:
+        loader, wrapped = ddpshim.make_loader(data, 4, shuffle=True), ddpshim.wrap_parallel(net())
+        if here.is_main:
+            next(iter(loader))
+        wrapped(next(iter(loader))[0]).sum().backward()
+
+    said["look"] = _said(look)
+    said["crossed"] = _said(lambda: here.barrier() if here.is_main else here.broadcast(1))  # type: ignore[func-returns-value]
     return said
 
 
 @pytest.mark.ranks
 def test_what_differs_is_told_when_it_matters() -> None:
     for said in run_ranks(_rank_has_faults, 2):
+        assert re.search("rank 0: step 0 of epoch 1 .*rank 1: step 0 of epoch 0 of the loader", said.pop("look"))
+        assert re.search(
+            "different collectives: rank 0 in barrier at .*:[0-9]+; rank 1 in broadcast from rank 0 at .*:[0-9]+",
+            said.pop("crossed"),
+        )
         assert "weight_decay of group 0 of AdamW 0 is 0.0 on rank 0, 0.1 on rank 1" in said.pop("decay")
         for name, text in said.items():
             assert re.search(FAULTS[name][2], text), f"{name}: {text}"

@@ -25,9 +25,8 @@ from ddpshim.data.sampler import (
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
-from ddpshim.job.noise import line_of_the_caller
 from ddpshim.job.random_streams import derive_seed
-from ddpshim.job.say import say
+from ddpshim.job.say import line_of_the_caller, say
 from ddpshim.job.world import World
 
 if TYPE_CHECKING:

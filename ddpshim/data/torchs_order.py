@@ -15,6 +15,7 @@ from ddpshim.data.augmentation import Numbered
 from ddpshim.data.sampler import EpochCounter, layers
 from ddpshim.errors import DataError
 from ddpshim.job.group import draws_alike
+from ddpshim.job.job import current
 from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.job.say import say_once
 from ddpshim.job.world import World
@@ -53,6 +54,7 @@ class TorchsBatches(Sampler[Any]):
         self.begun_with: Optional[dict[str, Any]] = None
         self.begins_with: Optional[dict[str, Any]] = None
         self._plain, self._world, self._length = plain, world, length
+        self._name = f"the order of loader {current().next_number('order')}"
         self._drawn: Optional[_Drawn] = None
         self._start: list[Any] = []  # of the order: what fills up a last batch that does not split
 
@@ -82,8 +84,7 @@ class TorchsBatches(Sampler[Any]):
         """Draw the order of a pass that was begun (collective). Raises what the sampler raises."""
         here = self._world
         now = {**rank_states(here.device), "generators": self.generator_states()}
-        if here.world_size > 1:
-            now = here.broadcast(now)
+        now = here.hand_out(self._name, now)
         begins_with, self.begins_with = self.begins_with, None
         own = None if draws_alike() or here.is_main else rank_states(here.device)
         self.begun_with = now if begins_with is None else begins_with

@@ -340,7 +340,7 @@ def _adopt(job: Job, device: Union[str, torch.device, None], side_timeout_s: flo
     """A World around the group that the user made; only the control group is ours."""
     rank, size = dist.get_rank(), dist.get_world_size()
     job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
-    hosts = messages.gather(socket.gethostname(), size, job.control, trusts_peers=False)
+    hosts = messages.gather(socket.gethostname(), size, job.control, False, "setup")
     local = [other for other in range(size) if hosts[other] == hosts[rank]]
     first_seen = list(dict.fromkeys(hosts))
     backend = str(dist.get_backend())

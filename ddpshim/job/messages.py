@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zlib
 from typing import Any
 
 import torch
@@ -45,26 +46,41 @@ def unpacked(message: bytes, trusts_peers: bool, sender: int) -> Any:
         ) from error
 
 
-def gather(value: Any, size: int, group: Any, trusts_peers: bool) -> list[Any]:
-    """The values of all `size` ranks of `group`, in their order (collective)."""
+class Crossed(Exception):
+    """Ranks met in different collectives."""
+
+
+def gather(value: Any, size: int, group: Any, trusts_peers: bool, what: str) -> list[Any]:
+    """The values of all `size` ranks of `group`, in their order (collective).
+
+    Raises Crossed, on all ranks, where one of them is in something else than `what`.
+    """
     own = _as_tensor(packed(value, trusts_peers))
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([own.numel()]), group=group)
-    longest = max(int(length) for length in lengths)
+    lengths = _lengths(own.numel(), size, group, what)
+    longest = max(lengths)
     everyones = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=group)
-    messages = (plain.bytes_of(message[: int(length)]) for message, length in zip(everyones, lengths))
+    messages = (plain.bytes_of(message[:length]) for message, length in zip(everyones, lengths))
     return [unpacked(message, trusts_peers, sender) for sender, message in enumerate(messages)]
 
 
-def broadcast(value: Any, src: int, rank: int, group: Any, trusts_peers: bool) -> Any:
-    """The value of rank `src`, on every rank of `group` (collective)."""
+def broadcast(value: Any, src: int, rank: int, size: int, group: Any, trusts_peers: bool, what: str) -> Any:
+    """The value of rank `src`, on every rank of `group` (collective). Raises Crossed; see `gather`."""
     own = _as_tensor(packed(value, trusts_peers)) if rank == src else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([own.numel()])
-    dist.broadcast(length, src, group=group)
-    message = own if rank == src else torch.empty(int(length), dtype=torch.uint8)
+    length = _lengths(own.numel(), size, group, what)[src]
+    message = own if rank == src else torch.empty(length, dtype=torch.uint8)
     dist.broadcast(message, src, group=group)
     return value if rank == src else unpacked(plain.bytes_of(message), trusts_peers, src)
+
+
+def _lengths(own: int, size: int, group: Any, what: str) -> list[int]:
+    """How long the messages of all ranks are, once all have said that they are in the same collective."""
+    headers = [torch.zeros(2, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(headers, torch.tensor([own, zlib.crc32(what.encode())]), group=group)
+    lengths, places = zip(*(header.tolist() for header in headers))
+    if len(set(places)) > 1:
+        raise Crossed
+    return list(lengths)
 
 
 def _as_tensor(message: bytes) -> torch.Tensor:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
@@ -28,7 +26,7 @@ from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
 from ddpshim.job.replaced import replaced
-from ddpshim.job.say import say
+from ddpshim.job.say import line_of_the_caller, say
 from ddpshim.job.shares import Share, Sharing
 
 LARGE = 512  # so many numbers at least are worth a word where none of their dimensions is the batch's
@@ -386,13 +384,3 @@ def _name(sharing: Sharing, what: str, whose: str) -> None:
         sharing.named.add(line)
         if sharing.share is not None and sharing.share.rank == 0:
             say(f"{line} {what}; that is {whose}, and one process would draw otherwise (option noise)")
-
-
-def line_of_the_caller() -> str:
-    """file:line of the innermost frame that is neither torch's nor ours."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    theirs = os.path.dirname(os.path.abspath(torch.__file__))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((ours, theirs)):
-            return f"{frame.filename}:{frame.lineno}"
-    return "a draw"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 
@@ -35,3 +38,14 @@ def size(num_bytes: float) -> str:
         if num_bytes >= least:
             return f"{num_bytes / least:.1f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def line_of_the_caller() -> str:
+    """file:line of the innermost frame that is neither torch's, nor Python's own, nor ours. Local."""
+    torch = sys.modules.get("torch")
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    not_the_users = (ours, os.path.dirname(getattr(torch, "__file__", None) or ours), contextlib.__file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(not_the_users):
+            return f"{frame.filename}:{frame.lineno}"
+    return "a line of ddpshim"

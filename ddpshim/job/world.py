@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Callable, Optional, TypeVar
@@ -15,10 +16,14 @@ from ddpshim.errors import WorldError
 from ddpshim.job import events, failure, messages
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
+from ddpshim.job.say import line_of_the_caller
 from ddpshim.job.turns import Playing, in_order_of_numbers
 from ddpshim.options import Options
 
 T = TypeVar("T")
+
+_CROSSED_DEADLINE_S = 10.0
+_NUM_KEPT = 4  # of the values that were handed out under a name; no rank is so far behind another
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here; patient enough for side work on one rank (collective)."""
         if self.world_size > 1:
-            self.gather(None)
+            self._gather(None, "barrier")
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank (collective).
@@ -103,16 +108,30 @@ class World:
         turns = self._job.part(Playing).turns
         if turns is not None and turns.now is not None:
             return turns.meet("a gather", value, self._gather_of_virtual)
+        return self._gather(value, "gather")
+
+    def _gather(self, value: T, what: str) -> list[T]:
         if self.world_size == 1:
             return [value]
-        with events.counted("communication"):
-            return messages.gather(value, self.world_size, self._peers(), self.options.trust_peers)
+        peers = self._peers()
+        with events.counted("communication"), self._told_apart(what):
+            return messages.gather(value, self.world_size, peers, self.options.trust_peers, what)
 
     def _gather_of_virtual(self, of_process: list[T]) -> list[T]:
-        everyones: list[Any] = [of_process]
-        if self.world_size > 1:
-            everyones = messages.gather(of_process, self.world_size, self._peers(), self.options.trust_peers)
-        return in_order_of_numbers(everyones)
+        return in_order_of_numbers(self._gather(of_process, "gather in a virtual step"))
+
+    @contextlib.contextmanager
+    def _told_apart(self, what: str) -> Iterator[None]:
+        """Raises WorldError where ranks met in different collectives, of which this rank's is `what`."""
+        try:
+            yield
+        except messages.Crossed:
+            where = self.meet("crossed", f"{what} at {line_of_the_caller()}", _CROSSED_DEADLINE_S)
+            there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
+            raise WorldError(
+                f"ranks met in different collectives: {there}. Their values would be taken for each other's. Let every "
+                "rank make the same calls of World, make_loader and the like, in the same order."
+            ) from None
 
     def _check_outside_step(self, what: str) -> None:
         turns = self._job.part(Playing).turns
@@ -134,12 +153,15 @@ class World:
                 f"broadcast from src={src} in a world of {self.world_size}; nobody would send and every rank "
                 f"would wait. Use a rank from 0 to {self.world_size - 1}."
             )
+        return self._broadcast(value, src, f"broadcast from rank {src}")
+
+    def _broadcast(self, value: T, src: int, what: str) -> T:
         if self.world_size == 1:
             return value
-        with events.counted("communication"):
-            return messages.broadcast(  # type: ignore[no-any-return]
-                value, src, self.rank, self._peers(), self.options.trust_peers
-            )
+        peers, trusts = self._peers(), self.options.trust_peers
+        with events.counted("communication"), self._told_apart(what):
+            received: T = messages.broadcast(value, src, self.rank, self.world_size, peers, trusts, what)
+            return received
 
     def sum(self, value: Any) -> Any:
         """The sum over ranks (collective) of a number, a tensor, or a mapping of these.
@@ -214,6 +236,8 @@ class World:
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """The values of the ranks that come here within the deadline, by rank. Never hangs (collective).
 
+        With a deadline of 0 a rank leaves its value, and waits for nobody.
+
         Values are what JSON has: any process that reaches the job's store can write there.
 
         Raises WorldError where the store holds something else.
@@ -224,13 +248,40 @@ class World:
         own = messages.to_store(value)
         self._job.store.set(f"meet/{name}/{self.rank}", own)
         end, told = time.monotonic() + deadline_s, {self.rank: own.encode()}
-        for rank in set(range(self.world_size)) - {self.rank}:
+        for rank in set(range(self.world_size if deadline_s > 0 else 0)) - {self.rank}:
             key = f"meet/{name}/{rank}"
             # A moment for each also after the end: one rank that stays away must not hide those that are here.
             with contextlib.suppress(RuntimeError, ValueError):  # torch's DistStoreError, or what older versions raise
                 self._job.store.wait([key], timedelta(seconds=max(0.1, end - time.monotonic())))
                 told[rank] = self._job.store.get(key)
         return {rank: messages.from_store(told[rank], f"meet/{name}/{rank}") for rank in sorted(told)}
+
+    def hand_out(self, name: str, value: T) -> T:
+        """The main rank's value of its n-th call with this `name`, for each rank's n-th: it waits for nobody.
+
+        So a rank that calls this more often than others does not stop them, and whoever compares afterwards can say so.
+
+        Raises WorldError where the main rank has not come to its n-th call within `side_timeout_s`.
+        """
+        if self.world_size == 1:
+            return value
+        number, store = self._job.next_number(f"hand_out/{name}"), self._job.store
+        key = f"hand_out/{name}/{number}"
+        if self.is_main:
+            store.set(key, messages.packed(value, False))
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # not all stores can forget
+                store.delete_key(f"hand_out/{name}/{number - _NUM_KEPT}")
+            return value
+        patience = self.options.side_timeout_s
+        try:
+            store.wait([key], timedelta(seconds=patience))
+        except (RuntimeError, ValueError) as error:
+            raise WorldError(
+                f"rank {self.rank} came to {name} (time {number + 1}), and the main rank did not within "
+                f"{patience:g} s; they would go on with different values. Let every rank make the same calls."
+            ) from error
+        received: T = messages.unpacked(store.get(key), False, 0)
+        return received
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """What `function` returns when only the main rank runs it, on every rank (collective).
@@ -240,7 +291,8 @@ class World:
         self._check_outside_step("run_on_main")
         if self.world_size == 1:
             return function(*args, **kwargs)
-        name = getattr(function, "__qualname__", repr(function))
+        name = getattr(function, "__qualname__", type(function).__name__)
+        what = f"run_on_main({name})"
         error: Optional[BaseException] = None
         result: Any = None
         if self.is_main:
@@ -249,7 +301,7 @@ class World:
                 messages.packed(result, self.options.trust_peers)
             except BaseException as raised:
                 error = raised
-        message = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        message = self._broadcast(None if error is None else f"{type(error).__name__}: {error}", 0, what)
         if error is not None:
             raise error
         if message is not None:
@@ -260,4 +312,5 @@ class World:
                     "See the main rank's traceback."
                 ),
             )
-        return self.broadcast(result)  # type: ignore[no-any-return]
+        result = self._broadcast(result, 0, what)
+        return result  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.model.equality import OPT_OUT, Equality, checksum_of_all, first_difference
 
-_END_DEADLINE_S = 30.0
+_END_DEADLINE_S = 120.0
 _STEPS_DEADLINE_S = 120.0  # after a step that they made together ranks are seconds apart
 _MOST_WAYS_TO_WRITE = 16  # that are compared; where each step has another, the usual milestones must do
 _MARK = "_ddpshim_stepped"  # set on gradients that were there at a step after a reduction
@@ -62,6 +62,7 @@ class Watched:
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
         self.hooks = contextlib.ExitStack()  # of optimizers, while they are registered
         self.sees_optimizers = self.compares_in_the_end = False
+        self.is_alone = False  # a rank did not come to a meeting
 
     def unwatch_optimizers(self) -> None:
         self.hooks.close()
@@ -204,14 +205,16 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     here = world()
     if here.world_size == 1 or not here.options.guard:
         return
-    came = _meet(deadline_s)
+    mine = sum(wrapped.num_reductions for wrapped in _wrappers())
+    came = here.meet("steps", [mine, zlib.crc32(repr(_facts()).encode())], deadline_s)
     counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in came.items())
     cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({OPT_OUT})."
     missing = [rank for rank in range(here.world_size) if rank not in came]
     is_good = not missing and len({number for number, _ in came.values()}) == 1
     said = "" if is_good else f"{what}: {counts}"
-    events.note("guard", check="steps", passed=is_good, said=said, reductions=came[here.rank][0])
+    events.note("guard", check="steps", passed=is_good, said=said, reductions=mine)
     if missing:
+        _watched().is_alone = True
         raise SyncError(
             f"ranks {missing} did not come to the end of {what} within {deadline_s:g} s of rank {here.rank}; they wait "
             f"in another step for gradients that nobody will send. Backward passes so far: {counts}. {cure}"
@@ -221,18 +224,12 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
             f"ranks made different numbers of backward passes until the end of {what}: {counts}; gradients of "
             f"different steps were added to each other. {cure}"
         )
-    _refuse_unequal(came, what)
+    _refuse_unequal([facts for _, facts in came.values()], what)
 
 
-def _meet(deadline_s: float) -> dict[int, list[int]]:
-    """Of each rank that comes: how many backward passes it made, and a hash of what has to be equal."""
-    mine = sum(wrapped.num_reductions for wrapped in _wrappers())
-    return world().meet("steps", [mine, zlib.crc32(repr(_facts()).encode())], deadline_s)
-
-
-def _refuse_unequal(came: dict[int, list[int]], what: str) -> None:
-    """Raise SyncError, on all ranks that came to the meeting, where the hashes differ."""
-    if len({facts for _, facts in came.values()}) > 1:
+def _refuse_unequal(hashes: list[int], what: str) -> None:
+    """Raise SyncError, on all ranks, where these hashes of what has to be equal differ."""
+    if len(set(hashes)) > 1:
         found = first_difference(world().meet("facts", _facts(), _STEPS_DEADLINE_S))
         raise SyncError(
             f"at the end of {what} ranks hold different weights: {found}. They have trained different models since "
@@ -254,15 +251,18 @@ def _facts() -> dict[str, Any]:
 
 def _compare_in_the_end() -> None:
     """Raise SyncError where ranks that leave the job together do not hold the same."""
-    here = world()
-    if here.world_size == 1 or not here.options.guard or failure.on_the_way_out():
+    here, wrappers = world(), _wrappers()
+    if here.world_size == 1 or not here.options.guard or (wrappers and not any(w._equality.is_on for w in wrappers)):
         return
-    came = _meet(_END_DEADLINE_S)
+    if failure.on_the_way_out() or _watched().is_alone:
+        here.meet("the end", None, 0.0)  # nobody has to wait for this rank
+        return
+    came = here.meet("the end", zlib.crc32(repr(_facts()).encode()), _END_DEADLINE_S)
     away = [rank for rank in range(here.world_size) if rank not in came]
     if away and here.is_main:
         say(f"ranks {away} did not come to cleanup() within {_END_DEADLINE_S:g} s: the last weights were not compared")
-    if not away:
-        _refuse_unequal(came, "the job")
+    if not away and None not in came.values():
+        _refuse_unequal(list(came.values()), "the job")
 
 
 def _asking(save: Callable[..., Any]) -> Callable[..., Any]:
