@@ -73,6 +73,14 @@ class Share(NamedTuple):
         return whole
 
 
+class Position(NamedTuple):
+    """Which batch of a loader a pass gave last."""
+
+    loader: int  # by the order in which loaders were made
+    epoch: int
+    step: int
+
+
 class Sharing:
     """How the draws of a job are shared out, while they are.
 
@@ -85,6 +93,7 @@ class Sharing:
         self.share: Optional[Share] = None
         self.is_on = self.trains_whole_batches = False
         self.named: set[str] = set()  # the lines that were told of
+        self.last: tuple[Optional[Position], str] = None, ""  # the batch at hand, also of a pass that nobody holds
         self.passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # under way, with their batches
 
 
@@ -95,21 +104,15 @@ def begin_batch(num_rows: int, of: Optional[object] = None) -> None:
     sharing = job.part(Sharing)
     if of is not None:
         sharing.passes[of] = num_rows
+        sharing.last = getattr(of, "position", None), getattr(of, "called", "")
     others = tuple(sorted({*sharing.passes.values()} - {num_rows}))
     sharing.share = Share(job.world.rank, job.world.world_size, num_rows, others)
 
 
-class Position(NamedTuple):
-    """Which batch of a loader a pass gave last."""
-
-    loader: int  # by the order in which loaders were made
-    epoch: int
-    step: int
-
-
 def positions() -> list[tuple[Position, str]]:
     """Where the passes that feed the training are, and where their loaders were made. Local."""
-    given = ((getattr(of, "position", None), getattr(of, "called", "")) for of in current().part(Sharing).passes)
+    sharing = current().part(Sharing)
+    given = {(getattr(of, "position", None), getattr(of, "called", "")) for of in sharing.passes} | {sharing.last}
     return sorted((position, called) for position, called in given if position is not None)
 
 
@@ -123,7 +126,7 @@ def play(share: Optional[Share]) -> Optional[Share]:
 def end_batch(of: Optional[object] = None) -> None:
     """No batch is at hand any more, and the pass `of` is over: draws are alike on all ranks. Local."""
     sharing = current().part(Sharing)
-    sharing.share = None
+    sharing.share, sharing.last = None, (None, "")
     if of is not None:
         sharing.passes.pop(of, None)
 
