@@ -7,16 +7,17 @@ import copy
 import io
 import random
 import re
+from dataclasses import replace
 from typing import Any, Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import ddpshim
-from ddpshim.errors import SyncError, WorldError
+from ddpshim.errors import DataError, SyncError, WorldError
 from ddpshim.job.job import current
 from ddpshim.model import equality, guard
 from tests.ranks import run_ranks
@@ -116,7 +117,7 @@ FAULTS: dict[str, tuple[dict[int, Act], dict[int, Act], str]] = {
     "a batch skipped": (
         {},
         {10: _skip_batch},
-        "rank 0: step 3 of epoch 1 of the loader of .*:[0-9]+, after 11 optimizer steps .*rank 1: step 4 of epoch 1",
+        "rank 0: step 3 of epoch 1 of the loader of .*:[0-9]+ over 64 samples, after 11 optimizer .*rank 1: step 4 of e",
     ),
     "a step skipped": ({4: _skip_step}, {}, "after 5 optimizer steps .* after 4 optimizer steps"),
     "a gradient written": ({4: _write_in_place}, {}, "after 6 backward passes of Linear ranks hold different weights"),
@@ -261,3 +262,108 @@ def _rank_takes_whatever() -> int:
 @pytest.mark.ranks
 def test_what_is_alike_passes() -> None:
     assert run_ranks(_rank_takes_whatever, 2) == [0, 0]
+
+
+# Data
+
+
+class _Files:
+    """A dataset of as many items as files, which it holds or hides, with random streams of its own."""
+
+    def __init__(self, files: list[str], hides: bool = False, is_random: bool = False) -> None:
+        self._read = lambda index: sum(map(ord, files[index]))
+        self._random = np.random.default_rng(None if is_random else 3)
+        self._is_random = is_random
+        if not hides:
+            self.files = files
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self._read(index) + self._random.random() * self._is_random, torch.rand(()).item()])
+
+
+class _Buffer:
+    """A replay buffer, of which `make_loader` takes what it holds when a pass begins."""
+
+    def __init__(self) -> None:
+        self.num = 8
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((5,), float(index))
+
+
+def _rank_has_data() -> dict[str, Any]:
+    here = ddpshim.world()
+    names = [f"/data{here.rank}/demo_{number}.hdf5" for number in range(8)]
+    shuffled = names[::-1] if here.rank else names
+    numbers = torch.arange(8.0)
+    cases: dict[str, Any] = {
+        "a split": Subset(TensorDataset(numbers), [3, 1, 2, 5] if here.rank else [3, 1, 2, 4]),
+        "files": _Files(shuffled),
+        "hidden files": _Files(shuffled, hides=True),
+        "values": TensorDataset(numbers + here.rank),
+        "other folders": _Files(names),
+        "entropy": _Files(["a"] * 8, is_random=True),
+    }
+    said: dict[str, Any] = {}
+    for name, data in cases.items():
+        torch.manual_seed(0)
+        try:
+            ddpshim.make_loader(data, 4, shuffle=True)
+            said[name] = ""
+        except DataError as error:
+            said[name] = str(error)
+        assert float(torch.rand(())) == pytest.approx(0.4962566)  # what the seed gives first
+    said["its own stream"] = cases["files"]._random.random() == np.random.default_rng(3).random()
+    said["no guard"] = len(ddpshim.make_loader(cases["values"], 4, world=_unguarded()))
+    return said
+
+
+def _unguarded() -> Any:
+    return replace(ddpshim.world(), options=ddpshim.Options(guard=False))
+
+
+def _rank_has_a_buffer(order: str) -> list[Any]:
+    here = ddpshim.world()
+    net, buffer = ddpshim.wrap_parallel(nn.Linear(5, 3)), _Buffer()
+    loader = ddpshim.make_loader(buffer, 4, shuffle=True)
+    seen = []
+    for _ in range(3):
+        batches = list(loader)
+        seen.append([len(loader), sorted(int(x[0]) for batch in here.gather(batches) for b in batch for x in b)])
+        buffer.num += 4
+    buffer.num += here.rank
+    batch = next(iter(loader))
+    try:
+        net(batch).sum().backward()
+    except SyncError as error:
+        seen.append(str(error))
+    return seen
+
+
+@pytest.mark.ranks
+def test_data_that_differ_are_an_error_before_training() -> None:
+    for said in run_ranks(_rank_has_data, 2):
+        assert said.pop("no guard") == 2
+        assert said.pop("its own stream")
+        named = {
+            "a split": "order of the split dataset.indices",
+            "files": "dataset.files",
+            "hidden files": "item 0 of the dataset",
+            "values": "dataset.tensors",
+        }
+        assert all(f"Ranks 0 and 1 hold different data ({what})" in said.pop(name) for name, what in named.items())
+        assert said == {"other folders": "", "entropy": ""}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("order", ["torch", "computed"])
+def test_a_buffer_that_grows_is_read_anew_in_each_pass(order: str) -> None:
+    for *passes, text in run_ranks(_rank_has_a_buffer, 2, order, environ={"DDPSHIM_ORDER": order}):
+        assert passes == [[n // 4, list(range(n))] for n in (8, 12, 16)]
+        assert re.search("rank 0: .* over 20 samples.*rank 1: .* over 21 samples", text)

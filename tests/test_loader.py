@@ -527,15 +527,15 @@ def test_torchs_own_refusals_stay():
 def test_ranks_that_would_step_apart_all_hear_of_it():
     class Disagreeing(Side):
         def gather(self, value):
-            failure, facts, share = value
-            return [value, (failure, {**facts, **self.other}, share)]
+            failure, facts, *more = value
+            return [value, (failure, {**facts, **self.other}, *more)]
 
     world = Disagreeing(0, 2, 0, [])
     for other in ({"number of samples": 95}, {"seed": 3}, {"global batch": 16}):
         world.other = other
         with pytest.raises(DataError, match=f"Ranks disagree on the {next(iter(other))}: .* on rank 1"):
             make_loader(numbers(), 8, world=world)
-    world.gather = lambda value: [value, ("OSError: no such file", {}, None)]
+    world.gather = lambda value: [value, ("OSError: no such file", {}, None, {}, {})]
     with pytest.raises(DataError, match=r"Rank 1 could not make its loader \(OSError: no such file\)"):
         make_loader(numbers(), 8, world=world)
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ddpshim.data.alike import length, refuse_unlike
+from ddpshim.data.facts import facts_of, probe
 from ddpshim.data.sampler import (
     DrawnOrder,
     EpochCounter,
@@ -127,7 +128,7 @@ class Parts:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         from ddpshim.data.torchs_order import TorchsBatches
 
-        batches = TorchsBatches(plain, self.world, len(plain), EpochCounter())
+        batches = TorchsBatches(plain, self.world, EpochCounter())
         declared = getattr(plain.batch_sampler, "batch_size", None)
         per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
         shown: dict[str, Any] = {} if plain.batch_sampler is None else {"sampler": batches}
@@ -161,9 +162,9 @@ class Parts:
             self._refuse_shards(self.sampler)
             self._refuse_too_small(self.sampler, "sampler")
         elif self.shuffle:
-            order = ShuffledOrder(len(self.dataset), self.order_seed)
+            order = ShuffledOrder(self.dataset, self.order_seed)
         else:
-            order = SequentialOrder(len(self.dataset))
+            order = SequentialOrder(self.dataset)
         self._refuse_no_step(len(order), split)
         sharded = ShardedSampler(order, split)
         if self.batch_size is None:
@@ -301,22 +302,59 @@ def make_alike(parts: Parts) -> ShardedLoader:
         from ddpshim.data import advice
 
         share = advice.own_share(parts.options["num_workers"])
-    reports = parts.world.gather((said, facts, share))
+    is_compared = parts.world.world_size > 1 and parts.world.options.guard and not parts.already_sharded
+    held = facts_of(parts.dataset) if is_compared else {}
+    # With workers this process reads no item: a file that it opens would be shared with them.
+    items = probe(parts.dataset) if is_compared and not parts.options["num_workers"] and problem is None else {}
+    reports = parts.world.gather((said, facts, share, held, items))
     if problem is not None:
         raise problem
     assert loader is not None
-    for rank, (failure, _, _) in enumerate(reports):
+    for rank, (failure, *_) in enumerate(reports):
         if failure is not None:
             raise DataError(
                 f"Rank {rank} could not make its loader ({failure}); this rank would wait for it for ever. "
                 f"See the traceback of rank {rank}."
             )
     refuse_unlike(
-        [other for _, other, _ in reports], "Call make_loader with equal arguments and datasets on every rank."
+        [other for _, other, *_ in reports], "Call make_loader with equal arguments and datasets on every rank."
     )
-    shares = [share for _, _, share in reports if share is not None]
+    _refuse_other_data(parts, [report[3] for report in reports], [report[4] for report in reports])
+    shares = [report[2] for report in reports if report[2] is not None]
     if parts.world.is_main and shares:
         from ddpshim.data import advice
 
         advice.give(advice.on_workers(shares))
     return loader
+
+
+def _refuse_other_data(parts: Parts, held: list[dict[str, int]], items: list[dict[str, int]]) -> None:
+    """Raise DataError, on all ranks, where an index means another sample on one of them (collective)."""
+    odd = _first_unlike(held)
+    if odd is None and _first_unlike(items) is not None:
+        # An item may differ each time that it is read, by entropy of its own.
+        again = probe(parts.dataset)
+        are_steady = parts.world.gather([name for name, item in items[parts.world.rank].items() if again[name] == item])
+        odd = _first_unlike(
+            [
+                {name: item for name, item in own.items() if all(name in steady for steady in are_steady)}
+                for own in items
+            ]
+        )
+    if odd is not None:
+        name, rank = odd
+        raise DataError(
+            f"Ranks 0 and {rank} hold different data ({name}); an index means another sample on each, so that some are "
+            "trained on twice and others never. Seed the split, sort what os.listdir or glob returns, and load the "
+            "same files on every rank; give a rank's own share with already_sharded=True. DDPSHIM_GUARD=0 turns this "
+            "check off."
+        )
+
+
+def _first_unlike(of_ranks: list[dict[str, int]]) -> Optional[tuple[str, int]]:
+    """A name under which a rank has something else than rank 0, and that rank."""
+    for rank, facts in enumerate(of_ranks):
+        for name in of_ranks[0]:
+            if name in facts and facts[name] != of_ranks[0][name]:
+                return name, rank
+    return None

@@ -8,7 +8,7 @@ orders are computed there and only there: nothing is held of them, and nothing w
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union
@@ -113,36 +113,40 @@ class EpochCounter:
         return self.current
 
 
+def _number_of(samples: Union[Sized, int]) -> int:
+    return samples if isinstance(samples, int) else len(samples)
+
+
 @dataclass(eq=False)
 class SequentialOrder:
-    """0, 1, 2, ... in every epoch."""
+    """0, 1, 2, ... in every epoch: as many as there are samples by then, or a fixed number."""
 
-    num_samples: int
+    samples: Union[Sized, int]
 
     def __len__(self) -> int:
-        return self.num_samples
+        return _number_of(self.samples)
 
     def draw(self, epoch: int) -> Indices:
         """Return the order of `epoch`. Local."""
-        return range(self.num_samples)
+        return range(len(self))
 
 
 @dataclass(eq=False)
 class ShuffledOrder:
-    """A permutation for each (seed, epoch), the same on every machine and with every torch."""
+    """A permutation for each (seed, epoch), the same on every machine and with every torch, of samples as above."""
 
-    num_samples: int
+    samples: Union[Sized, int]
     seed: int
 
     def __len__(self) -> int:
-        return self.num_samples
+        return _number_of(self.samples)
 
     def draw(self, epoch: int) -> Indices:
         """Return the order of `epoch`. Local: every rank computes the same one."""
-        key = derive_seed(self.seed, "shuffle", epoch)
-        if self.num_samples <= _NUM_SORTED:
-            return Permutation(2**53, key)[: self.num_samples].argsort()
-        return Permutation(self.num_samples, key)
+        key, num_samples = derive_seed(self.seed, "shuffle", epoch), len(self)
+        if num_samples <= _NUM_SORTED:
+            return Permutation(2**53, key)[:num_samples].argsort()
+        return Permutation(num_samples, key)
 
 
 @dataclass(eq=False)
@@ -308,6 +312,10 @@ class ShardedSampler(_Epochs, Sampler[Any]):
     def num_steps(self) -> int:
         """Return the number of steps of a pass, equal on every rank."""
         return self.split.num_steps(len(self._order))
+
+    def num_samples(self) -> int:
+        """Return how many samples the order has."""
+        return len(self._order)
 
     def batches(self) -> Iterator[list[Any]]:
         """Give this rank's batches of the pass that was begun, from its first step on."""

@@ -132,7 +132,8 @@ class ShardedLoader(DataLoader[Any], Enterable):
             _dismiss_workers_with(os.getpid())
         fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
         own = PrivateRandom(derive_seed(self._seed, "here", *scope)) if fetches_here else None
-        first = shares.Position(self.number, epoch, start)
+        num_samples = source.num_samples() if hasattr(source, "num_samples") else None
+        first = shares.Position(self.number, epoch, start, num_samples)
         return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called)
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from ddpshim.data.alike import length
 from ddpshim.data.augmentation import Numbered
 from ddpshim.data.sampler import EpochCounter, layers
 from ddpshim.errors import DataError
@@ -42,18 +43,16 @@ class TorchsBatches(Sampler[Any]):
     Args:
         plain: the loader of one process, for the global batch.
         world: whose ranks share the batches.
-        length: the number of steps.
-
     Attributes:
         begun_with: the random streams that the order of the pass was drawn from, the samplers' own generators included.
         begins_with: those that the next one is to be drawn from, in place of the current ones.
     """
 
-    def __init__(self, plain: DataLoader[Any], world: World, length: int, epochs: EpochCounter) -> None:
+    def __init__(self, plain: DataLoader[Any], world: World, epochs: EpochCounter) -> None:
         self.epochs = epochs
         self.begun_with: Optional[dict[str, Any]] = None
         self.begins_with: Optional[dict[str, Any]] = None
-        self._plain, self._world, self._length = plain, world, length
+        self._plain, self._world = plain, world
         self._name = f"the order of loader {current().next_number('order')}"
         self._drawn: Optional[_Drawn] = None
         self._start: list[Any] = []  # of the order: what fills up a last batch that does not split
@@ -68,11 +67,15 @@ class TorchsBatches(Sampler[Any]):
         self.epochs.set(epoch)
 
     def num_steps(self) -> int:
-        """Return the number of steps of a pass, equal on every rank."""
-        return self._length
+        """Return the number of steps of a pass, equal on every rank: of the samples that the dataset has by now."""
+        return len(self._plain)
+
+    def num_samples(self) -> Optional[int]:
+        """Return how many samples the order has."""
+        return length(self._plain.sampler)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._plain)
 
     def begin(self, epoch: int, draws_seed: bool = True) -> None:
         """Begin a pass, for which torch's loader draws the seed of its workers if it `draws_seed`. Local."""
@@ -99,7 +102,7 @@ class TorchsBatches(Sampler[Any]):
         self._start = [index for batch in first if isinstance(batch, list) for index in batch[: here.world_size]]
         start = drawn.start_step
         # By these all that torch draws for the order is drawn, but for what it may draw at the end.
-        taken = [*islice(chain(first, batches), max(1, min(start + 1, self._length)))]
+        taken = [*islice(chain(first, batches), max(1, min(start + 1, len(self._plain))))]
         drawn.batches = chain(taken[start:], batches)
         if own is not None or begins_with is not None:
             restore_rank_states(own or now, here.device)

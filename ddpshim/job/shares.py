@@ -79,6 +79,7 @@ class Position(NamedTuple):
     loader: int  # by the order in which loaders were made
     epoch: int
     step: int
+    num_samples: Optional[int]  # in that pass, of all ranks
 
 
 class Sharing:

@@ -36,7 +36,7 @@ class Agreement:
         """Write into the last `NUM` of `entries` what this rank has to say. Local."""
         where = shares.positions()
         number = zlib.crc32(repr(([position for position, _ in where], num_steps, rates)).encode())
-        batches = (f"step {at.step} of epoch {at.epoch} of {called}" for at, called in where)
+        batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in where)
         self._sent_for = (
             f"{', '.join(batches) or 'no batch of make_loader'}, after {count(num_steps, 'optimizer step')}"
         )
@@ -78,3 +78,7 @@ class Agreement:
                 f"look at data on one rank give it a DataLoader of its own ({OPT_OUT})."
             )
         return asks > 0
+
+
+def _of_samples(at: shares.Position) -> str:
+    return "" if at.num_samples is None else f" over {at.num_samples} samples"
