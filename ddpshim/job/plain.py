@@ -118,7 +118,10 @@ def _take(value: Any, tensors: list[torch.Tensor], pickled: Optional[Callable[[A
     if kind in _AS_THEY_ARE or (kind is int and -_LONGEST_INT < value < _LONGEST_INT):
         return value
     if kind is list:
-        return [_take(item, tensors, pickled, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [
+            item if type(item) in _AS_THEY_ARE else _take(item, tensors, pickled, f"{where}[{i}]")
+            for i, item in enumerate(value)
+        ]
     if kind in _NAMES:
         name = _NAMES[kind]
         held = _KINDS[name][1](value)
@@ -149,7 +152,7 @@ def _put(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable
     if type(outline) in (*_AS_THEY_ARE, int):
         return outline
     if type(outline) is list:
-        return [_put(item, tensors, unpickled) for item in outline]
+        return [item if type(item) in _AS_THEY_ARE else _put(item, tensors, unpickled) for item in outline]
     ((name, held),) = outline.items()
     if name in _KINDS:
         return _KINDS[name][2](*(_put(item, tensors, unpickled) for item in held))

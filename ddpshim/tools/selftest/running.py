@@ -112,10 +112,10 @@ def run(
 
 def _completed(options: Plan, environ: Mapping[str, str]) -> Plan:
     """`options` with the node's rank and the master of a launcher, where they are not given."""
-    if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or options.timeout_s <= 0:
+    if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or not 0 < options.timeout_s < 1e7:
         raise LaunchError(
             f"nnodes={options.nnodes}, nproc={options.nproc}, timeout={options.timeout_s:g}: with none of one there is "
-            "nothing to test. Use 1 or more."
+            "nothing to test. Use 1 or more, and at most 1e7 seconds."
         )
     if options.nnodes == 1:
         return replace(options, node_rank=0, master_addr="127.0.0.1")
@@ -273,14 +273,14 @@ def _reach(address: str, port: int, own: int, timeout_s: float) -> None:
         try:
             with socket.create_connection((address, port), timeout=max(0.1, min(5.0, end - time.monotonic()))):
                 return
-        except OSError as error:
-            if isinstance(error, socket.gaierror):
+        except (OSError, UnicodeError) as error:  # the latter: of a name that no host may have
+            if isinstance(error, (socket.gaierror, UnicodeError)):
                 why = "the name is not known on this node. Give --master-addr an IP address of node 0"
             elif isinstance(error, ConnectionRefusedError):
                 why = "that machine answers, but nothing serves the port: node 0 has not started, or with another port"
             else:
                 why = f"nothing comes back from that address. {_UNREACHED}"
-            if isinstance(error, socket.gaierror) or time.monotonic() >= end:
+            if isinstance(error, (socket.gaierror, UnicodeError)) or time.monotonic() >= end:
                 raise LaunchError(
                     f"node {own} cannot reach node 0 at {address}:{port} ({error}), tried for {timeout_s:g} s; a job "
                     f"would wait for it until its timeout. {why[0].upper()}{why[1:]}."
