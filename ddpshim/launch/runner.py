@@ -69,6 +69,8 @@ def run(job: Launch) -> int:
     from torch.distributed import run as torchrun  # seconds, so after what can be found out without it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from ddpshim.job.listening import narrowed
+
     _check_gpus(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
@@ -84,7 +86,7 @@ def run(job: Launch) -> int:
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
         logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-        with _signals_passed_on(job.grace_s) as received, screen:
+        with _signals_passed_on(job.grace_s) as received, narrowed(is_one_node=(job.nnodes or 1) == 1), screen:
             try:
                 options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
                 # Not through its parser, which finds `--nproc` or `--log` of the program's own ambiguous.
