@@ -8,13 +8,14 @@ runs: patching needs no torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -29,7 +30,18 @@ if TYPE_CHECKING:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name."""
-    arguments = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):  # names of files may hold what the terminal's encoding lacks
+        with contextlib.suppress(AttributeError, OSError):  # of a test; or it cannot seek
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    parser = _parser()
+    for argument in argv:
+        try:
+            if b"\0" in os.fsencode(argument):
+                parser.error(f"{argument!r:.60} holds a NUL byte, which no argument of a program may")
+        except UnicodeEncodeError as error:
+            parser.error(f"{argument!r:.60} is no text ({error.reason})")
+    arguments = parser.parse_args(argv)
     if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse takes it so after a "--"
         arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
     try:
@@ -44,6 +56,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 1
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 1
+    except OSError as error:
+        say(f"{error}; the command was not carried out. Name files and folders that it can read and write.")
         return 1
     return code
 
@@ -111,14 +126,14 @@ def _env(arguments: argparse.Namespace) -> int:
 def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "start ranks and check that they reach each other and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
-    selftest.add_argument("--nproc", type=int, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
+    selftest.add_argument("--nproc", type=_positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
     selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
-    selftest.add_argument("--nnodes", type=int, default=1, metavar="N", help="run the same command on N nodes")
-    selftest.add_argument("--node-rank", type=int, metavar="R", help="of this node, from 0; else as srun says")
+    selftest.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="run the same command on N nodes")
+    selftest.add_argument("--node-rank", type=_natural, metavar="R", help="of this node, from 0; else as srun says")
     selftest.add_argument("--master-addr", metavar="A", help="an address of node 0; else as srun says")
-    selftest.add_argument("--master-port", type=int, metavar="P", help="on node 0 (default: any, on nodes 29500)")
+    selftest.add_argument("--master-port", type=_port, metavar="P", help="on node 0 (default: any, on nodes 29500)")
     selftest.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
+        "--timeout", type=_seconds, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
     )
     selftest.set_defaults(run=_selftest, needs_torch=True)
 
@@ -223,7 +238,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     job = replace(_launch(arguments), nproc=str(arguments.nproc))
     settings = Settings(arguments.steps, arguments.to_end, arguments.timeout)
     try:
-        with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             report, code = audit(job, settings, arguments.single_batch)
     except LaunchError as error:
         say(str(error))
@@ -260,12 +275,16 @@ def _prove(arguments: argparse.Namespace) -> int:
 
     job, alone = _launch(arguments), None
     if arguments.one:
-        is_module, program, *rest = [False, *shlex.split(arguments.one)]
-        if program == "-m":
-            is_module, program, *rest = [True, *rest]
+        try:
+            is_module, program, *rest = [False, *shlex.split(arguments.one)]
+            if program == "-m":
+                is_module, program, *rest = [True, *rest]
+        except ValueError as error:  # quotes that do not end, or no words
+            say(f"--one {arguments.one!r} is no command ({error}); nothing was compared. Give a program in one word.")
+            return 2
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
     try:
-        with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             proof = prove(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
     except LaunchError as error:
         say(str(error))
@@ -295,6 +314,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     run.add_argument(
         *("--nproc", "--nproc-per-node"),
+        type=_nproc,
         default="auto",
         metavar="N|gpu|cpu|auto",
         help="ranks on this node; auto: its GPUs, else cores",
@@ -302,7 +322,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("--nnodes", type=_positive, metavar="N", help="nodes of the job; start `run` on each of them")
     run.add_argument("--node-rank", type=_natural, metavar="N", help="which of them this is, from 0 up")
     run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
-    run.add_argument("--master-port", type=_positive, metavar="PORT", help="a free port there (29500)")
+    run.add_argument("--master-port", type=_port, metavar="PORT", help="a free port there (29500)")
     run.add_argument("--max-restarts", type=_natural, default=0, metavar="N", help="start all ranks again if one fails")
     logs = run.add_mutually_exclusive_group()
     logs.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
@@ -377,8 +397,8 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def _natural(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number from 0 up")
     return int(text)
 
 
@@ -386,6 +406,22 @@ def _positive(text: str) -> int:
     if _natural(text) == 0:
         raise argparse.ArgumentTypeError("0 is not a whole number from 1 up")
     return int(text)
+
+
+def _port(text: str) -> int:
+    if not 1 <= _natural(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; ports are 1 to 65535")
+    return int(text)
+
+
+def _nproc(text: str) -> str:
+    return text if text in ("auto", "gpu", "cpu", "xpu") else str(_positive(text))
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text):  # float() takes "nan", and digits of other scripts
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of seconds")
+    return float(text)
 
 
 def _several(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Union
 
 from ddpshim.errors import OptionsError
 from ddpshim.options import FILE, SECTION
+from ddpshim.reading import read_bytes
 
 
 def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
@@ -21,9 +22,9 @@ def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = read_bytes(path).decode()
         content = _load_yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets in brackets in ...
         raise OptionsError(
             f"{path} cannot be read ({type(error).__name__}: {error}); its options would be ignored. "
             f"Name a JSON or YAML file in {FILE}."

@@ -22,6 +22,8 @@ FILE = f"{PREFIX}CONFIG"
 # Variables of ours that are no options: who launched, what `run` tells its ranks, and what the tests read.
 _OTHER_VARIABLES = {FILE, *variables.ALL}
 
+_LONGEST_SHOWN = 200  # characters of a value that is not allowed
+
 # What the option `exact` allows of others.
 _EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
     "order": ("torch",),
@@ -51,9 +53,16 @@ def _flag() -> _Kind:
     return _Kind("true or false (yes/no, on/off, 1/0)", parse)
 
 
+def _ascii(text: str) -> str:
+    """Python also reads the digits of other scripts, and 1_0 as ten."""
+    if not text.isascii() or "_" in text:
+        raise ValueError
+    return text
+
+
 def _whole(least: int) -> _Kind:
     def parse(raw: Any) -> int:
-        value = int(raw) if isinstance(raw, str) else raw
+        value = int(_ascii(raw)) if isinstance(raw, str) else raw
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError
         return value
@@ -65,7 +74,7 @@ def _positive() -> _Kind:
     def parse(raw: Any) -> float:
         if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
             raise ValueError
-        value = float(raw)
+        value = float(_ascii(raw) if isinstance(raw, str) else raw)
         if not 0 < value < math.inf:
             raise ValueError
         return value
@@ -337,9 +346,9 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
             source, raw = found[f.name]
             try:
                 values[f.name] = f.metadata["kind"].parse(raw)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 source = f"argument {f.name}" if source == "argument" else source
-                problems.append(f"{source}: {raw!r}; allowed: {f.metadata['kind'].allowed}{_why_not(raw)}")
+                problems.append(f"{source}: {_short(raw)}; allowed: {f.metadata['kind'].allowed}{_why_not(raw)}")
     if values.get("lr_rule", "none") != "none" and not values.get("per_rank_batch", False):
         problems.append(
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch; the batch is that of one "
@@ -365,6 +374,11 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
             "`python -m ddpshim options` lists what there is."
         )
     return values
+
+
+def _short(raw: Any) -> str:
+    text = repr(raw)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _why_not(raw: Any) -> str:

@@ -909,7 +909,7 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
     # Only these modules, with package data beside them: nothing else is needed, torch least of all.
     package = tmp_path / "lib" / "ddpshim"
     package.mkdir(parents=True)
-    modules = ("__main__", "adapters", "errors", "variables", "job.launch_env", "job.say", "launch.slurm")
+    modules = ("__main__", "adapters", "errors", "reading", "variables", "job.launch_env", "job.say", "launch.slurm")
     modules += ("robomimic.adapter", "robomimic.known")
     for module in (*modules, *(f"trainers.patching.{name}" for name in PATCHING)):
         at = Path(*module.split(".")).with_suffix(".py")

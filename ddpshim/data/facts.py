@@ -33,20 +33,30 @@ def facts_of(dataset: Any) -> dict[str, int]:
     return found
 
 
-def probe(dataset: Any) -> dict[str, int]:
+def probe(dataset: Any, num_reads: int = 1) -> dict[str, int]:
     """A hash of its first item, one in the middle and the last, by name. Local; leaves random streams as they were.
 
     An item that cannot be read counts as its error: training will raise it.
+
+    Args:
+        num_reads: of each item, of which the last one counts. An item that changes from one to the next has entropy of
+            its own.
     """
     num = None if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else length(dataset)
     found: dict[str, int] = {}
     for index in dict.fromkeys((0, (num or 0) // 2, (num or 1) - 1)) if num else ():
-        with PrivateRandom(index).swapped_in(), _generators_kept(dataset):
-            try:
-                found[f"item {index} of the dataset"] = hash_of(dataset[index])
-            except Exception as error:
-                found[f"item {index} of the dataset"] = zlib.crc32(type(error).__name__.encode())
+        with _generators_kept(dataset):
+            for _ in range(num_reads):
+                with PrivateRandom(index).swapped_in():
+                    found[f"item {index} of the dataset"] = _hash_of_item(dataset, index)
     return found
+
+
+def _hash_of_item(dataset: Any, index: int) -> int:
+    try:
+        return hash_of(dataset[index])
+    except Exception as error:
+        return zlib.crc32(type(error).__name__.encode())
 
 
 def hash_of(value: Any) -> int:

@@ -35,7 +35,7 @@ def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.devic
     """Every rank tells its GPU through the store, so that all come to the same decision (collective)."""
     store.set(f"gpu/{rank}", messages.to_store(_gpu_identity(device)))
     keys = [f"gpu/{other}" for other in range(world_size)]
-    gpus = [messages.from_store(store.get(key), key, (str, type(None))) for key in keys]
+    gpus = [messages.from_store(store.get(key), key, lambda gpu: gpu is None or isinstance(gpu, str)) for key in keys]
     backend, reason = choose_backend(gpus)
     if reason is not None and rank == 0:
         say(f"{reason}: gloo instead of nccl")

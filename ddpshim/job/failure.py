@@ -18,7 +18,7 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Callable, NoReturn, Optional, TypeVar
+from typing import Any, Callable, NoReturn, Optional, TypeVar, Union
 
 from packaging.version import Version
 
@@ -77,10 +77,10 @@ def claim(store: Any, key: str, value: str) -> str:
     # torch before 2.4 makes compare_set's answer without Python's lock in its hand. One of a single character, as most
     # ranks are, ends Python 3.10 with a segmentation fault; with other threads about, no Python is safe.
     if Version(torch.__version__).release >= (2, 4):
-        return str(store.compare_set(key, "", value).decode())
+        return str(store.compare_set(key, "", value).decode(errors="replace"))
     if store.add(f"{key}/claims", 1) == 1:
         store.set(key, value)
-    return str(store.get(key).decode())  # waits for the first to have set it
+    return str(store.get(key).decode(errors="replace"))  # waits for the first to have set it
 
 
 def rank() -> int:
@@ -93,7 +93,7 @@ def rank() -> int:
 def first() -> Optional[int]:
     """The rank that failed first, if any has said so. Local; any thread may ask."""
     claimed = _ask_store(lambda store: store.get("first_failure") if is_there(store, "first_failure") else None)
-    return None if claimed is None else int(claimed)
+    return None if claimed is None else _rank_in(claimed)
 
 
 def told_to_end() -> None:
@@ -190,13 +190,19 @@ def _claim(error: BaseException) -> int:
     """The rank that failed first: this one, unless another has said so in the store."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
-    claimed = _ask_store(lambda store: claim(store, "first_failure", str(rank())))
-    if claimed is not None and int(claimed) == rank() and isinstance(error, SystemExit):
+    claimed = _ask_store(lambda store: _rank_in(claim(store, "first_failure", str(rank()))))
+    if claimed == rank() and isinstance(error, SystemExit):
         _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
     if claimed is not None:
-        return int(claimed)
+        return claimed
     # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.
     return 0 if current().watched is not None and lost_a_peer(error) else rank()
+
+
+def _rank_in(claimed: Union[str, bytes]) -> Optional[int]:
+    """The rank that wrote this; None where no rank did: any process that reaches the store can write to it."""
+    text = claimed if isinstance(claimed, str) else claimed.decode(errors="replace")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _silent_ranks(watched: Watched) -> list[int]:

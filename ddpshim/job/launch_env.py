@@ -183,7 +183,7 @@ def read_num_restarts(environ: Mapping[str, str]) -> int:
     2
     """
     counts = [environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    return max(int(count) if count.isdigit() else 0 for count in counts)
+    return max(int(count) if re.fullmatch("[0-9]{1,9}", count) else 0 for count in counts)
 
 
 def _read_explicit(environ: Mapping[str, str], given: Mapping[str, str]) -> LaunchEnv:

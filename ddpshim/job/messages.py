@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,13 +99,13 @@ def to_store(value: Any) -> str:
         ) from error
 
 
-def from_store(found: bytes, key: str, kinds: Any = object) -> Any:
+def from_store(found: bytes, key: str, is_expected: Callable[[Any], bool] = lambda value: True) -> Any:
     """The value that a rank has put under `key` of the job's store. Local. Raises WorldError for any other."""
     try:
         value = json.loads(found)
-        if isinstance(value, kinds):
+        if is_expected(value):
             return value
-        raise ValueError(type(value).__name__)
+        raise ValueError("another value than ranks write")
     except (ValueError, RecursionError) as error:
         raise WorldError(
             f"the job's store holds {found[:40]!r} under {key}, which no rank of this ddpshim wrote; ranks would go on "

@@ -31,14 +31,6 @@ class Broken(ValueError):
 # Each with what holds it: plain values, of which none is larger than what is held.
 _KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {
     "tuple": (tuple, list, lambda *items: tuple(items)),
-    "dict": (dict, lambda value: list(map(list, value.items())), lambda *items: dict(items)),
-    # That of a module's state has versions in an attribute.
-    "OrderedDict": (
-        OrderedDict,
-        lambda value: [vars(value), *map(list, value.items())],
-        lambda about, *items: _with_attributes(OrderedDict(items), about),
-    ),
-    "Counter": (Counter, lambda value: list(map(list, value.items())), lambda *items: Counter(dict(items))),
     "deque": (deque, lambda value: [value.maxlen, *value], lambda maxlen, *items: deque(items, maxlen)),
     "set": (set, list, lambda *items: set(items)),
     "frozenset": (frozenset, list, lambda *items: frozenset(items)),
@@ -51,6 +43,8 @@ _KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] =
     "dtype": (torch.dtype, lambda value: [str(value).rpartition(".")[2]], lambda name: _checked_dtype(name)),
 }
 _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items()}
+# An OrderedDict comes with its attributes: that of a module's state has versions there.
+_MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _LENGTH = 8  # bytes that say how long the JSON in a message is
 _AS_THEY_ARE = (type(None), bool, float, str)
 _LONGEST_INT = 1 << 4096  # longer ones JSON is slow to write, and Python refuses to read
@@ -118,15 +112,21 @@ def _take(value: Any, tensors: list[torch.Tensor], pickled: Optional[Callable[[A
     if kind in _AS_THEY_ARE or (kind is int and -_LONGEST_INT < value < _LONGEST_INT):
         return value
     if kind is list:
-        return [_take(item, tensors, pickled, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [
+            item if type(item) in _AS_THEY_ARE else _take(item, tensors, pickled, f"{where}[{i}]")
+            for i, item in enumerate(value)
+        ]
+    if kind in _MAPPINGS.values():
+        about = [_take(vars(value), tensors, pickled, where)] if kind is OrderedDict else []
+        pairs = [
+            [_take(key, tensors, pickled, f"a key of {where}"), _take(item, tensors, pickled, f"{where}[{key!r:.60}]")]
+            for key, item in value.items()
+        ]
+        return {kind.__name__: [*about, *pairs]}
     if kind in _NAMES:
         name = _NAMES[kind]
-        held = _KINDS[name][1](value)
-        if isinstance(value, dict):
-            places = [f"{where}[{item[0]!r:.60}]" if type(item) is list else where for item in held]
-        else:
-            places = [f"{where}[{i}]" for i in range(len(held))]
-        return {name: [_take(item, tensors, pickled, place) for item, place in zip(held, places)]}
+        held = enumerate(_KINDS[name][1](value))
+        return {name: [_take(item, tensors, pickled, f"{where}[{i}]") for i, item in held]}
     if kind in (torch.Tensor, torch.nn.Parameter):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -140,7 +140,7 @@ def _take(value: Any, tensors: list[torch.Tensor], pickled: Optional[Callable[[A
             tensors.append(_tensor_of(array.tobytes()))
             return {"numpy": [array.dtype.str, list(array.shape), len(tensors) - 1, kind is not numpy.ndarray]}
     if pickled is None:
-        raise NotPlain(f"{where.lstrip('.') or 'it'} is a {kind.__module__}.{kind.__qualname__}")
+        raise NotPlain(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}")
     tensors.append(_tensor_of(pickled(value)))
     return {"pickled": len(tensors) - 1}
 
@@ -149,8 +149,15 @@ def _put(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable
     if type(outline) in (*_AS_THEY_ARE, int):
         return outline
     if type(outline) is list:
-        return [_put(item, tensors, unpickled) for item in outline]
+        return [item if type(item) in _AS_THEY_ARE else _put(item, tensors, unpickled) for item in outline]
     ((name, held),) = outline.items()
+    if name in _MAPPINGS:
+        has_attributes = name == "OrderedDict"
+        pairs = held[has_attributes:]
+        made = _MAPPINGS[name]({_put(key, tensors, unpickled): _put(item, tensors, unpickled) for key, item in pairs})
+        if has_attributes:
+            vars(made).update(_put(held[0], tensors, unpickled))
+        return made
     if name in _KINDS:
         return _KINDS[name][2](*(_put(item, tensors, unpickled) for item in held))
     if name == "tensor":
@@ -172,11 +179,6 @@ def _put(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable
 
 def _tensor_of(content: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-
-
-def _with_attributes(made: Any, attributes: dict[str, Any]) -> Any:
-    vars(made).update(attributes)
-    return made
 
 
 def _checked_dtype(name: str) -> torch.dtype:

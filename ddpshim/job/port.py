@@ -13,7 +13,7 @@ from ddpshim.job.launch_env import LaunchEnv
 
 def _is_this_machine(host: str) -> bool:
     """Whether a socket can be bound to ``host``; not so for a name that does not resolve."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)

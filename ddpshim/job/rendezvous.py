@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch.distributed as dist
 
 from ddpshim.errors import LaunchError
-from ddpshim.job import failure
+from ddpshim.job import failure, listening
 from ddpshim.job.launch_env import LaunchEnv
 from ddpshim.job.say import ranks_called
 
@@ -55,7 +55,8 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
             else:
                 # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
                 # It does not wait for the others: `_call_the_roll` does, and can say who is missing.
-                store = dist.TCPStore(*where, env.world_size, serves, timeout, wait_for_workers=False)
+                store_class = listening.stores(is_one_node=env.local_world_size == env.world_size)
+                store = store_class(*where, env.world_size, serves, timeout, wait_for_workers=False)
         except RuntimeError as error:
             said = str(error).splitlines()[0][:160]
             raise LaunchError(
@@ -81,14 +82,16 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
     if env.rank > 0:
         store.set(f"ddpshim/hello/{env.rank}", mine)
         store.wait([f"ddpshim/answer/{mine}"], timeout)
-        prefix = store.get(f"ddpshim/answer/{mine}").decode()
+        prefix = store.get(f"ddpshim/answer/{mine}").decode(errors="replace")
         store.set(f"ddpshim/heard/{prefix}/{mine}", "")
         return dist.PrefixStore(prefix, store)
     for rank in range(1, env.world_size):
         is_heard = False
         while not is_heard:
             store.wait([f"ddpshim/hello/{rank}"], timedelta(seconds=max(0.1, end - time.monotonic())))
-            theirs = store.get(f"ddpshim/hello/{rank}").decode()  # perhaps of a rank that is dead, and will not hear
+            theirs = store.get(f"ddpshim/hello/{rank}").decode(
+                errors="replace"
+            )  # perhaps of a rank that is dead, and will not hear
             store.set(f"ddpshim/answer/{theirs}", mine)
             patience = 0.5 if time.monotonic() < end else 0.0
             with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
@@ -119,6 +122,6 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
             f"{env.world_size - len(missing)} of {env.world_size} ranks came within {timeout_s:g} s; {ranks}, and the "
             "others cannot train without. Look why they did not start, or give them longer (DDPSHIM_TIMEOUT_S)."
         ) from error
-    wrong = store.get("complete").decode()
+    wrong = store.get("complete").decode(errors="replace")
     if wrong:
         raise LaunchError(f"{wrong}. Start every rank with the same number of ranks.")

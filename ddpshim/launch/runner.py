@@ -69,6 +69,8 @@ def run(job: Launch) -> int:
     from torch.distributed import run as torchrun  # seconds, so after what can be found out without it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from ddpshim.job.listening import narrowed
+
     _check_gpus(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
@@ -84,7 +86,7 @@ def run(job: Launch) -> int:
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
         logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-        with _signals_passed_on(job.grace_s) as received, screen:
+        with _signals_passed_on(job.grace_s) as received, narrowed(is_one_node=(job.nnodes or 1) == 1), screen:
             try:
                 options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
                 # Not through its parser, which finds `--nproc` or `--log` of the program's own ambiguous.
@@ -165,8 +167,9 @@ def problems_of_program(job: Launch) -> Iterator[str]:
                 compile(file.read(), source, "exec", dont_inherit=True)
         except OSError as error:
             yield f"{source} cannot be read ({error}): every rank would fail at it. Make it readable."
-        except (SyntaxError, ValueError) as error:
-            yield f"{source} does not compile ({error}): every rank would fail at it. Correct it."
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            said = str(error) or type(error).__name__
+            yield f"{source} does not compile ({said}): every rank would fail at it. Correct it."
 
 
 def _module_file(name: str) -> Optional[str]:
@@ -216,7 +219,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
     if job.master_addr is not None:
         try:
             socket.getaddrinfo(job.master_addr, job.master_port)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: of a name that no host may have
             yield (
                 f"--master-addr={job.master_addr} does not resolve ({error}): this node would never reach node 0. "
                 "Give a name or an IP address that this node knows."
@@ -276,7 +279,7 @@ def _check_gpus(nproc: str) -> None:
         )
     if os.environ.get("DDPSHIM_EXACT"):  # its virtual ranks may share GPUs, on which they are to add in one order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    elif nproc.isdigit() and 0 < num_gpus < int(nproc):
+    elif nproc.isdecimal() and 0 < num_gpus < int(nproc):
         raise LaunchError(
             f"--nproc={nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, slower than "
             f"fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."

@@ -129,7 +129,7 @@ def _problems(settings: Settings) -> Iterator[str]:
             f"--time={settings.time!r} is no time limit: sbatch would refuse the script. "
             "Write minutes, H:MM:SS or D-HH:MM:SS, more than zero."
         )
-    if settings.signal_before.isdigit():
+    if re.fullmatch("[0-9]{1,6}", settings.signal_before):
         most = min(_NEVER_SENT_S, limit_s - 1 if limit_s else _NEVER_SENT_S)
         if int(settings.signal_before) > most:
             yield (
@@ -144,7 +144,7 @@ def _flag(name: str) -> str:
 
 def _seconds(text: str) -> Optional[int]:
     """The seconds of a limit in sbatch's notation; None where it is none."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text)
+    match = re.fullmatch(r"(?:([0-9]{1,6})-)?([0-9]{1,9}(?::[0-9]{1,9}){0,2})", text)
     if match is None:
         return None
     parts = [int(part) for part in match[2].split(":")]

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Optional, Union
 
 from ddpshim.job import events
 from ddpshim.job.say import say
+from ddpshim.observe import sound
+from ddpshim.reading import read_bytes
 
 FOLDER = "ddpshim"
-_NAME = re.compile(r"rank_(\d+)\.jsonl")
+_NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.jsonl")
 _START = '{"kind": "start"'
 
 Record = dict[str, Any]
@@ -81,11 +83,12 @@ def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
     """How often runs were started whose records are below `folder`. Local."""
     last = 0
     for path in files(folder).values():
-        with path.open(errors="replace") as file:
-            for line in file:
+        with contextlib.suppress(OSError):  # it is none of ours: what is appended to it meets that as well
+            for line in _lines(path):
                 if line.startswith(_START):
-                    with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
-                        last = max(last, int(json.loads(line)["start"]))
+                    with contextlib.suppress(ValueError, RecursionError):  # a torn line
+                        record = json.loads(line)
+                        last = max(last, record.get("start", 0) if sound.is_sound(record) else 0)
     return last
 
 
@@ -105,17 +108,20 @@ class Read(NamedTuple):
 def read(path: Path) -> Read:
     """The records in the file at `path`. Local. Raises OSError where it cannot be read."""
     found, num_torn = [], 0
-    with path.open(errors="replace") as file:
-        for line in filter(str.strip, file):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("kind"), str):
-                found.append(record)
-            else:
-                num_torn += 1
+    for line in filter(str.strip, _lines(path)):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if sound.is_sound(record):
+            found.append(record)
+        else:
+            num_torn += 1
     return Read(found, num_torn)
+
+
+def _lines(path: Path) -> list[str]:
+    return read_bytes(path).decode(errors="replace").split("\n")
 
 
 def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:

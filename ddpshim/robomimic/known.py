@@ -15,6 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from ddpshim.errors import PatchError
+from ddpshim.reading import read_bytes
+
 
 class Release(NamedTuple):
     """A release, or several with the same code."""
@@ -71,15 +74,27 @@ def digest(*functions: Any) -> str:
 
 def digest_of_methods(file: Path, kind: str, names: Iterable[str]) -> str:
     """The same of methods of the class `kind` in a file that is not imported; empty where one is missing. Local."""
-    source = file.read_text(encoding="utf-8")
+    tree, source = parsed(file)
     lines = source.splitlines(keepends=True)
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == kind]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
     methods = {node.name: node for of in classes for node in of.body if isinstance(node, ast.FunctionDef)}
     if not classes or not set(names) <= methods.keys():
         return ""
     found = [methods[name] for name in names]
     firsts = [min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in found]
     return _digest([lines[first - 1 :] for first in firsts])
+
+
+def parsed(file: Path) -> tuple[ast.Module, str]:
+    """The syntax tree and the text of a file. Local. Raises PatchError where Python cannot parse it."""
+    try:
+        source = read_bytes(file).decode()
+        return ast.parse(source), source
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise PatchError(
+            f"{file} cannot be parsed ({str(error) or type(error).__name__}); what it changed would not be known. Get "
+            "the release again."
+        ) from error
 
 
 def _digest(starts: Sequence[list[str]]) -> str:

@@ -68,7 +68,7 @@ def _data(package: Path) -> Iterator[tuple[bool, str]]:
 
 def _names_in(file: Path, kind: str, method: str) -> Optional[set[str]]:
     """The names that a method's code looks up; None without one."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in known.parsed(file)[0].body:
         if isinstance(node, ast.ClassDef) and node.name == kind:
             code = compile(ast.Module([node], []), str(file), "exec").co_consts
             bodies = [part for body in code if hasattr(body, "co_consts") for part in body.co_consts]
@@ -80,7 +80,7 @@ def _functions(package: Path) -> Iterator[tuple[bool, str]]:
     """The functions that stand-ins replace for an unedited trainer, and their parameters."""
     for module, targets in TARGETS.items():
         file = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
-        found = _parameters(ast.parse(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        found = _parameters(known.parsed(file)[0]) if file.is_file() else {}
         for target in targets:
             names = found.get(target.name)
             if names is None:

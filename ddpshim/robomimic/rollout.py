@@ -391,6 +391,6 @@ def _render_on(gpu: int) -> None:
     """Point EGL renderers at the GPU that torch numbers `gpu`; they count as if all were visible."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     number = visible[gpu].strip() if gpu < len(visible) and visible[0].strip() else str(gpu)
-    if number.isdigit():  # not a UUID, which EGL does not know
+    if number.isascii() and number.isdigit():  # not a UUID, which EGL does not know
         os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", number)
         os.environ.setdefault("EGL_DEVICE_ID", number)

@@ -124,7 +124,7 @@ class Run:
         """By number; what a later start has done again replaces what an earlier one did."""
         epochs: dict[int, Epoch] = {}
         for start, rank, record in self.events("epoch"):
-            if isinstance(record.get("epoch"), int):
+            if type(record.get("epoch")) is int:
                 epoch = epochs.setdefault(record["epoch"], Epoch(record["epoch"]))
                 rows = epoch.validation if record.get("phase") == "validation" else epoch.training
                 if any(row.start != start.number for row in rows.values()):
@@ -209,9 +209,6 @@ def load(folder: Union[str, os.PathLike[str]]) -> Run:
         num_torn += torn
         current: list[Record] = []  # of what comes before the first start nothing is kept
         for record in found:
-            if not isinstance(record.get("time"), (int, float)):
-                num_torn += 1
-                continue
             if record["kind"] == "start":
                 number = int(record.get("start", 1))
                 current = starts.setdefault(number, Start(number)).ranks.setdefault(rank, [])

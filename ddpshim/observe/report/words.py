@@ -8,6 +8,8 @@ from typing import Any, Optional
 
 from ddpshim.job import say
 
+_MOST_DEPTH = 5
+
 
 def span(shares: Collection[float]) -> str:
     low, high = percent(min(shares)), percent(max(shares))
@@ -47,7 +49,11 @@ def first_line(text: Any) -> str:
     return lines[0] if len(lines[0]) <= 300 else lines[0][:299] + "…"
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, depth: int = 0) -> str:
+    if depth > _MOST_DEPTH:
+        return "…"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {shown(item)}" for name, item in value.items())
+        return ", ".join(f"{name}: {shown(item, depth + 1)}" for name, item in value.items())
+    if isinstance(value, list):  # whose own text could be deeper than Python reaches
+        return f"[{', '.join(shown(item, depth + 1) for item in value)}]"
     return "none" if value is None else str(value)

@@ -40,9 +40,9 @@ def write(folder: Union[str, os.PathLike[str]], out: Optional[Path] = None, as_m
         from ddpshim.observe.report import page
 
         text = page.html(run)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="replace")  # half a character of JSON has no bytes
         os.replace(partial, out)
     except OSError as error:
         with contextlib.suppress(OSError):  # most often it is not there

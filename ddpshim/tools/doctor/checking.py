@@ -91,8 +91,17 @@ def check(
             c for c in chosen if OUR_EPOCH not in program.origins or not c.startswith(("DDP4", "DDP5", "DDP6"))
         ]
         for code, apply in RULES.items():
-            for hit in apply(case) if code in of_program and (program.is_distributed or CODES[code].in_single) else ():
-                edits, source = edits_for(code, hit, case), hit.unit.source
+            if code not in of_program or not (program.is_distributed or CODES[code].in_single):
+                continue
+            try:
+                hits = [(hit, edits_for(code, hit, case)) for hit in apply(case)]
+            except RecursionError:
+                message = f"{code} was not looked for: something in this program is nested too deeply."
+                finding = _finding("DDP001", program.entry.path, (1, 1, 1), message, program.is_distributed)
+                found.setdefault((finding.path, 1, 1, "DDP001"), (finding, None, []))
+                continue
+            for hit, edits in hits:
+                source = hit.unit.source
                 finding = _finding(code, source.path, _place(hit.node), hit.message, program.is_distributed, edits)
                 found.setdefault((finding.path, finding.line, finding.column, code), (finding, source, edits))
     kept: list[Finding] = []

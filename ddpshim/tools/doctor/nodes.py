@@ -26,8 +26,8 @@ def key_of(node: ast.AST) -> Optional[str]:
 
 def last_name(node: ast.AST) -> str:
     """The last identifier of a dotted name or of what is called: `b` of `a.b`, `a.b()` and `a["b"]`."""
-    if isinstance(node, ast.Call):
-        return last_name(node.func)
+    while isinstance(node, ast.Call):
+        node = node.func
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):

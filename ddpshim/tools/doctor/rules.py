@@ -80,5 +80,8 @@ def call_rule(
 
 def text_of(node: ast.AST, limit: int = 60) -> str:
     """The source of an expression in one short line."""
-    text = " ".join(ast.unparse(node).split())
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except RecursionError:
+        return "…"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import re
 import tokenize
@@ -18,6 +19,7 @@ from ddpshim.tools.doctor.nodes import CONDITIONALS, FUNCTIONS, Function, key_of
 Node = TypeVar("Node", bound=ast.AST)
 # Fields that are not walked: contexts carry nothing, and a class that is only an annotation is not used.
 _NOT_RUN = {"ctx", "annotation", "returns"}
+_MOST_NESTED = 500  # levels of an expression: rules follow each by a call
 _IGNORE = re.compile(r"#\s*ddpshim:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
 
 
@@ -201,19 +203,21 @@ class Source:
 
     def _walk(self, nodes: Sequence[ast.AST], parent: ast.AST, unit: Unit) -> None:
         parents, by_type = self.parents, unit.by_type
-        stack: list[tuple[ast.AST, ast.AST]] = [(node, parent) for node in nodes]
+        stack: list[tuple[ast.AST, ast.AST, int]] = [(node, parent, 0) for node in nodes]
         while stack:
-            node, above = stack.pop()
+            node, above, depth = stack.pop()
+            if depth > _MOST_NESTED:
+                raise Unreadable(getattr(node, "lineno", 1), "an expression is nested too deeply")
             parents[node] = above
             by_type[type(node)].append(node)
             for field, value in node.__dict__.items():
                 if isinstance(value, ast.AST):
                     if field not in _NOT_RUN:
-                        stack.append((value, node))
+                        stack.append((value, node, depth + 1))
                 elif isinstance(value, list):
                     for item in value:
                         if isinstance(item, ast.AST):
-                            stack.append((item, node))
+                            stack.append((item, node, depth + 1))
 
     def _read_imports(self) -> None:
         for unit in self.units:
@@ -236,11 +240,12 @@ class Source:
         if b"ddpshim:" not in self.content:
             return {}
         out = {}
-        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
-            match = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
-            if match is not None:
-                codes = (match.group(1) or "").split(",")
-                out[token.start[0]] = frozenset(code.strip() for code in codes if code.strip())
+        with contextlib.suppress(tokenize.TokenError, SyntaxError):  # it is stricter than the parser
+            for token in tokenize.tokenize(io.BytesIO(self.content).readline):
+                match = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
+                if match is not None:
+                    codes = (match.group(1) or "").split(",")
+                    out[token.start[0]] = frozenset(code.strip() for code in codes if code.strip())
         return out
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Callable, Optional, TypeVar, Union
 
+from ddpshim.reading import read_bytes
 from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, entered, key_of, last_name
 from ddpshim.tools.doctor.source import Source, Unit, Unreadable
 
@@ -87,6 +88,8 @@ class Tree:
                 self.sources.append(Source(path, content))
             except Unreadable as error:
                 self.unreadable.append((path, error))
+            except RecursionError:  # an `if` of a thousand branches, each of which is inside the one before
+                self.unreadable.append((path, Unreadable(1, "it is nested too deeply")))
         base = root if root.is_dir() else root.parent
         self._parts: dict[Source, tuple[str, ...]] = {}
         self._by_last: dict[str, list[Source]] = {}
@@ -111,7 +114,7 @@ class Tree:
         """The files with these endings; one below the root that cannot be opened is one of many, and noted."""
         for path in _files(self.root, set(exclude), endings):
             try:
-                yield path, path.read_bytes()
+                yield path, read_bytes(path)
             except OSError as error:
                 if path == self.root:
                     raise

@@ -112,10 +112,10 @@ def run(
 
 def _completed(options: Plan, environ: Mapping[str, str]) -> Plan:
     """`options` with the node's rank and the master of a launcher, where they are not given."""
-    if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or options.timeout_s <= 0:
+    if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or not 0 < options.timeout_s < 1e7:
         raise LaunchError(
             f"nnodes={options.nnodes}, nproc={options.nproc}, timeout={options.timeout_s:g}: with none of one there is "
-            "nothing to test. Use 1 or more."
+            "nothing to test. Use 1 or more, and at most 1e7 seconds."
         )
     if options.nnodes == 1:
         return replace(options, node_rank=0, master_addr="127.0.0.1")
@@ -165,7 +165,7 @@ class _Nodes:
         self._is_twin = False  # of a node that came before with the same number
 
     def _join(self, options: Plan) -> Any:
-        import torch.distributed as dist
+        from ddpshim.job.listening import stores
 
         address, port = self.master_addr, options.master_port or 0
         timeout = timedelta(seconds=self.timeout_s)
@@ -175,7 +175,8 @@ class _Nodes:
             place = {"rank": 0, "world_size": 2, "local_rank": 0, "local_world_size": 1}
             check_port(read_launch_env({}, **place, master_addr=address, master_port=port))
         try:
-            return dist.TCPStore(address, port, None, self.own == 0, timeout, wait_for_workers=False)
+            store_class = stores(is_one_node=options.nnodes == 1)
+            return store_class(address, port, None, self.own == 0, timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise LaunchError(
                 f"node {self.own} cannot {'join' if self.own else 'serve'} the store at {address}:{port} "
@@ -198,6 +199,8 @@ class _Nodes:
             return
         import torch
 
+        from ddpshim.job.messages import from_store
+
         versions = {"torch": str(torch.__version__), "ddpshim": __version__}
         own = {"host": socket.gethostname(), "nproc": options.nproc, "device": options.device, **versions}
         if self.store.add(f"selftest/claims/{self.own}", 1) > 1:
@@ -213,7 +216,8 @@ class _Nodes:
             for node in range(options.nnodes):
                 with contextlib.suppress(RuntimeError):  # a timeout: told below, with who else did not come
                     self.store.wait([f"selftest/node/{node}"], timedelta(seconds=max(0.1, end - time.monotonic())))
-                    said[node] = json.loads(self.store.get(f"selftest/node/{node}"))
+                    key = f"selftest/node/{node}"
+                    said[node] = from_store(self.store.get(key), key, _are_facts)
             self.store.set("selftest/roll", json.dumps(said))
         else:
             self.store.set_timeout(timedelta(seconds=self.timeout_s + _GRACE_S))
@@ -224,7 +228,13 @@ class _Nodes:
                     f"node {self.own} lost the store of node 0 at {self.master_addr}:{self.store.port}: its self-test "
                     "ended, and a job would end with it. Read what it says there."
                 ) from error
-            said = {int(node): facts for node, facts in json.loads(roll).items()}
+            nodes = {str(node): node for node in range(options.nnodes)}
+            every = from_store(
+                roll,
+                "selftest/roll",
+                lambda v: isinstance(v, dict) and v.keys() <= nodes.keys() and all(map(_are_facts, v.values())),
+            )
+            said = {nodes[node]: facts for node, facts in every.items()}
         self.came = said
         missing = [node for node in range(options.nnodes) if node not in said]
         if missing:
@@ -266,6 +276,14 @@ class _Nodes:
                 self.store.wait(keys, timedelta(seconds=_OTHER_NODES_S))
 
 
+_FACTS = {"host": str, "nproc": int, "device": str, "torch": str, "ddpshim": str}
+
+
+def _are_facts(found: Any) -> bool:
+    """Whether this is what a node tells of itself."""
+    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in _FACTS.items())
+
+
 def _reach(address: str, port: int, own: int, timeout_s: float) -> None:
     """Return when a connection to the first node succeeds; raises LaunchError that says why none did."""
     end = time.monotonic() + timeout_s
@@ -273,14 +291,14 @@ def _reach(address: str, port: int, own: int, timeout_s: float) -> None:
         try:
             with socket.create_connection((address, port), timeout=max(0.1, min(5.0, end - time.monotonic()))):
                 return
-        except OSError as error:
-            if isinstance(error, socket.gaierror):
+        except (OSError, UnicodeError) as error:  # the latter: of a name that no host may have
+            if isinstance(error, (socket.gaierror, UnicodeError)):
                 why = "the name is not known on this node. Give --master-addr an IP address of node 0"
             elif isinstance(error, ConnectionRefusedError):
                 why = "that machine answers, but nothing serves the port: node 0 has not started, or with another port"
             else:
                 why = f"nothing comes back from that address. {_UNREACHED}"
-            if isinstance(error, socket.gaierror) or time.monotonic() >= end:
+            if isinstance(error, (socket.gaierror, UnicodeError)) or time.monotonic() >= end:
                 raise LaunchError(
                     f"node {own} cannot reach node 0 at {address}:{port} ({error}), tried for {timeout_s:g} s; a job "
                     f"would wait for it until its timeout. {why[0].upper()}{why[1:]}."

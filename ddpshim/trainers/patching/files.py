@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim.errors import PatchError
+from ddpshim.reading import read_bytes
 from ddpshim.trainers.patching.patchset import Hashes, PatchSet, load_sets, read, sha256, transform
 from ddpshim.trainers.patching.replacing import drop_bytecode, locked, replace, stage, temporary
 
@@ -337,8 +338,8 @@ def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
 def _read_journal(directory: Path) -> Optional[dict[str, Any]]:
     """What the last apply noted. Information, not trust: a garbled journal is no reason to refuse."""
     try:
-        record = json.loads((directory / JOURNAL).read_bytes())
-    except (OSError, ValueError):
+        record = json.loads(read_bytes(directory / JOURNAL))
+    except (OSError, ValueError, RecursionError):
         return None
     entries = record.get("files") if isinstance(record, dict) else None
     sound = isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 
 from ddpshim import adapters
 from ddpshim.errors import PatchError
+from ddpshim.reading import read_bytes
 from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_moved, parse_diff
 
 
@@ -77,8 +78,14 @@ def build_manifest(
     """
     where = patch_dir / "manifest.json"
     if borrowed is None:
-        listed = json.loads(read(where)).get("patches", []) if where.is_file() else []
-        borrowed = [patch_dir / name for name in listed if "/" in name]
+        try:
+            listed = json.loads(read(where)).get("patches", []) if os.path.lexists(where) and not where.is_dir() else []
+            borrowed = [patch_dir / name for name in listed if "/" in name]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise PatchError(
+                f"{where} is no manifest ({error!r:.200}); what it borrows would be lost. Remove it, and name what the "
+                "set borrows with --borrow."
+            ) from error
     patches = _read_patches(patch_dir, [os.path.relpath(path, patch_dir).replace(os.sep, "/") for path in borrowed])
     if not patches:
         no_folder = "" if patch_dir.is_dir() else ", which is no folder"
@@ -136,8 +143,8 @@ def _load_set(folder: Path) -> PatchSet:
         listed, base = manifest["patches"], str(manifest["base"])
         files = {str(name): Hashes(h["original"], h["patched"]) for name, h in manifest["files"].items()}
         codebase, version = str(manifest["codebase"]), str(manifest["version"])
-    except (PatchError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PatchError(f"{where} is no manifest ({error!r}); the set cannot be trusted. {cure}") from error
+    except (PatchError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PatchError(f"{where} is no manifest ({error!r:.200}); the set cannot be trusted. {cure}") from error
     packages = {name.split("/")[0] for name in files}
     if (
         listed != list(patches)
@@ -171,7 +178,7 @@ def _targets(patches: Mapping[str, tuple[FileDiff, ...]]) -> list[str]:
 def read(path: Path) -> bytes:
     """The content of a file; raises PatchError if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise PatchError(
             f"Could not read {path}: {error}. Nothing can be decided without it. Check the path and the permissions."

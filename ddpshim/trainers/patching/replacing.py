@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpshim.errors import PatchError
+from ddpshim.reading import read_bytes
 
 LOCK = ".ddpshim-lock"
+_LONGEST_OWNER = 400  # characters: a number and a name
 _LOCK_TIMEOUT_S = 10.0
 
 
@@ -76,8 +78,8 @@ def locked(directory: Path) -> Iterator[None]:
             if _drop_stale_lock(path):
                 continue
             if time.monotonic() > deadline:
-                with contextlib.suppress(FileNotFoundError):
-                    owner = path.read_text().strip()
+                with contextlib.suppress(OSError):
+                    owner = read_bytes(path).decode(errors="replace").strip()
                 raise PatchError(
                     f"{path} is held by another ddpshim (pid and host: {owner or 'not written yet'}); two at "
                     "once could mix their writes, so this one changed nothing. Wait for it; if no such "
@@ -104,17 +106,18 @@ def _drop_stale_lock(path: Path) -> bool:
     import fcntl
 
     try:
-        with path.open() as stream:
+        # Without waiting for whoever might write to a pipe.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), errors="replace") as stream:
             # Of several that find it stale only one may remove it: the others would remove the winner's new
             # lock. They wait here, then see that the path is another file.
             fcntl.flock(stream, fcntl.LOCK_EX)
-            pid, _, host = stream.read().strip().partition(" ")
-            if not pid.isdigit() or host != platform.node() or _is_alive(int(pid)):
+            pid, _, host = stream.read(_LONGEST_OWNER).strip().partition(" ")
+            if not (pid.isascii() and pid.isdigit()) or host != platform.node() or _is_alive(int(pid)):
                 return False
             if os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
                 path.unlink()
     except FileNotFoundError:
-        return True
+        return not path.is_symlink()  # one to nowhere stays
     except OSError:
         # No flock on this file system, or not ours to read: whoever waits is told of it at the deadline.
         return False

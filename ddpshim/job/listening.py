@@ -1,0 +1,96 @@
+"""Has the job's store listen at the address under which ranks look for it, where torch's listens on all interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say
+
+_LOOPBACK = re.compile(r"localhost(\.localdomain)?", re.IGNORECASE)
+_INTERFACE = "lo"  # of Linux: the loopback
+_BACKLOG = 4096
+
+
+def stores(is_one_node: bool) -> type[dist.TCPStore]:
+    """torch's TCPStore, whose server listens no wider than it must; where that is everywhere, it says so.
+
+    Args:
+        is_one_node: whether all who look for it are on this machine. Others may know a name by another address.
+    """
+
+    class Store(dist.TCPStore):
+        def __init__(
+            self,
+            host_name: str,
+            port: int,
+            world_size: Optional[int] = None,
+            is_master: bool = False,
+            *more: Any,
+            **named: Any,
+        ) -> None:
+            listening = _listen(host_name, port, is_one_node) if is_master else None
+            if listening is not None:
+                port = listening.getsockname()[1]
+                named["master_listen_fd"] = listening.detach()  # the store closes it
+            super().__init__(host_name, port, world_size, is_master, *more, **named)
+            if is_master and listening is None:
+                say(
+                    f"the job's store listens on all interfaces of this machine, at port {self.port}: whoever reaches "
+                    "it can disturb the job. Close the port to others, or give node 0's IP address as MASTER_ADDR"
+                )
+
+    return Store
+
+
+@contextlib.contextmanager
+def narrowed(is_one_node: bool) -> Iterator[None]:
+    """Meanwhile the stores of torch's agent in this process are such stores. Local.
+
+    On one node the ranks' gloo groups listen at the loopback interface as well, unless GLOO_SOCKET_IFNAME says where.
+    """
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+
+    if is_one_node and _INTERFACE in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)
+    narrow = stores(is_one_node)
+    with contextlib.ExitStack() as undo:
+        for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
+            undo.enter_context(replaced(module, "TCPStore", narrow))
+        yield
+
+
+def addresses(host: str, is_one_node: bool) -> list[tuple[int, str]]:
+    """The families and addresses under which all will look for `host`; none where that is not known. Local."""
+    with contextlib.suppress(ValueError):
+        number = ipaddress.ip_address(host)
+        return [(socket.AF_INET if number.version == 4 else socket.AF_INET6, host)]
+    if not is_one_node and not _LOOPBACK.fullmatch(host):
+        return []
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    # torch's clients look for those of IPv6 first, and warn where nobody answers.
+    return sorted(((int(each[0]), str(each[4][0])) for each in found), key=lambda at: at[0] != socket.AF_INET6)
+
+
+def _listen(host: str, port: int, is_one_node: bool) -> Optional[socket.socket]:
+    """A socket that listens at such an address; None where this machine has none, or torch is to say what is wrong."""
+    for family, at in addresses(host, is_one_node):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
+            listening = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
+            listening.bind((at, port))
+            listening.listen(_BACKLOG)
+            undo.pop_all()
+            return listening
+    return None

@@ -1,0 +1,28 @@
+"""Reads files that somebody else may have put there: what is no regular file is an error, and never waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Union
+
+_WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def read_bytes(path: Union[str, os.PathLike[str]]) -> bytes:
+    """The content of the regular file at `path`, through links. Local.
+
+    Raises OSError where it cannot be read, or is a folder, a device, or a pipe, in which nobody may ever write.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _WITHOUT_WAITING)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, "it is no regular file", os.fspath(path))
+    with open(descriptor, "rb") as file:
+        return file.read()
