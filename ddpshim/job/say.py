@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Sequence
 
 
@@ -17,6 +18,20 @@ def say(text: str, *, directly: bool = False) -> None:
 def say_once(text: str) -> None:
     """`say`, the first time in this process. Local."""
     say(text)
+
+
+def described(error: BaseException) -> str:
+    """ "ValueError: too large (train.py, line 12, in step)": with the line that raised it; its source without a text.
+
+    Local. For other ranks, which do not have the traceback.
+    """
+    kind, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+    said = f"{kind}: {error}" if str(error) else kind
+    if not frames:
+        return said
+    last = frames[-1]
+    source = "" if str(error) or not last.line else f": {last.line}"
+    return f"{said} ({last.filename}, line {last.lineno}, in {last.name}{source})"
 
 
 def count(number: int, noun: str) -> str:

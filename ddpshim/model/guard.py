@@ -24,6 +24,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job import events
 from ddpshim.job.group import draws_alike, on_cleanup, world
 from ddpshim.job.job import current
+from ddpshim.model import backward
 
 _OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -101,6 +102,11 @@ def disown(parameters: Iterable[torch.Tensor]) -> None:
     watched.num_changes += 1
     for p in parameters:
         watched.owners.pop(id(p), None)
+
+
+def owner_of(parameter: torch.Tensor) -> Optional[Reduced]:
+    """The wrapper that reduces this parameter's gradient, if there is one. Local."""
+    return _watched().owners.get(id(parameter))
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
@@ -356,6 +362,12 @@ def _by_owner(
 
 def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
     step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
+    if backward.goes_on():
+        raise SyncError(
+            f"{step} inside a backward pass of {name} (an optimizer in backward, or a hook that steps): its gradients "
+            "are this rank's alone until the end of the pass, and ranks would train different models. Step after "
+            f"loss.backward(), by an optimizer of all parameters ({_OPT_OUT})."
+        )
     if wrapped.is_armed:
         raise SyncError(
             f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); its peers "

@@ -31,7 +31,7 @@ from ddpshim.job import events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import guard, seams
+from ddpshim.model import backward, guard, seams
 from ddpshim.model.transparent import Transparent
 
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
@@ -45,6 +45,10 @@ class Wrapped(weakref.WeakSet["DistributedModule"]):
         for wrapped in list(self):
             DistributedModule._detach(wrapped)
         self.clear()
+
+    def unfinished(self) -> Optional[str]:
+        """The network whose gradients are on their way in a backward pass that goes on, or was left."""
+        return next((type(w.module).__name__ for w in self if w.is_armed or w._is_completing), None)
 
 
 def is_first() -> bool:
@@ -177,6 +181,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"] = _Pass(self._arm)
+        mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
+        mine["_versions"] = []  # of the parameters, in the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
         mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, is_first(), is_guarded)
@@ -192,6 +198,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         guard.own(self, reduced)
         if is_first():
             on_cleanup(current().part(Wrapped).unwrap_all)
+            backward.watch(current().part(Wrapped).unfinished)
         current().part(Wrapped).add(self)
 
     def _begin(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
@@ -223,7 +230,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
             ddp_options.get("bucket_cap_mb"),
             ddp_options["gradient_as_bucket_view"],
         )
-        seams.watch_backward()
         if is_first() and dist.get_rank() == 0:
             missing = ", ".join(seams.lacking())
             say(
@@ -288,14 +294,17 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self.check_equality()
         if not self.num_reductions:
             noise.begin_training(type(self.module).__name__)
+            if self._equality.is_on:
+                self.__dict__["_versions"] = [p._version for p in self._reduced]
         self._reducer.prepare_for_backward([])
-        seams.at_end_of_backward(self._finish)
+        backward.at_end(self._finish)
         return True
 
     def _finish(self) -> None:
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
+        mine["_is_completing"] = True
         if profiled is not None:
             profiled.begin("communication")
         reduced, missed = self._reduced, []
@@ -304,6 +313,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
             missed = [i for i, p in enumerate(reduced) if id(p) not in seen]
         if self._strict or self._same_every_time:
             self._refuse_missed(missed)
+        if self._versions:
+            self._refuse_changed()
         self._tell_unused([i for i in missed if reduced[i].grad is None])
         for index in missed:
             self._reducer._autograd_hook(len(reduced) - 1 - index)
@@ -315,9 +326,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._buffers_to_send is not None:
             self._buffers_to_send.start()  # on every rank after its last bucket
         # After the reducer's own last callback, which is queued by now.
-        seams.at_end_of_backward(self._complete)
+        backward.at_end(self._complete)
         if profiled is not None:
-            seams.at_end_of_backward(profiled.end)
+            backward.at_end(profiled.end)
 
     def _tell_unused(self, unused: list[int]) -> None:
         """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
@@ -344,6 +355,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self._buffers_to_send.finish()
         if self._equality.is_due(self.num_reductions):
             self._equality.start(self.num_reductions)
+        self.__dict__["_is_completing"] = False
 
     def _refuse_stale(self, error: RuntimeError) -> None:
         pairs = zip(self._reduced, self._accumulators)
@@ -369,6 +381,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
             raise SyncError(
                 f"static_graph=True, but {odd[:5]} changed between used and unused; torch would train "
                 "unsynchronised from here on. Drop static_graph."
+            )
+
+    def _refuse_changed(self) -> None:
+        before, self.__dict__["_versions"] = self._versions, []
+        changed = [p for p, version in zip(self._reduced, before) if p._version != version]
+        if changed:
+            raise SyncError(
+                f"parameter '{self._names[id(changed[0])]}' of {type(self.module).__name__} was changed inside a "
+                "backward pass (a hook that steps?), when gradients are this rank's alone; ranks would train different "
+                "models. Change weights after loss.backward() (DDPSHIM_GUARD=0 turns this check off)."
             )
 
     def check_equality(self) -> None:
