@@ -21,17 +21,22 @@ def say_once(text: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """ "ValueError: too large (train.py, line 12, in step)": with the line that raised it; its source without a text.
+    """ "ValueError: too large (train.py, line 12, in step)": an error, and where it was raised. Local.
 
-    Local. For other ranks, which do not have the traceback.
+    For other ranks, which do not have the traceback.
     """
-    kind, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
-    said = f"{kind}: {error}" if str(error) else kind
+    kind, where = type(error).__name__, place(error)
+    return (f"{kind}: {error}" if str(error) else kind) + (f" ({where})" if where else "")
+
+
+def place(error: BaseException) -> str:
+    """ "train.py, line 12, in step": where `error` was raised, with the source where it has no text. Local."""
+    frames = traceback.extract_tb(error.__traceback__)
     if not frames:
-        return said
+        return ""
     last = frames[-1]
     source = "" if str(error) or not last.line else f": {last.line}"
-    return f"{said} ({last.filename}, line {last.lineno}, in {last.name}{source})"
+    return f"{last.filename}, line {last.lineno}, in {last.name}{source}"
 
 
 def count(number: int, noun: str) -> str:

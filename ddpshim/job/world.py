@@ -16,6 +16,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job import events, failure
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
+from ddpshim.job.say import described
 from ddpshim.job.turns import Playing, in_order_of_numbers
 from ddpshim.options import Options
 
@@ -244,7 +245,7 @@ class World:
                 pickle.dumps(result)
             except BaseException as raised:
                 error = raised
-        message = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        message = self.broadcast(None if error is None else described(error))
         if error is not None:
             raise error
         if message is not None:
