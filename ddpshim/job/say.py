@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from ddpshim.errors import DdpShimError
+
 
 def say(text: str, *, directly: bool = False) -> None:
     """Print "ddpshim: `text`" on stderr; `directly`: on the process's own, past what replaced it. Local."""
@@ -23,9 +25,9 @@ def say_once(text: str) -> None:
 def described(error: BaseException) -> str:
     """ "ValueError: too large (train.py, line 12, in step)": an error, and where it was raised. Local.
 
-    For other ranks, which do not have the traceback.
+    For other ranks, which do not have the traceback. An error of ddpshim's says enough by its text.
     """
-    kind, where = type(error).__name__, place(error)
+    kind, where = type(error).__name__, "" if isinstance(error, DdpShimError) else place(error)
     return (f"{kind}: {error}" if str(error) else kind) + (f" ({where})" if where else "")
 
 
