@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Callable, NamedTuple, Optional
@@ -23,6 +24,12 @@ FILE = f"{PREFIX}CONFIG"
 _OTHER_VARIABLES = {FILE, *variables.ALL}
 
 _LONGEST_SHOWN = 200  # characters of a value that is not allowed
+# What module files call the place of a package, and which one it is.
+_OF_MODULE_FILES = (
+    *("ROOT", "HOME", "DIR", "BASE", "PREFIX", "PATH", "VERSION", "BIN"),
+    *("LIB", "LIBDIR", "INC", "INCLUDE", "SHARE", "MAN", "DOC", "SRC"),
+)
+_OF_NO_OPTION = ("EVERY", "RANK")  # words of options that do not tell which
 
 # What the option `exact` allows of others.
 _EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
@@ -273,7 +280,8 @@ class Options:
 
         Raises:
             OptionsError: keys, variables or arguments that are no options (the nearest name is suggested) and values
-                that are not allowed, all in one message.
+                that are not allowed, all in one message. A variable that is like no option is only warned of, as it may
+                be somebody else's, and DDPSHIM_MODULE_* is not looked at.
         """
         environ = os.environ if environ is None else environ
         problems: list[str] = []
@@ -292,14 +300,13 @@ class Options:
                 problems.append(str(error))
         for source, section in sources:
             _take(section, source, found, problems)
-        variables = {key: text for key, text in environ.items() if key.startswith(PREFIX) and text.strip()}
-        for key, text in variables.items():
-            if key not in _OTHER_VARIABLES:
-                known = [PREFIX + name.upper() for name in names()] + sorted(_OTHER_VARIABLES)
-                if key in known:
-                    found[key[len(PREFIX) :].lower()] = (f"variable {key}", text)
+        for key, text in environ.items():
+            if key.startswith(PREFIX) and text.strip() and key not in _OTHER_VARIABLES:
+                name = key[len(PREFIX) :].lower()
+                if name in names():
+                    found[name] = (f"variable {key}", text)
                 else:
-                    problems.append(f"variable {key}: no such option{_nearest(key, known)}")
+                    problems.extend(_unknown(key))
         _take({k: v for k, v in arguments.items() if v is not None}, "argument", found, problems)
         return cls(**_parse(found, problems))
 
@@ -331,6 +338,31 @@ def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, A
             found[key] = (f"{source}, {key}" if source != "argument" else source, value)
         else:
             problems.append(f"{source}: no option {key!r}{_nearest(str(key), names())}")
+
+
+def _unknown(variable: str) -> Iterator[str]:
+    """What is wrong with a variable that is no option; nothing where it is like none, of which a warning says so."""
+    own = variable[len(PREFIX) :]
+    if own in _OF_MODULE_FILES or variable.startswith(variables.MODULE_PREFIX):
+        return
+    known = [name.upper() for name in names()] + [name[len(PREFIX) :] for name in (FILE, *variables.OF_USERS)]
+    # Without what all have in common, or anything would be near.
+    near = difflib.get_close_matches(own, known, n=1, cutoff=0.7)
+    near = near or difflib.get_close_matches(own, [name for name in known if _share_a_word(own, name)], n=1, cutoff=0)
+    if near:
+        yield f"variable {variable}: no such option; did you mean {PREFIX}{near[0]}?"
+    else:
+        warnings.warn(
+            f"{variable} is no option, nor like one: it is not looked at. `python -m ddpshim options` lists what there "
+            f"is; a variable of your site's own may be called {variables.MODULE_PREFIX}{own}.",
+            stacklevel=3,
+        )
+
+
+def _share_a_word(name: str, other: str) -> bool:
+    """Whether a word of one is, or begins, a word of the other: LOG_DIR and LOGS."""
+    pairs = ((a, b) for a in name.split("_") for b in other.split("_") if min(len(a), len(b)) > 2)
+    return any((a.startswith(b) or b.startswith(a)) and a not in _OF_NO_OPTION for a, b in pairs)
 
 
 def _nearest(name: str, known: list[str]) -> str:

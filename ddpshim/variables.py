@@ -9,5 +9,8 @@ CONVERT = "DDPSHIM_CONVERT"  # what `run --convert` said; not set without it
 AUDIT = "DDPSHIM_AUDIT"  # where the ranks of an audit write; not set without one
 PROVE = "DDPSHIM_PROVE"  # where the ranks of a proof write; not set without one
 UPSTREAM = "DDPSHIM_UPSTREAM"  # source trees for the tests
+# A module file's or a site's own, as DDPSHIM_MODULE_ROOT: never looked at.
+MODULE_PREFIX = "DDPSHIM_MODULE_"
 FAULT = "DDPSHIM_FAULT"  # of the tests: what is to go wrong
+OF_USERS = (LAUNCHER, HOOKS)  # the others are messages, or of the tests
 ALL = (LAUNCHER, HOOKS, RANK_LOGS, RUN_DIR, CONVERT, AUDIT, PROVE, UPSTREAM, FAULT)

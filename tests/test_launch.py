@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import time
 import zlib
 
 import pytest
 
 from ddpshim.errors import LaunchError
+from ddpshim.job import rendezvous
 from ddpshim.job.launch_env import LaunchEnv, read_launch_env
-from ddpshim.job.port import check_port
+from ddpshim.job.port import check_name, check_port
 from ddpshim.job.schedulers import expand_nodelist
 from tests.ranks import free_port
 
@@ -544,6 +546,36 @@ def test_check_port_taken(taken, addr):
 )
 def test_check_port_not_ours(taken, change):
     check_port(dataclasses.replace(taken, **change))
+
+
+@pytest.mark.parametrize(
+    ("errors", "num_asked", "said"),
+    [
+        ([], 1, None),
+        ([socket.gaierror(socket.EAI_NONAME, "not known")], 1, "not known"),
+        ([socket.gaierror(socket.EAI_AGAIN, "later")], 2, None),  # a name server that was busy
+        ([socket.gaierror(socket.EAI_AGAIN, "later")] * 9, 2, "later"),
+        ([UnicodeError("label too long")], 1, "label too long"),
+    ],
+)
+def test_a_name_that_does_not_resolve_is_said_at_once(errors, num_asked, said, monkeypatch):
+    asked, left = [], list(errors)
+
+    def resolve(host, *args, **options):
+        asked.append(host)
+        if left:
+            raise left.pop(0)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "monotonic", lambda: 2.6 * len(asked))
+    env = read({**HAND_SPAWNED, "MASTER_ADDR": "gpu1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    if said is None:
+        check_name(env)
+    else:
+        with pytest.raises(LaunchError, match=rf"MASTER_ADDR='gpu1' does not resolve .*{said}\): rank 1 would never"):
+            rendezvous.meet(env, "job", 1800)
+    assert asked == ["gpu1"] * num_asked
 
 
 def test_check_port_free(taken):

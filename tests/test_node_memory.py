@@ -135,7 +135,7 @@ def test_a_part_that_fails_is_an_error_on_all_ranks() -> None:
     first, second = run_ranks(_fail_to_fill, 2)
     assert second == "KeyError: 'demo_7'"
     assert first.startswith(
-        "WorldError: the arrays that a node shares could not be made on rank 1 (KeyError: 'demo_7')"
+        "WorldError: the arrays that a node shares could not be made on rank 1 (KeyError: 'demo_7' ("
     )
 
 

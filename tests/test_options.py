@@ -164,6 +164,31 @@ def test_variables_that_are_no_options_are_left_alone(variable: str) -> None:
     assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
 
 
+@pytest.mark.parametrize("variable", ["ROOT", "HOME", "VERSION", "LIB", "MODULE_TIMEOUT_S", "MODULE_GUARD"])
+def test_variables_of_module_files_are_not_looked_at(variable: str) -> None:
+    assert Options.read({}, {f"DDPSHIM_{variable}": "/apps/ddpshim"}) == Options()
+
+
+@pytest.mark.parametrize("variable", ["QUEUE", "CLUSTER_NAME", "FOO", "INSTALL_DIR"])
+def test_a_variable_like_no_option_is_warned_of(variable: str) -> None:
+    with pytest.warns(UserWarning, match=f"^DDPSHIM_{variable} is no option.* be called DDPSHIM_MODULE_{variable}"):
+        assert Options.read({}, {f"DDPSHIM_{variable}": "x"}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        *(("TIMEOUT", "TIMEOUT_S"), ("TIMEOUT_SECONDS", "TIMEOUT_S"), ("BATCH_PER_RANK", "PER_RANK_BATCH")),
+        *(("LOG_DIR", "LOGS"), ("CONFIG_PATH", "CONFIG"), ("LAUCHER", "LAUNCHER"), ("NUM_CHECKPOINTS", "KEEP_CHECK")),
+    ],
+)
+def test_a_variable_like_an_option_is_an_error_that_names_it(variable: str, meant: str) -> None:
+    with pytest.raises(
+        OptionsError, match=f"variable DDPSHIM_{variable}: no such option; did you mean DDPSHIM_{meant}"
+    ):
+        Options.read({}, {f"DDPSHIM_{variable}": "1"})
+
+
 def test_a_variable_that_is_empty_is_not_set() -> None:
     assert Options.read({}, {"DDPSHIM_TIMEOUT_S": "", "DDPSHIM_CONFIG": "", "DDPSHIM_NONSENSE": " "}) == Options()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -21,7 +23,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.group import ENDS_THREADS
-from ddpshim.model import guard
+from ddpshim.job.job import current
+from ddpshim.model import backward, guard
 from ddpshim.model.parallel import BareModule, DataParallelModule, best_bucket_cap_mb
 from ddpshim.model.reducer import _Pass
 from ddpshim.model.transparent import portable_keys
@@ -1231,7 +1234,248 @@ def test_another_wrapper_is_refused() -> None:
         def __init__(self) -> None:
             nn.Module.__init__(self)
 
-    with pytest.raises(SyncError, match="reduced twice"):
+    with pytest.raises(SyncError, match="Pretend is distributed already, by torch's DistributedDataParallel"):
         ddpshim.wrap_parallel(Pretend())
+    with pytest.raises(SyncError, match="wrap_parallel got a dict, and only an nn"):
+        ddpshim.wrap_parallel({"policy": nn.Linear(2, 2)})
     inner = nn.Linear(2, 2)
     assert ddpshim.wrap_parallel(DataParallel(inner)).module is inner
+
+
+# What ranks cannot train together: each is refused at once, with what to do.
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(2, 2)
+
+
+def _in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 2)
+
+
+def _with_a_buffer_on_meta() -> nn.Module:
+    net = nn.Linear(2, 2)
+    net.register_buffer("mask", torch.zeros(2, device="meta"))
+    return net
+
+
+def _replicated() -> nn.Module:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(nn.Linear(2, 2))  # type: ignore[no-any-return]
+
+
+def _fully_sharded() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(net[0], mesh=init_device_mesh("cpu", (2,)))
+    return net
+
+
+def _split_into_dtensors() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    return distribute_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), "'1.weight' of Sequential has no shape yet .*one batch"),
+    (lambda: nn.LazyBatchNorm1d(affine=False), "'running_mean' of LazyBatchNorm1d has no shape yet"),
+    (_on_meta, r"'weight' of Linear is on the meta device and has no values.*to_empty"),
+    (_with_a_buffer_on_meta, "'mask' of Linear is on the meta device"),
+    (_in_inference_mode, r"'weight' of Linear was made under torch.inference_mode\(\).*outside"),
+    (lambda: torch.jit.script(nn.Linear(2, 2)), "RecursiveScriptModule is scripted or traced.*Wrap the module as it"),
+    (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "TopLevelTracedModule is scripted or traced"),
+    (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' of Sequential is scripted or traced"),
+    (
+        lambda: nn.ModuleDict({"a": DistributedDataParallel(nn.Linear(2, 2))}),
+        "'a' of ModuleDict is distributed already",
+    ),
+    (lambda: DistributedDataParallel(nn.Linear(2, 2)), "is distributed already, by torch's DistributedDataParallel"),
+    (_replicated, "DDPLinear is distributed already, by torch's DDP.*bare module"),
+    (_fully_sharded, "'0' of Sequential is distributed already, by torch's (FSDPModule|FSDP)"),
+    (_split_into_dtensors, "'weight' of Linear is a DTensor"),
+    (lambda: [nn.Linear(2, 2)], "wrap_parallel got a list"),
+]
+
+
+def _rank_is_refused() -> list[str]:
+    said = []
+    warnings.simplefilter("ignore")  # torch's: jit, fully_shard
+    for make, _ in REFUSED:
+        try:
+            net = make()
+        except (ImportError, AttributeError):
+            said.append("torch lacks it")
+            continue
+        try:
+            ddpshim.wrap_parallel(net)
+        except SyncError as error:
+            said.append(str(error))
+    with torch.inference_mode(), pytest.raises(SyncError, match="wrap_parallel under torch"):
+        ddpshim.wrap_parallel(nn.Linear(2, 2))
+    return said
+
+
+def test_what_ranks_cannot_share_is_refused_with_its_cure() -> None:
+    for said in run_ranks(_rank_is_refused, 2):
+        assert len(said) == len(REFUSED)
+        for (_, text), told in zip(REFUSED, said):
+            assert told == "torch lacks it" or re.search(text, told), told
+
+
+class _Checkpointed(nn.Module):
+    """One layer in two reentrant checkpoints, or in one and outside of it."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.shared, self.head, self.times = nn.Linear(4, 4), nn.Linear(4, 1), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = checkpoint(self.shared, x.requires_grad_(), use_reentrant=True)
+        x = checkpoint(self.shared, x, use_reentrant=True) if self.times == 2 else self.shared(x)
+        return self.head(x)
+
+
+def _raise_once(net: nn.Module) -> None:
+    raised = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        if not raised:
+            raised.append(1)
+            assert gradient.sum() > 1e6
+
+    net[0].weight.register_hook(hook)
+
+
+def _retry(net: nn.Module, how: str) -> None:
+    x = torch.ones(3, 4)
+    if how == "out of memory":
+        _raise_once(net)
+    with contextlib.suppress(AssertionError):
+        (net(x) if how == "out of memory" else net[0](x)).sum().backward()
+    net.zero_grad()
+    net(x).sum().backward()
+
+
+def _step_in_hooks(net: nn.Module, how: str) -> None:
+    if how == "torch's":
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    for p in net.parameters() if how != "torch's" else ():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step() if how == "of optimizers" else p.detach().sub_(p.grad)
+
+        p.register_post_accumulate_grad_hook(step)
+    net(torch.ones(3, 4)).sum().backward()
+
+
+def _without_graph(net: nn.Module, how: str) -> None:
+    with torch.inference_mode() if how == "inference" else torch.no_grad():
+        out = net(torch.ones(3, 4))
+    (out - 1).sum().backward()
+
+
+def _compiled_autograd(net: nn.Module, _: str) -> None:
+    from torch._dynamo import compiled_autograd
+
+    enable = getattr(compiled_autograd, "_enable", None) or compiled_autograd.enable
+    with enable(torch.compile(backend="eager")):
+        net(torch.ones(3, 4)).sum().backward()
+
+
+NOT_REDUCED: list[tuple[Callable[..., None], str, str]] = [
+    (_without_graph, "inference", r"backward\(\) of a loss that no network's .* inference_mode is for evaluation"),
+    (_without_graph, "no_grad", r"under torch.inference_mode\(\) or torch.no_grad\(\)"),
+    (
+        _retry,
+        "out of memory",
+        r"that of \w+ was left by AssertionError \(.*test_parallel.py, line \d+, in hook: assert",
+    ),
+    (_step_in_hooks, "torch's", r"SGD.step\(\) inside a backward pass of Sequential.*Step after loss.backward"),
+    (_step_in_hooks, "of optimizers", r"SGD.step\(\) inside a backward pass of Sequential"),
+    (_step_in_hooks, "by hand", r"parameter '\d.\w+' of Sequential was changed inside a backward pass"),
+    (_compiled_autograd, "", "a backward pass under compiled autograd.*compiled_autograd off"),
+]
+
+
+def _rank_cannot_reduce() -> list[str]:
+    said = []
+
+    def note(make: Callable[[], nn.Module], act: Callable[[nn.Module], None]) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            net = make()
+        ddpshim.wrap_parallel(net)
+        try:
+            act(net)
+        except SyncError as error:
+            said.append(str(error))
+        seen = current().part(backward.Passes)  # the program would end by now
+        seen.left, seen.has_refused = None, False
+
+    for times in (1, 2):
+        note(partial(_Checkpointed, times), lambda net: net(torch.ones(3, 4)).sum().backward())
+    for act, how, _ in NOT_REDUCED:
+        note(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), lambda net, a=act, h=how: a(net, h))
+    return said
+
+
+def test_a_backward_pass_that_cannot_be_reduced_says_what_to_do() -> None:
+    twice = "got a second gradient in one backward pass.*use_reentrant=False"
+    for said in run_ranks(_rank_cannot_reduce, 2):
+        assert len(said) == 2 + len(NOT_REDUCED)
+        for text, told in zip([twice, twice, *(text for _, _, text in NOT_REDUCED)], said):
+            assert re.search(text, told), told
+
+
+@pytest.mark.unit
+def test_a_program_that_catches_the_refusal_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[BaseException] = []
+    monkeypatch.setattr(backward, "abort", ended.append)
+    passes = backward.Passes()
+    passes.left = "that of Net was left by MemoryError"
+    for _ in range(2):
+        with pytest.raises(SyncError, match="never finished: that of Net was left by MemoryError"):
+            backward._check(passes)
+    assert [type(error) for error in ended] == [SyncError]
+
+
+def _train_by_line_search(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ((net(x) - y) ** 2).mean()
+        loss.backward()
+        return loss
+
+    return [float(optimizer.step(closure).detach()) for _ in range(3)]
+
+
+def _rank_trains_by_line_search() -> tuple[list[float], dict[str, torch.Tensor]]:
+    here, net = ddpshim.world(), _new_policy()
+    x, y = _batches(1)[0]
+    y = y * torch.arange(B, dtype=y.dtype).fmod(2).mul(3).add(1)[:, None]  # the ranks' own losses lie far apart
+    return _train_by_line_search(ddpshim.wrap_parallel(net), x[here.rank :: 2], y[here.rank :: 2]), net.state_dict()
+
+
+def test_a_line_search_goes_by_the_loss_of_the_whole_batch() -> None:
+    alone, (x, y) = _new_policy(), _batches(1)[0]
+    y = y * torch.arange(B, dtype=y.dtype).fmod(2).mul(3).add(1)[:, None]
+    losses = _train_by_line_search(alone, x, y)
+    for got, weights in run_ranks(_rank_trains_by_line_search, 2):
+        assert got == pytest.approx(losses, rel=1e-9)
+        assert all(
+            (weights[key] - value).abs().max() < 1e-9 for key, value in alone.state_dict().items() if key != "calls"
+        )

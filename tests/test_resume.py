@@ -18,6 +18,7 @@ from ddpshim.checkpoint import resume
 from ddpshim.checkpoint.resume import Resumable, find_progress
 from ddpshim.errors import CheckpointError
 from ddpshim.job import preemption
+from ddpshim.job.group import has_world
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.world import World
 from tests import equivalence
@@ -81,6 +82,54 @@ def _train(
     finally:
         preemption.unlisten()
     return seen, {name: p.detach().clone() for name, p in net.state_dict().items()}, noise, code
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("before", "now", "is_left"),
+    [
+        ({}, {"SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}, True),
+        ({"SLURM_JOB_ID": "6"}, {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"}, False),  # another job's, of old
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "a"}, True),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "b"}, False),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "b"}, True),
+        ({"SLURM_JOB_ID": "6"}, {"DDPSHIM_RESUME": "always", "SLURM_JOB_ID": "7"}, True),  # a chain of jobs
+        ({}, {}, False),  # somebody trains anew
+        ({}, {"DDPSHIM_RESUME": "never", "SLURM_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_a_finished_training_that_is_started_again_leaves(
+    before: dict[str, str],
+    now: dict[str, str],
+    is_left: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def start(environ: dict[str, str]) -> Resumable:
+        for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        ddpshim.setup(rank=0, world_size=1, device="cpu")
+        return Resumable(tmp_path / "resume", {})
+
+    try:
+        start(before).finish()
+        ddpshim.cleanup()
+        training = start(now)
+        if is_left:
+            with pytest.raises(SystemExit) as left:
+                training.restore()
+            assert left.value.code == 0
+            assert "resume.finished says: nothing is left to do, leaving with exit code 0" in capfd.readouterr().err
+            assert not has_world()
+        else:
+            assert not training.restore()
+    finally:
+        preemption.unlisten()
+        ddpshim.cleanup()
 
 
 def _together(results: list[Any]) -> list[list[int]]:

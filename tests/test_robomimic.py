@@ -238,7 +238,7 @@ def test_an_existing_experiment_with_closed_stdin_ends_the_job(trainer: Trainer,
     again = train(tree, config, first.folder, 2, check=False, **how)
     assert again.exit_code != 0
     assert again.log.count("already exists! \noverwrite? (y/n)") == 1
-    assert "EOFError" in again.log
+    assert "LaunchError: an experiment of this name exists" in again.log
     assert len([p for p in _written(first) if p.suffix == ".pth"]) == 1, "the experiment that was there is gone"
 
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import ddpshim
-from ddpshim.model import seams
+from ddpshim.model import backward, seams
 from tests import public_api
 from tests.equivalence import largest_difference
 from tests.preloaded_commands import patience
@@ -195,10 +195,10 @@ def _arm_by_hand() -> list[Any]:
         for index, parameter in enumerate(parameters):
             if parameter.grad is None:
                 reducer._autograd_hook(index)
-        seams.at_end_of_backward(reducer._check_reducer_finalized)
+        backward.at_end(reducer._check_reducer_finalized)
 
     hidden = net[:2](x)
-    hidden.register_hook(lambda gradient: seams.at_end_of_backward(complete))
+    hidden.register_hook(lambda gradient: backward.at_end(complete))
     hidden.sum().backward()
     reducer._remove_autograd_hooks()
     return [
@@ -240,7 +240,7 @@ def test_a_callback_runs_at_the_end_of_the_backward_pass() -> None:
     leaf = torch.ones(2, requires_grad=True)
 
     def begin(gradient: torch.Tensor) -> None:
-        seams.at_end_of_backward(lambda: order.append(f"end, grad {leaf.grad.tolist()}"))  # type: ignore[union-attr]
+        backward.at_end(lambda: order.append(f"end, grad {leaf.grad.tolist()}"))  # type: ignore[union-attr]
         order.append("begin")
 
     (hidden := (leaf * 3)).register_hook(begin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -18,7 +19,7 @@ from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
 from ddpshim.job.alike import computes_on
 from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
-from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.job.launch_env import EXIT_REQUEUE, is_start_of, read_job_names
 from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
 from ddpshim.job.say import count, say
 
@@ -138,8 +139,10 @@ class Resumable:
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
         """Whether there was a file to go on from, beyond `later_than` (epoch, step); then it is in place (collective).
 
+        Where an earlier start of this job has finished the training, this process ends with exit code 0.
         The main rank reads; a file that is truncated or damaged is set aside with a warning, and the one before used.
         """
+        leave_if_finished(self.folder)
         found = self._world.run_on_main(self._read, later_than)
         if found is None:
             return False
@@ -314,11 +317,16 @@ class Resumable:
         raise SystemExit(EXIT_REQUEUE)
 
     def finish(self) -> None:
-        """The training is complete: its progress is removed. SIGTERM ends the process again, not SIGUSR1. Local."""
+        """The training is complete: its progress is removed. SIGTERM ends the process again, not SIGUSR1. Local.
+
+        Where there is a launcher, a file beside the folder says so to a start that comes all the same.
+        """
         preemption.unlisten(is_complete=True)
         if self._world.is_main:
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
+            if self._world.is_launched:
+                _mark_finished(self.folder)
 
     def _read(self, later_than: tuple[int, int]) -> Optional[dict[str, Any]]:
         path = find_progress(self.folder)
@@ -371,6 +379,46 @@ def _keep_newest(written: Path, num_kept: int) -> None:
     later = [path for path in there if path > written]  # of a run that was given up: not to be taken for this one's
     for path in later + there[len(later) + num_kept :]:
         path.unlink()
+
+
+def _mark(folder: checkpoint.PathLike) -> Path:
+    return Path(folder).with_name(f"{Path(folder).name}.finished")
+
+
+def _mark_finished(folder: Path) -> None:
+    mark = _mark(folder)
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(json.dumps(read_job_names(os.environ)))
+    except OSError as error:
+        say(f"{mark} could not be written ({error}): a start after this one would not know that the training is done")
+
+
+def leave_if_finished(folder: checkpoint.PathLike) -> None:
+    """End this process with exit code 0 where an earlier start of this job has finished the training (collective).
+
+    A scheduler may start a job again that is done (a requeue, a chain of jobs). Any earlier start counts with the
+    option resume=always; else those of this job, where a launcher or scheduler has started it before.
+    """
+    here = world()
+    if here.is_launched and (here.is_restarted or here.options.resume == "always"):
+        mark = here.run_on_main(_finished_mark, folder, here.options.resume)
+        if mark is not None:
+            if here.is_main:
+                say(
+                    f"the training is finished, as {mark} says: nothing is left to do, leaving with exit code 0. To "
+                    "train again, remove that file or start it under another name",
+                    directly=True,
+                )
+            cleanup()
+            raise SystemExit(0)
+
+
+def _finished_mark(folder: checkpoint.PathLike, choice: str) -> Optional[Path]:
+    mark = _mark(folder)
+    if not mark.is_file() or choice == "never":
+        return None
+    return mark if choice == "always" or is_start_of(json.loads(mark.read_text()), os.environ) else None
 
 
 def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:

@@ -22,7 +22,7 @@ import torch
 from ddpshim.errors import DataError, WorldError
 from ddpshim.job import failure, machine
 from ddpshim.job.group import world as current_world
-from ddpshim.job.say import size
+from ddpshim.job.say import described, size
 from ddpshim.job.world import World
 
 _ALIGNMENT = 64
@@ -176,7 +176,7 @@ def _on_each(here: World, function: Callable[..., Any], *args: Any) -> list[Any]
         value = function(*args)
     except BaseException as raised:
         error = raised
-    told = None if error is None else (isinstance(error, DataError), f"{type(error).__name__}: {error}", str(error))
+    told = None if error is None else (isinstance(error, DataError), described(error), str(error))
     everyones = here.gather((value, told))
     if error is not None:
         raise error

@@ -25,7 +25,7 @@ from packaging.version import Version
 from ddpshim.job import events, failure_notes
 from ddpshim.job.job import Job, current
 from ddpshim.job.peer_errors import is_late, lost_a_peer
-from ddpshim.job.say import ranks_called, say
+from ddpshim.job.say import place, ranks_called, say
 
 T = TypeVar("T")
 
@@ -169,8 +169,8 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         if isinstance(error, Exception):
             _record_for_torchrun(error)
     else:
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        say(f"rank {me} stops because rank {first} failed first ({said})", directly=True)
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        say(f"rank {me} stops because rank {first} failed first ({said}){_why(first)}", directly=True)
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
         # the earliest second: not before the first has told its traceback and left.
         _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
@@ -190,6 +190,7 @@ def _claim(error: BaseException) -> int:
     """The rank that failed first: this one, unless another has said so in the store."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
+    _ask_store(lambda store: store.set(f"why/{rank()}", f"{type(error).__name__} in {place(error)}"))
     claimed = _ask_store(lambda store: _rank_in(claim(store, "first_failure", str(rank()))))
     if claimed == rank() and isinstance(error, SystemExit):
         _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
@@ -203,6 +204,12 @@ def _rank_in(claimed: Union[str, bytes]) -> Optional[int]:
     """The rank that wrote this; None where no rank did: any process that reaches the store can write to it."""
     text = claimed if isinstance(claimed, str) else claimed.decode(errors="replace")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _why(rank: int) -> str:
+    """Where `rank` failed, for the line of another rank."""
+    told = _ask_store(lambda store: store.get(f"why/{rank}").decode() if is_there(store, f"why/{rank}") else None)
+    return f"; rank {rank} raised {told}" if told else ""
 
 
 def _silent_ranks(watched: Watched) -> list[int]:

@@ -12,6 +12,9 @@ from ddpshim.variables import LAUNCHER
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved and left because it was asked to; whoever launched it may start it again
 
+# What names a job, and what counts its restarts; the first that counts is asked.
+_JOB_NAMES = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT"}
+
 HANG = "torch would wait for ranks that never come, until its timeout"
 
 
@@ -182,8 +185,25 @@ def read_num_restarts(environ: Mapping[str, str]) -> int:
     >>> read_num_restarts({"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "0"})
     2
     """
-    counts = [environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    return max(int(count) if re.fullmatch("[0-9]{1,9}", count) else 0 for count in counts)
+    return max(_read_counts(environ).values())
+
+
+def read_job_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """What SLURM and torchrun call this job in all its starts, by variable. Local."""
+    return {name: environ.get(name, "") for name in _JOB_NAMES}
+
+
+def is_start_of(names: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    """Whether this is a later start of the job of these names, as far as is known. Local."""
+    counts = _read_counts(environ)
+    name = next((name for name in _JOB_NAMES if counts[name]), "")
+    return names.get(name, "") in ("", environ.get(name, "")) or not environ.get(name)
+
+
+def _read_counts(environ: Mapping[str, str]) -> dict[str, int]:
+    """How often each has started the job before, by the variable that names the job."""
+    counts = {name: environ.get(count, "") for name, count in _JOB_NAMES.items()}
+    return {name: int(count) if re.fullmatch("[0-9]{1,9}", count) else 0 for name, count in counts.items()}
 
 
 def _read_explicit(environ: Mapping[str, str], given: Mapping[str, str]) -> LaunchEnv:

@@ -1,4 +1,4 @@
-"""Looks whether rank 0 can serve the port at which the ranks of a job meet."""
+"""Looks whether the address at which the ranks of a job meet is known here, and whether rank 0 can serve its port."""
 
 from __future__ import annotations
 
@@ -6,9 +6,40 @@ import contextlib
 import errno
 import os
 import socket
+import time
+from typing import Optional
 
 from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import LaunchEnv
+
+_NAME_SERVER_S = 5.0  # for one that does not answer at the moment
+
+
+def why_unknown(host: str) -> Optional[Exception]:
+    """What this machine says to a host name that it cannot resolve; None for one that it can. Local.
+
+    torch asks for the name again until its timeout, half an hour.
+    """
+    end = time.monotonic() + _NAME_SERVER_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return None
+        except (OSError, UnicodeError) as error:  # the latter: a part of the name is empty or too long
+            if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > end:
+                return error
+        time.sleep(0.5)
+
+
+def check_name(env: LaunchEnv) -> None:
+    """Nothing, if ``master_addr`` resolves on this machine. Local. Raises LaunchError where it does not."""
+    error = None if env.master_addr is None else why_unknown(env.master_addr)
+    if error is not None:
+        raise LaunchError(
+            f"MASTER_ADDR={env.master_addr!r} does not resolve on this machine, {socket.gethostname()} ({error}): "
+            f"rank {env.rank} would never reach the others. Give a name or an IP address of rank 0's machine that all "
+            "of them know."
+        ) from error
 
 
 def _is_this_machine(host: str) -> bool:

@@ -30,7 +30,8 @@ _state = _State()
 def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
     """A store in which all ranks of the job are, under `prefix` (collective).
 
-    Raises LaunchError where nobody answers, some ranks do not come, or ranks got different sizes of the world.
+    Raises LaunchError where the address is unknown or nobody answers, some ranks do not come, or ranks got different
+    sizes of the world.
     """
     store = dist.PrefixStore(prefix, _root_store(env, timedelta(seconds=timeout_s)))
     _call_the_roll(store, env, timeout_s)
@@ -43,8 +44,9 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
         return dist.HashStore()  # nobody to meet, and no port to take
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
     if _state.address != address:
-        from ddpshim.job.port import check_port  # a world of one has no port
+        from ddpshim.job.port import check_name, check_port  # a world of one has no port
 
+        check_name(env)
         check_port(env)
         where = str(env.master_addr), int(env.master_port or 0)
         serves = env.rank == 0 and not env.agent_store

@@ -9,6 +9,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from ddpshim.errors import DdpShimError
+
 
 def say(text: str, *, directly: bool = False) -> None:
     """Print "ddpshim: `text`" on stderr; `directly`: on the process's own, past what replaced it. Local."""
@@ -20,6 +22,25 @@ def say(text: str, *, directly: bool = False) -> None:
 def say_once(text: str) -> None:
     """`say`, the first time in this process. Local."""
     say(text)
+
+
+def described(error: BaseException) -> str:
+    """ "ValueError: too large (train.py, line 12, in step)": an error, and where it was raised. Local.
+
+    For other ranks, which do not have the traceback. An error of ddpshim's says enough by its text.
+    """
+    kind, where = type(error).__name__, "" if isinstance(error, DdpShimError) else place(error)
+    return (f"{kind}: {error}" if str(error) else kind) + (f" ({where})" if where else "")
+
+
+def place(error: BaseException) -> str:
+    """ "train.py, line 12, in step": where `error` was raised, with the source where it has no text. Local."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    last = frames[-1]
+    source = "" if str(error) or not last.line else f": {last.line}"
+    return f"{last.filename}, line {last.lineno}, in {last.name}{source}"
 
 
 def count(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job import events, failure, messages
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
-from ddpshim.job.say import line_of_the_caller
+from ddpshim.job.say import described, line_of_the_caller
 from ddpshim.job.turns import Playing, in_order_of_numbers
 from ddpshim.options import Options
 
@@ -301,7 +301,7 @@ class World:
                 messages.packed(result, self.options.trust_peers)
             except BaseException as raised:
                 error = raised
-        message = self._broadcast(None if error is None else f"{type(error).__name__}: {error}", 0, what)
+        message = self._broadcast(None if error is None else described(error), 0, what)
         if error is not None:
             raise error
         if message is not None:

@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
-from ddpshim.job.port import check_port
+from ddpshim.job.port import check_port, why_unknown
 from ddpshim.job.say import say
 
 _NUM_LINES_SHOWN = 20
@@ -217,20 +216,18 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
             "the address of node 0, and a number of its own from 0 up."
         )
     if job.master_addr is not None:
-        try:
-            socket.getaddrinfo(job.master_addr, job.master_port)
-        except (OSError, UnicodeError) as error:  # the latter: of a name that no host may have
+        error = why_unknown(job.master_addr)
+        if error is not None:
             yield (
                 f"--master-addr={job.master_addr} does not resolve ({error}): this node would never reach node 0. "
                 "Give a name or an IP address that this node knows."
             )
-        else:
-            if node_rank == 0:
-                try:
-                    # Whatever rank 0 serves there, in the words of `check_port`.
-                    check_port(LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, ""))
-                except LaunchError as error:
-                    yield str(error)
+        elif node_rank == 0:
+            try:
+                # Whatever rank 0 serves there, in the words of `check_port`.
+                check_port(LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, ""))
+            except LaunchError as taken:
+                yield str(taken)
 
 
 def _nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:

@@ -24,7 +24,7 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
 from ddpshim.model import guard, shared_sum
-from ddpshim.model.reducer import broadcast
+from ddpshim.model.broadcasting import broadcast
 from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
 

@@ -25,6 +25,7 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
+from ddpshim.model import backward
 from ddpshim.model.equality import OPT_OUT, Equality, checksum_of_all, first_difference
 
 _END_DEADLINE_S = 120.0
@@ -118,6 +119,11 @@ def disown(parameters: Iterable[torch.Tensor]) -> None:
     watched.num_changes += 1
     for p in parameters:
         watched.owners.pop(id(p), None)
+
+
+def owner_of(parameter: torch.Tensor) -> Optional[Reduced]:
+    """The wrapper that reduces this parameter's gradient, if there is one. Local."""
+    return _watched().owners.get(id(parameter))
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
@@ -331,6 +337,12 @@ def _by_owner(
 
 def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
     step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
+    if backward.goes_on():
+        raise SyncError(
+            f"{step} inside a backward pass of {name} (an optimizer in backward, or a hook that steps): its gradients "
+            "are this rank's alone until the end of the pass, and ranks would train different models. Step after "
+            f"loss.backward(), by an optimizer of all parameters ({OPT_OUT})."
+        )
     if wrapped.is_armed:
         raise SyncError(
             f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); its peers "

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import current_or_new_world, new_group, split_random_streams
 from ddpshim.job.world import World
-from ddpshim.model import batchnorm, exact, guard
-from ddpshim.model.reducer import DistributedModule, broadcast_state, is_first
+from ddpshim.model import batchnorm, closures, exact, guard
+from ddpshim.model.broadcasting import broadcast_state
+from ddpshim.model.reducer import DistributedModule, is_first
+from ddpshim.model.refused import check_device, check_kind, check_same_structure
 from ddpshim.model.transparent import BareModule, Transparent
 
 
@@ -58,29 +59,26 @@ def wrap_parallel(
         world: default the current one, as `setup()` made it.
 
     Raises:
-        SyncError: parameters on another device than this rank's, or not the same ones on every rank.
+        SyncError: parameters on another device than this rank's, or not the same ones on every rank; a module that
+            ranks cannot share: scripted, lazy, without values, distributed by somebody else.
     """
     here = world or current_or_new_world()
     if isinstance(module, Transparent):
         if (here.world_size == 1 and here.options.exact is None) or _nothing_to_reduce(module.module):
             return module
         module = module.module  # wrapped before something was unfrozen, or in a world that is gone
-    if isinstance(module, DistributedDataParallel):
-        raise SyncError(
-            f"wrap_parallel got a {type(module).__name__}; its gradients would be reduced twice. Pass the module "
-            "inside it (.module) and drop the other wrapper."
-        )
     if isinstance(module, DataParallel):
         module = module.module
+    check_kind(module, is_alone=here.world_size == 1 and here.options.exact is None)
     if here.options.exact is not None:
         if comm_hook is not None or process_group is not None:
             raise SyncError(
                 f"wrap_parallel with a comm_hook or a process_group, and exact={here.options.exact}: gradients are "
                 "added in one order over all virtual ranks, and neither would be used. Leave them out, or the option."
             )
-        _check_device(module, here)
+        check_device(module, here)
         if here.world_size > 1:
-            _check_same_structure(module, here)
+            check_same_structure(module, here)
         broadcast_state(module)
         if batchnorm.has_batchnorm(module):
             batchnorm.sync()
@@ -93,9 +91,9 @@ def wrap_parallel(
         if several and any(p.is_cuda for p in module.parameters()):
             return DataParallelModule(module)
         return BareModule(module)
-    _check_device(module, here)
+    check_device(module, here)
     if process_group is None:
-        _check_same_structure(module, here)
+        check_same_structure(module, here)
     given = here.options
     bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
     if bucket_cap_mb is None:
@@ -104,6 +102,7 @@ def wrap_parallel(
         batchnorm.sync(process_group)
     if given.guard:
         guard.watch_optimizers()
+    closures.share_losses()
     wrapped: Any
     if _nothing_to_reduce(module):
         broadcast_state(module, process_group)
@@ -166,48 +165,3 @@ class DataParallelModule(Transparent, DataParallel):  # type: ignore[type-arg]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return DataParallel.forward(self, *args, **kwargs)
-
-
-def _check_device(module: nn.Module, here: World) -> None:
-    """Refuse parameters that are on another rank's GPU, or on the CPU where nccl moves gradients."""
-    for name, p in module.named_parameters():
-        if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
-            raise SyncError(
-                f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
-                "share a GPU and wait for each other. Use ddpshim.world().device in place of a fixed 'cuda:0'."
-            )
-        if not p.is_cuda and here.backend == "nccl":
-            raise SyncError(
-                f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
-                ".to(ddpshim.world().device) before wrap_parallel."
-            )
-
-
-def _check_same_structure(module: nn.Module, here: World) -> None:
-    """Refuse modules that differ between ranks by name; warn where their values did (collective)."""
-    mine: dict[str, Any]
-    mine = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()}
-    # A buffer that one rank lacks ends the process without a word, in torch's broadcast.
-    mine.update((f"buffer {name}", (tuple(b.shape), str(b.dtype))) for name, b in module.named_buffers())
-    with torch.no_grad():
-        sums = {name: float(p.detach().abs().double().sum()) for name, p in module.named_parameters()}
-    everyone = here.gather((mine, sums))
-    for rank, (theirs, _) in enumerate(everyone):
-        odd = [name for name in {**everyone[0][0], **theirs} if everyone[0][0].get(name) != theirs.get(name)]
-        if odd:
-            raise SyncError(
-                f"ranks 0 and {rank} wrap different {type(module).__name__}s: '{odd[0]}' is "
-                f"{everyone[0][0].get(odd[0], 'missing')} and {theirs.get(odd[0], 'missing')}; their gradients would "
-                "be added across different parameters. Build the same network on every rank."
-            )
-    first = everyone[0][1]
-    differing = [
-        name for name in first if any(sums[name] != first[name] and sums[name] == sums[name] for _, sums in everyone)
-    ]
-    if differing and here.is_main:
-        warnings.warn(
-            f"weights differed between ranks before wrap_parallel (first: '{differing[0]}'); the main rank's were "
-            "taken. Copies made earlier (an EMA, a target network) still differ: pass seed= to ddpshim.setup(), "
-            "build every network before the first wrap_parallel, or make the copies afterwards.",
-            stacklevel=3,
-        )

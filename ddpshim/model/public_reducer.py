@@ -26,7 +26,7 @@ class Bucket:
     def __init__(self, index: int, parameters: Sequence[torch.Tensor], is_sparse: bool) -> None:
         self.number, self.is_the_last, self.is_sparse = index, False, is_sparse
         self._parameters = list(parameters)
-        self.num_missing = len(self._parameters)
+        self.missing: set[int] = set()  # the places of gradients that are yet to come
         self.work: Any = None  # of the message on its way
         self.flat = torch.empty(0)
         self.views: list[torch.Tensor] = []
@@ -95,7 +95,7 @@ class PublicReducer:
     def prepare_for_backward(self, outputs: Any) -> None:
         """Expect the gradient of every parameter."""
         for bucket in self._buckets:
-            bucket.num_missing, bucket.work = len(bucket.parameters()), None
+            bucket.missing, bucket.work = set(range(len(bucket.parameters()))), None
         self._next = 0
 
     def _autograd_hook(self, index: int) -> None:
@@ -104,15 +104,15 @@ class PublicReducer:
             return  # under no_sync()
         parameter = self._parameters[index]
         bucket, place = self._places[id(parameter)]
-        if not bucket.num_missing:
+        if place not in bucket.missing:
             raise RuntimeError("a parameter was marked ready twice in one backward pass; its gradient was sent already")
         if not bucket.is_sparse:
             view = bucket.views[place]
             if (parameter.dtype, parameter.device) != (view.dtype, view.device):
                 return  # converted after the wrap: `_check_reducer_finalized` refuses
             self._lay_down(parameter, view)
-        bucket.num_missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
+        bucket.missing.remove(place)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send(self._buckets[self._next])
             self._next += 1
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -31,12 +29,12 @@ from ddpshim.job import events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import agreement, guard, seams
+from ddpshim.model import agreement, backward, guard, seams
 from ddpshim.model.agreement import Agreement
+from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
 from ddpshim.model.transparent import Transparent
 
-_BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
 _HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
 
 
@@ -47,6 +45,10 @@ class Wrapped(weakref.WeakSet["DistributedModule"]):
         for wrapped in list(self):
             DistributedModule._detach(wrapped)
         self.clear()
+
+    def unfinished(self) -> Optional[str]:
+        """The network whose gradients are on their way in a backward pass that goes on, or was left."""
+        return next((type(w.module).__name__ for w in self if w.is_armed or w._is_completing), None)
 
 
 def is_first() -> bool:
@@ -78,60 +80,6 @@ class _Pass:
 
     def end(self) -> None:
         self.__dict__.pop("is_begun", None)
-
-
-class _Buffers:
-    """A module's buffers, and one message that makes them the main rank's."""
-
-    def __init__(self, module: nn.Module, group: Any) -> None:
-        # Where they live, not which tensors they are: a module may put a new one in its place.
-        self.homes = [(child, name) for child in module.modules() for name in child._buffers]
-        self._places = [home._buffers for home, _ in self.homes]
-        self._names = [name for _, name in self.homes]
-        self._group, self._main = group, dist.get_process_group_ranks(group)[0]
-        self._is_main = dist.get_rank() == self._main
-        self._laid_out: list[Optional[torch.Tensor]] = []
-        self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[int]]] = []
-        self._sent: list[Any] = []
-
-    def start(self) -> None:
-        """Send them, or get ready to receive them (collective, does not wait)."""
-        now = list(map(dict.get, self._places, self._names))
-        if list(map(id, now)) != list(map(id, self._laid_out)):
-            self._lay_out(now)
-        for message, views, numbers in self._messages:
-            buffers: list[Any] = [now[i] for i in numbers]
-            if self._is_main:
-                seams.copy_all(views, buffers)
-            work = dist.broadcast(message, self._main, self._group, async_op=True)
-            self._sent.append((work, views, buffers))
-
-    def finish(self) -> None:
-        """Wait for what `start` sent."""
-        for work, views, buffers in self._sent:
-            work.wait()
-            if not self._is_main:
-                # .data: a second backward pass over the same forward must not take this for a change of its inputs.
-                seams.copy_all([b.data for b in buffers], views)
-        self._sent.clear()
-
-    def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
-        """Bytes for all buffers of a device, each with a view of its own dtype and shape."""
-        numbers: dict[torch.device, list[int]] = {}
-        for i, buffer in enumerate(now):
-            if buffer is not None:
-                numbers.setdefault(buffer.device, []).append(i)
-        self._messages.clear()
-        for device, those in numbers.items():
-            buffers: list[Any] = [now[i] for i in those]
-            ends = list(itertools.accumulate(-(-b.numel() * b.element_size() // 16) * 16 for b in buffers))
-            message = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-            views = [
-                message[start : start + b.numel() * b.element_size()].view(b.dtype).view(b.shape)
-                for start, b in zip([0, *ends], buffers)
-            ]
-            self._messages.append((message, views, those))
-        self._laid_out = now
 
 
 class DistributedModule(Transparent, DistributedDataParallel):
@@ -172,13 +120,15 @@ class DistributedModule(Transparent, DistributedDataParallel):
         reduced: list[nn.Parameter] = self._reduced
         mine["_names"] = {id(p): name for name, p in module.named_parameters()}
         mine["_strict"], mine["_same_every_time"] = strict, same_every_time
-        buffers = _Buffers(module, process_group) if sync_buffers else None
+        buffers = Buffers(module, process_group) if sync_buffers else None
         homes = [] if buffers is None else buffers.homes
         mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"] = _Pass(self._arm)
+        mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
+        mine["_versions"] = []  # of the parameters, in the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
         mine["_num_steps"], mine["_rates"] = 0, []  # of optimizers, and the learning rates of the last one
@@ -201,6 +151,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         guard.own(self, reduced)
         if is_first():
             on_cleanup(current().part(Wrapped).unwrap_all)
+            backward.watch(current().part(Wrapped).unfinished)
         current().part(Wrapped).add(self)
 
     def _begin(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
@@ -232,7 +183,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
             ddp_options.get("bucket_cap_mb"),
             ddp_options["gradient_as_bucket_view"],
         )
-        seams.watch_backward()
         if is_first() and dist.get_rank() == 0:
             missing = ", ".join(seams.lacking())
             say(
@@ -297,14 +247,17 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self.check_equality()
         if not self.num_reductions:
             noise.begin_training(type(self.module).__name__)
+            if self._equality.is_on:
+                self.__dict__["_versions"] = [p._version for p in self._reduced]
         self._reducer.prepare_for_backward([])
-        seams.at_end_of_backward(self._finish)
+        backward.at_end(self._finish)
         return True
 
     def _finish(self) -> None:
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
+        mine["_is_completing"] = True
         if profiled is not None:
             profiled.begin("communication")
         reduced, missed = self._reduced, []
@@ -313,6 +266,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
             missed = [i for i, p in enumerate(reduced) if id(p) not in seen]
         if self._strict or self._same_every_time:
             self._refuse_missed(missed)
+        if self._versions:
+            self._refuse_changed()
         self._tell_unused([i for i in missed if reduced[i].grad is None])
         for index in missed:
             self._reducer._autograd_hook(len(reduced) - 1 - index)
@@ -328,9 +283,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 self._equality.look_at_own_buffers()
             self._buffers_to_send.start()  # on every rank after its last bucket
         # After the reducer's own last callback, which is queued by now.
-        seams.at_end_of_backward(self._complete)
+        backward.at_end(self._complete)
         if profiled is not None:
-            seams.at_end_of_backward(profiled.end)
+            backward.at_end(profiled.end)
 
     def _tell_unused(self, unused: list[int]) -> None:
         """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
@@ -355,6 +310,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
                     self._reduced[i].grad = None
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
+        self.__dict__["_is_completing"] = False
         if self._agreement is not None and self._agreement.read(self._presence.grad):
             mine = self.__dict__
             mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
@@ -394,6 +350,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 "unsynchronised from here on. Drop static_graph."
             )
 
+    def _refuse_changed(self) -> None:
+        before, self.__dict__["_versions"] = self._versions, []
+        changed = [p for p, version in zip(self._reduced, before) if p._version != version]
+        if changed:
+            raise SyncError(
+                f"parameter '{self._names[id(changed[0])]}' of {type(self.module).__name__} was changed inside a "
+                "backward pass (a hook that steps?), when gradients are this rank's alone; ranks would train different "
+                "models. Change weights after loss.backward() (DDPSHIM_GUARD=0 turns this check off)."
+            )
+
     def check_equality(self) -> None:
         """Raise SyncError where the last comparison found that ranks differ."""
         self._equality.finish()
@@ -415,29 +381,6 @@ def _names_of_owned(module: nn.Module) -> list[str]:
     for prefix, child in module.named_modules():
         names += [f"{prefix}.{name}" for name, p in child.named_parameters(recurse=False) if guard.is_owned(p)]
     return names
-
-
-def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
-    """Make all parameters and buffers the main rank's, frozen ones included (collective)."""
-    broadcast([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], process_group)
-
-
-def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> None:
-    """Make `tensors` the main rank's, in few messages (collective)."""
-    group: Any = process_group if process_group is not None else dist.group.WORLD
-    main = dist.get_process_group_ranks(group)[0]
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for left in by_kind.values():
-        while left:
-            ends = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in left)
-            num = max(1, sum(end <= _BUFFER_BUCKET_BYTES for end in ends))
-            same, left = left[:num], left[num:]
-            message = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.broadcast(message.view(torch.uint8), main, group)  # bytes: gloo knows no bool
-            for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
-                tensor.copy_(values.view(tensor.shape))
 
 
 def average(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -25,9 +25,6 @@ WRAPPER = (
 )
 CALLBACK = "queue_callback"
 
-_waiting: list[Callable[[], None]] = []  # for the end of the backward pass, where the engine takes no callbacks
-_depth = 0  # of calls of torch.autograd.backward: a checkpoint makes one inside another
-
 
 def lacking() -> list[str]:
     """The private names that torch's own reducer cannot be armed without, and that this torch has not. Local."""
@@ -36,37 +33,14 @@ def lacking() -> list[str]:
     return names + [f"DistributedDataParallel.{n}" for n in WRAPPER if not hasattr(DistributedDataParallel, n)]
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Run `call` when the backward pass that goes on has computed all gradients. Local."""
-    queue = _queue()
-    _waiting.append(call) if queue is None else queue(call)
-
-
-def watch_backward() -> None:
-    """Have `at_end_of_backward` work where the engine takes no callbacks. Local, once for the process."""
-    original = torch.autograd.backward
-    if _queue() is not None or hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        global _depth
-        _depth += 1
-        try:
-            original(*args, **kwargs)
-        except BaseException:
-            _waiting.clear()
-            raise
-        finally:
-            _depth -= 1
-        while _waiting and not _depth:
-            _waiting.pop(0)()
-
-    torch.autograd.backward = backward
-
-
-def _queue() -> Any:
+def queue_of_engine() -> Any:
+    """What takes a callback for the end of the backward pass that goes on; None where the engine takes none. Local."""
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), CALLBACK, None)
+
+
+def compiles_backward() -> bool:
+    """Whether torch compiles backward passes just now (compiled autograd): hooks then run when it traces. Local."""
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
 def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

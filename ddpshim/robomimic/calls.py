@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.resume import find_progress
+from ddpshim.checkpoint.resume import find_progress, leave_if_finished
 from ddpshim.data.loader import scale_lr
-from ddpshim.errors import OptionsError
+from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job import events, exchange, machine, preemption
 from ddpshim.job.failure import abort
 from ddpshim.job.group import cleanup, setup, split_random_streams, world
@@ -31,8 +31,9 @@ from ddpshim.job.launch_env import read_launch_env
 from ddpshim.job.rank_log import has_log
 from ddpshim.job.replaced import replaced
 from ddpshim.model import guard
+from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.parallel import wrap_parallel
-from ddpshim.model.reducer import average, broadcast_state
+from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION, Options
 from ddpshim.robomimic import rollout, virtual_ranks
@@ -189,36 +190,57 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     """The experiment's directories, asked for, removed and made by the main rank alone (collective).
 
     Where a launcher or scheduler started this job before (or with the option resume=always, or upstream's
-    `--resume`) they are those of the last start that left its progress, and nobody is asked. The first of them
-    gets each rank's log, where `python -m ddpshim run` keeps one.
+    `--resume`) they are those of the last start that left its progress, and nobody is asked; where that start has
+    finished, this one ends with exit code 0. The first of them gets each rank's log, where `python -m ddpshim run`
+    keeps one.
+
+    Raises LaunchError where upstream asks about a directory that exists, and standard input is closed.
     """
     here = world()
-    directories, session().goes_on = here.run_on_main(_get_exp_dir, config, options)
+    newest = here.run_on_main(_newest_start, config) if wants_to_go_on(options.get("resume", False)) else None
+    if newest is not None and not options.get("resume"):
+        leave_if_finished(newest / FOLDER)
+    directories, session().goes_on = here.run_on_main(_get_exp_dir, config, options, newest)
     session().open(Path(directories[0]).parent, logs=directories[0])  # where config.json will be
     return directories
 
 
-def _get_exp_dir(config: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """The directories, and whether there is progress in them."""
+def _newest_start(config: Any) -> Optional[Path]:
+    """The folder of the last start under this name. Older ones are other runs, which were given up."""
     import robomimic
+
+    output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
+    return max((logs.parent for logs in output.glob("*/logs")), default=None)
+
+
+def _get_exp_dir(config: Any, options: dict[str, Any], newest: Optional[Path]) -> tuple[Any, bool]:
+    """The directories, and whether there is progress in them."""
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
-    if wants_to_go_on(options.get("resume", False)):
-        output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
-        starts = sorted(p.parent for p in output.glob("*/logs"))
-        # Only the newest: older ones are other runs of that name, which were given up.
-        if starts and find_progress(starts[-1] / FOLDER) is not None:
-            parent = starts[-1]
-            in_some = ["vis"] if (parent / "vis").is_dir() else []  # robocasa and DROID have it
-            folders = [str(parent / name) for name in ("logs", "models", "videos", *in_some)]
-            if not config.experiment.save.enabled:
-                folders[1] = None  # type: ignore[call-overload]
-            return (*folders, str(parent)) if "resume" in options else tuple(folders), True
-        if here.is_restarted and not options.get("resume"):
-            # The directory that is there is this job's own, of a start that left nothing: keep it, and ask nobody.
-            TrainUtils.input = lambda prompt: "n"
-    return TrainUtils.get_exp_dir(config, **options), False
+    if newest is not None and find_progress(newest / FOLDER) is not None:
+        in_some = ["vis"] if (newest / "vis").is_dir() else []  # robocasa and DROID have it
+        folders = [str(newest / name) for name in ("logs", "models", "videos", *in_some)]
+        if not config.experiment.save.enabled:
+            folders[1] = None  # type: ignore[call-overload]
+        return (*folders, str(newest)) if "resume" in options else tuple(folders), True
+    if not here.is_launched:
+        return TrainUtils.get_exp_dir(config, **options), False
+    # After a restart the directory that is there is this job's own, of a start that left nothing: keep it, ask nobody.
+    knows = here.is_restarted and wants_to_go_on() and not options.get("resume")
+    with replaced(TrainUtils, "input", (lambda prompt: "n") if knows else _ask):
+        return TrainUtils.get_exp_dir(config, **options), False
+
+
+def _ask(prompt: str) -> str:
+    try:
+        return input(prompt)
+    except (EOFError, OSError, RuntimeError) as error:  # the last: there is no standard input at all
+        raise LaunchError(
+            f"an experiment of this name exists, and robomimic asks: {' '.join(prompt.split())} Nobody can answer, as "
+            f"standard input is closed ({type(error).__name__}), and nothing was started. Give another "
+            "experiment.name, remove that directory, or go on where it was left (DDPSHIM_RESUME=always)."
+        ) from error
 
 
 def has_checkpoint(resume: bool, *paths: str) -> bool:

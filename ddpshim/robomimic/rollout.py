@@ -30,7 +30,7 @@ from ddpshim.job.failure import caused_by
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, seed_everything, shared_random_streams
-from ddpshim.job.say import say
+from ddpshim.job.say import described, say
 from ddpshim.job.world import World
 
 
@@ -228,7 +228,7 @@ class _Evaluation:
                 found, failed_at = error, turn
                 text = (
                     f"environment {name!r}, episode {turn * num_at_once} failed on rank {here.rank} "
-                    f"({type(error).__name__}: {error}); statistics without it would not be those of "
+                    f"({described(error)}); statistics without it would not be those of "
                     f"{num_episodes} episodes. See that rank's traceback."
                 )
                 break

@@ -18,7 +18,7 @@ import torch
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import plain_files
-from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress
+from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress, leave_if_finished
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption
 from ddpshim.job.group import draws_alike, on_cleanup, setup, world
@@ -96,8 +96,12 @@ class Session:
         link_log(os.fspath(logs or folder))
 
     def look_for_progress(self, folder: checkpoint.PathLike) -> bool:
-        """Whether this start goes on in `folder`, where an earlier one has left its progress (collective)."""
+        """Whether this start goes on in `folder`, where an earlier one has left its progress (collective).
+
+        Where an earlier one has finished, it ends with exit code 0.
+        """
         progress = Path(folder, FOLDER)
+        leave_if_finished(progress)
         self.goes_on = wants_to_go_on() and world().run_on_main(find_progress, progress) is not None
         return self.goes_on
 

@@ -25,6 +25,7 @@ from ddpshim.job import noise, shares
 from ddpshim.job.group import cleanup, setup
 from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.random_streams import shared_random_streams
+from ddpshim.job.say import described
 from ddpshim.job.world import World
 from ddpshim.model.parallel import wrap_parallel
 
@@ -110,7 +111,7 @@ def run_rank(place: Place, out: Connection) -> None:
 
 
 def _fail(place: Place, out: Connection, error: BaseException, seconds: float) -> NoReturn:
-    text = str(error) if isinstance(error, DdpShimError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, DdpShimError) else described(error)
     has_waited = meaning_of(text) is not None or "imed out" in text or "timeout" in text  # the last two: the store's
     is_consequence = "first_failure" in error.__dict__ or has_waited
     if not is_consequence and not isinstance(error, DdpShimError):

@@ -1,0 +1,124 @@
+"""Knows when a backward pass of the program goes on, and says what to do where one cannot be reduced over the ranks."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, Callable, NoReturn, Optional
+
+import torch
+
+from ddpshim.errors import SyncError
+from ddpshim.job.failure import abort
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+from ddpshim.job.say import described
+from ddpshim.model import seams
+
+
+class Passes:
+    """The calls of torch.autograd.backward in a job, from the first `watch` on."""
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        self.depth = 0  # a reentrant checkpoint makes one inside another
+        self.at_end: list[Callable[[], None]] = []  # where the engine takes no callbacks
+        self.unfinished: Callable[[], Optional[str]] = lambda: None
+        self.left: Optional[str] = None  # the pass that an exception has ended in the middle
+        self.has_refused = False
+
+
+def watch(unfinished: Callable[[], Optional[str]]) -> None:
+    """Watch the backward passes of this job, until `cleanup()`. Local.
+
+    Args:
+        unfinished: the name of a network whose gradients are on their way to other ranks, if there is one.
+    """
+    passes = current().part(Passes)
+    passes.unfinished = unfinished
+    if not passes.is_watched:
+        passes.is_watched = True
+        stand_in = _watching(torch.autograd.backward, passes)
+        current().at_end.enter_context(replaced(torch.autograd, "backward", stand_in))
+
+
+def goes_on() -> bool:
+    """Whether this is called inside a backward pass, by a hook of a tensor or a module. Local."""
+    return current().part(Passes).depth > 0
+
+
+def at_end(call: Callable[[], None]) -> None:
+    """Run `call` when the backward pass that goes on has computed all gradients. Local."""
+    queue = seams.queue_of_engine()
+    current().part(Passes).at_end.append(call) if queue is None else queue(call)
+
+
+def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if not passes.depth:
+            _check(passes)
+        passes.depth += 1
+        try:
+            original(*args, **kwargs)
+        except BaseException as error:
+            passes.at_end.clear()
+            if passes.depth == 1 and isinstance(error, Exception):
+                _explain(passes, error)
+            raise
+        finally:
+            passes.depth -= 1
+        while passes.at_end and not passes.depth:
+            passes.at_end.pop(0)()
+
+    return backward
+
+
+def _check(passes: Passes) -> None:
+    """Raise SyncError where the pass that begins cannot be reduced."""
+    if passes.left is not None:
+        refusal = SyncError(
+            f"a backward pass after one that never finished: {passes.left}, and the program caught it. Other ranks "
+            "have a part of that pass's gradients and wait for the rest, and would take this one's for it. A pass "
+            "cannot be made again on one rank: let the exception end the job. If memory ran out, use smaller batches, "
+            "or several for a step (net.accumulate)."
+        )
+        if passes.has_refused:  # and was caught: the program would go through all its batches like this
+            abort(refusal)
+        passes.has_refused = True
+        raise refusal
+    if seams.compiles_backward():
+        _refuse_compiled(None)
+
+
+def _explain(passes: Passes, error: Exception) -> None:
+    """Raise SyncError in place of an error of torch's that does not say what to do; take note of what was left."""
+    network, text = passes.unfinished(), str(error)
+    if network is not None or isinstance(error, SyncError):
+        passes.left = f"that of {network or 'a network'} was left by {described(error)}"
+    if "ready twice" in text:
+        found = re.search(r"with name (\S+) has", text)
+        which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
+        raise SyncError(
+            f"{which} got a second gradient in one backward pass, when the first was on its way to the other ranks: "
+            "its layer is in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
+            "outside of it. Ranks would add up half of its gradient. Use "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        ) from error
+    if "ompiled autograd" in text:
+        _refuse_compiled(error)
+    if "does not require grad and does not have a grad_fn" in text:
+        raise SyncError(
+            "backward() of a loss that no network's parameters belong to: it was computed under "
+            "torch.inference_mode() or torch.no_grad(), from detached tensors, or by frozen networks alone. This rank "
+            "has no gradients, and others would wait for them. Compute the loss of a training step outside of these "
+            "blocks; inference_mode is for evaluation."
+        ) from error
+
+
+def _refuse_compiled(error: Optional[Exception]) -> NoReturn:
+    raise SyncError(
+        "a backward pass under compiled autograd, which runs the hooks of gradients when it traces them and not when "
+        "they are computed; ranks would train different models. Leave torch._dynamo.config.compiled_autograd off "
+        "(torch.compile of the network may stay), also where torch advises optimize_ddp='python_reducer'."
+    ) from error

@@ -1,0 +1,92 @@
+"""Makes weights and buffers the main rank's, in few messages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpshim.model import seams
+
+_BUCKET_BYTES = 250 * 1024 * 1024
+
+
+class Buffers:
+    """A module's buffers, and one message that makes them the main rank's."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        # Where they live, not which tensors they are: a module may put a new one in its place.
+        self.homes = [(child, name) for child in module.modules() for name in child._buffers]
+        self._places = [home._buffers for home, _ in self.homes]
+        self._names = [name for _, name in self.homes]
+        self._group, self._main = group, dist.get_process_group_ranks(group)[0]
+        self._is_main = dist.get_rank() == self._main
+        self._laid_out: list[Optional[torch.Tensor]] = []
+        self._messages: list[tuple[torch.Tensor, list[torch.Tensor], list[int]]] = []
+        self._sent: list[Any] = []
+
+    def start(self) -> None:
+        """Send them, or get ready to receive them (collective, does not wait)."""
+        now = list(map(dict.get, self._places, self._names))
+        if list(map(id, now)) != list(map(id, self._laid_out)):
+            self._lay_out(now)
+        for message, views, numbers in self._messages:
+            buffers: list[Any] = [now[i] for i in numbers]
+            if self._is_main:
+                seams.copy_all(views, buffers)
+            work = dist.broadcast(message, self._main, self._group, async_op=True)
+            self._sent.append((work, views, buffers))
+
+    def finish(self) -> None:
+        """Wait for what `start` sent."""
+        for work, views, buffers in self._sent:
+            work.wait()
+            if not self._is_main:
+                # .data: a second backward pass over the same forward must not take this for a change of its inputs.
+                seams.copy_all([b.data for b in buffers], views)
+        self._sent.clear()
+
+    def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
+        """Bytes for all buffers of a device, each with a view of its own dtype and shape."""
+        numbers: dict[torch.device, list[int]] = {}
+        for i, buffer in enumerate(now):
+            if buffer is not None:
+                numbers.setdefault(buffer.device, []).append(i)
+        self._messages.clear()
+        for device, those in numbers.items():
+            buffers: list[Any] = [now[i] for i in those]
+            ends = list(itertools.accumulate(-(-b.numel() * b.element_size() // 16) * 16 for b in buffers))
+            message = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+            views = [
+                message[start : start + b.numel() * b.element_size()].view(b.dtype).view(b.shape)
+                for start, b in zip([0, *ends], buffers)
+            ]
+            self._messages.append((message, views, those))
+        self._laid_out = now
+
+
+def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
+    """Make all parameters and buffers the main rank's, frozen ones included (collective)."""
+    broadcast([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], process_group)
+
+
+def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> None:
+    """Make `tensors` the main rank's, in few messages (collective)."""
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    main = dist.get_process_group_ranks(group)[0]
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for left in by_kind.values():
+        while left:
+            ends = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in left)
+            num = max(1, sum(end <= _BUCKET_BYTES for end in ends))
+            same, left = left[:num], left[num:]
+            message = torch.cat([tensor.reshape(-1) for tensor in same])
+            dist.broadcast(message.view(torch.uint8), main, group)  # bytes: gloo knows no bool
+            for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
+                tensor.copy_(values.view(tensor.shape))

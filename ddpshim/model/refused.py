@@ -1,0 +1,122 @@
+"""Refuses modules that ranks could not train together, and says what to give `wrap_parallel` in their place."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ddpshim.errors import SyncError
+from ddpshim.job.world import World
+from ddpshim.model.transparent import Transparent
+
+# By name: most programs never import them. Each divides parameters over the ranks or reduces gradients by itself.
+_OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", "DDP", "DistributedDataParallel")
+
+
+def check_kind(module: nn.Module, is_alone: bool) -> None:
+    """Refuse what has no gradients that could be reduced, or what somebody else reduces. Local.
+
+    `is_alone`: nothing is to be reduced; only what could not be wrapped at all is refused.
+    """
+    if torch.is_inference_mode_enabled() and not is_alone:
+        raise SyncError(
+            "wrap_parallel under torch.inference_mode(): no gradient of the network would reach the other ranks. Call "
+            "it outside of that block."
+        )
+    if not isinstance(module, nn.Module):
+        raise SyncError(
+            f"wrap_parallel got a {type(module).__name__}, and only an nn.Module has parameters whose gradients ranks "
+            "can share. Give it the network; several networks go in one by one, or in an nn.ModuleDict."
+        )
+    for path, child in [("", module)] if is_alone else module.named_modules():
+        if isinstance(child, Transparent):
+            continue
+        where = f"'{path}' of {type(module).__name__}" if path else type(child).__name__
+        if isinstance(child, torch.jit.ScriptModule):
+            raise SyncError(
+                f"{where} is scripted or traced by torch.jit, which keeps its parameters out of Python's reach: its "
+                "gradients could not be reduced. Wrap the module as it was before, and script or trace what comes "
+                "back afterwards, as .module; or use torch.compile, before or after."
+            )
+        for kind in type(child).__mro__:
+            if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
+                raise SyncError(
+                    f"{where} is distributed already, by torch's {kind.__name__}; its gradients would be reduced "
+                    "twice, or parts of different parameters be added. Give wrap_parallel the bare module and "
+                    "leave the other out (fully_shard, replicate, FSDP, DistributedDataParallel)."
+                )
+    for name, tensor in () if is_alone else (*module.named_parameters(), *module.named_buffers()):
+        _check_tensor(f"'{name}' of {type(module).__name__}", tensor)
+
+
+def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise SyncError(
+            f"{what} has no shape yet (a lazy module); ranks have nothing to compare or to reduce. Run one batch "
+            "through the network before wrap_parallel: with torch.no_grad(): net(batch)."
+        )
+    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+        raise SyncError(
+            f"{what} is a DTensor, of which each rank may hold another part (fully_shard, tensor parallelism); "
+            "wrap_parallel would add up gradients of different parts. Give it the network before it is distributed."
+        )
+    if tensor.is_meta:
+        raise SyncError(
+            f"{what} is on the meta device and has no values; ranks would have nothing to train. Before "
+            "wrap_parallel give it memory (net.to_empty(device=ddpshim.world().device)) and values (its "
+            "reset_parameters(), or a checkpoint)."
+        )
+    if tensor.is_inference():
+        raise SyncError(
+            f"{what} was made under torch.inference_mode(); it can have no gradient. Build the network outside of that "
+            "block."
+        )
+
+
+def check_device(module: nn.Module, here: World) -> None:
+    """Refuse parameters that are on another rank's GPU, or on the CPU where nccl moves gradients."""
+    for name, p in module.named_parameters():
+        if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
+            raise SyncError(
+                f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
+                "share a GPU and wait for each other. Use ddpshim.world().device in place of a fixed 'cuda:0'."
+            )
+        if not p.is_cuda and here.backend == "nccl":
+            raise SyncError(
+                f"parameter '{name}' is on {p.device}, and nccl only reduces GPU memory. Call "
+                ".to(ddpshim.world().device) before wrap_parallel."
+            )
+
+
+def check_same_structure(module: nn.Module, here: World) -> None:
+    """Refuse modules that differ between ranks by name; warn where their values did (collective)."""
+    mine: dict[str, Any]
+    mine = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()}
+    # A buffer that one rank lacks ends the process without a word, in torch's broadcast.
+    mine.update((f"buffer {name}", (tuple(b.shape), str(b.dtype))) for name, b in module.named_buffers())
+    with torch.no_grad():
+        sums = {name: float(p.detach().abs().double().sum()) for name, p in module.named_parameters()}
+    everyone = here.gather((mine, sums))
+    for rank, (theirs, _) in enumerate(everyone):
+        odd = [name for name in {**everyone[0][0], **theirs} if everyone[0][0].get(name) != theirs.get(name)]
+        if odd:
+            raise SyncError(
+                f"ranks 0 and {rank} wrap different {type(module).__name__}s: '{odd[0]}' is "
+                f"{everyone[0][0].get(odd[0], 'missing')} and {theirs.get(odd[0], 'missing')}; their gradients would "
+                "be added across different parameters. Build the same network on every rank."
+            )
+    first = everyone[0][1]
+    differing = [
+        name for name in first if any(sums[name] != first[name] and sums[name] == sums[name] for _, sums in everyone)
+    ]
+    if differing and here.is_main:
+        warnings.warn(
+            f"weights differed between ranks before wrap_parallel (first: '{differing[0]}'); the main rank's were "
+            "taken. Copies made earlier (an EMA, a target network) still differ: pass seed= to ddpshim.setup(), "
+            "build every network before the first wrap_parallel, or make the copies afterwards.",
+            stacklevel=3,
+        )
