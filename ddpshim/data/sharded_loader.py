@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
 from ddpshim.job import shares
+from ddpshim.job.job import current
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
             _dismiss_workers_with(os.getpid())
         fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
         own = PrivateRandom(derive_seed(self._seed, "here", *scope)) if fetches_here else None
-        return _Pass(batches, draw, next_size, own, self.deals_shares)
+        return _Pass(batches, draw, next_size, own, self.deals_shares, epoch, start)
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -147,9 +148,12 @@ class _Pass:
         next_size: Callable[[], Any],
         own: Optional[PrivateRandom],
         deals_shares: bool,
+        epoch: int,
+        step: int,
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
         self._deals_shares = deals_shares
+        self._epoch, self._step = epoch, step
 
     def __iter__(self) -> "_Pass":
         return self
@@ -162,6 +166,8 @@ class _Pass:
             draw()
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
+        current().progress.batch = (self._epoch, self._step)
+        self._step += 1
         num_rows = self._next_size()
         if self._deals_shares and num_rows:
             shares.begin_batch(num_rows, self)

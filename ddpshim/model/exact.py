@@ -147,6 +147,7 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
     """Give all virtual ranks the mean of their gradients (collective)."""
     here = world()
     assert here.options.exact is not None
+    current().progress.num_passes += 1
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
     with events.counted("communication"), torch.no_grad():
         take_mean = functools.partial(made.running_sum.take_mean, num=here.options.exact, touched=touched)

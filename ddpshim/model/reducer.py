@@ -296,6 +296,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
+        current().progress.is_reducing = True
         if profiled is not None:
             profiled.begin("communication")
         reduced, missed = self._reduced, []
@@ -342,6 +343,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
                     self._reduced[i].grad = None
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
+        current().progress.end_pass(self._on_cuda)
         if self._equality.is_due(self.num_reductions):
             self._equality.start(self.num_reductions)
 
