@@ -17,6 +17,7 @@ from ddpshim.job import failure, failure_notes, hangs, machine, progress, watch
 from ddpshim.job.hangs import Standing, Waits, describe, judge
 from ddpshim.job.job import Job, current
 from ddpshim.job.progress import Frame, Progress, place_of
+from ddpshim.model import iterations
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 1800.0
@@ -225,3 +226,57 @@ def test_a_watch_that_was_not_begun_says_nothing() -> None:
     idle.end()
     assert (idle.describe_left(), idle.describe_others()) == ("", "")
     assert progress.frames_of(0) == []
+
+
+def _train_apart(kind: str) -> Optional[str]:
+    """Why training ends where rank 1 does something else with its second batch."""
+    here = ddpshim.world()
+    net = ddpshim.wrap_parallel(torch.nn.Linear(1, 1))
+    loader = ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), batch_size=4)
+    others = iter(ddpshim.make_loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), batch_size=4))
+    next(others)
+    iterations._TELL_S = 10.0
+    try:
+        for _ in range(2):
+            for step, (x,) in enumerate(loader):
+                is_odd = here.rank == 1 and step == 1
+                if is_odd and kind == "skips":
+                    continue
+                if is_odd and kind == "looks elsewhere":
+                    next(others)
+                net(x).sum().backward()
+                if is_odd and kind == "makes one more":
+                    net(x).sum().backward()
+    except ddpshim.errors.SyncError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "found"), [("skips", (2, 1, 2)), ("makes one more", (3, 2, 1)), ("looks elsewhere", None)]
+)
+def test_gradients_of_different_batches_are_not_averaged(kind: str, found: Optional[tuple[int, int, int]]) -> None:
+    for error in run_ranks(_train_apart, 2, kind):
+        if found is None:
+            assert error is None
+        else:
+            number, *batches = found
+            of_ranks = ", ".join(f"batch {batch} of epoch 0 on rank {rank}" for rank, batch in enumerate(batches))
+            assert error is not None
+            assert f"in backward pass {number} gradients of different batches were averaged ({of_ranks})" in error
+
+
+def test_batches_are_told_apart_whatever_a_hook_makes_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = iterations.Marks(3, torch.zeros(1, dtype=torch.bfloat16), is_on=True)
+    monkeypatch.setattr(current(), "progress", Progress())
+    assert marks.row().tolist() == [1.0] * 3 + [0.0] * iterations.NUM_MARKS
+    marks.check(torch.ones(3 + iterations.NUM_MARKS))  # it does not know its batch
+    current().progress.take(1, 2, 5)
+    mine = marks.row() / 3
+    marks.check(mine * 3)
+    assert mine[3 + (5 + 14) % 16] > 0
+    current().progress.take(1, 2, 6)
+    with pytest.raises(ddpshim.errors.SyncError, match=r"pass 1 .*\(batch 6 of epoch 2 on rank 0\)"):
+        marks.check(marks.row() / 3 + mine)
+    assert iterations.mark_of(None) is None

@@ -132,7 +132,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
             _dismiss_workers_with(os.getpid())
         fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
         own = PrivateRandom(derive_seed(self._seed, "here", *scope)) if fetches_here else None
-        return _Pass(batches, draw, next_size, own, self.deals_shares, epoch, start)
+        return _Pass(batches, draw, next_size, own, self.deals_shares, id(self), epoch, start)
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -148,12 +148,13 @@ class _Pass:
         next_size: Callable[[], Any],
         own: Optional[PrivateRandom],
         deals_shares: bool,
+        loader: int,
         epoch: int,
         step: int,
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
         self._deals_shares = deals_shares
-        self._epoch, self._step = epoch, step
+        self._loader, self._epoch, self._step = loader, epoch, step
 
     def __iter__(self) -> "_Pass":
         return self
@@ -166,7 +167,7 @@ class _Pass:
             draw()
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
-        current().progress.batch = (self._epoch, self._step)
+        current().progress.take(self._loader, self._epoch, self._step)
         self._step += 1
         num_rows = self._next_size()
         if self._deals_shares and num_rows:

@@ -6,6 +6,7 @@ import contextlib
 import linecache
 import os
 import sys
+import threading
 from types import FrameType
 from typing import Any, NamedTuple, Optional
 
@@ -58,6 +59,30 @@ class Progress:
         self.batch: Optional[tuple[int, int]] = None
         self.is_reducing = False
         self._event: Any = None
+        self._thread = threading.get_ident()
+        self._loader: Any = None  # that gave the last batch
+        self._trained: Any = None  # that gave the batch of the first backward pass
+        self._of_trained: Optional[tuple[int, int]] = None  # its last batch
+
+    def take(self, loader: int, epoch: int, step: int) -> None:
+        """Take note of a batch. Local.
+
+        Args:
+            loader: the id of what gave it.
+        """
+        self.batch, self._loader = (epoch, step), loader
+        if self._trained in (None, loader):
+            # A thread that fetches ahead is not as far ahead on every rank.
+            self._of_trained = self.batch if threading.get_ident() == self._thread else None
+
+    def begin_pass(self) -> Optional[tuple[int, int]]:
+        """Take note that this rank waits at the end of a backward pass; which batch that is of, if it is known. Local.
+
+        Known are batches of the loader that is trained on: another one may be read on one rank alone.
+        """
+        self.is_reducing = True
+        self._trained = self._trained or self._loader
+        return self._of_trained
 
     def end_pass(self, is_on_gpu: bool) -> None:
         """Take note that a backward pass is over, for the host at least. Local."""

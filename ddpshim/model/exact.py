@@ -23,7 +23,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
-from ddpshim.model import shared_sum
+from ddpshim.model import iterations, shared_sum
 from ddpshim.model.reducer import broadcast
 from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
@@ -147,7 +147,6 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
     """Give all virtual ranks the mean of their gradients (collective)."""
     here = world()
     assert here.options.exact is not None
-    current().progress.num_passes += 1
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
     with events.counted("communication"), torch.no_grad():
         take_mean = functools.partial(made.running_sum.take_mean, num=here.options.exact, touched=touched)
@@ -164,6 +163,7 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
             else:
                 _add_up_over_ranks(leaves, here)
         _take_first_buffers(made, here)
+    current().progress.end_pass(is_on_gpu=False)
 
 
 def _take_first_buffers(made: Networks, here: World) -> None:
@@ -222,10 +222,14 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 def _touched_anywhere(made: Networks, own: set[int], here: World) -> set[int]:
     if here.world_size == 1:
         return own
-    flags = torch.zeros(len(made.parameters), dtype=torch.uint8, device=here.device)
-    flags[list(own)] = 1
+    num, mark = len(made.parameters), iterations.mark_of(current().progress.begin_pass())
+    flags = torch.zeros(num + iterations.NUM_MARKS, dtype=torch.uint8, device=here.device)
+    flags[[*own, *([] if mark is None else [num + mark])]] = 1
     dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return set(flags.nonzero().flatten().tolist())
+    touched = flags.tolist()
+    if mark is not None and here.options.guard:
+        iterations.refuse_apart(touched[num:], mark)
+    return {index for index in range(num) if touched[index]}
 
 
 def _messages(made: Networks, indices: Sequence[int]) -> Iterator[list[int]]:

@@ -32,6 +32,7 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
 from ddpshim.model import guard, seams
+from ddpshim.model.iterations import NUM_MARKS, Marks
 from ddpshim.model.transparent import Transparent
 
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024
@@ -180,6 +181,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
         mine["num_reductions"] = 0
         mine["_equality"] = guard.Equality(module, homes, process_group, reduced[0].device, is_first(), is_guarded)
+        mine["_marks"] = Marks(len(reduced), self._presence.detach(), self._equality.is_on)
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
@@ -214,7 +216,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine, (reduced, are_sparse) = self.__dict__, public_reducer.parameters_of(module, guard.is_owned)
         self._modules["module"] = module
         mine.update(process_group=process_group, require_backward_grad_sync=True, device_ids=None, **ddp_options)
-        mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced)))
+        mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced) + NUM_MARKS))
         mine["device"] = reduced[0].device
         mine["reducer"] = public_reducer.PublicReducer(
             [*reversed(reduced), self._presence],
@@ -236,8 +238,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         parameters, are_sparse = DistributedDataParallel._build_params_for_reducer(self)
         mine = self.__dict__
         mine["_reduced"] = parameters
-        # Its gradient tells which parameters this rank used.
-        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters)))
+        # Its gradient tells which parameters this rank used, and which batch it is at.
+        mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + NUM_MARKS))
         return [*reversed(parameters), self._presence], [*reversed(are_sparse), False]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
@@ -296,7 +298,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
-        current().progress.is_reducing = True
         if profiled is not None:
             profiled.begin("communication")
         reduced, missed = self._reduced, []
@@ -321,12 +322,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
             seams.at_end_of_backward(profiled.end)
 
     def _tell_unused(self, unused: list[int]) -> None:
-        """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
+        """Make the additional gradient one for each parameter, zero for those that are `unused` here, and our mark."""
         self.__dict__["_unused"] = unused
         if self._presence.grad is None:
-            self._presence.grad = torch.ones_like(self._presence)
+            self._presence.grad = self._marks.row().clone()
         else:
-            self._presence.grad.fill_(1)
+            self._presence.grad.copy_(self._marks.row())
         if unused:
             self._presence.grad[unused] = 0
 
@@ -336,6 +337,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self._reducer._check_reducer_finalized()
         except RuntimeError as error:
             self._refuse_stale(error)
+        self._marks.check(self._presence.grad)
         if self._unused:
             used = self._presence.grad.tolist()
             for i in self._unused:
