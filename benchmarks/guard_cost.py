@@ -4,7 +4,8 @@
 
 One run makes two equal policies, one wrapped without them (the option `guard`), and trains them in turn. It prints the
 ratio of the two steps, which on a busy machine is mostly noise, and the time inside the guards' own code,
-which is not: that of every step, and that of a comparison of weights, of which there is one in 1000 steps.
+which is not: that of every step, that of a comparison of weights, of which there is one in 1000 steps, and that of the
+thread that watches for hangs, which looks once a second.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 import ddpshim
 from benchmarks.results import Result, main, ratio
+from ddpshim.job import watch
 from ddpshim.job.job import current
 from ddpshim.model import guard
 from tests.ranks import run_ranks
@@ -84,8 +86,14 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
         equality.start(1)
         equality.finish()
 
-    equality = arms["with"].policy._equality
+    def look() -> None:
+        watched_by._counted = None  # as in the middle of steps; without it, as in a rank that stands still
+        watched_by._look()
+        watched_by._look()
+
+    equality, watched_by = arms["with"].policy._equality, current().part(watch.Watch)
     return {
+        "look": statistics.median(_time_ms(look) for _ in range(200)) / 2,
         **ms,
         "hook": statistics.median(_time_ms(hook) for _ in range(200)),
         "compare": statistics.median(_time_ms(compare) for _ in range(20)),
@@ -103,6 +111,7 @@ def run(quick: bool, batch_size_per_rank: int = 64) -> list[Result]:
         Result("guard_cost", f"step with guards, {size}", value, "x without", quartiles, note=f"{step_ms:.1f} ms"),
         Result("guard_cost", "guards' own code in a step", got["hook"] * 1000, "us"),
         Result("guard_cost", "one comparison of weights, of 1000 steps", got["compare"], "ms"),
+        Result("guard_cost", "a look of the thread that watches for hangs, one a second", got["look"] * 1000, "us"),
         Result("guard_cost", "guards' own code, amortised", 100 * own_ms / step_ms, "% of a step"),
     ]
 

@@ -243,7 +243,11 @@ class Options:
     node_memory_gb: Optional[float] = _option(
         None, _or_none(_positive()), "the most that this copy may take of a node's memory; none: what is available"
     )
-    guard: bool = _option(True, _flag(), "compare weights and random streams over the ranks, check optimizer steps")
+    guard: bool = _option(
+        True,
+        _flag(),
+        "compare weights and random streams over the ranks, check optimizer steps, name ranks that do not come",
+    )
     logs: Optional[str] = _option(
         None, _or_none(_path()), "folder in which each rank's output and errors are written down, as rank_N.log"
     )

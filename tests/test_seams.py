@@ -18,6 +18,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,7 @@ SEAMS = [
     Seam("_run_exitfuncs", "job/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
     Seam("_inheriting", "trainers/import_hook.py", "test_a_spawned_child_knows", "Lib/multiprocessing/spawn.py"),
     Seam("_getframe", "trainers/swapping.py", "test_frames", "Lib/sys"),
+    Seam("_current_frames", "job/progress.py", "test_frames", "Lib/sys: documented"),
     Seam("_exit", "job/failure.py", "test_frames", "Lib/os: documented"),
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
@@ -475,6 +477,7 @@ def test_a_spawned_child_knows_that_it_is_one_before_its_main_module(tmp_path: P
 @pytest.mark.unit
 def test_frames_of_callers_have_their_names() -> None:
     assert sys._getframe(0).f_code.co_name == "test_frames_of_callers_have_their_names"
+    assert sys._current_frames()[threading.get_ident()] is sys._getframe(0)
     assert callable(os._exit)
 
 

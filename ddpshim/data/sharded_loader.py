@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import threading
 import weakref
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union, cast
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
 from ddpshim.job import shares
+from ddpshim.job.job import current
 from ddpshim.job.random_streams import PrivateRandom, derive_seed
 
 if TYPE_CHECKING:
@@ -170,7 +172,10 @@ class _Pass:
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
         num_rows = self._next_size()
-        self.position = self._next if torch.is_grad_enabled() else None
+        current().progress.batch = (self._next.epoch, self._next.step)
+        # A thread that fetches ahead is not as far ahead on every rank.
+        feeds = torch.is_grad_enabled() and threading.current_thread() is threading.main_thread()
+        self.position = self._next if feeds else None
         self._next = self._next._replace(step=self._next.step + 1)
         if self._deals_shares and num_rows:
             shares.begin_batch(num_rows, self)

@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Callable, NoReturn, Optional, TypeVar, Union
 
 from packaging.version import Version
 
+from ddpshim.errors import SyncError
 from ddpshim.job import events, failure_notes
 from ddpshim.job.job import Job, current
 from ddpshim.job.peer_errors import is_late, lost_a_peer
@@ -44,6 +45,8 @@ class Watched:
     store: Any
     previous_hook: Any  # of Python, for exceptions that nobody catches
     is_told_to_end: bool = False  # a SIGTERM came
+    watch: Any = None  # ddpshim.job.watch.Watch, where there is one
+    ending: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that ends this rank
 
 
 def arm(rank: int, store: Any, world_size: int = 1) -> None:
@@ -137,6 +140,9 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         error: what is reported, with its own traceback.
         exit_code: of this process, not 0.
     """
+    me, watched = rank(), current().watched
+    if watched is not None and not watched.ending.acquire(blocking=False):
+        threading.Event().wait()  # another thread ends this rank, and says why
     told: list[int] = []
     with contextlib.suppress(ValueError):  # not the main thread
         # A launcher that has seen another rank end sends this: only the records are still to be written.
@@ -144,7 +150,6 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         # torch raises here when a data worker ends, and a launcher may have ended them with this rank.
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    me, watched = rank(), current().watched
     _ask_store(lambda store: store.set(f"failed/{me}", "1"))
     failure_notes.write(error, exit_code)
     first = note(error)
@@ -159,10 +164,13 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         if watched is not None and watched.is_told_to_end:
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
+        error = _with_who_left(error)
+        failure_notes.write(error, exit_code)
     if first == me and is_late(error):
         silent = [] if watched is None else _silent_ranks(watched)
         who = ranks_called(silent) if silent else "no rank in particular"
-        say(f"{who} did not answer rank {me} in time", directly=True)
+        where = "" if watched is None or watched.watch is None else watched.watch.describe_others()
+        say(f"{who} did not answer rank {me} in time{where and f'. Where they stand:{chr(10)}{where}'}", directly=True)
     if first == me:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         say(f"rank {me} ({socket.gethostname()}) failed:\n{lines}", directly=True)
@@ -184,6 +192,18 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     if first == me:
         _ask_store(lambda store: store.set("left", "1"))
     os._exit(exit_code)
+
+
+def _with_who_left(error: BaseException) -> BaseException:
+    """`error`, or what to say in its place where a rank is gone because its program has ended well."""
+    watched = current().watched
+    left = "" if watched is None or watched.watch is None else watched.watch.describe_left()
+    if watched is None or not left:
+        return error
+    return SyncError(
+        f"rank {watched.rank} waits for a rank that has left the job, and would wait for ever:\n{left}\nGive every "
+        "rank equally many batches (make_loader does), and let none leave a loop, or the program, before the others."
+    ).with_traceback(error.__traceback__)
 
 
 def _claim(error: BaseException) -> int:

@@ -34,7 +34,7 @@ class Note(NamedTuple):
 
 
 def write(error: BaseException, exit_code: int) -> None:
-    """Write this rank's note, if it is the first one and `run` started the rank. Local.
+    """Write this rank's note, if it is the first one, or the first that knows the cause, and `run` started it. Local.
 
     Raises nothing where it cannot be written: the rank has to end all the same, and `run` then goes by its exit code.
     """
@@ -43,13 +43,14 @@ def write(error: BaseException, exit_code: int) -> None:
         return
     rank = os.environ["RANK"]
     note, partial = Path(folder, f"failed.{rank}"), Path(folder, f"partial.{rank}")
-    if note.exists():
+    is_lost = lost_a_peer(error)
+    if note.exists() and (is_lost or not Note(*json.loads(note.read_text())).lost_a_peer):
         return
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
     # torch's agent goes by the end of the process, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes.
     try:
-        partial.write_text(json.dumps(Note(time.time(), exit_code, lost_a_peer(error), "".join(lines))))
+        partial.write_text(json.dumps(Note(time.time(), exit_code, is_lost, "".join(lines))))
         partial.replace(note)
     except OSError as cause:
         say(f"{note} cannot be written ({cause}); `run` will not know why rank {rank} failed", directly=True)

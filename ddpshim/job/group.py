@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError, WorldError
-from ddpshim.job import failure, messages, rendezvous, unshared
+from ddpshim.job import failure, messages, rendezvous, unshared, watch
 from ddpshim.job.alike import compute_alike
 from ddpshim.job.devices import agree_on_backend, bind_device, single_device
 from ddpshim.job.job import Job, begin_next, current
@@ -135,6 +135,8 @@ def setup(
     if made.world_size > 1:
         unshared.begin()
         failure.arm(made.rank, job.store, made.world_size)
+        if options.guard:
+            watch.begin(job, made.rank, made.world_size, timeout_s)
     if made.is_launched and made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)
         spread = "unequal nodes" if odd else f"{count(nodes, 'node')} x {made.local_world_size}"

@@ -9,6 +9,8 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
+from ddpshim.job.progress import Progress
+
 if TYPE_CHECKING:
     from ddpshim.job.failure import Watched
     from ddpshim.job.world import World
@@ -31,6 +33,7 @@ class Job:
         is_split: whether ranks have random streams of their own.
         watched: what `failure.arm` has put in place.
         before_end, at_end: what `end` calls, the last one first.
+        progress: what this rank has done so far.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,7 @@ class Job:
         self.has_networks = self.has_own_batches = self.is_split = False
         self.watched: Optional[Watched] = None
         self.before_end, self.at_end = contextlib.ExitStack(), contextlib.ExitStack()
+        self.progress = Progress()
         self._numbers: dict[str, int] = {}
         self._parts: dict[type, Any] = {}
 

@@ -70,6 +70,29 @@ def resident_bytes() -> tuple[Optional[int], Optional[int]]:
     return int(now[1]) * resource.getpagesize() if len(now) > 1 else None, most
 
 
+def cpu_seconds(process: int, root: Path = _ROOT) -> Optional[float]:
+    """What a process and those below it have used of the cores so far, in seconds; None where the system is silent."""
+    used, children = dict[int, int](), dict[int, list[int]]()
+    for file in (root / "proc").glob("[0-9]*/stat"):
+        fields = (_read(file) or "").rpartition(")")[2].split()
+        if len(fields) > 14:
+            pid = int(file.parent.name)
+            used[pid] = int(fields[11]) + int(fields[12])
+            children.setdefault(int(fields[1]), []).append(pid)
+    if process not in used:
+        return None
+    family = [process]
+    for pid in family:
+        family += children.get(pid, [])
+    return sum(used[pid] for pid in family) / os.sysconf("SC_CLK_TCK")
+
+
+def state_of(process: int, root: Path = _ROOT) -> Optional[str]:
+    """The letter that the system has for what a process does: R runs, S sleeps, T is stopped; None: there is none."""
+    fields = (_read(root / f"proc/{process}/stat") or "").rpartition(")")[2].split()
+    return fields[0] if fields and fields[0] not in "ZX" else None
+
+
 def memory(root: Path = _ROOT) -> Memory:
     """The machine's memory, and what is left of it for this process."""
     stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)

@@ -43,9 +43,9 @@ def place(error: BaseException) -> str:
     return f"{last.filename}, line {last.lineno}, in {last.name}{source}"
 
 
-def count(number: int, noun: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+def count(number: int, noun: str, ending: str = "s") -> str:
+    """ "1 rank", "2 ranks"; the `ending` is of the plural."""
+    return f"{number} {noun}{ending * (number != 1)}"
 
 
 def ranks_called(ranks: Sequence[int]) -> str:

@@ -90,6 +90,7 @@ class World:
                 f"rank {self.rank} of {self.world_size} left its job with cleanup(); nobody answers a collective any "
                 "more. Call cleanup() last."
             )
+        self._job.progress.num_collectives += 1
         return self._job.control
 
     def barrier(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Sequence
+from operator import mul
 from typing import Any, Optional
 
 import torch
@@ -32,10 +34,10 @@ class Agreement:
         self._sent_for = ""
         self._coming: deque[tuple[Any, torch.Tensor, str]] = deque()
 
-    def fill(self, entries: torch.Tensor, asks: bool, num_steps: int, rates: list[float]) -> None:
+    def fill(self, entries: torch.Tensor, asks: bool = False, num_steps: int = 0, rates: Sequence[float] = ()) -> None:
         """Write into the last `NUM` of `entries` what this rank has to say. Local."""
         where = shares.positions()
-        number = zlib.crc32(repr(([position for position, _ in where], num_steps, rates)).encode())
+        number = zlib.crc32(repr(([position for position, _ in where], num_steps, list(rates))).encode())
         batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in where)
         self._sent_for = (
             f"{', '.join(batches) or 'no batch of make_loader'}, after {count(num_steps, 'optimizer step')}"
@@ -67,7 +69,7 @@ class Agreement:
 
     def _judge(self, came: list[float], sent_for: str) -> bool:
         asks, bits, opposites = came[0], came[1 : 1 + _NUM_BITS], came[1 + _NUM_BITS :]
-        if any(map(float.__mul__, bits, opposites)):
+        if any(map(mul, bits, opposites)):
             here = world()
             of_ranks = here.meet("positions", sent_for, _MEETING_DEADLINE_S)
             where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())

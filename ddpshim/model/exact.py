@@ -24,6 +24,7 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
 from ddpshim.model import guard, shared_sum
+from ddpshim.model.agreement import NUM, Agreement
 from ddpshim.model.broadcasting import broadcast
 from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
@@ -48,6 +49,7 @@ class Networks:
         self.copies: list[list[nn.Parameter]] = [self.parameters]
         self.touched: list[set[int]] = [set()]
         self.running_sum = RunningSum(self.copies)  # where the job has one process
+        self.agreement = Agreement("a network", torch.device("cpu"))
         self.has_stand_in = False
         self.shared_sum: Optional[SharedSum] = None
 
@@ -164,6 +166,7 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
             else:
                 _add_up_over_ranks(leaves, here)
         _take_first_buffers(made, here)
+    current().progress.end_pass(is_on_gpu=False)
 
 
 def _take_first_buffers(made: Networks, here: World) -> None:
@@ -222,10 +225,15 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 def _touched_anywhere(made: Networks, own: set[int], here: World) -> set[int]:
     if here.world_size == 1:
         return own
-    flags = torch.zeros(len(made.parameters), dtype=torch.uint8, device=here.device)
+    current().progress.is_reducing = True
+    num = len(made.parameters)
+    flags = torch.zeros(num + NUM, dtype=torch.uint8, device=here.device)
     flags[list(own)] = 1
+    made.agreement.fill(flags)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return set(flags.nonzero().flatten().tolist())
+    if here.options.guard:
+        made.agreement.read(flags)
+    return set(flags[:num].nonzero().flatten().tolist())
 
 
 def _messages(made: Networks, indices: Sequence[int]) -> Iterator[list[int]]:

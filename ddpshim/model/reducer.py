@@ -257,6 +257,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
+        current().progress.is_reducing = True
         mine["_is_completing"] = True
         if profiled is not None:
             profiled.begin("communication")
@@ -311,6 +312,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
         self.__dict__["_is_completing"] = False
+        current().progress.end_pass(self._on_cuda)
         if self._agreement is not None and self._agreement.read(self._presence.grad):
             mine = self.__dict__
             mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps

@@ -1,0 +1,194 @@
+"""Decides, from what ranks say of themselves, how long one may wait, who stays away, and whether that ends the job."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+from ddpshim.job.say import count, ranks_called
+
+FLOOR_S = 30.0
+_FACTOR = 3.0
+_NUM_REMEMBERED = 64  # waits, at each line of the program
+_NOTEWORTHY_S = 1.0
+_MOVES_S = 3.0  # who has moved within this time is at work
+_LATE_S = 5.0  # a look that comes this late: the process itself stood still
+_IDLE_SHARE = 0.02  # of a core: who uses less does nothing
+OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
+
+
+class Standing(NamedTuple):
+    """Where a rank stands, in its own words; see `progress.Place` and `progress.Progress`.
+
+    Attributes:
+        num_passes: None where another rank of its node speaks for it.
+        still_s: for how long it has not moved.
+        cpu_s: seconds of a core that it and its child processes have used so far; None where the system does not say.
+        has_left: it has left the job, or its program has ended.
+    """
+
+    num_passes: Optional[int]
+    batch: Optional[Sequence[int]]
+    waits_in: Optional[str]
+    section: Optional[str]
+    is_declared: bool
+    site: str
+    lines: list[str]
+    still_s: float = 0.0
+    cpu_s: Optional[float] = None
+    has_left: bool = False
+
+
+Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
+
+
+class Waits:
+    """For how long this rank waits, and for how long it may: three times the longest wait at that line, at least 30 s.
+
+    Never longer than half of `timeout_s`, after which torch ends a collective, and nccl's watchdog the process.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._most_s = timeout_s / 2
+        self._seen: dict[str, deque[float]] = {}
+        self._state: Hashable = None
+        self._site: Optional[str] = None
+        self._since = self._last_look = 0.0
+        self._factor = 1.0
+
+    def look(self, now: float, state: Hashable, site: Optional[str]) -> bool:
+        """Whether this rank has waited for too long, at `now`. Local.
+
+        Args:
+            state: another one where the rank has moved.
+            site: the line at which it waits; None where it does not wait.
+        """
+        if now - self._last_look > _LATE_S:
+            self._since += now - self._last_look
+        self._last_look = now
+        if state != self._state:
+            if self._site is not None and self.waited_s >= _NOTEWORTHY_S:
+                self._seen.setdefault(self._site, deque(maxlen=_NUM_REMEMBERED)).append(self.waited_s)
+            self._state, self._site, self._since, self._factor = state, site, now, 1.0
+        return site is not None and self.waited_s > self.deadline_s(site)
+
+    @property
+    def waited_s(self) -> float:
+        return self._last_look - self._since
+
+    def deadline_s(self, site: str) -> float:
+        """How long this rank may wait at that line before it asks. Local."""
+        longest = max(self._seen.get(site, ()), default=0.0)
+        return min(max(FLOOR_S, _FACTOR * longest), self._most_s) * self._factor
+
+    def postpone(self) -> None:
+        """It was said, or there is nothing to say: not again before the wait is twice as long. Local."""
+        self._factor *= 2
+
+
+class Verdict(NamedTuple):
+    """What comes of a rank's asking.
+
+    Attributes:
+        named: the ranks that stay away; empty where nobody does.
+        said: who waits for whom, and where ranks stand.
+        error: why the job ends; empty where it does not.
+    """
+
+    named: list[int]
+    said: str
+    error: str = ""
+
+
+def judge(now: Standings, asker: int, before: Optional[Standings] = None, window_s: float = 0.0) -> Optional[Verdict]:
+    """Who stays away where rank `asker` has waited for too long; None where there is nothing to say.
+
+    With `before`, what ranks said `window_s` earlier, also whether the job ends: where nothing can come of waiting,
+    since all ranks wait, in different places, or have left; or where those that stay away do nothing at all.
+    """
+    mine = now[asker]
+    if mine is None or mine.waits_in is None:
+        return None
+    away = [rank for rank, theirs in now.items() if theirs is None or theirs.has_left or theirs.waits_in is None]
+    if any(theirs is not None and theirs.is_declared and not theirs.has_left for theirs in now.values()):
+        return None
+    elsewhere = [] if away else _apart(now)
+    named = away or elsewhere
+    waited = f"rank {asker} has waited {mine.still_s:.0f} s in {mine.waits_in} ({mine.site})"
+    if not named:
+        said = f"{waited}, and so have all others: no rank stays away; look at the network between them"
+        return Verdict([], f"{said}. Where they stand:\n{describe(now, [])}")
+    said = f"{waited}, and others wait elsewhere" if elsewhere else f"{waited} for {ranks_called(named)}"
+    where = describe(now, named)
+    verdict = Verdict(named, f"{said}. Where ranks stand:\n{where}")
+    if before is None:
+        return verdict
+    patient = mine.waits_in.startswith("World.")  # one rank may work alone for side_timeout_s
+    if not all(_never_comes(rank, now, before, window_s, patient, bool(elsewhere)) for rank in named):
+        return verdict
+    have_left = [rank for rank in named if (theirs := now[rank]) is not None and theirs.has_left]
+    if have_left:
+        why = f"; {ranks_called(have_left)} left the job"
+    else:
+        why = "" if elsewhere else f"; {ranks_called(named)} did nothing for {window_s:.0f} s"
+    return verdict._replace(
+        error=f"{said}{why}: ranks would wait until a timeout. Let every rank make the same backward passes and call "
+        f"the same collectives; what one rank does alone belongs into World.run_on_main ({OPT_OUT}). Where ranks "
+        f"stand:\n{where}"
+    )
+
+
+def _never_comes(
+    rank: int, now: Standings, before: Standings, window_s: float, patient: bool, is_deadlock: bool
+) -> bool:
+    first, last = before.get(rank), now[rank]
+    if first is None or last is None:
+        return False
+    same = (first.num_passes, first.waits_in, first.lines) == (last.num_passes, last.waits_in, last.lines)
+    if last.has_left or (is_deadlock and same):
+        return True
+    if patient or last.section is not None or first.cpu_s is None or last.cpu_s is None:
+        return False
+    return same and last.cpu_s - first.cpu_s < max(0.05, _IDLE_SHARE * window_s)
+
+
+def _apart(now: Standings) -> list[int]:
+    """The ranks that wait in another collective than most; of equally many, those that made fewer backward passes."""
+    by_place: dict[Optional[str], list[int]] = {}
+    for rank, theirs in now.items():
+        by_place.setdefault(theirs and theirs.waits_in, []).append(rank)
+
+    def order(ranks: list[int]) -> tuple[int, int]:
+        first = now[ranks[0]]
+        return len(ranks), (first and first.num_passes) or 0
+
+    most = max(by_place.values(), key=order)
+    return [rank for rank in now if rank not in most]
+
+
+def describe(standings: Standings, named: Sequence[int]) -> str:
+    """A line for each rank, those that stand at the same place in one, and the stack of those that are named."""
+    lines, told = [], dict[str, list[int]]()
+    for rank, theirs in standings.items():
+        if rank not in named:
+            told.setdefault(_where(theirs), []).append(rank)
+    lines += [f"  {ranks_called(ranks)}: {where}" for where, ranks in told.items()]
+    for rank in named:
+        theirs = standings[rank]
+        lines += [f"  rank {rank}: {_where(theirs)}", *(f"    {line}" for line in (theirs.lines if theirs else []))]
+    return "\n".join(lines)
+
+
+def _where(theirs: Optional[Standing]) -> str:
+    if theirs is None or theirs.num_passes is None:
+        why = theirs.site if theirs else "its process is stopped, gone, or inside of code that keeps Python's lock"
+        return f"gave no answer: {why}"
+    made = count(theirs.num_passes, "backward pass", "es")
+    if theirs.batch is not None:
+        made += f", batch {theirs.batch[1]} of epoch {theirs.batch[0]}"
+    if theirs.has_left:
+        return f"{made}; has left the job ({theirs.site})"
+    does = f"waits in {theirs.waits_in}" if theirs.waits_in else f"is in {theirs.section or 'its own code'}"
+    since = f"for {theirs.still_s:.0f} s" if theirs.still_s > _MOVES_S else "and moves"
+    return f"{made}; {does} ({theirs.site}), {since}"

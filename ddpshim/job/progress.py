@@ -1,0 +1,167 @@
+"""Counts what this rank has done so far, and says what a thread of it does now."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+from types import FrameType
+from typing import Any, NamedTuple, Optional
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PYTHON = os.path.dirname(os.__file__)
+# Above every program, and below what it did when it was asked, or ended.
+_AROUND = (
+    *("python/runpy.py", "<frozen", "python/contextlib.py", "ddpshim/launch/", "ddpshim/job/watch.py"),
+    *("ddpshim/job/progress.py", "ddpshim/job/failure.py", "ddpshim/job/group.py", "ddpshim/job/job.py"),
+)
+_MOST_FRAMES = 10
+
+# What a rank does alone, by a file and a function of its stack. No job ends because of it. Of what is marked, ranks do
+# not even speak: it was declared, or an adapter's trainer does it again and again.
+_SECTIONS = (
+    ("ddpshim/job/world.py", "run_on_main", "World.run_on_main", True),
+    ("ddpshim/checkpoint/", "", "a save", True),
+    ("ddpshim/robomimic/rollout.py", "", "a rollout", True),
+    ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout", True),
+    ("robomimic/utils/train_utils.py", "save_model", "a save", True),
+    ("torch/serialization.py", "", "torch.save or torch.load", False),
+    ("torch/utils/data/dataloader.py", "", "a data loader", False),
+    ("torch/_dynamo/", "", "torch.compile", False),
+    ("torch/_inductor/", "", "torch.compile", False),
+    ("python/subprocess.py", "", "another program", False),
+    ("python/socket.py", "", "the network", False),
+    ("python/ssl.py", "", "the network", False),
+    ("python/bdb.py", "", "a debugger", False),
+)
+# Where our own code waits for other ranks, beside torch's collectives.
+_WAITS = {
+    ("ddpshim/job/world.py", "meet"): "World.meet",
+    ("ddpshim/job/world.py", "hand_out"): "the order of a loader",
+    ("ddpshim/job/world.py", "result"): "the look-up between two steps",
+    ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
+}
+
+
+class Progress:
+    """What this rank has done in its job so far.
+
+    Attributes:
+        num_passes: backward passes whose gradients were reduced.
+        num_collectives: of `World`.
+        batch: epoch and step of the last batch of a loader that `make_loader` made; None before.
+        is_reducing: the host waits at the end of a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.num_passes = self.num_collectives = 0
+        self.batch: Optional[tuple[int, int]] = None
+        self.is_reducing = False
+        self._event: Any = None
+
+    def end_pass(self, is_on_gpu: bool) -> None:
+        """Take note that a backward pass is over, for the host at least. Local."""
+        self.is_reducing = False
+        self.num_passes += 1
+        if is_on_gpu:
+            import torch
+
+            self._event = self._event or torch.cuda.Event()
+            self._event.record()
+
+    def waits_on_gpu(self) -> bool:
+        """Whether the GPU is not through with the gradients of the last backward pass. Local; any thread may ask."""
+        with contextlib.suppress(RuntimeError):
+            return self._event is not None and not self._event.query()
+        return False
+
+
+class Frame(NamedTuple):
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Place(NamedTuple):
+    """What a thread does.
+
+    Attributes:
+        waits_in: the collective in which it waits for other ranks; None where it does something of its own.
+        section: what it does alone, where that is known.
+        is_declared: it may take as long as it likes.
+        site: the innermost line of the user's program.
+        lines: of its stack, as in a traceback.
+    """
+
+    waits_in: Optional[str]
+    section: Optional[str]
+    is_declared: bool
+    site: str
+    lines: list[str]
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """The stack of a thread of this process, the outermost frame first; empty where it has ended. Local."""
+    frame, frames = sys._current_frames().get(thread), list[FrameType]()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def place_of(stack: list[Frame], progress: Progress, waits_on_gpu: bool = False) -> Place:
+    """What a thread does that has this stack, the outermost frame first. Local."""
+    stack = [frame for frame in stack if not _short(frame.file).startswith(_AROUND)]
+    short = [(_short(frame.file), frame.function) for frame in stack]
+    own = [frame for frame, (file, _) in zip(stack, short) if not file.startswith(("torch/", "ddpshim/", "python/"))]
+    innermost = (own or stack or [Frame("", 0, "")])[-1]
+    if waits_on_gpu:
+        waits_in: Optional[str] = f"backward pass {progress.num_passes}"
+    elif progress.is_reducing and any(file.startswith("torch/autograd/") for file, _ in short):
+        waits_in = f"backward pass {progress.num_passes + 1}"
+    else:
+        waits_in = _collective(short, progress)
+    found = [] if waits_in else [s for s in _SECTIONS for at in short if s[0] in at[0] and s[1] in ("", at[1])]
+    section = found[0][2] if found else None
+    site = f"{os.path.basename(innermost.file)}:{innermost.line}" if stack else "at the end of its program"
+    if waits_in is not None and own:
+        stack = stack[: stack.index(innermost) + 1]  # how torch waits is no news
+    return Place(waits_in, section, any(s[3] for s in found), site, _lines(stack[-_MOST_FRAMES:]))
+
+
+def _collective(short: list[tuple[str, str]], progress: Progress) -> Optional[str]:
+    """The collective of World's or of torch's in which a thread with these files and functions is, if it is in one."""
+    waits_in: Optional[str] = None
+    for file, function in reversed(short):
+        if file == "torch/distributed/distributed_c10d.py":
+            waits_in = f"torch.distributed.{function}"
+        elif (file, function) in _WAITS:
+            waits_in = _WAITS[file, function]
+        elif file == "ddpshim/job/world.py" and waits_in is not None:
+            waits_in = f"World.{function} (collective {progress.num_collectives} of World's)"
+        elif not file.startswith(("torch/", "ddpshim/", "python/")):
+            break
+    return waits_in
+
+
+def _short(file: str) -> str:
+    """The name of a file of torch, of ours or of Python's beginning with the package's; others as they are."""
+    torch = sys.modules.get("torch")
+    roots = {"ddpshim": _OURS, "torch": os.path.dirname(getattr(torch, "__file__", None) or "/no torch")}
+    for name, root in roots.items():
+        if file.startswith(root + os.sep):
+            return name + file[len(root) :].replace(os.sep, "/")
+    is_pythons = file.startswith(_PYTHON + os.sep) and "-packages" not in file
+    return "python" + file[len(_PYTHON) :].replace(os.sep, "/") if is_pythons else file.replace(os.sep, "/")
+
+
+def _lines(stack: list[Frame]) -> list[str]:
+    lines = []
+    for file, line, function in stack:
+        lines.append(f'  File "{file}", line {line}, in {function}')
+        code = linecache.getline(file, line).strip()
+        lines += [f"    {code}"] if code else []
+    return lines

@@ -1,0 +1,260 @@
+"""Has a thread of each rank say where the rank stands, when one of them waits in a collective for too long.
+
+The thread looks once a second; a step does nothing for it. A rank that waits for too long (`hangs.Waits`) asks through
+the job's store. Each thread answers for its rank, also where that sleeps or reads from a terminal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Optional
+
+from ddpshim.errors import SyncError
+from ddpshim.job import failure
+from ddpshim.job.hangs import Standing, Verdict, Waits, describe, judge
+from ddpshim.job.job import Job, current
+from ddpshim.job.progress import Frame, Place, frames_of, place_of
+from ddpshim.job.say import count, say
+
+_LOOK_EVERY_S = 1.0
+_ANSWER_S = 5.0
+_AGAIN_S = 10.0  # between the two times that ranks are asked, before the job ends
+_STORE_S = 10.0
+_GPU_AFTER_S = 10.0  # a GPU is not asked in the middle of steps: that breaks the capture of a graph
+_MOST_PRINT = 8  # in larger worlds the main rank and those that are named print, and not all
+_RANKS_PER_S = 128  # that ask the store whether somebody wants to know something
+
+
+class Watch:
+    """The thread, and what it knows of the rank."""
+
+    def __init__(self) -> None:
+        self._thread: Optional[threading.Thread] = None
+        self._ended = threading.Event()
+
+    def begin(self, rank: int, world_size: int, store: Any, timeout_s: float) -> None:
+        """Watch over the thread that calls this, until `end`. Local."""
+        import torch.distributed as dist
+
+        if hasattr(store, "clone"):  # from torch 2.7 on: a connection of its own, which no wait of the rank's holds up
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=_STORE_S))
+        self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
+        self._job, self._watched = current(), threading.get_ident()
+        self._waits, self._round = Waits(timeout_s), 0
+        self._cpu_s = 0.0  # of the thread that is watched
+        self._counted: Any = None
+        self._store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
+        self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._run, name="ddpshim-watch", daemon=True)
+        self._thread.start()
+        # A thread that Python ends in the middle of a call to the store takes the process with it.
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Watch no more, and leave word that this rank has left. Local; idempotent."""
+        thread, self._thread = self._thread, None
+        atexit.unregister(self.end)
+        if thread is None or self._ended.is_set():
+            return
+        self._ended.set()
+        thread.join(_STORE_S)
+        standing = self._standing()._replace(has_left=True)
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._store.set(f"left/{self._rank}", json.dumps(standing))
+
+    def describe_others(self) -> str:
+        """Where the other ranks stand, as far as they answer; for a rank that fails. Local."""
+        if self._thread is None:
+            return ""
+        self._ended.set()
+        self._thread.join(_STORE_S)
+        self._ended.clear()
+        try:
+            asked = self._ask()
+            theirs = self._answers(asked, [rank for rank in self._ranks if rank != self._rank])
+            self._store.set(f"verdict/{asked}", json.dumps(Verdict([], "")))
+        except (RuntimeError, ValueError):  # the store is gone with its host
+            return ""
+        return describe(theirs, [rank for rank, their in theirs.items() if their is None or their.waits_in is None])
+
+    def describe_left(self) -> str:
+        """Which ranks have left the job, and after what; empty where none has. Local."""
+        if self._thread is None:
+            return ""
+        left = {rank: their for rank in self._ranks if (their := self._left(rank)) is not None}
+        mine = f"  rank {self._rank}: {count(self._job.progress.num_passes, 'backward pass', 'es')} so far"
+        return f"{mine}\n{describe(left, list(left))}" if left else ""
+
+    def _run(self) -> None:
+        # The store is gone with its host, and the job with it.
+        with contextlib.suppress(RuntimeError, ValueError):
+            while not self._ended.wait(self._every_s):
+                self._look()
+
+    def _look(self) -> None:
+        is_late = self._see()
+        if failure.is_there(self._store, f"asked/{self._round + 1}"):
+            self._round += 1
+            self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._answer()))
+            self._hear()
+        elif is_late and self._ask() == self._round:
+            self._find_out()
+
+    def _see(self) -> bool:
+        """Whether the rank waits for too long."""
+        progress, now = self._job.progress, time.monotonic()
+        counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
+        if counted != self._counted:  # it moves, which its stack need not be looked at for
+            self._counted = counted
+            return self._waits.look(now, counted, None)
+        frames = frames_of(self._watched)
+        place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched)
+        if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
+            self._cpu_s = cpu_s  # in torch's own collectives, one call after the other may look alike
+        code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
+        state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
+        return self._waits.look(now, state, place.site if place.waits_in is not None else None)
+
+    def _place(self, frames: list[FrameType]) -> Place:
+        progress = self._job.progress
+        stack = [Frame(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_name) for f in frames]
+        on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
+        return place_of(stack, progress, on_gpu)
+
+    def _standing(self) -> Standing:
+        progress, place = self._job.progress, self._place(frames_of(self._watched))
+        return Standing(progress.num_passes, progress.batch, *place, still_s=self._waits.waited_s)
+
+    def _answer(self) -> Standing:
+        from ddpshim.job import machine  # few jobs need it
+
+        return self._standing()._replace(cpu_s=machine.cpu_seconds(os.getpid()))
+
+    def _ask(self) -> int:
+        """The number of the round that this rank, or at the same moment another one, has all others answer to."""
+        key = f"asked/{self._round + 1}"
+        if failure.claim(self._store, key, str(self._rank)) == str(self._rank):
+            self._round += 1
+            return self._round
+        return self._round + 1
+
+    def _left(self, rank: int) -> Optional[Standing]:
+        key = f"left/{rank}"
+        return Standing(*json.loads(self._store.get(key))) if failure.is_there(self._store, key) else None
+
+    def _answers(self, asked: int, ranks: list[int]) -> dict[int, Optional[Standing]]:
+        """Where each of the ranks stands, but None for one that does not say so in time."""
+        came: dict[int, Optional[Standing]] = {rank: self._left(rank) for rank in ranks}
+        end = time.monotonic() + _ANSWER_S + self._every_s
+        while (silent := [rank for rank in ranks if came[rank] is None]) and time.monotonic() < end:
+            for rank in silent:
+                if failure.is_there(self._store, f"stands/{asked}/{rank}"):
+                    came[rank] = Standing(*json.loads(self._store.get(f"stands/{asked}/{rank}")))
+            self._pause(0.1)
+        return {rank: self._seen_from_here(rank) if theirs is None else theirs for rank, theirs in came.items()}
+
+    def _seen_from_here(self, rank: int) -> Optional[Standing]:
+        """What the system says of a rank that gives no answer, where it is on this node."""
+        from ddpshim.job import machine
+
+        key = f"process/{rank}"
+        node, process = json.loads(self._store.get(key)) if failure.is_there(self._store, key) else (None, 0)
+        if node is None or node != _node():
+            return None
+        does = {"T": "is stopped (by SIGSTOP)", "t": "is stopped (by a debugger)", None: "is gone"}
+        why = does.get(machine.state_of(process), "is inside of code that keeps Python's lock")
+        cpu_s = machine.cpu_seconds(process) or 0.0
+        return Standing(None, None, None, None, False, f"its process {process} {why}", [], cpu_s=cpu_s)
+
+    def _pause(self, seconds: float) -> bool:
+        """Whether the rank waits for too long, also after these seconds."""
+        end, is_late = time.monotonic() + seconds, False
+        while not self._ended.is_set() and (left := end - time.monotonic()) > 0:
+            self._ended.wait(min(left, _LOOK_EVERY_S))
+            is_late = self._see()
+        return not self._ended.is_set() and is_late
+
+    def _all(self) -> dict[int, Optional[Standing]]:
+        came = self._answers(self._round, [rank for rank in self._ranks if rank != self._rank])
+        return dict(sorted({**came, self._rank: self._answer()}.items()))
+
+    def _find_out(self) -> None:
+        """Ask all ranks where they stand, and after a moment again; tell all what comes of it."""
+        first, begun = self._all(), time.monotonic()
+        self._tell(judge(first, self._rank) if self._see() else None)
+        if not self._pause(_AGAIN_S) or self._ask() != self._round:
+            return
+        second = self._all()
+        verdict = judge(second, self._rank, first, time.monotonic() - begun) if self._see() else None
+        self._tell(verdict and verdict._replace(said=""), is_last=True)
+
+    def _tell(self, verdict: Optional[Verdict], is_last: bool = False) -> None:
+        verdict = verdict or Verdict([], "")
+        self._store.set(f"verdict/{self._round}", json.dumps(verdict))
+        self._take(verdict)
+        if is_last:
+            self._waits.postpone()
+
+    def _hear(self) -> None:
+        """Take note of what comes of another rank's asking."""
+        key, end = f"verdict/{self._round}", time.monotonic() + 2 * _ANSWER_S + self._every_s
+        while not failure.is_there(self._store, key):
+            if time.monotonic() > end or self._ended.is_set():
+                return
+            self._pause(0.1)
+        self._take(Verdict(*json.loads(self._store.get(key))))
+        self._waits.postpone()
+
+    def _take(self, verdict: Verdict) -> None:
+        is_named = self._rank in verdict.named
+        if verdict.said and (is_named or self._rank == 0 or len(self._ranks) <= _MOST_PRINT):
+            say(verdict.said, directly=True)
+        if verdict.error:
+            self._end_job(verdict, is_named)
+
+    def _end_job(self, verdict: Verdict, is_named: bool) -> None:
+        self._ended.set()
+        error, named = SyncError(verdict.error), verdict.named[0]
+        if self._rank != named:
+            end = time.monotonic() + _ANSWER_S
+            while not (has_failed := failure.is_there(self._job.store, f"failed/{named}")) and time.monotonic() < end:
+                time.sleep(0.05)
+            if has_failed:
+                failure.caused_by(named, error)
+        failure.abort(error)
+
+
+def begin(job: Job, rank: int, world_size: int, timeout_s: float) -> None:
+    """Watch over this rank from here to the end of its job. Local."""
+    watch = job.part(Watch)
+    watch.begin(rank, world_size, job.store, timeout_s)
+    if job.watched is not None:
+        job.watched.watch = watch
+    job.at_end.callback(watch.end)
+
+
+def _node() -> Optional[str]:
+    """The name of the space of process numbers in which this process is; None where the system does not say."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _cpu_seconds_of(thread: int) -> float:
+    """What a thread of this process has used of a core; 0 where the system does not say."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    with contextlib.suppress(OSError):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return 0.0
