@@ -37,6 +37,7 @@ CHAPTERS = {
         "data.sharded_loader.ShardedLoader",
         "scale_lr",
         "check_equal_steps",
+        "watch",
         "shard_iterable",
         "data.iterable.ShardedIterable",
         "shard_tfdata",

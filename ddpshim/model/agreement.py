@@ -34,14 +34,16 @@ class Agreement:
         self._sent_for = ""
         self._coming: deque[tuple[Any, torch.Tensor, str]] = deque()
 
-    def fill(self, entries: torch.Tensor, asks: bool = False, num_steps: int = 0, rates: Sequence[float] = ()) -> None:
+    def fill(
+        self, entries: torch.Tensor, asks: bool = False, num_steps: Optional[int] = None, rates: Sequence[float] = ()
+    ) -> None:
         """Write into the last `NUM` of `entries` what this rank has to say. Local."""
         where = shares.positions()
         number = zlib.crc32(repr(([position for position, _ in where], num_steps, list(rates))).encode())
         batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in where)
-        self._sent_for = (
-            f"{', '.join(batches) or 'no batch of make_loader'}, after {count(num_steps, 'optimizer step')}"
-        )
+        self._sent_for = ", ".join(batches) or "no batch of make_loader"
+        if num_steps is not None:
+            self._sent_for += f", after {count(num_steps, 'optimizer step')}"
         if rates:
             self._sent_for += f" (the last at learning rate {', '.join(map(str, rates))})"
         bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
