@@ -233,6 +233,26 @@ def _alarms(results: Iterable[Result]) -> Iterator[str]:
                 yield f"- {tool}, on the twin of “{each.bug.name}”: {', '.join(answer.findings)}"
 
 
+def read_page(page: str) -> dict[str, Result]:
+    """What the tables say that was found, by the bug's name; of bugs that are still there."""
+    rows = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    cells_of = {cells[0]: cells[2:] for cells in rows if len(cells) == 2 + len(TOOLS)}
+    alarms = {
+        (name, tool): said.split(", ") for tool, name, said in re.findall(r"- (\w+), on the twin of “(.*)”: (.*)", page)
+    }
+    read: dict[str, Result] = {}
+    for bug in (bug for bug in BUGS if bug.name in cells_of):
+        result = read[bug.name] = Result(bug)
+        where = " ".join(mean.partition(":")[2] for mean in bug.means)
+        for tool, cell in zip(TOOLS, cells_of[bug.name]):
+            if cell != "–":
+                found = [] if cell in ("no", "cannot happen") else cell.split(", ")
+                result.buggy[tool] = Answer(found, where=where)
+                result.clean[tool] = Answer(alarms.get((bug.name, tool), []))
+                result.cannot_happen |= cell == "cannot happen"
+    return read
+
+
 START = "<!-- what follows is written by python -m tests.bugs --write docs/bugs.md -->\n"
 
 
@@ -240,7 +260,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bugs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="bugs whose names have one of these words, by commas")
     parser.add_argument("--show", action="store_true", help="print the programs, and run nothing")
-    parser.add_argument("--write", type=Path, help="the page whose generated part to replace")
+    parser.add_argument("--write", type=Path, help="the page whose tables to replace; what is not run stays")
     parser.add_argument("--jobs", type=int, default=2)
     chosen = parser.parse_args(argv)
     bugs = [bug for bug in BUGS if any(word in bug.name for word in chosen.only.split(","))]
@@ -262,12 +282,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                     others = [] if what else [one for one in answer.findings if one not in result.right(tool)]
                     if answer.trouble or others or (what and answer.findings):
                         print(f"    {what}{tool}: {others or answer.findings} {answer.trouble}", file=sys.stderr)
-    page = report(results)
     if chosen.write:
-        kept = chosen.write.read_text().partition(START)[0]
-        chosen.write.write_text(f"{kept}{START}\n{page}")
+        page = chosen.write.read_text()
+        every = {**read_page(page), **{result.bug.name: result for result in results}}
+        made = report([every[bug.name] for bug in BUGS])
+        chosen.write.write_text(f"{page.partition(START)[0]}{START}\n{made}")
     else:
-        print(page, end="")
+        print(report(results), end="")
     return int(any(answer.trouble for each in results for answer in (*each.buggy.values(), *each.clean.values())))
 
 
