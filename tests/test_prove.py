@@ -14,6 +14,7 @@ from ddpshim.tools.prove import judging, sketches, watching
 from ddpshim.tools.prove.noise import Placed
 from tests import bugs
 
+NOT_COMPARED = "samples were not compared, nor noise made the same"
 BUGS = {bug.name: bug for bug in bugs.BUGS}
 
 
@@ -97,6 +98,16 @@ def test_tells_rounding_by_the_perturbed_run(tmp_path: Path, perturbed: float, i
     for run, loss in {"one": 1.0, "perturbed": perturbed, "rank_0": 1.005, "rank_1": 1.015}.items():
         _write(tmp_path, run, 1.0, loss)
     assert judging.judge(tmp_path, 2).is_same == is_same
+
+
+@pytest.mark.unit
+def test_says_where_noise_may_be_all_that_parts(tmp_path: Path) -> None:
+    for run, size in {"one": 1.0, "perturbed": 1.0, "rank_0": 1.5, "rank_1": 0.5}.items():
+        _write(tmp_path, run, size)
+    assert judging.judge(tmp_path, 2).notes == ["no batch came through a DataLoader: " + NOT_COMPARED]
+    with (tmp_path / "rank_1.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "own noise", "t": 0}) + "\n")
+    assert "may be all that parts" in judging.judge(tmp_path, 2).notes[1]
 
 
 @pytest.mark.unit

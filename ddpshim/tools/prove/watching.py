@@ -163,6 +163,7 @@ class Watcher:
                 self._imposed.begin_batch(places, len(theirs["samples"]))
                 return
         self._imposed.begin_batch(None, 0)
+        self._write("own noise")
 
     def _end_batch(self) -> None:
         """What a loader and its sampler draw from here on is not drawn for the samples at hand."""
