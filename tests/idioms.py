@@ -193,11 +193,17 @@ schedule.step()
 """
 
 
-def _parts(text: str) -> dict[str, str]:
-    return dict(re.findall(r"^--- (\w+)\n((?:(?!--- ).*\n)*)", text, re.MULTILINE))
+def texts_in(text: str) -> dict[str, str]:
+    """What stands below each `=== NAME`, by the name."""
+    return dict(re.findall(r"^=== (.*)\n((?:(?!=== ).*\n)*)", text, re.MULTILINE))
 
 
-IDIOMS = {name: _parts(text) for name, text in re.findall(r"^=== (.*)\n((?:(?!=== ).*\n)*)", TEXT, re.MULTILINE)}
+def parts_in(text: str) -> dict[str, str]:
+    """What stands below each `--- PLACE`, by the place."""
+    return dict(re.findall(r"^--- ([\w.]+)\n((?:(?!--- ).*\n)*)", text, re.MULTILINE))
+
+
+IDIOMS = {name: parts_in(text) for name, text in texts_in(TEXT).items()}
 
 
 def program(name: str) -> str:

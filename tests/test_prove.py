@@ -1,9 +1,10 @@
-"""`python -m ddpshim prove`: it says yes to clean trainers, and where others part (all of them: tests/proofs.py)."""
+"""`python -m ddpshim prove`: it says yes to clean trainers, and where others part (all of them: tests/bugs.py)."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ import torch
 
 from ddpshim.tools.prove import judging, sketches, watching
 from ddpshim.tools.prove.noise import Placed
-from tests import proofs
-from tests.preloaded import environment, start_afresh
+from tests import bugs
 
-DEADLINE_S = 120
-PLANTED = {(each.trainer, each.mistake): each for each in proofs.PLANTED}
+NOT_COMPARED = "samples were not compared, nor noise made the same"
+BUGS = {bug.name: bug for bug in bugs.BUGS}
 
 
 @pytest.mark.unit
@@ -33,10 +33,13 @@ def test_sketch_tells_size_of_difference() -> None:
 
 @pytest.mark.unit
 def test_places_of_samples() -> None:
-    assert watching._places(["c", "a"], ["a", "b", "c"], 0) == [2, 0]
-    assert watching._places(["c", "x"], ["a", "b", "c"], 0) is None
-    # A sample that is there twice is once each rank's.
-    assert [watching._places(["a", "b"], ["a", "a", "b", "b"], rank) for rank in (0, 1)] == [[0, 2], [1, 3]]
+    assert watching._places(["c", "a"], ["a", "b", "c"], 0, 2) == [2, 0]
+    assert watching._places(["c", "x"], ["a", "b", "c"], 0, 2) is None
+    # A sample that is there twice is once each rank's, whether rows are dealt one by one or in two halves.
+    assert [watching._places(["a", "b"], ["a", "a", "b", "b"], rank, 2) for rank in (0, 1)] == [[0, 2], [1, 3]]
+    assert [watching._places(["a", "b"], ["a", "b", "a", "c"], rank, 2)[0] for rank in (0, 1)] == [0, 2]
+    # Drawn three times, and twice for the main rank: no row is taken by both.
+    assert [watching._places(["a"] * (2 - r), ["a", "a", "a", "b"], r, 2) for r in (0, 1)] == [[0, 2], [1]]
 
 
 @pytest.mark.unit
@@ -98,45 +101,63 @@ def test_tells_rounding_by_the_perturbed_run(tmp_path: Path, perturbed: float, i
 
 
 @pytest.mark.unit
+def test_says_where_noise_may_be_all_that_parts(tmp_path: Path) -> None:
+    for run, size in {"one": 1.0, "perturbed": 1.0, "rank_0": 1.5, "rank_1": 0.5}.items():
+        _write(tmp_path, run, size)
+    assert judging.judge(tmp_path, 2).notes == ["no batch came through a DataLoader: " + NOT_COMPARED]
+    with (tmp_path / "rank_1.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "own noise", "t": 0}) + "\n")
+    assert "may be all that parts" in judging.judge(tmp_path, 2).notes[1]
+
+
+@pytest.mark.unit
 def test_nothing_compared(tmp_path: Path) -> None:
     assert judging.judge(tmp_path, 2) == judging.Proof(False, 0, 2)
 
 
-def _prove(folder: Path, *arguments: str) -> tuple[int, str]:
-    return start_afresh(["-m", "ddpshim", "prove", *arguments], environment(), folder, DEADLINE_S)
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("trainer", ["by_hand", "coupled"])
-def test_clean(tmp_path: Path, trainer: str) -> None:
-    """A port by hand with noise of its own, and a trainer on ddpshim with losses over the whole batch."""
-    code, said = _prove(tmp_path, str(proofs.FOLDER / f"{trainer}.py"))
-    assert code == 0, said
-    assert "the same experiment: yes (largest difference" in said
-    assert ("ranks draw noise of their own" in said) == (trainer == "by_hand")
+def _prove(folder: Path, program: str) -> tuple[int, str]:
+    (folder / "train.py").write_text(program)
+    return bugs.command(["prove", "--json", "train.py"], folder)
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("trainer", "mistake", "says"),
+    ("name", "trainer"),
     [
-        ("by_hand", "past the wrapper", "they are not reduced"),
-        ("coupled", "own count", "a loss that is no mean over samples"),
-        ("sampled", "weights lost", "ranks draw by DistributedSampler"),
+        ("the weights of a sampler are lost on several ranks", "raw"),
+        ("advantages are normalised over each rank's own batch", "ours"),
     ],
 )
-def test_finds(tmp_path: Path, trainer: str, mistake: str, says: str) -> None:
-    code, said = _prove(tmp_path, "--json", str(proofs.FOLDER / f"{trainer}.py"), mistake)
+def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
+    """A port by hand with noise of its own, whose sampler draws in each epoch; and losses over the whole batch."""
+    code, said = _prove(tmp_path, BUGS[name].program(trainer, is_clean=True))
+    assert code == 0, said
+    assert '"is_same": true' in said
+    assert ("ranks draw noise of their own" in said) == (trainer == "raw")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("name", "what", "says"),
+    [
+        ("the network is called past its wrapper", "gradients", "they are not reduced"),
+        ("the mean of a masked loss is over each rank's own entries", "loss", "a loss that is no mean over samples"),
+        ("the weights of a sampler are lost on several ranks", "samples", "ranks draw by DistributedSampler"),
+    ],
+)
+def test_finds(tmp_path: Path, name: str, what: str, says: str) -> None:
+    code, said = _prove(tmp_path, BUGS[name].program("raw"))
     assert code == 1, said
-    proof = json.loads(said[said.index("{\n") :])
-    assert proofs.is_placed(PLANTED[trainer, mistake], proof), proof
-    assert says in proof["parting"]["meaning"]
+    parting = json.loads(said[said.index("{\n") :])["parting"]
+    assert parting["what"] == what
+    assert says in parting["meaning"]
+    line = int(parting["place"].rpartition(":")[2])
+    assert re.search(r"for x, y in|\.step\(|backward", (tmp_path / "train.py").read_text().splitlines()[line - 1])
 
 
 @pytest.mark.launch
 def test_nothing_to_compare(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit('no data')\n")
-    code, said = _prove(tmp_path, "train.py")
+    code, said = _prove(tmp_path, "raise SystemExit('no data')\n")
     assert code == 2
     assert "in one process the trainer made no step, neither plainly nor as a world of one" in said
     assert said.rstrip().endswith("no data")

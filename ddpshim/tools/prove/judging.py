@@ -83,6 +83,7 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     notes = _notes(one, ranks)
     rounding = _Rounding(one, perturbed)
     parting = _first_parting(one, ranks, rounding, num_steps) or _equal_noise(ranks)
+    notes += _note_on_noise(ranks, parting)
     if parting is not None or not num_steps:
         return Proof(False, num_steps, num_ranks, parting=parting, notes=notes)
     largest, of_rounding = _largest_difference(folder, "rank_0"), _largest_difference(folder, PERTURBED)
@@ -380,6 +381,15 @@ def _each_note(one: _Run, ranks: Sequence[_Run]) -> Iterator[str]:
         yield "ranks draw noise of their own; for the comparison each was given its rows of the one process's"
     if one.num_steps and not any(r["kind"] == "batch" for r in one.records):
         yield "no batch came through a DataLoader: samples were not compared, nor noise made the same"
+
+
+def _note_on_noise(ranks: Sequence[_Run], parting: Optional[Parting]) -> Iterator[str]:
+    is_meant = parting is not None and parting.what in ("loss", "gradients")
+    if parting and is_meant and any(run.of("own noise", parting.step - 1) for run in ranks):
+        yield (
+            "ranks had a batch whose samples are not those of one batch of the one process (parts of another size?): "
+            "noise that is drawn for them is each rank's own, and may be all that parts; try it without noise"
+        )
 
 
 def _largest_difference(folder: Path, run: str) -> Optional[float]:

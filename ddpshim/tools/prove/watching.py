@@ -86,6 +86,7 @@ class Watcher:
 
         @functools.wraps(begin)
         def begin_and_tell(loader: Any) -> Any:
+            self._end_batch()
             batches = begin(loader)
             self._num_passes += 1
             sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -96,6 +97,7 @@ class Watcher:
         def advance_and_tell(batches: Any) -> Any:
             if os.getpid() == self._process:
                 self._see_state()
+            self._end_batch()
             batch = advance(batches)
             self._see_batch(batches, batch)
             return batch
@@ -156,7 +158,7 @@ class Watcher:
             self._imposed = Imposed(self._rank, self._settings.num_ranks, self._see_draw)
             self._undo.callback(self._imposed.close)
         for theirs in self._of_one.get(self._num_steps, ()):
-            places = _places(samples, theirs["samples"] or [], self._rank)
+            places = _places(samples, theirs["samples"] or [], self._rank, self._settings.num_ranks)
             if places is not None:
                 from ddpshim.checkpoint import plain_files
 
@@ -164,6 +166,12 @@ class Watcher:
                 self._imposed.begin_batch(places, len(theirs["samples"]))
                 return
         self._imposed.begin_batch(None, 0)
+        self._write("own noise")
+
+    def _end_batch(self) -> None:
+        """What a loader and its sampler draw from here on is not drawn for the samples at hand."""
+        if self._imposed is not None and os.getpid() == self._process:
+            self._imposed.begin_batch(None, 0)
 
     def _see_draw(self) -> None:
         if not self._has_drawn:
@@ -317,16 +325,24 @@ def _ranks_share_draws() -> bool:
     return has_world() and bool(current().part(shares.Sharing).is_on)
 
 
-def _places(own: list[str], every: list[str], rank: int) -> Optional[list[int]]:
-    """Where the samples `own` stand among `every`; None where some are not there."""
+def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:
+    """Where the samples `own` stand among `every`; None where some are not there.
+
+    A sample that is there several times is taken from the rows that samplers deal to this rank, every `num_ranks`-th,
+    and where there is none of it from another row than the other ranks take.
+    """
     found: dict[str, list[int]] = {}
     for place_of_it, name in enumerate(every):
         found.setdefault(name, []).append(place_of_it)
-    out, seen = [], dict.fromkeys(own, rank)
+    out, seen = [], dict.fromkeys(own, 0)
     for name in own:
         if name not in found:
             return None
-        out.append(found[name][seen[name] % len(found[name])])
+        dealt = [i for i in found[name] if i % num_ranks == rank]
+        others = [i for i in found[name] if i % num_ranks != rank]
+        first = rank % max(1, len(others))
+        places = [*dealt, *others[first:], *others[:first]]
+        out.append(places[seen[name] % len(places)])
         seen[name] += 1
     return out or None
 
