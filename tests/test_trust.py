@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import re
 import socket
@@ -82,12 +83,10 @@ def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
     outlines += [{"numpy": ["O", [1], 0, False]}, {"numpy": ["f8", [9], 0, 0]}, {"dict": [[[], 1]]}]
     for outline in outlines:
         with pytest.raises(plain.Broken):
-            plain.put_together(outline, [torch.zeros(3, dtype=torch.uint8), torch.zeros(2)])
-    deep: Any = []
-    for _ in range(5000):
-        deep = [deep]
-    with pytest.raises(plain.Broken):
-        plain.put_together(deep, [])
+            plain.put_together(json.dumps(outline), [torch.zeros(3, dtype=torch.uint8), torch.zeros(2)])
+    for text in ("[" * 20000 + "]" * 20000, "", "{", 3):
+        with pytest.raises(plain.Broken):
+            plain.put_together(text, [])
     for message in (
         b"",
         b"\0" * 8,
@@ -117,7 +116,7 @@ def _files(tmp_path: Path) -> dict[str, Any]:
         "a pickle inside": {"outline": bomb, "tensors": []},
         "what ddpshim pickled": {"outline": outline, "tensors": tensors},
         "another program's": {"model": {"w": torch.zeros(2)}, "epoch": 3},
-        "no tensors": {"outline": {"tensor": 0}, "tensors": 4},
+        "no tensors": {"outline": '{"tensor": 0}', "tensors": 4},
         "junk values": plain_files.content({"epoch": "3", "objects": []}, "", False),
         "no mapping": plain_files.content([1], "", False),
         "no state of net": plain_files.content({**whole, "objects": {"other": {}}}, "", False),
@@ -221,8 +220,20 @@ def test_the_store_tells_gpus_and_failures_as_text(tmp_path: Path) -> None:
         3, 12, None, None, None, None]  # fmt: skip
 
 
+class _Older(dist.TCPStore):
+    """torch 2.4's."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        if "master_listen_fd" in named and named.get("use_libuv", True):
+            os.close(named["master_listen_fd"])
+            raise NotImplementedError
+        super().__init__(*args, **named)
+
+
 @pytest.mark.unit
-def test_a_store_listens_where_ranks_look_for_it_and_no_wider(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_listens_where_ranks_look_for_it_and_no_wider(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not Path("/proc/net/tcp").exists():
         pytest.skip("only Linux tells where processes listen")
 
@@ -238,6 +249,9 @@ def test_a_store_listens_where_ranks_look_for_it_and_no_wider(capsys: pytest.Cap
 
     loopback = {"0100007F"}
     assert bound("127.0.0.1", True) == bound("127.0.0.1", False) == loopback
+    with monkeypatch.context() as older:
+        older.setattr(dist, "TCPStore", _Older)
+        assert bound("127.0.0.1", True) == loopback
     assert bound("localhost", False) <= {"0100007F", "0" * 24 + "01000000"}
     assert capsys.readouterr().err == ""
     assert listening.addresses("10.1.2.3", False) == [(socket.AF_INET, "10.1.2.3")]

@@ -38,10 +38,17 @@ def stores(is_one_node: bool) -> type[dist.TCPStore]:
             **named: Any,
         ) -> None:
             listening = _listen(host_name, port, is_one_node) if is_master else None
-            if listening is not None:
-                port = listening.getsockname()[1]
+            if listening is None:
+                super().__init__(host_name, port, world_size, is_master, *more, **named)
+            else:
+                port, spare = listening.getsockname()[1], listening.dup()
                 named["master_listen_fd"] = listening.detach()  # the store closes it
-            super().__init__(host_name, port, world_size, is_master, *more, **named)
+                try:
+                    super().__init__(host_name, port, world_size, is_master, *more, **named)
+                    spare.close()
+                except NotImplementedError:  # torch 2.4: its newer server can listen at no socket that it is given
+                    named.update(master_listen_fd=spare.detach(), use_libuv=False)
+                    super().__init__(host_name, port, world_size, is_master, *more, **named)
             if is_master and listening is None:
                 say(
                     f"the job's store listens on all interfaces of this machine, at port {self.port}: whoever reaches "

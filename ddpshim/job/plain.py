@@ -50,20 +50,20 @@ _AS_THEY_ARE = (type(None), bool, float, str)
 _LONGEST_INT = 1 << 4096  # longer ones JSON is slow to write, and Python refuses to read
 
 
-def take_apart(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> tuple[Any, list[torch.Tensor]]:
-    """What JSON can hold of `value`, and the tensors of it. Local; tensors are not copied.
+def take_apart(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> tuple[str, list[torch.Tensor]]:
+    """`value` as JSON, and the tensors in it. Local; tensors are not copied.
 
     Args:
         pickled: for an object that is neither, its bytes. Default: raises NotPlain, with where it is.
     """
     tensors: list[torch.Tensor] = []
     try:
-        return _take(value, tensors, pickled, ""), tensors
+        return json.dumps(_take(value, tensors, pickled, "")), tensors
     except RecursionError:
         raise NotPlain("a value in itself, or deeper than Python reaches") from None
 
 
-def put_together(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable[[bytes], Any]] = None) -> Any:
+def put_together(outline: str, tensors: list[torch.Tensor], unpickled: Optional[Callable[[bytes], Any]] = None) -> Any:
     """The value of which `take_apart` made these. Local.
 
     Args:
@@ -72,7 +72,7 @@ def put_together(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[
     Raises Broken where they are not what `take_apart` makes.
     """
     try:
-        return _put(outline, tensors, unpickled)
+        return _put(json.loads(outline), tensors, unpickled)
     except NotPlain:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError) as error:
@@ -82,7 +82,7 @@ def put_together(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[
 def dumps(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> bytes:
     """`value` as a message, for `loads`. Local. `pickled` and what is raised: see `take_apart`."""
     outline, tensors = take_apart(value, pickled)
-    head, rest = json.dumps(outline).encode(), io.BytesIO()
+    head, rest = outline.encode(), io.BytesIO()
     if tensors:
         torch.save(tensors, rest)
     return b"".join((len(head).to_bytes(_LENGTH, "little"), head, rest.getbuffer()))
@@ -92,7 +92,7 @@ def loads(message: bytes, unpickled: Optional[Callable[[bytes], Any]] = None) ->
     """The value of which `dumps` made `message`. Local. `unpickled` and what is raised: see `put_together`."""
     end = _LENGTH + int.from_bytes(message[:_LENGTH], "little")
     try:
-        outline = json.loads(message[_LENGTH:end])
+        outline = message[_LENGTH:end].decode()
         tensors = torch.load(io.BytesIO(message[end:]), weights_only=True) if message[end:] else []
     except Exception as error:  # whatever torch meets in what somebody else wrote
         raise Broken(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}") from error
