@@ -340,6 +340,18 @@ def test_each_episode_has_a_seed_of_its_own_wherever_an_environment_draws() -> N
     assert said == [f"{number}" for number in range(len(SEEDED))]
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("make", [_TakesSeedInReset, _HasSeed, _WithPrivateGenerator])
+def test_the_parts_of_a_vector_environment_seed_themselves(make: Callable[[], Any]) -> None:
+    def starts(episodes: range) -> list[float]:
+        env = rollout._make_seeded(make, episodes, 5)
+        return [float(env.reset()["object"][0]) for _ in episodes]
+
+    alone = starts(range(6))
+    assert len(set(alone)) == 6
+    assert [starts(range(rank, 6, 2)) for rank in (0, 1)] == [alone[::2], alone[1::2]]
+
+
 def test_an_environment_that_nobody_can_seed_is_named() -> None:
     _, said = run_ranks(_rank_evaluates, 2, "named")[0]
     assert len(said) == 2 * len(NAMED)
