@@ -138,6 +138,15 @@ FAULTS = [
         for rank in (0, 1)
     ),
     *(_exception("validation", rank, "validation", settings=VALIDATION) for rank in (0, 1)),
+    _exception(
+        "bare assert",
+        1,
+        "model, 5th step",
+        fault="assert@model:1:5",
+        once="^AssertionError$",
+        says=r"rank 0 stops because rank 1 failed first .*AssertionError in \S*faults.py, line \d+, in _act:",
+        happens="the same; the other rank names file and line, too",
+    ),
     _exception("logger", 0, "logger"),
     _exception("save", 0, "save", checkpoints=0),
     *(_exception("teardown", rank, "teardown", checkpoints=2) for rank in (0, 1)),
@@ -239,6 +248,17 @@ FAULTS = [
         environ=SHORT,
         limit_s=60,
         says=r"LaunchError: nobody answers at MASTER_ADDR='127.0.0.1', MASTER_PORT=",
+    ),
+    Fault(
+        "unknown-host",
+        "a rank does not know the host",
+        "MASTER_ADDR, rank 1 of 2, started by hand",
+        "said at once; torch asks for the name until its timeout (half an hour)",
+        "none:1:0",
+        way="unknown host",
+        limit_s=40,
+        says=r"LaunchError: MASTER_ADDR='no-such-host.invalid' does not resolve on this machine",
+        checkpoints=0,
     ),
     Fault(
         "disk-full",
@@ -394,9 +414,9 @@ class _Job:
                 )
             self._processes.append(process)
 
-    def start_ranks(self, places: Sequence[tuple[int, int]], port: int) -> None:
+    def start_ranks(self, places: Sequence[tuple[int, int]], port: int, host: str = "127.0.0.1") -> None:
         """A process for each (rank, world size), without a launcher."""
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        address = {"MASTER_ADDR": host, "MASTER_PORT": port}
         environs = [
             {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, **address}
             for rank, size in places
@@ -479,6 +499,8 @@ def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outc
             job.start(_run(folder))
         elif fault.way.startswith("missing"):
             job.start_ranks([(1 - int(fault.way[-1]), 2)], free_port())
+        elif fault.way == "unknown host":
+            job.start_ranks([(1, 2)], free_port(), "no-such-host.invalid")
         elif fault.way == "world sizes":
             job.start_ranks([(0, 2), (1, 3)], free_port())
         elif fault.way == "busy port of run":

@@ -67,6 +67,8 @@ def _break(kind: str, call: int) -> None:
 def _act(action: str, place: str, args: Any) -> None:
     if action == "raise":
         raise ValueError(f"sample {args[1]} is broken on purpose" if place == "dataset" else f"{place} on purpose")
+    if action == "assert":
+        assert not args
     if action == "exit":
         sys.exit(3)
     if action == "full":

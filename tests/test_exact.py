@@ -23,6 +23,7 @@ from ddpshim.errors import DataError, DdpShimError, OptionsError, SyncError, Wor
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.model import shared_sum
+from ddpshim.model.backward import Passes
 from ddpshim.model.exact import Networks
 from ddpshim.options import Options
 from tests import exact
@@ -419,6 +420,35 @@ def test_refuses_ranks() -> None:
 
     with pytest.raises(RankFailure, match="exact=4 in 3 ranks: 4 virtual ranks do not divide over it"):
         run_ranks(_build, 3, environ={"DDPSHIM_EXACT": "4"})
+
+
+def _step_inside_a_pass() -> list[str]:
+    said = []
+    for by_optimizer in (False, True):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            net = ddpshim.wrap_parallel(nn.Linear(6, 2))
+        for p in net.parameters():
+            optimizer = torch.optim.SGD([p], lr=0.1)
+
+            def act(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer, steps: bool = by_optimizer) -> None:
+                optimizer.step() if steps else p.detach().sub_(p.grad)  # type: ignore[arg-type]
+
+            p.register_post_accumulate_grad_hook(act)
+        for x, _ in ddpshim.make_loader(_data(), batch_size=BATCH):
+            with pytest.raises(SyncError) as caught:
+                net(x).sum().backward()
+            said.append(str(caught.value))
+            break
+        current().part(Passes).left = None  # the program would have ended
+    return said
+
+
+@pytest.mark.ranks
+def test_weights_that_change_inside_a_backward_pass_are_refused() -> None:
+    for by_hand, by_optimizer in run_ranks(_step_inside_a_pass, 2, environ={"DDPSHIM_EXACT": "2"}):
+        assert "' was changed inside a backward pass (a hook that steps?)" in by_hand
+        assert by_optimizer.startswith("SGD.step() inside a backward pass (an optimizer in backward")
 
 
 @pytest.mark.unit

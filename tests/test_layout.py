@@ -26,6 +26,7 @@ TRAINERS = (
     "robomimic.algo",
     "robomimic.calls",
     "robomimic.datasets",
+    "robomimic.environments",
     "robomimic.rollout",
     "robomimic.stand_ins",
     "robomimic.windows",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import sys
+import types
 from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
 import pytest
+import torch
 
 from ddpshim.job.world import World
 from ddpshim.options import Options
-from ddpshim.robomimic import rollout
+from ddpshim.robomimic import environments, rollout
 from tests.equivalence import Run, copy_release, make_config, make_data, source, train
+from tests.ranks import run_ranks
 
 RELEASE = "0.3.0"
 NUM_EPISODES = 5
@@ -138,7 +143,7 @@ def test_one_video_of_all_episodes_in_order(evaluate: Evaluator) -> None:
 def test_an_environment_that_fails_on_one_rank_ends_the_job(evaluate: Evaluator, rank: int) -> None:
     run = evaluate(2, fault=f"toy_env:{rank}:2", check=False)
     assert run.exit_code != 0
-    text = f"environment 'Toy', episode {2 + rank} failed on rank {rank} (ValueError: the toy broke on purpose)"
+    text = f"environment 'Toy', episode {2 + rank} failed on rank {rank} (ValueError: the toy broke on purpose ("
     ours = run.log.split(f"ddpshim: rank {rank} (")[1].split("Root Cause")[0]
     assert text in ours
     assert ", in reset\n" in ours, "the environment's own traceback is gone"
@@ -185,15 +190,174 @@ class _Held:
 def test_generators_are_found_through_wrappers_and_seeded_in_place() -> None:
     shared, old = np.random.default_rng(1), np.random.RandomState(1)
     env = _Held(np_random=shared, env=_Held(rng=shared, np_random="not a generator", env=_Held(rng=old)))
-    found = list(rollout._own_generators(env))
+    found = list(environments.own_generators(env))
     assert [id(each) for each in found] == [id(shared), id(old)]
     for each in found:
-        rollout._reseed(each, 2**62 + 7)
+        environments.reseed(each, 2**62 + 7)
     assert shared.random() == np.random.default_rng(2**62 + 7).random()
     assert old.rand() == np.random.RandomState((2**62 + 7) % 2**32).rand()
     loop = _Held(rng=shared)
     loop.env = loop
-    assert list(rollout._own_generators(loop)) == [shared]
+    assert list(environments.own_generators(loop)) == [shared]
+
+
+class _Walk:
+    """An environment that starts and succeeds at random; where its random numbers come from differs."""
+
+    name = "Walk"
+
+    def reset(self) -> dict[str, np.ndarray]:
+        self.start = self.draw()
+        return {"object": np.array([self.start])}
+
+    def draw(self) -> float:
+        return self.generator.random()  # type: ignore[attr-defined, no-any-return]
+
+
+class _WithPrivateGenerator(_Walk):
+    def __init__(self) -> None:
+        self._parts = {"sampler": [_Held(generator=np.random.default_rng())]}
+
+    def draw(self) -> float:
+        return float(self._parts["sampler"][0].generator.random())  # type: ignore[attr-defined]
+
+
+class _WithPythonsGenerator(_Walk):
+    def __init__(self) -> None:
+        self.generator = random.Random()
+
+
+class _WithTorchsGenerator(_Walk):
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def draw(self) -> float:
+        return float(torch.rand((), generator=self.generator))
+
+
+class _FromGlobals(_Walk):
+    def draw(self) -> float:
+        return random.random()
+
+
+class _Hidden(_Walk):
+    """Its generator is in nobody's sight, as one in C++."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng()
+        self.draw = lambda: float(generator.random())  # type: ignore[method-assign]
+        self._set = lambda seed: setattr(generator.bit_generator, "state", np.random.PCG64(seed).state)
+
+
+class _TakesSeedInReset(_Hidden):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> dict[str, np.ndarray]:
+        if seed is not None:
+            self._set(seed)
+        return super().reset()
+
+
+class _HasSeed(_Hidden):
+    def seed(self, seed: int) -> None:
+        self._set(seed)
+
+
+class _IgnoresItsSeed(_Hidden):
+    def reset(self, *, seed: int | None = None) -> dict[str, np.ndarray]:
+        return super().reset()
+
+
+class _HiddenOutcome(_Hidden):
+    """Starts alike always; only the outcome is random."""
+
+    def reset(self) -> dict[str, np.ndarray]:
+        super().reset()
+        return {"object": np.zeros(1)}
+
+
+class _MakesItsGeneratorAnew(_Walk):
+    def reset(self) -> dict[str, np.ndarray]:
+        self.generator = np.random.default_rng()
+        return super().reset()
+
+
+class _Fixed(_Walk):
+    def draw(self) -> float:
+        return 0.7
+
+
+class _Wrapper:
+    def __init__(self, env: Any) -> None:
+        self.env, self.name = env, env.name
+
+    def reset(self) -> Any:
+        return self.env.reset()
+
+    @property
+    def start(self) -> float:
+        return float(self.env.start)
+
+
+SEEDED = [
+    *(_WithPrivateGenerator, _WithPythonsGenerator, _WithTorchsGenerator, _FromGlobals, _TakesSeedInReset, _HasSeed),
+    *(lambda: _Wrapper(_TakesSeedInReset()), lambda: _Wrapper(_HasSeed()), _Fixed),
+]
+NAMED = [_Hidden, _IgnoresItsSeed, _HiddenOutcome, _MakesItsGeneratorAnew, lambda: _Wrapper(_Hidden())]
+
+
+def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
+    def run_rollout(policy: Any, env: Any, **options: Any) -> dict[str, float]:
+        env.reset()
+        return {"Return": env.start, "Horizon": 1, "Success_Rate": float(env.start > 0.5)}
+
+    for name, held in {
+        "log_utils": {"custom_tqdm": lambda **options: _Held(n=0, update=lambda by: None, close=lambda: None)},
+        "train_utils": {"run_rollout": run_rollout},
+    }.items():
+        module: Any = types.ModuleType(f"robomimic.utils.{name}")
+        vars(module).update(held)
+        for path in ("robomimic", "robomimic.utils"):
+            sys.modules.setdefault(path, types.ModuleType(path))
+        sys.modules[module.__name__] = module
+        setattr(sys.modules["robomimic.utils"], name, module)
+    said: list[str] = []
+    rollout.say_once = said.append  # type: ignore[assignment]
+    played = []
+    for number, make in enumerate({"seeded": SEEDED, "named": NAMED}[envs]):
+        made = make()
+        said.append(f"{number}")
+        logs, _ = rollout.rollout_with_stats(
+            policy=None, envs={"Walk": made}, horizon=1, num_episodes=6, epoch=1, video_dir=None
+        )
+        played.append(logs["Walk"]["Return"])
+    return played, said
+
+
+def test_each_episode_has_a_seed_of_its_own_wherever_an_environment_draws() -> None:
+    (one, _), *_ = run_ranks(_rank_evaluates, 1, "seeded")
+    (two, said), (again, _) = run_ranks(_rank_evaluates, 2, "seeded")
+    assert one == two == again
+    assert said == [f"{number}" for number in range(len(SEEDED))]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("make", [_TakesSeedInReset, _HasSeed, _WithPrivateGenerator])
+def test_the_parts_of_a_vector_environment_seed_themselves(make: Callable[[], Any]) -> None:
+    def starts(episodes: range) -> list[float]:
+        env = rollout._make_seeded(make, episodes, 5)
+        return [float(env.reset()["object"][0]) for _ in episodes]
+
+    alone = starts(range(6))
+    assert len(set(alone)) == 6
+    assert [starts(range(rank, 6, 2)) for rank in (0, 1)] == [alone[::2], alone[1::2]]
+
+
+def test_an_environment_that_nobody_can_seed_is_named() -> None:
+    _, said = run_ranks(_rank_evaluates, 2, "named")[0]
+    assert len(said) == 2 * len(NAMED)
+    for number, (begins, named) in enumerate(zip(said[::2], said[1::2])):
+        assert begins == f"{number}"
+        assert named.startswith("environment 'Walk' draws from a generator that nobody seeds, or remembers"), number
 
 
 @pytest.mark.unit

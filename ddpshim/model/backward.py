@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any, Callable, NoReturn, Optional
 
 import torch
@@ -42,9 +43,26 @@ def watch(unfinished: Callable[[], Optional[str]]) -> None:
         current().at_end.enter_context(replaced(torch.autograd, "backward", stand_in))
 
 
-def goes_on() -> bool:
-    """Whether this is called inside a backward pass, by a hook of a tensor or a module. Local."""
-    return current().part(Passes).depth > 0
+def check_step(optimizer: Any) -> None:
+    """Raise SyncError where `optimizer` steps inside a backward pass: in a hook of a tensor or a module. Local."""
+    if current().part(Passes).depth:
+        raise SyncError(
+            f"{type(optimizer).__name__}.step() inside a backward pass (an optimizer in backward, or a hook that "
+            "steps): gradients are this rank's alone until the end of the pass, and ranks would train different "
+            "models. Step after loss.backward(), by an optimizer of all parameters (DDPSHIM_GUARD=0 turns this check "
+            "off)."
+        )
+
+
+def check_unchanged(parameters: Iterable[torch.Tensor], versions: Iterable[int], names: Iterable[str]) -> None:
+    """Raise SyncError where a parameter is not as it was at its version, before the backward pass. Local."""
+    for parameter, version, name in zip(parameters, versions, names):
+        if parameter._version != version:
+            raise SyncError(
+                f"parameter '{name}' was changed inside a backward pass (a hook that steps?), when gradients are this "
+                "rank's alone; ranks would train different models. Change weights after loss.backward() "
+                "(DDPSHIM_GUARD=0 turns this check off)."
+            )
 
 
 def at_end(call: Callable[[], None]) -> None:

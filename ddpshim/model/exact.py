@@ -23,7 +23,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.job.world import World
-from ddpshim.model import guard, shared_sum
+from ddpshim.model import backward, guard, shared_sum
 from ddpshim.model.agreement import NUM, Agreement
 from ddpshim.model.broadcasting import broadcast
 from ddpshim.model.running_sum import RunningSum
@@ -51,6 +51,7 @@ class Networks:
         self.running_sum = RunningSum(self.copies)  # where the job has one process
         self.agreement = Agreement("a network", torch.device("cpu"))
         self.has_stand_in = False
+        self.checked: set[Optional[int]] = set()  # virtual ranks whose first backward pass was looked at
         self.shared_sum: Optional[SharedSum] = None
 
     def watch(self, number: int, first: int = 0) -> None:
@@ -84,12 +85,14 @@ def reduce(module: nn.Module) -> None:
         made.has_stand_in, here = True, world()
         assert here.options.exact is not None
         made.shared_sum = shared_sum.make(here, here.options.exact)
+        backward.watch(lambda: None)
         job.at_end.enter_context(replaced(torch.autograd, "backward", _stand_in(made, torch.autograd.backward)))
         if here.options.guard:
             job.at_end.callback(register_optimizer_step_pre_hook(functools.partial(_check_step, made)).remove)
 
 
 def _check_step(made: Networks, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    backward.check_step(optimizer)
     parameters = {id(parameter) for copy in made.copies for parameter in copy}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         if id(parameter) not in parameters:
@@ -102,11 +105,16 @@ def _check_step(made: Networks, optimizer: torch.optim.Optimizer, args: Any, kwa
 
 def _stand_in(made: Networks, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def backward(*arguments: Any, **options: Any) -> None:
+    def reduced(*arguments: Any, **options: Any) -> None:
         playing = exchange.turns()
         number = None if playing is None else playing.now
+        own = made.copies[number or 0]
+        is_first = number not in made.checked and world().options.guard
+        versions = [parameter._version for parameter in own] if is_first else []
+        made.checked.add(number)
         if playing is None or number is None:
             original(*arguments, **options)
+            backward.check_unchanged(own, versions, made.names)
             if made.touched[0]:
                 _check_whole()
                 _add_up(made, [made.touched[0]])
@@ -115,12 +123,13 @@ def _stand_in(made: Networks, original: Callable[..., Any]) -> Callable[..., Any
         if is_alone:
             made.running_sum.before_backward(number)
         original(*arguments, **options)
+        backward.check_unchanged(own, versions, made.names)
         _check_own(made, number)
         if is_alone:
             made.running_sum.after_backward(number, made.touched[number])
         playing.meet("the end of a backward pass", made.touched[number], functools.partial(_add_up, made))
 
-    return backward
+    return reduced
 
 
 def _check_whole() -> None:

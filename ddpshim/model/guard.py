@@ -337,12 +337,7 @@ def _by_owner(
 
 def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
     step, name = f"{type(optimizer).__name__}.step()", type(wrapped.module).__name__
-    if backward.goes_on():
-        raise SyncError(
-            f"{step} inside a backward pass of {name} (an optimizer in backward, or a hook that steps): its gradients "
-            "are this rank's alone until the end of the pass, and ranks would train different models. Step after "
-            f"loss.backward(), by an optimizer of all parameters ({OPT_OUT})."
-        )
+    backward.check_step(optimizer)
     if wrapped.is_armed:
         raise SyncError(
             f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); its peers "

@@ -268,7 +268,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._strict or self._same_every_time:
             self._refuse_missed(missed)
         if self._versions:
-            self._refuse_changed()
+            backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
+            self._versions.clear()
         self._tell_unused([i for i in missed if reduced[i].grad is None])
         for index in missed:
             self._reducer._autograd_hook(len(reduced) - 1 - index)
@@ -350,16 +351,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
             raise SyncError(
                 f"static_graph=True, but {odd[:5]} changed between used and unused; torch would train "
                 "unsynchronised from here on. Drop static_graph."
-            )
-
-    def _refuse_changed(self) -> None:
-        before, self.__dict__["_versions"] = self._versions, []
-        changed = [p for p, version in zip(self._reduced, before) if p._version != version]
-        if changed:
-            raise SyncError(
-                f"parameter '{self._names[id(changed[0])]}' of {type(self.module).__name__} was changed inside a "
-                "backward pass (a hook that steps?), when gradients are this rank's alone; ranks would train different "
-                "models. Change weights after loss.backward() (DDPSHIM_GUARD=0 turns this check off)."
             )
 
     def check_equality(self) -> None:

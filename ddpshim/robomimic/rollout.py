@@ -30,8 +30,10 @@ from ddpshim.job.failure import caused_by
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, seed_everything, shared_random_streams
-from ddpshim.job.say import described, say
+from ddpshim.job.replaced import replaced
+from ddpshim.job.say import described, say, say_once
 from ddpshim.job.world import World
+from ddpshim.robomimic import environments
 
 
 def plays_rollouts() -> bool:
@@ -71,8 +73,8 @@ def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) ->
     def seeded_reset(**options: Any) -> Any:
         own = _seed_of_environment(seed, env.name, next(left))
         seed_everything(own)
-        _seed_generators(env, own)
-        return reset(**options)
+        with replaced(env, "reset", reset), environments.seeded(env, own):
+            return env.reset(**options)
 
     env.reset = seeded_reset
     return env
@@ -91,10 +93,10 @@ def rollout_with_stats(
     other ranks return at once, with nothing. `video_paths` is empty on all but the main rank: what it names is
     there, to be kept or removed there.
 
-    An episode's random numbers (torch's, numpy's and random's global generators, and numpy generators that an
-    environment holds as `rng` or `np_random`) depend on the seed of the world, `epoch`, the environment's name
-    and the episode. An environment with randomness elsewhere, or that remembers earlier episodes, has
-    statistics that depend on the number of ranks.
+    An episode's random numbers (torch's, numpy's and random's global generators, what an environment makes of a seed,
+    and generators in its attributes) depend on the seed of the world, `epoch`, the environment's name and the episode.
+    An environment with randomness elsewhere, or that remembers earlier episodes, has statistics that depend on the
+    number of ranks; it is named where that shows.
 
     "Time_Episode" is the sum over all episodes, as upstream has it: W ranks take about a W-th of it.
 
@@ -141,6 +143,7 @@ class _Evaluation:
     del_envs_after_rollouts: bool = False
     data_logger: Any = None
     is_told_to_end: Callable[[], bool] = lambda: False
+    _shown: list[environments.Shown] = field(default_factory=list)  # by this rank's episodes
     _videos: dict[str, str] = field(default_factory=dict)  # their paths, on the main rank
     _writers: dict[str, Any] = field(default_factory=dict)  # of open ones, by path
 
@@ -220,7 +223,7 @@ class _Evaluation:
             try:
                 own = derive_seed(seed, "rollout", str(self.epoch), name, turn)
                 of_env = _seed_of_environment(seed, name, turn) if in_turn else own
-                results[turn], shown = self._play_turn(env, horizon, own, of_env)
+                results[turn], shown = self._play_turn(env, horizon, own, of_env, turn < here.world_size)
                 if shown:
                     packing[turn] = packer.submit(_pack, shown)
             except Exception as error:
@@ -235,7 +238,14 @@ class _Evaluation:
             bar.update(here.count(f"{counter}/played", 1) - bar.n)
         packer.shutdown()
         frames = {turn: packed.result() for turn, packed in packing.items()}
+        shown, self._shown = self._shown, []
         outcomes = here.gather((results, failed_at, text))
+        if environments.differ_without_reason(itertools.chain(*here.gather(shown))) and here.is_main:
+            say_once(
+                f"environment {name!r} draws from a generator that nobody seeds, or remembers earlier episodes: its "
+                f"statistics depend on the number of ranks, here {here.world_size}. Let its reset take a seed, or give "
+                "it a method seed(n), or keep its generator (numpy's, random.Random) in an attribute"
+            )
         failed = [rank for rank, (_, _, said) in enumerate(outcomes) if said]
         bar.update(0 if failed else num_turns - bar.n)
         bar.close()
@@ -258,7 +268,7 @@ class _Evaluation:
         return ordered, frames
 
     def _play_turn(
-        self, env: Any, horizon: int, seed: int, seed_of_env: int
+        self, env: Any, horizon: int, seed: int, seed_of_env: int, is_checked: bool
     ) -> tuple[list[dict[str, float]], list[Any]]:
         """Upstream's results of a turn's episodes, and their frames."""
         import robomimic.utils.train_utils as TrainUtils
@@ -266,8 +276,9 @@ class _Evaluation:
         frames: list[Any] = []
         writer = SimpleNamespace(append_data=frames.append) if self.video_dir or self.video_path else None
         start = time.time()
-        with shared_random_streams(seed):
-            _seed_generators(env, seed_of_env)
+        # The parts of a vector environment seed themselves, see `deal_episodes`.
+        seeding = contextlib.nullcontext() if _is_vector(env) else environments.seeded(env, seed_of_env, is_checked)
+        with shared_random_streams(seed), seeding as shown:
             result = TrainUtils.run_rollout(
                 policy=self.policy,
                 env=env,
@@ -278,6 +289,9 @@ class _Evaluation:
                 video_skip=self.video_skip,
                 terminate_on_success=self.terminate_on_success,
             )
+        if shown is not None:
+            shown.take(result)
+            self._shown.append(shown)
         if not _is_vector(env):
             return [{**result, "time": time.time() - start}], frames
         share = (time.time() - start) / len(env)
@@ -352,35 +366,6 @@ def _is_vector(env: Any) -> bool:
 def _seed_of_environment(seed: int, name: str, episode: int) -> int:
     """Of the environment in an episode: the same in every evaluation."""
     return derive_seed(seed, "rollout", name, episode)
-
-
-def _seed_generators(env: Any, seed: int) -> None:
-    for number, generator in enumerate(_own_generators(env)):
-        _reseed(generator, derive_seed(seed, "environment", number))
-
-
-def _own_generators(env: Any) -> Iterator[Any]:
-    """The numpy generators held by `env` and by the environments that it wraps (robosuite 1.5, gymnasium)."""
-    import numpy
-
-    seen: dict[int, Any] = {}
-    layer = env
-    while layer is not None and id(layer) not in seen:
-        seen[id(layer)] = layer
-        for name in ("rng", "np_random"):
-            held = getattr(layer, name, None)
-            if isinstance(held, (numpy.random.Generator, numpy.random.RandomState)) and id(held) not in seen:
-                seen[id(held)] = held
-                yield held
-        layer = getattr(layer, "env", None)
-
-
-def _reseed(generator: Any, seed: int) -> None:
-    """Seed a numpy generator in place: parts of the environment hold the same object."""
-    if hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    else:
-        generator.seed(seed % 2**32)
 
 
 def _on_all_ranks() -> bool:
