@@ -275,6 +275,8 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
     failure_notes.write(ValueError("what came of it"), 3)
     said = "RuntimeError: Connection reset by peer\n"
     assert failure_notes.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
+    failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
+    assert failure_notes.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
     failure_notes.forget(str(tmp_path))
     assert failure_notes.read(str(tmp_path)) == {}
 
