@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ddpshim
-from ddpshim.job import failure, failure_notes, hangs, machine, progress, watch
+from ddpshim.job import failure, hangs, machine, progress, watch
 from ddpshim.job.hangs import Standing, Waits, describe, judge
 from ddpshim.job.job import Job, current
 from ddpshim.job.progress import Frame, Progress, place_of
@@ -212,15 +212,6 @@ def test_a_rank_that_left_early_is_named_by_those_that_lost_it() -> None:
     left = run_ranks(_leave_early, 2)[0]
     assert left.splitlines()[0] == "  rank 0: 1 backward pass so far"
     assert left.splitlines()[1].startswith("  rank 1: 1 backward pass; has left the job (ranks.py:")
-
-
-def test_the_note_of_a_failure_is_that_which_knows_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPSHIM_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("RANK", "0")
-    for said in ("Connection closed by peer", "rank 1 left", "another", "Broken pipe"):
-        failure_notes.write(RuntimeError(said), 1)
-    note = failure_notes.read(str(tmp_path))[0]
-    assert ("rank 1 left" in note.traceback, note.lost_a_peer) == (True, False)
 
 
 def test_a_watch_that_was_not_begun_says_nothing() -> None:

@@ -164,8 +164,9 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         if watched is not None and watched.is_told_to_end:
             os._exit(exit_code)
         time.sleep(_LAUNCHER_DEADLINE_S)
-        error = _with_who_left(error)
-        failure_notes.write(error, exit_code)
+        if (caused := _with_who_left(error)) is not error:
+            error = caused
+            failure_notes.write(error, exit_code, knows_cause=True)
     if first == me and is_late(error):
         silent = [] if watched is None else _silent_ranks(watched)
         who = ranks_called(silent) if silent else "no rank in particular"

@@ -33,8 +33,8 @@ class Note(NamedTuple):
     traceback: str
 
 
-def write(error: BaseException, exit_code: int) -> None:
-    """Write this rank's note, if it is the first one, or the first that knows the cause, and `run` started it. Local.
+def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
+    """Write this rank's note, if `run` started it and it is the first one, or one that `knows_cause` of that. Local.
 
     Raises nothing where it cannot be written: the rank has to end all the same, and `run` then goes by its exit code.
     """
@@ -43,14 +43,13 @@ def write(error: BaseException, exit_code: int) -> None:
         return
     rank = os.environ["RANK"]
     note, partial = Path(folder, f"failed.{rank}"), Path(folder, f"partial.{rank}")
-    is_lost = lost_a_peer(error)
-    if note.exists() and (is_lost or not Note(*json.loads(note.read_text())).lost_a_peer):
+    if note.exists() and not knows_cause:
         return
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
     # torch's agent goes by the end of the process, in whole seconds: ranks that fail because of this one may end
     # earlier, and then the agent ends this one, perhaps while it writes.
     try:
-        partial.write_text(json.dumps(Note(time.time(), exit_code, is_lost, "".join(lines))))
+        partial.write_text(json.dumps(Note(time.time(), exit_code, lost_a_peer(error), "".join(lines))))
         partial.replace(note)
     except OSError as cause:
         say(f"{note} cannot be written ({cause}); `run` will not know why rank {rank} failed", directly=True)

@@ -31,6 +31,7 @@ from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.job.port import check_port, why_unknown
 from ddpshim.job.say import say
+from ddpshim.launch import warm
 
 _NUM_LINES_SHOWN = 20
 
@@ -85,7 +86,9 @@ def run(job: Launch) -> int:
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
         logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-        with _signals_passed_on(job.grace_s) as received, narrowed(is_one_node=(job.nnodes or 1) == 1), screen:
+        again = warm.restarts() if job.max_restarts else contextlib.nullcontext()
+        store = narrowed(is_one_node=(job.nnodes or 1) == 1)
+        with _signals_passed_on(job.grace_s) as received, store, screen, again:
             try:
                 options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
                 # Not through its parser, which finds `--nproc` or `--log` of the program's own ambiguous.

@@ -1,0 +1,228 @@
+"""Starts ranks again in a second: they are forked from a process that has imported torch and ddpshim.
+
+`run` has one on each node where it may restart ranks. It is not used by the first start, before it is ready, where
+TensorFlow is installed (which may have to be imported before torch), and with a torch that starts ranks otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+from ddpshim.job.replaced import replaced
+
+_BEGIN_AFTER_S = 5.0  # the ranks of the first start import the same, on the same cores
+_MODULES = (
+    *("torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.nn.functional"),
+    *("ddpshim.checkpoint.resume", "ddpshim.data.loader", "ddpshim.job.group", "ddpshim.model.parallel"),
+)
+_RANK = ("-u", "-m", "ddpshim.launch.rank")
+_SELF = ("-u", "-m", "ddpshim.launch.warm")
+_POPEN_IN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+_START_S = 10.0
+
+
+class Warm:
+    """The process from which ranks are forked, as `run` sees it."""
+
+    def __init__(self) -> None:
+        self._socket: Optional[socket.socket] = None
+        self._process: Optional[subprocess.Popen[bytes]] = None
+        self._lines = b""
+        self._ready = False
+        self._begun = False
+        self._ranks: dict[int, Forked] = {}
+        self._timer: Optional[threading.Timer] = None
+
+    def popen(self, args: Sequence[str], env: dict[str, str], **options: Any) -> Any:
+        """What `subprocess.Popen` is to torch's agent."""
+        if not self._begun:
+            self._begun = True
+            self._timer = threading.Timer(_BEGIN_AFTER_S, self._begin, [env])
+            self._timer.daemon = True
+            self._timer.start()
+        is_plain = not options.get("stdout") and not options.get("stderr") and tuple(args[1:4]) == _RANK
+        if is_plain and self._is_ready():
+            with contextlib.suppress(OSError, TimeoutError):
+                return self._fork(args, env)
+        return subprocess.Popen(args=args, env=env, **options)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._process.wait(_START_S)
+
+    def _begin(self, env: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, *_SELF, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
+        self._socket = ours
+
+    def _is_ready(self) -> bool:
+        if self._socket is not None:
+            self.read()
+        return self._ready
+
+    def _fork(self, args: Sequence[str], env: dict[str, str]) -> Forked:
+        assert self._socket is not None
+        self._socket.sendall(json.dumps([args[4:], env, os.getcwd()]).encode() + b"\n")
+        before, end = set(self._ranks), time.monotonic() + _START_S
+        while not (new := set(self._ranks) - before):
+            if not self._ready or time.monotonic() > end:
+                raise TimeoutError
+            self.read(0.1)
+        (pid,) = new
+        return self._ranks[pid]
+
+    def read(self, wait_s: float = 0.0) -> None:
+        """Take note of what the process says: that it is ready, which rank it has forked, and which has ended."""
+        assert self._socket is not None
+        while select.select([self._socket], [], [], wait_s)[0]:
+            wait_s = 0.0
+            came = self._socket.recv(1 << 16)
+            if not came:  # it is gone; nobody knows how its ranks end
+                self._ready = False
+                for rank in self._ranks.values():
+                    rank.lost()
+                return
+            *lines, self._lines = (self._lines + came).split(b"\n")
+            for what, pid, code in map(json.loads, lines):
+                if what == "ready":
+                    self._ready = True
+                elif what == "forked":
+                    self._ranks[pid] = Forked(self, pid)
+                else:
+                    self._ranks[pid].returncode = code
+
+
+class Forked:
+    """A rank that was forked: what torch's agent uses of a `subprocess.Popen`."""
+
+    def __init__(self, warm: Warm, pid: int) -> None:
+        self._warm, self.pid = warm, pid
+        self.returncode: Optional[int] = None
+
+    def poll(self) -> Optional[int]:
+        if self.returncode is None:
+            self._warm.read()
+        return self.returncode
+
+    def wait(self, timeout: Optional[float] = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            self._warm.read(0.05)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def lost(self) -> None:
+        """End it: who would tell how it ends is gone."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.returncode = -signal.SIGKILL
+
+
+@contextlib.contextmanager
+def restarts() -> Iterator[None]:
+    """Meanwhile torch's agent restarts ranks from a process that has their imports done, where that is possible."""
+    starts = None
+    with contextlib.suppress(ImportError):  # before torch 2.3
+        starts = importlib.import_module(_POPEN_IN)
+    if not hasattr(os, "fork") or not hasattr(starts, "Popen") or importlib.util.find_spec("tensorflow"):
+        yield
+        return
+    warm = Warm()
+    with replaced(starts, "Popen", warm.popen):
+        try:
+            yield
+        finally:
+            warm.end()
+
+
+def serve(connection: socket.socket) -> list[str]:
+    """Fork a rank for each line that comes; returns in the forked ones alone, what the rank is to run."""
+    for module in _MODULES:
+        importlib.import_module(module)
+    hears, tells = os.pipe()
+    os.set_blocking(tells, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    _say(connection, "ready", 0, 0)
+    buffered = b""
+    while True:
+        ready = select.select([connection.fileno(), hears], [], [])[0]
+        if hears in ready:
+            os.read(hears, 1 << 12)
+            _tell_ended(connection)
+        if connection.fileno() in ready:
+            came = connection.recv(1 << 16)
+            if not came:
+                os._exit(0)
+            *lines, buffered = (buffered + came).split(b"\n")
+            for arguments, environ, folder in map(json.loads, lines):
+                is_begun, begins = os.pipe()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # of OpenBLAS's threads, which forks anew
+                    pid = os.fork()
+                if pid == 0:
+                    os.setsid()
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    connection.close()
+                    os.write(begins, b".")
+                    for fd in (hears, tells, is_begun, begins):
+                        os.close(fd)
+                    _become(environ, folder)
+                    return list(arguments)
+                os.read(is_begun, 1)  # its group is there: it may be signalled
+                os.close(is_begun)
+                os.close(begins)
+                _say(connection, "forked", pid, 0)
+
+
+def _become(environ: dict[str, str], folder: str) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    if "numpy" in sys.modules:  # Python's own generator is seeded anew by itself
+        sys.modules["numpy"].random.seed()
+
+
+def _tell_ended(connection: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            _say(connection, "ended", pid, code)
+
+
+def _say(connection: socket.socket, what: str, pid: int, code: int) -> None:
+    connection.sendall(json.dumps([what, pid, code]).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    from ddpshim.launch import rank
+
+    rank.main(serve(socket.socket(fileno=int(sys.argv[1]))))
