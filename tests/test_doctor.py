@@ -194,7 +194,7 @@ def test_exit_codes_and_what_is_printed(tmp_path: Path) -> None:
     assert b"nothing was checked" in _doctor(tmp_path / "none.py", code=2).stderr
     path.write_text("print('hello')\n")
     assert _doctor(path, code=2).stdout.startswith(
-        b"no trainer in 1 file, 1 line: nothing was checked. A trainer is a "
+        b"no trainer in 1 file, 1 line: nothing was checked. A trainer calls "
     )
     assert b"no code begins with 'DDP9'" in _doctor("--select", "DDP9", path, code=2).stderr
 
@@ -337,3 +337,72 @@ def test_the_pages_are_those_of_the_codes() -> None:
         page = " ".join((PAGES / f"{code.code}.md").read_text().split())
         assert page.startswith(f"# {code.code} {code.name} Severity: {code.severity}.")
         assert code.fix in page
+
+
+FRAMEWORK_TRAINERS = {
+    "Lightning": (
+        "import pytorch_lightning as pl\n"
+        "class Net(pl.LightningModule):\n    def training_step(self, batch, index):\n        return self(batch).mean()\n"
+        "if __name__ == '__main__':\n    pl.Trainer(devices=2).fit(Net(), loader)\n"
+    ),
+    "Transformers": (
+        "from transformers import Trainer\n"
+        "class Ours(Trainer):\n    pass\n"
+        "if __name__ == '__main__':\n    ours = Ours(model, train_dataset=data)\n    ours.train()\n"
+    ),
+    "Accelerate": (
+        "from accelerate import Accelerator\n"
+        "def main(network, optimizer, loader):\n    accelerator = Accelerator()\n"
+        "    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)\n"
+        "    for batch in loader:\n        accelerator.backward(network(batch).mean())\n        optimizer.step()\n"
+        "if __name__ == '__main__':\n    main(*made())\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORK_TRAINERS)
+def test_a_frameworks_trainer_is_a_trainer(framework: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FRAMEWORK_TRAINERS[framework])
+    for path in (tmp_path, tmp_path / "train.py"):
+        report = check(path)
+        assert (report.num_programs, report.num_distributed, report.findings) == (1, 1, ())
+
+
+def test_a_file_alone_brings_what_it_imports_of_its_project(tmp_path: Path) -> None:
+    package = tmp_path / "ours" / "engines"
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "steps.py").write_text(f"import shutil\n{TRAINER}    shutil.rmtree(folder)\n")
+    (package / "other.py").write_text("never = imported(\n")
+    (tmp_path / "ours" / "train.py").write_text("from .engines.steps import main\nmain(1, 2, 3)\n")
+    (tmp_path / "script.py").write_text("from ours.engines import steps\nsteps.main(1, 2, 3)\n")
+    for path in (tmp_path / "ours" / "train.py", tmp_path / "script.py"):
+        found = check(path).findings
+        assert [(Path(f.path), f.code, f.line) for f in found] == [(package / "steps.py", "DDP404", 9)]
+
+
+def test_what_only_the_name_of_a_method_leads_to_is_not_told_of(tmp_path: Path) -> None:
+    """`store.finish()` is of an object that comes from elsewhere, not of the recorder that is made for its size."""
+    (tmp_path / "recorder.py").write_text(
+        "import shutil\nclass Recorder:\n    def finish(self):\n        shutil.rmtree(self.folder)\n"
+    )
+    (tmp_path / "train.py").write_text(
+        f"from recorder import Recorder\n{TRAINER}    size = len(Recorder())\n    made().finish()\n"
+        "if __name__ == '__main__':\n    main(1, 2, 3)\n"
+    )
+    assert check(tmp_path).findings == ()
+    text = (tmp_path / "train.py").read_text()
+    (tmp_path / "train.py").write_text(text.replace("made().finish()", "Recorder().finish()"))
+    assert [f.code for f in check(tmp_path).findings] == ["DDP404"]
+
+
+def test_a_guard_is_seen_where_a_call_or_an_early_return_asks(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"import os\n{TRAINER}    network.save_pretrained(folder, is_main_process=dist.get_rank() == 0)\n"
+        "    tidy(folder)\ndef tidy(folder):\n"
+        "    if not folder or dist.get_rank() != 0:\n        return\n    os.remove(folder)\n"
+    )
+    assert _found(path) == []

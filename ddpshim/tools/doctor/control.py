@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.meaning import MAIN, OPPOSITE, is_evaluation, leaves
+from ddpshim.tools.doctor.meaning import MAIN, OPPOSITE, is_evaluation, leaves, speaks_of_launch
 from ddpshim.tools.doctor.nodes import (
     CONDITIONALS,
     FUNCTIONS,
@@ -32,6 +32,7 @@ _FRAMEWORK_COLLECTIVES = {"wait_for_everyone", "gather_for_metrics"}
 _REDUCES = re.compile(
     r"(?i)all_?reduce|gather|synchroni[sz]e|^reduce$|reduce_(?!on_plateau|lr)|^sync_dist|torchmetrics|concat$"
 )
+_MEASURES = re.compile(r"(?i)profil|benchmark|flops|auto_?batch|measure")  # of speed or memory: nothing is trained
 _VALIDATION = re.compile(r"(?i)(^|_)(val|valid|test|eval)")
 
 
@@ -119,7 +120,8 @@ def _units_with_collectives(case: Case) -> dict[Unit, str]:
     direct: dict[Unit, str] = {}
     for unit, call in case.calls():
         name = _collective(call, unit)
-        if name is not None and name != "destroy_process_group" and case.guard(call, unit) is None:
+        is_asked = any(not speaks_of_launch(test) for test in unit.source.tests_around(call))
+        if name is not None and name != "destroy_process_group" and not is_asked and case.guard(call, unit) is None:
             direct[unit] = name
     found = dict(direct)
     for unit, call in case.calls() if direct else ():
@@ -157,6 +159,8 @@ def _describe(guard: ast.AST) -> str:
 @rule("DDP503")
 def swallowed_exception(case: Case) -> Iterator[Hit]:
     for unit, statement in case.all(ast.Try):
+        if _MEASURES.search(unit.name):
+            continue
         trained = _training_in(statement.body, unit, case)
         for handler in statement.handlers if trained is not None else ():
             caught = identifiers(handler.type) if handler.type is not None else {"BaseException"}
@@ -170,7 +174,8 @@ def _training_in(body: list[ast.stmt], unit: Unit, case: Case) -> Optional[str]:
     for call in calls_in(*body):
         is_direct = isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "train_on_batch")
         called = case.function(call, unit)
-        if is_direct or (called is not None and called in case.tree.training):
+        trains = called is not None and called in case.tree.training and not _MEASURES.search(called.name)
+        if is_direct or trains:
             return text_of(call, 30)
     return None
 

@@ -143,7 +143,9 @@ def _is_none_test(node: ast.expr) -> bool:
 @rule("DDP203", unless=("lightning", "fabric", "transformers", "ddpshim"))
 def no_set_epoch(case: Case) -> Iterator[Hit]:
     for unit, call in _samplers(case) if not case.program.uses("set_epoch") else ():
-        if _is_held_out(call, unit) or constant(argument(call, "shuffle", 3)) is False:
+        asked = argument(call, "shuffle", 3)
+        is_handed = isinstance(asked, ast.Name) and asked.id in unit.parameters
+        if _is_held_out(call, unit) or is_handed or constant(asked) is False:
             continue
         if "accelerate" in case.program.frameworks and "torch" not in unit.source.qualified(call.func):
             continue
@@ -286,7 +288,14 @@ def _schedule_of(call: ast.Call, unit: Unit) -> str:
 @rule("DDP301", unless=("ddpshim", "lightning", "transformers"))
 def one_seed(case: Case) -> Iterator[Hit]:
     seeds = [(u, c) for u, c in case.calls(*_SEEDS) if u.source.qualified(c.func) in _GLOBAL_SEEDS]
-    if not seeds or case.program.uses("parallelize_module") or any(_seed_differs(c, u, case) for u, c in seeds):
+    seeds = [
+        (u, c) for u, c in seeds if not any(u is where for where, _ in case.calls("spawn"))
+    ]  # spawned ranks have none
+    if (
+        not seeds
+        or case.program.uses("parallelize_module", "fully_shard")
+        or any(_seed_differs(c, u, case) for u, c in seeds)
+    ):
         return
     if all(_NOISE.isdisjoint(unit.words) for unit in case.program.units):
         return
@@ -300,22 +309,12 @@ def one_seed(case: Case) -> Iterator[Hit]:
 def _seed_differs(call: ast.Call, unit: Unit, case: Case) -> bool:
     """Whether the rank is in the seed, or in what callers hand over for it."""
     is_told = constant(argument(call, "device_specific")) is True
-    return is_told or any(_has_rank(value, unit, case) for value in values_of(call))
+    return is_told or any(case.holds(value, unit, _differs) for value in values_of(call))
 
 
-def _has_rank(node: ast.AST, unit: Unit, case: Case, depth: int = 0) -> bool:
+def _differs(node: ast.AST) -> bool:
     words = identifiers(node)
-    if speaks_of_rank(node) or "initial_seed" in words or any("worker" in word for word in words):
-        return True
-    names = [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and key_of(n)]
-    for name in names if depth <= 3 else ():
-        added = [a.value for a in unit.all(ast.AugAssign) if key_of(a.target) == key_of(name)]
-        sources = [*case.values(name, unit), *((unit, value) for value in added)]
-        if isinstance(name, ast.Name):
-            sources += [(where, value) for where, _, value in case.passed(name.id, unit, 10)]
-        if any(_has_rank(value, where, case, depth + 1) for where, value in sources):
-            return True
-    return False
+    return speaks_of_rank(node) or "initial_seed" in words or any("worker" in word for word in words)
 
 
 @call_rule("DDP302", *_SEEDS)

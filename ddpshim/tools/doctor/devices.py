@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.meaning import is_evaluation, literals, speaks_of_rank
+from ddpshim.tools.doctor.meaning import is_evaluation, literals
 from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, calls_in, constant, identifiers, last_name
 from ddpshim.tools.doctor.rules import Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Unit
@@ -56,7 +56,9 @@ def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
 @rule("DDP601")
 def hard_coded_device(case: Case) -> Iterator[Hit]:
     stored = (constant(s.slice) for _, s in case.all(ast.Subscript) if isinstance(s.ctx, ast.Store))
-    binds = "CUDA_VISIBLE_DEVICES" in stored or bool(case.program.frameworks) or case.program.uses("set_device")
+    if case.program.is_distributed and "CUDA_VISIBLE_DEVICES" in stored:
+        return  # each rank sees its own GPU as the first
+    binds = bool(case.program.frameworks) or case.program.uses("set_device")
     for unit, call in case.calls():
         device = _device_named(call, unit)
         if device is None or _is_at_import(call, unit, case) or _is_unused(call, unit, case):
@@ -148,9 +150,10 @@ def launcher_variable_overwritten(case: Case) -> Iterator[Hit]:
 
 
 def _is_forced(assign: ast.Assign, unit: Unit) -> bool:
-    """Whether the value comes from nowhere, without asking whether the launcher has set it or which one it was."""
-    words = identifiers(assign.value)
-    if words & {"environ", "getenv", "subprocess", "rank", "local_rank", "world_size"} or speaks_of_rank(assign.value):
+    """Whether the value is written down, without asking whether the launcher has set it or which one it was."""
+    if constant(assign.value) is None and not (
+        identifiers(assign.value) <= {"str"} and last_name(assign.value) == "str"
+    ):
         return False
     tested = {word for test in unit.source.tests_around(assign) for word in identifiers(test)}
     if tested & (_VARIABLES | {"environ", "getenv"}) or any(map(_SPAWNING.search, tested)):

@@ -39,6 +39,8 @@ _DELETERS = {"shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "os.removedi
 _OPENERS = {"open", "BytesIO", "StringIO", "NamedTemporaryFile", "TemporaryFile", "mkstemp"}
 _FILE_NAMES = {"f", "fp", "file", "buffer", "buf", "fout", "stream", "sys.stdout"}
 _OWN_PATHS = words_of("getpid tempfile mkdtemp mkstemp uuid4 gettempdir TemporaryDirectory NamedTemporaryFile")
+_LOCK = re.compile(r"(?i)^(file|soft|inter_?process|acquire_?\w*)_?lock$|^acquire\w*$|^flock$")
+_OF_ALL = re.compile(r"(?i)(^|_)(cache|caches|cached|tmp|temp|download\w*)($|_)|\.lock$")
 _LOG_NAMES = re.compile(
     r"(?i)^(print|debug|info|warning|warn|error|critical|exception|log|write|writelines|rank0_print)$"
 )
@@ -52,10 +54,10 @@ def every_rank_writes(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     target = _written(call, unit, case)
     if target is None or identifiers(target) & {"devnull", "/dev/null", "fileno", "stdout"}:
         return None
-    if _is_shared_file(target, unit, case) or _names_rank(target, unit, case):
+    if _is_shared_file(target, unit, case) or _is_own(target, unit, case) or _needs_argument(call, unit, case):
         return None
-    if case.is_guarded(call, unit) or _needs_argument(call, unit, case):
-        return None
+    if case.is_guarded(call, unit) or any(case.test(value, unit) for value in values_of(call)):
+        return None  # save_pretrained(path, is_main_process=...) asks by itself
     return f"Every rank runs {text_of(call)}, on the same path at the same time."
 
 
@@ -115,13 +117,15 @@ def _is_shared_file(target: ast.expr, unit: Unit, case: Case) -> bool:
     return target.id in _FILE_NAMES
 
 
-def _names_rank(target: ast.expr, unit: Unit, case: Case, depth: int = 0) -> bool:
-    """Whether each rank (or process) has a path of its own."""
-    if speaks_of_rank(target) or identifiers(target) & _OWN_PATHS:
+def _is_own(target: ast.expr, unit: Unit, case: Case) -> bool:
+    """Whether each rank (or process) has a path of its own, takes turns by a lock, or writes what all find equal."""
+    if any(map(_LOCK.search, unit.words)) or any(map(_OF_ALL.search, (*identifiers(target), unit.name))):
         return True
-    names = [n for n in ast.walk(target) if isinstance(n, ast.Name)] if depth < 3 else []
-    values = (each for name in names for each in case.values(name, unit))
-    return any(_names_rank(value, where, case, depth + 1) for where, value in values)
+    items = {n.id for loop in unit.all(ast.For) for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    parts = (n for n in ast.walk(target) if isinstance(n, ast.Subscript))
+    if any(isinstance(n, ast.Name) and n.id in items for part in parts for n in ast.walk(part)):
+        return True  # the file of one sample, of which each rank has others
+    return case.holds(target, unit, lambda node: speaks_of_rank(node) or bool(identifiers(node) & _OWN_PATHS))
 
 
 @call_rule("DDP402", "input")
@@ -151,7 +155,7 @@ def every_rank_deletes(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
         target = argument(call, "path", 0)
     elif last_name(call) in ("unlink", "rmdir") and isinstance(call.func, ast.Attribute) and not call.args:
         target = call.func.value
-    if target is None or _names_rank(target, unit, case) or case.is_guarded(call, unit):
+    if target is None or _is_own(target, unit, case) or case.is_guarded(call, unit):
         return None
     return f"Every rank runs {text_of(call)}: one deletes what another still uses, or finds it gone."
 

@@ -13,6 +13,7 @@ from ddpshim.tools.doctor.rules import Case, Hit, rule, text_of
 from ddpshim.tools.doctor.source import Unit
 
 _LOSS_UNIT = re.compile(r"(?i)(loss|train|step|forward|objective|criterion|backprop|learn)")
+_FIXED_SHARE = re.compile(r"(?i)mask(ing)?_ratio|num_mask|len_keep")
 _KEPT_IN_MIND = ("whole_batch", "mean_over", "all_gather")  # what mends it, ddpshim's or another's
 
 
@@ -29,6 +30,8 @@ def _is_mended(unit: Unit, case: Case) -> bool:
 
 @rule("DDP108")
 def masked_mean(case: Case) -> Iterator[Hit]:
+    if any(_FIXED_SHARE.search(word) for unit in case.program.units for word in (*unit.words, *unit.parameters)):
+        return  # as many samples of each are masked
     for unit, division in case.all(ast.BinOp):
         if not isinstance(division.op, ast.Div) or not _trains(unit) or is_without_gradients(division, unit):
             continue

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.kinds import WRAPPERS
+from ddpshim.tools.doctor.kinds import UNWRAPS, WRAPPERS
 from ddpshim.tools.doctor.meaning import is_without_gradients
 from ddpshim.tools.doctor.nodes import argument, constant, identifiers, key_of, last_name, values_of, words_of
 from ddpshim.tools.doctor.rules import ANY_FRAMEWORK, Case, Hit, call_rule, rule, text_of
@@ -169,7 +169,7 @@ def _unwraps(definition: object, name: str, case: Case) -> bool:
 def _pairs_well(unit: Unit) -> bool:
     strips = any(isinstance(c.value, str) and c.value.startswith("module") for c in unit.all(ast.Constant))
     by_name = unit.attributes & {"named_parameters", "named_modules", "modules"}
-    return strips or "module" in unit.attributes or ("zip" in unit.loaded and not by_name)
+    return strips or "module" in unit.attributes or bool(unit.words & UNWRAPS) or ("zip" in unit.loaded and not by_name)
 
 
 @rule("DDP107", unless=ANY_FRAMEWORK)
