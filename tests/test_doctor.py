@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ddpshim.__main__ import main
 from ddpshim.tools.doctor.checking import check
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES
-from tests.idioms import IDIOMS, program
+from tests.idioms import HAZARDS, IDIOMS, program
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,14 @@ def test_each_pages_failing_example_has_exactly_its_finding_and_the_fixed_one_no
 def test_correct_programs_have_no_finding(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program(name))
     assert _found(tmp_path / "train.py") == []
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_each_hazard_is_found_at_its_line_and_nothing_else(name: str, tmp_path: Path) -> None:
+    text = program(name)
+    (tmp_path / "train.py").write_text(text)
+    marks = [re.search(r"# (DDP\d+)$", line) for line in text.split("\n")]
+    assert _found(tmp_path / "train.py") == [(mark[1], number) for number, mark in enumerate(marks, 1) if mark]
 
 
 # The programs of the pages that `--fix` mends on its own; DDP401 twice, by an argument and by a test.
@@ -342,7 +351,8 @@ def test_the_pages_are_those_of_the_codes() -> None:
 FRAMEWORK_TRAINERS = {
     "Lightning": (
         "import pytorch_lightning as pl\n"
-        "class Net(pl.LightningModule):\n    def training_step(self, batch, index):\n        return self(batch).mean()\n"
+        "class Net(pl.LightningModule):\n"
+        "    def training_step(self, batch, index):\n        return self(batch).mean()\n"
         "if __name__ == '__main__':\n    pl.Trainer(devices=2).fit(Net(), loader)\n"
     ),
     "Transformers": (
@@ -406,3 +416,40 @@ def test_a_guard_is_seen_where_a_call_or_an_early_return_asks(tmp_path: Path) ->
         "    if not folder or dist.get_rank() != 0:\n        return\n    os.remove(folder)\n"
     )
     assert _found(path) == []
+
+
+def test_a_device_in_the_config_of_a_trainer_is_found_there(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("lr: 1.0e-4\ntraining:\n  device: 'cuda:0'  # the first\n")
+    (tmp_path / "other.yaml").write_text("device: cuda:1\n")
+    text = (
+        "import torch, yaml\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "def main(network, batches):\n    cfg = yaml.safe_load(open('config.yaml'))\n"
+        "    device = torch.device(cfg['training']['device'])\n"
+        "    model = DistributedDataParallel(network.to(device))\n"
+        "    for batch in batches:\n        model(batch).mean().backward()\n"
+        "if __name__ == '__main__':\n    main(1, 2)\n"
+    )
+    (tmp_path / "train.py").write_text(text)
+    for path in (tmp_path, tmp_path / "train.py"):
+        found = check(path).findings
+        assert [(Path(f.path).name, f.line, f.column, f.code) for f in found] == [("config.yaml", 3, 12, "DDP601")]
+    (tmp_path / "train.py").write_text(text.replace("cfg['training']['device']", "'cuda', local_rank"))
+    assert check(tmp_path).findings == ()
+
+
+def test_a_note_alone_is_no_reason_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(_examples("DDP304")[0])
+    assert main(["doctor", str(tmp_path / "train.py")]) == 0
+    assert "DDP304 note" in capsys.readouterr().out
+    (tmp_path / "train.py").write_text(_examples("DDP303")[0])
+    assert main(["doctor", str(tmp_path / "train.py")]) == 1
+
+
+def test_explain_prints_the_page_of_each_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--explain", "DDP203,DDP50"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith((PAGES / "DDP203.md").read_text())
+    assert re.findall(r"^# (DDP\d+)", printed, re.MULTILINE) == [
+        "DDP203",
+        *(code for code in CODES if code.startswith("DDP50")),
+    ]

@@ -67,6 +67,8 @@ class Report:
         ignored = f", {self.num_ignored} ignored" if self.num_ignored else ""
         programs = f"{count(self.num_programs, 'trainer')} ({self.num_distributed} distributed)"
         lines.append(f"{found}{ignored}; {programs} in {self.num_files} files, {self.num_lines} lines")
+        if self.findings:
+            lines.append(f"why, with an example: python -m ddpshim doctor --explain {self.findings[0].code}")
         return "\n".join(lines)
 
 
@@ -128,7 +130,7 @@ def _finding(
     code: str, path: Path, place: tuple[int, int, int], message: str, is_distributed: bool, edits: Sequence[Edit] = ()
 ) -> Finding:
     known = CODES[code]
-    severity = known.severity if is_distributed else "migration"
+    severity = known.severity if is_distributed or known.severity == "note" else "migration"
     return Finding(str(path), *place, code, known.name, severity, message, known.fix, bool(edits))
 
 

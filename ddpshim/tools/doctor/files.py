@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Optional
 
 from ddpshim.tools.doctor.meaning import speaks_of_rank
 from ddpshim.tools.doctor.nodes import argument, constant, identifiers, last_name, spreads, values_of, words_of
+from ddpshim.tools.doctor.paths import clocks
 from ddpshim.tools.doctor.rules import Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Unit
 
@@ -170,21 +170,10 @@ def path_differs_by_rank(case: Case) -> Iterator[Hit]:
     source = case.program.entry
     for unit in (source.module, source.main):  # a script whose hydra config puts the time into the folder of the run
         for call in unit.all(ast.Call):
-            is_main = source.qualified(call.func) == "hydra.main"
-            wanted = _own_configs(argument(call, "config_name", 1), case) if is_main else set[Path]()
-            for path, line in [clock for clock in case.tree.clocks if clock[0] in wanted][:1]:
+            wanted = case.configs() if source.qualified(call.func) == "hydra.main" else {}
+            for path, line in list(clocks(wanted))[:1]:
                 read = f"${{now:}} in {path.name} line {line} is read from its clock"
                 yield Hit(unit, call, f"Each rank makes a run folder of its own: {read}.")
-
-
-def _own_configs(name: Optional[ast.expr], case: Case) -> set[Path]:
-    """The configs that a script is started with: the named one, else those that name its classes, else any."""
-    entry, configs = case.program.entry, case.tree.configs
-    is_own = name is not None and "__file__" in identifiers(name)
-    stem = entry.path.stem if is_own else str(constant(name)).rpartition("/")[2].partition(".")[0]
-    named = {c for c in configs if c.stem == stem}
-    targeted = {c for each in entry.classes for _, c in case.tree.targets.get(each, [])}
-    return named or targeted or (set() if entry.classes else set(configs))
 
 
 def _is_clock(call: ast.Call, unit: Unit) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import Callable, Optional
 
 from ddpshim.tools.doctor.kinds import Kinds
@@ -81,21 +82,22 @@ class Meaning(Kinds):
                 return self.is_local_rank(node.args[0], unit, depth)
             if name in ("getenv", "get") and node.args:
                 return constant(node.args[0]) in _LOCAL_VARIABLES
-            return name == "get_local_rank"
+            return name == "get_local_rank" and not any("mesh" in word for word in identifiers(node.func))
         return isinstance(node, ast.Subscript) and constant(node.slice) in _LOCAL_VARIABLES
 
-    def holds(self, node: ast.AST, unit: Unit, asks: Callable[[ast.AST], bool], depth: int = 0) -> bool:
-        """Whether an expression, or what its names were made from (by callers too), has what `asks` looks for."""
-        if asks(node):
-            return True
+    def made_of(self, node: ast.AST, unit: Unit, depth: int = 0) -> Iterator[tuple[Unit, ast.AST]]:
+        """An expression, and all that its names were made from, by callers too."""
+        yield unit, node
         for name in [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute))] if depth < 4 else ():
             key = key_of(name)
             grown = [(unit, a.value) for a in unit.all(ast.AugAssign) if key is not None and key_of(a.target) == key]
             handed = self.passed(name.id, unit, 10) if isinstance(name, ast.Name) else ()
-            made = [*self.values(name, unit), *grown, *((where, value) for where, _, value in handed)]
-            if any(self.holds(value, where, asks, depth + 1) for where, value in made):
-                return True
-        return False
+            for where, value in [*self.values(name, unit), *grown, *((u, v) for u, _, v in handed)]:
+                yield from self.made_of(value, where, depth + 1)
+
+    def holds(self, node: ast.AST, unit: Unit, asks: Callable[[ast.AST], bool]) -> bool:
+        """Whether an expression, or what its names were made from, has what `asks` looks for."""
+        return any(asks(part) for _, part in self.made_of(node, unit))
 
     def test(self, node: ast.AST, unit: Unit, depth: int = 0) -> Optional[str]:
         """MAIN where the test is true on the main rank only, OTHER where it is true on others only, else None."""
@@ -205,8 +207,9 @@ class Meaning(Kinds):
                     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):  # `if done or rank != 0: return`
                         is_left = leaves(statement.body) and OTHER in {self.test(value, unit) for value in test.values}
                     else:
-                        ends = {OTHER: statement.body, MAIN: statement.orelse}.get(found or "", [])
-                        is_left = leaves(ends) and self._asks_rank_alone(test, unit)
+                        # Where the main rank leaves, what follows is the others' alone.
+                        ends = leaves(statement.body) or leaves(statement.orelse)
+                        is_left = bool(found) and ends and self._asks_rank_alone(test, unit)
                     if is_left:
                         return statement
         return None

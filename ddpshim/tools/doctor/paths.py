@@ -59,6 +59,15 @@ def imported_files(source: Source, top: Path) -> Iterator[Path]:
                 break
 
 
+def config_files(root: Path, exclude: set[str]) -> Iterator[Path]:
+    """The YAML files below a folder, or beside a file and in the folders of configs there."""
+    if root.is_dir():
+        yield from files_below(root, exclude, (".yaml", ".yml"))
+        return
+    for pattern in ("*.y*ml", "conf*/**/*.y*ml"):
+        yield from (path for path in sorted(root.parent.glob(pattern)) if path.name not in exclude)
+
+
 def files_below(root: Path, exclude: set[str], endings: tuple[str, ...]) -> Iterator[Path]:
     if root.is_file():
         yield root

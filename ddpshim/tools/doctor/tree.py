@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Callable, Optional, TypeVar, Union
 
 from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, entered, key_of, last_name, words_of
-from ddpshim.tools.doctor.paths import clocks, files_below, imported_files, project_of, targets
+from ddpshim.tools.doctor.paths import config_files, files_below, imported_files, project_of, targets
 from ddpshim.tools.doctor.source import Source, Unit, Unreadable
 
 T = TypeVar("T", Source, Unit)
@@ -119,10 +119,8 @@ class Tree:
         self.imports = functools.cache(self._find_imports)
         self._direct = functools.cache(self._find_direct)
         self._lines: dict[ast.ClassDef, tuple[ast.ClassDef, ...]] = {}
-        configs = dict(self._read(files_below(root, set(exclude), (".yaml", ".yml")))) if root.is_dir() else {}
-        self.configs = list(configs)
-        self.targets = targets(configs)
-        self.clocks = list(clocks(configs))
+        self.configs = dict(self._read(config_files(root, set(exclude))))
+        self.targets = targets(self.configs)
         self.programs = self._find_programs()
         self.training = self._find_training()
 
@@ -327,6 +325,9 @@ class Tree:
                         if method.owner in live:
                             add(method)
                 else:
+                    for method in methods[name] if unit.source is files[0] else ():
+                        if method.owner in live and method.owner is not None and method.owner.name in self.targets:
+                            add(method)  # the script uses what its config makes
                     for owner in self._receivers(name, unit):
                         for method in methods[name]:
                             if method.owner in owner or owner[0] in self._line(method.source, method.owner or owner[0]):
