@@ -155,12 +155,13 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="find what breaks in a trainer on several ranks, without running it",
         description="Read a trainer, or all trainers of a folder, and list what hangs, or silently trains something "
-        "else, on several ranks. Exit code: 0 nothing found, 1 findings, 2 wrong usage, a path that cannot be read, or "
-        "no trainer in it.",
+        "else, on several ranks. Exit code: 0 nothing found but notes, 1 findings, 2 wrong usage, a path that cannot "
+        "be read, or no trainer in it.",
     )
-    doctor.add_argument("path", type=Path, metavar="PATH", help="a file or a folder")
+    doctor.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a file or a folder")
     shape = doctor.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="for programs")
+    shape.add_argument("--explain", type=_codes, metavar="CODE", help="what a code means, with an example and its cure")
     shape.add_argument("--fix", action="store_true", help="print the fixes that need no judgement, for `patch -p1`")
     doctor.add_argument("--select", type=_codes, default=[], metavar="CODES", help="only these, e.g. DDP203,DDP4")
     doctor.add_argument("--ignore", type=_codes, default=[], metavar="CODES", help="all but these")
@@ -170,7 +171,15 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.doctor.checking import check
+    from ddpshim.tools.doctor.findings import CODES, explanation
 
+    if arguments.explain:
+        wanted = (code for code in CODES if code.startswith(tuple(arguments.explain)))
+        print("\n".join(map(explanation, wanted)), end="")
+        return 0
+    if arguments.path is None:
+        say("no PATH; nothing was checked. Name a trainer, or a folder with trainers in it.")
+        return 2
     try:
         report = check(arguments.path, select=arguments.select, ignore=arguments.ignore, exclude=arguments.exclude)
     except OSError as error:
@@ -181,7 +190,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(report.as_text(), file=sys.stderr)
     else:
         print(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
-    return 1 if report.findings else 0 if report.num_programs else 2
+    is_bad = any(finding.severity != "note" for finding in report.findings)
+    return 1 if is_bad else 0 if report.num_programs else 2
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""Programs that are distributed correctly, in the ways that torch's tutorials and users have; the doctor is silent."""
+"""Programs that are distributed correctly, on which the doctor is silent, and ones with a hazard each, marked."""
 
 from __future__ import annotations
 
@@ -190,6 +190,227 @@ if rank == 0:
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 --- end
 schedule.step()
+=== accumulation in branches
+--- loss
+if (step + 1) % 4:
+    with model.no_sync():
+        partial = nn.functional.mse_loss(model(x.to(device)), y.to(device)) / 4
+        partial.backward()
+    continue
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device)) / 4
+=== accumulation in a function
+--- before
+def forward_backward(x, y):
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+--- loss
+with model.no_sync():
+    forward_backward(x.to(device), y.to(device))
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+=== seeds far apart
+--- device
+device = torch.device("cuda", local_rank)
+torch.manual_seed(int(os.environ["SEED"]) * world_size + rank)
+=== seeds by node and local rank
+--- device
+device = torch.device("cuda", local_rank)
+torch.manual_seed(7 + int(os.environ["GROUP_RANK"]) * 8 + local_rank)
+=== bad losses are skipped by all
+--- loss
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+is_bad = (~torch.isfinite(loss.detach())).float()
+dist.all_reduce(is_bad)
+if is_bad.item() > 0:
+    continue
+=== a bad loss ends the job
+--- loss
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+if not torch.isfinite(loss):
+    raise RuntimeError("the loss is not finite")
+=== a number of steps
+--- loss
+if step >= 100:
+    break
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+=== logged now and then by one rank
+--- after
+if step % 100 or rank != 0:
+    pass
+else:
+    print(step, loss.item())
+=== the main rank's decision is sent
+--- before
+best, stop = float("inf"), torch.zeros(1, device=device)
+--- end
+if rank == 0:
+    value = loss.item()
+    if value > best:
+        stop.fill_(1)
+    best = min(best, value)
+dist.broadcast(stop, src=0)
+if stop.item():
+    break
+=== plateau of all ranks
+--- before
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+--- end
+total = loss.detach().clone()
+dist.all_reduce(total)
+plateau.step(total / world_size)
+=== masked mean of all ranks
+--- loss
+keep = y != 0
+error = (model(x.to(device)) - y.to(device)) ** 2
+count = keep.sum()
+dist.all_reduce(count)
+loss = (error * keep).sum() * world_size / count
+=== epoch through the loader
+--- epoch
+loader.sampler.set_epoch(epoch)
+=== epoch where the sampler is known
+--- epoch
+if isinstance(loader.sampler, DistributedSampler):
+    loader.sampler.set_epoch(epoch)
+=== epochs in a while loop
+--- before
+at = 0
+while at < 3:
+    sampler.set_epoch(at)
+    at += 1
+--- epoch
+sampler.set_epoch(epoch + at)
+=== average by names of the bare network
+--- before
+import copy
+average = copy.deepcopy(model.module)
+--- end
+with torch.no_grad():
+    theirs = dict(model.module.named_parameters())
+    for name, value in average.named_parameters():
+        value.lerp_(theirs[name], 0.01)
+    for a, b in zip(average.buffers(), model.module.buffers()):
+        a.copy_(b)
+=== all but the main rank wait
+--- before
+if rank != 0:
+    dist.barrier()
+os.makedirs("cache", exist_ok=True)
+if rank == 0:
+    dist.barrier()
+"""
+
+HAZARD_TEXT = """\
+=== backward alone in no_sync
+--- loss
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device)) / 4
+with model.no_sync():
+    loss.backward()  # DDP110
+=== scaled backward alone in no_sync
+--- before
+scaler = torch.cuda.amp.GradScaler()
+--- loss
+output = model(x.to(device))
+loss = nn.functional.mse_loss(output, y.to(device))
+quiet = model.no_sync()
+with quiet:
+    scaled = loss / 4
+    scaler.scale(scaled).backward()  # DDP110
+=== seed of a node
+--- device
+device = torch.device("cuda", local_rank)
+torch.manual_seed(7 + local_rank)  # DDP303
+=== seed of a node through a name
+--- device
+device = torch.device("cuda", local_rank)
+number = int(os.environ["LOCAL_RANK"])
+seed = 7 + number
+torch.manual_seed(seed)  # DDP303
+=== seed of a sweep
+--- device
+device = torch.device("cuda", local_rank)
+torch.manual_seed(int(os.environ["SEED"]) + rank)  # DDP304
+=== skips where its own loss is bad
+--- loss
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+if torch.isnan(loss):  # DDP506
+    continue
+=== skips on one rank
+--- loss
+loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+if rank == 0 and step == 0:  # DDP506
+    continue
+=== stops where its own loss is small
+--- end
+value = loss.item()
+if value < 0.1:  # DDP506
+    break
+=== the main rank stops alone
+--- before
+stop = False
+--- end
+if rank == 0 and os.path.exists("stop"):
+    stop = True
+if stop:  # DDP506
+    break
+=== plateau by its own loss
+--- before
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+--- end
+plateau.step(loss.item())  # DDP506
+=== epoch before the loop
+--- data
+sampler = DistributedSampler(data, shuffle=True)  # DDP203
+loader = DataLoader(data, batch_size // world_size, sampler=sampler, drop_last=True)
+sampler.set_epoch(0)
+--- epoch
+pass
+=== epoch behind the end of a round
+--- data
+sampler = DistributedSampler(data, shuffle=True)  # DDP203
+loader = DataLoader(data, batch_size // world_size, sampler=sampler, drop_last=True)
+--- epoch
+pass
+--- end
+continue
+sampler.set_epoch(epoch)
+=== epoch on one rank
+--- data
+sampler = DistributedSampler(data, shuffle=True)  # DDP203
+loader = DataLoader(data, batch_size // world_size, sampler=sampler, drop_last=True)
+--- epoch
+if rank == 0:
+    sampler.set_epoch(epoch)
+=== epoch of the validation alone
+--- data
+sampler = DistributedSampler(data, shuffle=True)  # DDP203
+loader = DataLoader(data, batch_size // world_size, sampler=sampler, drop_last=True)
+val_sampler = DistributedSampler(data, shuffle=False)
+--- epoch
+val_sampler.set_epoch(epoch)
+=== a count of its own
+--- loss
+valid = y != 0
+error = (model(x.to(device)) - y.to(device)) ** 2
+num = valid.sum().clamp(min=1)
+loss = (error * valid).sum() / num  # DDP108
+=== a mean over what is kept
+--- loss
+error = (model(x.to(device)) - y.to(device)) ** 2
+loss = error[y != 0].mean()  # DDP108
+=== a sum over tokens
+--- loss
+mask = y != 0
+total = nn.functional.cross_entropy(model(x.to(device)), y.to(device), reduction="sum")
+loss = total / mask.sum()  # DDP108
+=== average that walks modules
+--- before
+import copy
+ema = copy.deepcopy(model.module)
+--- after
+for ours, theirs in zip(ema.modules(), model.module.modules()):  # DDP111
+    for a, b in zip(ours.parameters(recurse=False), theirs.parameters(recurse=False)):
+        a.data.mul_(0.99).add_(b.data, alpha=0.01)
 """
 
 
@@ -203,13 +424,17 @@ def parts_in(text: str) -> dict[str, str]:
     return dict(re.findall(r"^--- ([\w.]+)\n((?:(?!--- ).*\n)*)", text, re.MULTILINE))
 
 
-IDIOMS = {name: parts_in(text) for name, text in texts_in(TEXT).items()}
+def _named(text: str) -> dict[str, dict[str, str]]:
+    return {name: parts_in(of) for name, of in texts_in(text).items()}
+
+
+IDIOMS, HAZARDS = _named(TEXT), _named(HAZARD_TEXT)
 
 
 def program(name: str) -> str:
-    """The program with that idiom."""
+    """The program with that idiom, or that hazard."""
     made = BASE
-    for part, code in {**IDIOMS["as in torch's tutorial"], **IDIOMS[name]}.items():
+    for part, code in {**IDIOMS["as in torch's tutorial"], **{**IDIOMS, **HAZARDS}[name]}.items():
         indent = re.search(rf"^( *)\{{{part}\}}$", made, re.MULTILINE)
         assert indent is not None, part
         made = made.replace(indent[0], textwrap.indent(code.rstrip(), indent[1]))

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ddpshim.__main__ import main
 from ddpshim.tools.doctor.checking import check
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES
-from tests.idioms import IDIOMS, program
+from tests.idioms import HAZARDS, IDIOMS, program
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,14 @@ def test_each_pages_failing_example_has_exactly_its_finding_and_the_fixed_one_no
 def test_correct_programs_have_no_finding(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program(name))
     assert _found(tmp_path / "train.py") == []
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_each_hazard_is_found_at_its_line_and_nothing_else(name: str, tmp_path: Path) -> None:
+    text = program(name)
+    (tmp_path / "train.py").write_text(text)
+    marks = [re.search(r"# (DDP\d+)$", line) for line in text.split("\n")]
+    assert _found(tmp_path / "train.py") == [(mark[1], number) for number, mark in enumerate(marks, 1) if mark]
 
 
 # The programs of the pages that `--fix` mends on its own; DDP401 twice, by an argument and by a test.
@@ -194,7 +203,7 @@ def test_exit_codes_and_what_is_printed(tmp_path: Path) -> None:
     assert b"nothing was checked" in _doctor(tmp_path / "none.py", code=2).stderr
     path.write_text("print('hello')\n")
     assert _doctor(path, code=2).stdout.startswith(
-        b"no trainer in 1 file, 1 line: nothing was checked. A trainer is a "
+        b"no trainer in 1 file, 1 line: nothing was checked. A trainer calls "
     )
     assert b"no code begins with 'DDP9'" in _doctor("--select", "DDP9", path, code=2).stderr
 
@@ -337,3 +346,110 @@ def test_the_pages_are_those_of_the_codes() -> None:
         page = " ".join((PAGES / f"{code.code}.md").read_text().split())
         assert page.startswith(f"# {code.code} {code.name} Severity: {code.severity}.")
         assert code.fix in page
+
+
+FRAMEWORK_TRAINERS = {
+    "Lightning": (
+        "import pytorch_lightning as pl\n"
+        "class Net(pl.LightningModule):\n"
+        "    def training_step(self, batch, index):\n        return self(batch).mean()\n"
+        "if __name__ == '__main__':\n    pl.Trainer(devices=2).fit(Net(), loader)\n"
+    ),
+    "Transformers": (
+        "from transformers import Trainer\n"
+        "class Ours(Trainer):\n    pass\n"
+        "if __name__ == '__main__':\n    ours = Ours(model, train_dataset=data)\n    ours.train()\n"
+    ),
+    "Accelerate": (
+        "from accelerate import Accelerator\n"
+        "def main(network, optimizer, loader):\n    accelerator = Accelerator()\n"
+        "    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)\n"
+        "    for batch in loader:\n        accelerator.backward(network(batch).mean())\n        optimizer.step()\n"
+        "if __name__ == '__main__':\n    main(*made())\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORK_TRAINERS)
+def test_a_frameworks_trainer_is_a_trainer(framework: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FRAMEWORK_TRAINERS[framework])
+    for path in (tmp_path, tmp_path / "train.py"):
+        report = check(path)
+        assert (report.num_programs, report.num_distributed, report.findings) == (1, 1, ())
+
+
+def test_a_file_alone_brings_what_it_imports_of_its_project(tmp_path: Path) -> None:
+    package = tmp_path / "ours" / "engines"
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "steps.py").write_text(f"import shutil\n{TRAINER}    shutil.rmtree(folder)\n")
+    (package / "other.py").write_text("never = imported(\n")
+    (tmp_path / "ours" / "train.py").write_text("from .engines.steps import main\nmain(1, 2, 3)\n")
+    (tmp_path / "script.py").write_text("from ours.engines import steps\nsteps.main(1, 2, 3)\n")
+    for path in (tmp_path / "ours" / "train.py", tmp_path / "script.py"):
+        found = check(path).findings
+        assert [(Path(f.path), f.code, f.line) for f in found] == [(package / "steps.py", "DDP404", 9)]
+
+
+def test_what_only_the_name_of_a_method_leads_to_is_not_told_of(tmp_path: Path) -> None:
+    """`store.finish()` is of an object that comes from elsewhere, not of the recorder that is made for its size."""
+    (tmp_path / "recorder.py").write_text(
+        "import shutil\nclass Recorder:\n    def finish(self):\n        shutil.rmtree(self.folder)\n"
+    )
+    (tmp_path / "train.py").write_text(
+        f"from recorder import Recorder\n{TRAINER}    size = len(Recorder())\n    made().finish()\n"
+        "if __name__ == '__main__':\n    main(1, 2, 3)\n"
+    )
+    assert check(tmp_path).findings == ()
+    text = (tmp_path / "train.py").read_text()
+    (tmp_path / "train.py").write_text(text.replace("made().finish()", "Recorder().finish()"))
+    assert [f.code for f in check(tmp_path).findings] == ["DDP404"]
+
+
+def test_a_guard_is_seen_where_a_call_or_an_early_return_asks(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        f"import os\n{TRAINER}    network.save_pretrained(folder, is_main_process=dist.get_rank() == 0)\n"
+        "    tidy(folder)\ndef tidy(folder):\n"
+        "    if not folder or dist.get_rank() != 0:\n        return\n    os.remove(folder)\n"
+    )
+    assert _found(path) == []
+
+
+def test_a_device_in_the_config_of_a_trainer_is_found_there(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("lr: 1.0e-4\ntraining:\n  device: 'cuda:0'  # the first\n")
+    (tmp_path / "other.yaml").write_text("device: cuda:1\n")
+    text = (
+        "import torch, yaml\nfrom torch.nn.parallel import DistributedDataParallel\n"
+        "def main(network, batches):\n    cfg = yaml.safe_load(open('config.yaml'))\n"
+        "    device = torch.device(cfg['training']['device'])\n"
+        "    model = DistributedDataParallel(network.to(device))\n"
+        "    for batch in batches:\n        model(batch).mean().backward()\n"
+        "if __name__ == '__main__':\n    main(1, 2)\n"
+    )
+    (tmp_path / "train.py").write_text(text)
+    for path in (tmp_path, tmp_path / "train.py"):
+        found = check(path).findings
+        assert [(Path(f.path).name, f.line, f.column, f.code) for f in found] == [("config.yaml", 3, 12, "DDP601")]
+    (tmp_path / "train.py").write_text(text.replace("cfg['training']['device']", "'cuda', local_rank"))
+    assert check(tmp_path).findings == ()
+
+
+def test_a_note_alone_is_no_reason_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(_examples("DDP304")[0])
+    assert main(["doctor", str(tmp_path / "train.py")]) == 0
+    assert "DDP304 note" in capsys.readouterr().out
+    (tmp_path / "train.py").write_text(_examples("DDP303")[0])
+    assert main(["doctor", str(tmp_path / "train.py")]) == 1
+
+
+def test_explain_prints_the_page_of_each_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--explain", "DDP203,DDP50"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith((PAGES / "DDP203.md").read_text())
+    assert re.findall(r"^# (DDP\d+)", printed, re.MULTILINE) == [
+        "DDP203",
+        *(code for code in CODES if code.startswith("DDP50")),
+    ]

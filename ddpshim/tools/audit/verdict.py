@@ -21,13 +21,14 @@ class Incident:
 
     def as_text(self) -> str:
         title = f"{self.code} {self.name}" if self.code else self.name
-        page = f" (docs/doctor/{self.code}.md)" if self.code else ""
+        page = f" (python -m ddpshim doctor --explain {self.code})" if self.code else ""
         return f"{self.severity} {title}: {self.message}\n    fix: {self.fix}{page}"
 
 
 def found(code: str, message: str) -> Incident:
     known = CODES[code]
-    return Incident(code, known.name, known.severity, message, known.fix)
+    severity = "warning" if known.severity == "note" else known.severity  # what has happened is more than a note
+    return Incident(code, known.name, severity, message, known.fix)
 
 
 def error(name: str, message: str, fix: str) -> Incident:

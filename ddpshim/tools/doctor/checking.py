@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +37,8 @@ class Report:
 
     def diff(self) -> bytes:
         """All edits as one unified diff, for `patch -p1` in the folder that was checked."""
-        return b"".join(unified_diff(s.path, self.root, s.content, edits) for s, edits in self.edits.items())
+        edits = {s: e for s, e in self.edits.items() if self.root in (s.path, *s.path.parents)}
+        return b"".join(unified_diff(s.path, self.root, s.content, each) for s, each in edits.items())
 
     def as_json(self) -> dict[str, Any]:
         """What `--json` prints; `schema` changes with every change that a reader could notice."""
@@ -55,8 +57,9 @@ class Report:
         if not (self.findings or self.num_programs):
             return (
                 f"no trainer in {count(self.num_files, 'file')}, {count(self.num_lines, 'line')}: nothing was checked. "
-                f"A trainer is a program that calls {' or '.join(sorted(TRAINING_CALLS))}, and no test; in a folder, "
-                "one of a single process also saves something. Name its file, or the folder that it is in."
+                f"A trainer calls {', '.join(sorted(TRAINING_CALLS))}, or fit or train of Lightning's or Transformers' "
+                "Trainer, and is no test; in a folder, one of a single process also saves something. "
+                "Name its file, or the folder that it is in."
             )
         lines = [finding.as_text() for finding in self.findings]
         counts = [(severity, sum(f.severity == severity for f in self.findings)) for severity in SEVERITIES]
@@ -64,6 +67,8 @@ class Report:
         ignored = f", {self.num_ignored} ignored" if self.num_ignored else ""
         programs = f"{count(self.num_programs, 'trainer')} ({self.num_distributed} distributed)"
         lines.append(f"{found}{ignored}; {programs} in {self.num_files} files, {self.num_lines} lines")
+        if self.findings:
+            lines.append(f"why, with an example: python -m ddpshim doctor --explain {self.findings[0].code}")
         return "\n".join(lines)
 
 
@@ -76,13 +81,14 @@ def check(
     Raises OSError where `path` cannot be read.
     """
     path.stat()  # a path that is not there is the caller's mistake
-    tree = Tree(path, exclude)
+    tree = Tree(Path(os.path.abspath(path)), exclude)
     chosen = [c for c in CODES if (not select or c.startswith(tuple(select))) and not c.startswith(tuple(ignore))]
+    shown = Path if path.is_absolute() else lambda file: Path(os.path.relpath(file))
     # By path, line, column and code: what is said of the first program that has it, and the edits.
     found: dict[tuple[str, int, int, str], tuple[Finding, Optional[Source], list[Edit]]] = {}
     for file, error in tree.unreadable if "DDP001" in chosen else ():
         message = f"The file cannot be parsed ({error}), so nothing in it was checked."
-        finding = _finding("DDP001", file, (error.line, 1, error.line), message, True)
+        finding = _finding("DDP001", shown(file), (error.line, 1, error.line), message, True)
         found[finding.path, finding.line, 1, "DDP001"] = finding, None, []
     for program in tree.programs:
         case = Case(tree, program)
@@ -97,12 +103,16 @@ def check(
                 hits = [(hit, edits_for(code, hit, case)) for hit in apply(case)]
             except RecursionError:
                 message = f"{code} was not looked for: something in this program is nested too deeply."
-                finding = _finding("DDP001", program.entry.path, (1, 1, 1), message, program.is_distributed)
+                finding = _finding("DDP001", shown(program.entry.path), (1, 1, 1), message, program.is_distributed)
                 found.setdefault((finding.path, 1, 1, "DDP001"), (finding, None, []))
                 continue
             for hit, edits in hits:
+                if code.startswith("DDP4") and hit.unit not in program.sure:
+                    continue  # it is reached by the name of a method alone, which may be another's
                 source = hit.unit.source
-                finding = _finding(code, source.path, _place(hit.node), hit.message, program.is_distributed, edits)
+                finding = _finding(
+                    code, shown(source.path), _place(hit.node), hit.message, program.is_distributed, edits
+                )
                 found.setdefault((finding.path, finding.line, finding.column, code), (finding, source, edits))
     kept: list[Finding] = []
     edits_of: dict[Source, list[Edit]] = defaultdict(list)
@@ -114,7 +124,7 @@ def check(
             if of is not None and edits:
                 edits_of[of] += edits
     return Report(
-        root=path,
+        root=tree.root,
         findings=tuple(kept),
         num_files=len(tree.sources) + len(tree.unreadable),
         num_lines=sum(s.content.count(b"\n") for s in tree.sources),
@@ -129,7 +139,7 @@ def _finding(
     code: str, path: Path, place: tuple[int, int, int], message: str, is_distributed: bool, edits: Sequence[Edit] = ()
 ) -> Finding:
     known = CODES[code]
-    severity = known.severity if is_distributed else "migration"
+    severity = known.severity if is_distributed or known.severity == "note" else "migration"
     return Finding(str(path), *place, code, known.name, severity, message, known.fix, bool(edits))
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.meaning import MAIN, OPPOSITE, is_evaluation, leaves
+from ddpshim.tools.doctor.meaning import MAIN, OPPOSITE, is_evaluation, leaves, speaks_of_launch
 from ddpshim.tools.doctor.nodes import (
     CONDITIONALS,
     FUNCTIONS,
@@ -32,6 +32,8 @@ _FRAMEWORK_COLLECTIVES = {"wait_for_everyone", "gather_for_metrics"}
 _REDUCES = re.compile(
     r"(?i)all_?reduce|gather|synchroni[sz]e|^reduce$|reduce_(?!on_plateau|lr)|^sync_dist|torchmetrics|concat$"
 )
+_BEST_FEW = re.compile(r"(?i)top_?k|nlargest|nsmallest|heappush")
+_MEASURES = re.compile(r"(?i)profil|benchmark|flops|auto_?batch|measure")  # of speed or memory: nothing is trained
 _VALIDATION = re.compile(r"(?i)(^|_)(val|valid|test|eval)")
 
 
@@ -40,6 +42,9 @@ def bound_on_rank_0(case: Case) -> Iterator[Hit]:
     for unit, branch in case.all(ast.If):
         if branch.orelse or leaves(branch.body) or case.test(branch.test, unit) != MAIN:
             continue
+        before = (i for i in unit.all(ast.If) if i.lineno < branch.lineno and leaves(i.body))
+        if any(case.test(each.test, unit) for each in before):
+            continue  # ranks have left, on a condition that may be that of the use
         for name, bindings in unit.bindings.items():
             inside = [b for b in bindings if branch in unit.source.above(b.statement)]
             if not inside or not name.isidentifier() or name in unit.parameters or _is_global(name, unit):
@@ -119,7 +124,8 @@ def _units_with_collectives(case: Case) -> dict[Unit, str]:
     direct: dict[Unit, str] = {}
     for unit, call in case.calls():
         name = _collective(call, unit)
-        if name is not None and name != "destroy_process_group" and case.guard(call, unit) is None:
+        is_asked = any(not speaks_of_launch(test) for test in unit.source.tests_around(call))
+        if name is not None and name != "destroy_process_group" and not is_asked and case.guard(call, unit) is None:
             direct[unit] = name
     found = dict(direct)
     for unit, call in case.calls() if direct else ():
@@ -157,6 +163,8 @@ def _describe(guard: ast.AST) -> str:
 @rule("DDP503")
 def swallowed_exception(case: Case) -> Iterator[Hit]:
     for unit, statement in case.all(ast.Try):
+        if _MEASURES.search(unit.name):
+            continue
         trained = _training_in(statement.body, unit, case)
         for handler in statement.handlers if trained is not None else ():
             caught = identifiers(handler.type) if handler.type is not None else {"BaseException"}
@@ -170,7 +178,8 @@ def _training_in(body: list[ast.stmt], unit: Unit, case: Case) -> Optional[str]:
     for call in calls_in(*body):
         is_direct = isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "train_on_batch")
         called = case.function(call, unit)
-        if is_direct or (called is not None and called in case.tree.training):
+        trains = called is not None and called in case.tree.training and not _MEASURES.search(called.name)
+        if is_direct or trains:
             return text_of(call, 30)
     return None
 
@@ -200,6 +209,88 @@ def wrapped_evaluation_on_one_rank(call: ast.Call, unit: Unit, case: Case) -> Op
 def _first_wrapped(nodes: list[ast.expr], unit: Unit, case: Case) -> Optional[ast.expr]:
     names = (node for node in nodes if isinstance(node, (ast.Name, ast.Attribute)))
     return next((name for name in names if "ddp" in case.kinds(name, unit)), None)
+
+
+@rule("DDP506", unless=("lightning", "transformers", "ddpshim"))
+def decides_alone(case: Case) -> Iterator[Hit]:
+    for unit, test in case.all(ast.If):
+        loop = next((a for a in unit.source.above(test) if isinstance(a, (ast.For, ast.While))), None)
+        leaving = next((block for block in (test.body, test.orelse) if leaves(block)), None)
+        if loop is None or leaving is None or _is_checked(leaving[-1]) or unit not in case.program.sure:
+            continue
+        trained = [c for c in calls_in(*loop.body) if _trains_here(c, unit, case)]
+        if isinstance(leaving[-1], ast.Continue):  # of this round, what stands above is done
+            trained = [c for c in trained if c.lineno > (test.end_lineno or test.lineno)]
+        why = _own_reason(test.test, unit, case) if trained else None
+        if why is not None:
+            verb = type(leaving[-1]).__name__.lower()
+            others = f"the others wait for it in {text_of(trained[0], 30)}"
+            yield Hit(unit, test, f"`{verb}` where {text_of(test.test, 40)}: {why}, and {others}.")
+    for unit, call in case.calls("step"):
+        receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+        made = [value for _, value in case.values(receiver, unit) if isinstance(value, ast.Call)]
+        is_plateau = any(last_name(value) == "ReduceLROnPlateau" for value in made)
+        if is_plateau and call.args and _is_own_number(call.args[0], unit, case):
+            lowers = f"{text_of(call)} lowers the learning rate by this rank's own {text_of(call.args[0], 30)}"
+            yield Hit(unit, call, f"{lowers}: ranks go on with different ones, and their weights part.")
+
+
+def _is_checked(statement: ast.stmt) -> bool:
+    return isinstance(statement, (ast.Raise, ast.Expr))
+
+
+def _trains_here(call: ast.Call, unit: Unit, case: Case) -> bool:
+    """Whether a call waits for all ranks: a collective, or a backward pass."""
+    if _collective(call, unit):
+        return True
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "train_on_batch"):
+        return case.program.wraps or bool(case.program.frameworks)
+    called = case.function(call, unit)
+    return called is not None and called in case.tree.training and case.program.is_distributed
+
+
+def _own_reason(test: ast.expr, unit: Unit, case: Case) -> Optional[str]:
+    """Why one rank may answer a test otherwise than another, if it may."""
+    parts = test.values if isinstance(test, ast.BoolOp) else [test]
+    if any(case.test(part, unit) for part in parts):
+        return "some ranks leave"
+    if _is_own_number(test, unit, case):
+        return "each rank decides by a number of its own"
+    for name in identifiers(test):
+        bindings = unit.bindings.get(name, [])
+        told = [b for b in bindings if case.guard(b.statement, unit) is not None]
+        others = [b for b in bindings if b not in told]
+        if told and others and all(isinstance(b.value, ast.Constant) for b in others) and not _is_sent(name, unit):
+            return f"{name} is set on some ranks only (line {told[0].target.lineno})"
+    return None
+
+
+def _is_sent(name: str, unit: Unit) -> bool:
+    """Whether a name is handed to something that brings the ranks together."""
+    sending = [c for c in unit.all(ast.Call) if _REDUCES.search(last_name(c)) or "broadcast" in last_name(c).lower()]
+    sent = {word for call in sending for word in identifiers(call)}
+    values = (b.value for word in sent for b in unit.bindings.get(word, []) if b.value is not None)
+    return name in sent or any(name in identifiers(value) for value in values)
+
+
+def _is_own_number(node: ast.expr, unit: Unit, case: Case) -> bool:
+    """Whether a value comes from this rank's share of the data, and never met that of the others."""
+    made = list(case.made_of(node, unit))
+    words = {word for _, part in made for word in identifiers(part)}
+    if any(_REDUCES.search(word) or "broadcast" in word for word in words):
+        return False
+    names = {(where, key_of(n)) for where, part in made for n in ast.walk(part) if key_of(n)}
+    if any(name is not None and _is_sent(name, where) for where, name in names):
+        return False
+    for where, part in made:
+        for call in calls_in(part):
+            if case.kinds(call.func, where) & {"ddp", "prepared"} and isinstance(call.func, (ast.Name, ast.Attribute)):
+                return True
+            called = case.function(call, where)
+            loaders = (v for v in values_of(call) if isinstance(v, (ast.Name, ast.Attribute)))
+            if called is not None and not _reduces(called) and any(_is_split_loader(v, where, case) for v in loaders):
+                return True
+    return False
 
 
 @rule("DDP505", unless=ANY_FRAMEWORK)
@@ -232,8 +323,11 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
             yield Hit(unit, decision, f"{decides} over {share}, which is never reduced.")
 
 
-def _decision_after(call: ast.Call, unit: Unit) -> Optional[ast.Compare]:
-    """The first comparison with the best value after a call."""
+def _decision_after(call: ast.Call, unit: Unit) -> Optional[ast.expr]:
+    """The first comparison with the best value after a call, or choice of the best few."""
+    for chosen in unit.all(ast.Call):
+        if chosen.lineno > call.lineno and _BEST_FEW.search(ast.unparse(chosen.func)):
+            return chosen
     for compared in sorted(unit.all(ast.Compare), key=lambda c: c.lineno):
         is_order = isinstance(compared.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))
         if compared.lineno > call.lineno and is_order and any("best" in n.lower() for n in identifiers(compared)):

@@ -38,6 +38,8 @@ _NOISE = words_of(
     "randn randn_like rand rand_like randint randint_like normal_ bernoulli bernoulli_ dropout Dropout Dropout2d "
     "rsample multinomial uniform_ DropPath normal randperm RandomCrop RandomResizedCrop RandomHorizontalFlip Normal"
 )
+_NAMING = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
+_NODE = re.compile(r"(?i)node_?(rank|id)|group_rank|hostname")
 _SEEDS = words_of("manual_seed manual_seed_all seed seed_everything set_seed seed_all set_random_seed fix_seed")
 _GLOBAL_SEEDS = words_of(
     "torch.manual_seed torch.random.manual_seed torch.cuda.manual_seed torch.cuda.manual_seed_all numpy.random.seed "
@@ -142,14 +144,46 @@ def _is_none_test(node: ast.expr) -> bool:
 
 @rule("DDP203", unless=("lightning", "fabric", "transformers", "ddpshim"))
 def no_set_epoch(case: Case) -> Iterator[Hit]:
-    for unit, call in _samplers(case) if not case.program.uses("set_epoch") else ():
-        if _is_held_out(call, unit) or constant(argument(call, "shuffle", 3)) is False:
+    for unit, call in _samplers(case) if not _advances(case) else ():
+        asked = argument(call, "shuffle", 3)
+        is_handed = isinstance(asked, ast.Name) and asked.id in unit.parameters
+        if _is_held_out(call, unit) or is_handed or constant(asked) is False:
             continue
         if "accelerate" in case.program.frameworks and "torch" not in unit.source.qualified(call.func):
             continue
         if not isinstance(case.tree.defined(call.func, unit.source), tuple):  # else a class that may advance by itself
             name = _target(call, unit) or text_of(call.func)
-            yield Hit(unit, call, f"set_epoch is never called for {name}: every epoch replays the order of the first.")
+            never = "is never reached with another epoch" if case.program.uses("set_epoch") else "is never called"
+            yield Hit(unit, call, f"set_epoch {never} for {name}: every epoch replays the order of the first.")
+
+
+def _advances(case: Case) -> bool:
+    """Whether every rank comes to a set_epoch for the training data, in each epoch and with its number."""
+    for unit, call in case.program.calls("set_epoch"):
+        owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        number = argument(call, "epoch", 0)
+        is_held_out = bool(_HELD_OUT.search(owner)) and "train" not in owner
+        above = list(unit.source.above(call))
+        loops = [
+            loop for loop in unit.all(ast.For) if any("epoch" in name.lower() for name in identifiers(loop.target))
+        ]
+        is_outside = bool(loops) and not any(isinstance(a, (ast.For, ast.While)) for a in above)
+        is_cut_off = any(
+            isinstance(a, (ast.For, ast.While)) and _is_behind_an_end(child, a)
+            for child, a in zip([call, *above], above)
+        )
+        never = any(isinstance(t, ast.Constant) and not t.value for t in unit.source.tests_around(call))
+        is_lost = isinstance(number, ast.Constant) or is_held_out or is_outside or is_cut_off or never
+        if not is_lost and not case.is_guarded(call, unit):
+            return True
+    return False
+
+
+def _is_behind_an_end(child: ast.AST, loop: ast.AST) -> bool:
+    """Whether a statement of a loop stands behind one that leaves the round."""
+    body = getattr(loop, "body", [])
+    before = body[: body.index(child)] if child in body else []
+    return any(isinstance(s, (ast.Continue, ast.Break, ast.Return, ast.Raise)) for s in before)
 
 
 @call_rule("DDP204", "DataLoader", unless=("lightning", "fabric", "transformers", "ddpshim", "accelerate", "deepspeed"))
@@ -286,7 +320,14 @@ def _schedule_of(call: ast.Call, unit: Unit) -> str:
 @rule("DDP301", unless=("ddpshim", "lightning", "transformers"))
 def one_seed(case: Case) -> Iterator[Hit]:
     seeds = [(u, c) for u, c in case.calls(*_SEEDS) if u.source.qualified(c.func) in _GLOBAL_SEEDS]
-    if not seeds or case.program.uses("parallelize_module") or any(_seed_differs(c, u, case) for u, c in seeds):
+    seeds = [
+        (u, c) for u, c in seeds if not any(u is where for where, _ in case.calls("spawn"))
+    ]  # spawned ranks have none
+    if (
+        not seeds
+        or case.program.uses("parallelize_module", "fully_shard")
+        or any(_seed_differs(c, u, case) for u, c in seeds)
+    ):
         return
     if all(_NOISE.isdisjoint(unit.words) for unit in case.program.units):
         return
@@ -300,22 +341,56 @@ def one_seed(case: Case) -> Iterator[Hit]:
 def _seed_differs(call: ast.Call, unit: Unit, case: Case) -> bool:
     """Whether the rank is in the seed, or in what callers hand over for it."""
     is_told = constant(argument(call, "device_specific")) is True
-    return is_told or any(_has_rank(value, unit, case) for value in values_of(call))
+    return is_told or any(case.holds(value, unit, _differs) for value in values_of(call))
 
 
-def _has_rank(node: ast.AST, unit: Unit, case: Case, depth: int = 0) -> bool:
+def _differs(node: ast.AST) -> bool:
     words = identifiers(node)
-    if speaks_of_rank(node) or "initial_seed" in words or any("worker" in word for word in words):
+    return speaks_of_rank(node) or "initial_seed" in words or any("worker" in word for word in words)
+
+
+@rule("DDP303")
+def seed_of_a_node(case: Case) -> Iterator[Hit]:
+    for unit, call, _ in _ranked_seeds(case, is_local=True):
+        same = f"{text_of(call)} seeds with a local rank, which is the same on every node"
+        yield Hit(unit, call, f"{same}: a rank of each draws what those of the others draw.")
+
+
+@rule("DDP304")
+def seed_plus_rank(case: Case) -> Iterator[Hit]:
+    for unit, call, total in _ranked_seeds(case, is_local=False):
+        drawn = "rank 1 of a run with seed 1 draws what rank 0 draws in one with seed 2"
+        yield Hit(unit, call, f"{text_of(total, 40)} is the seed: {drawn}.")
+
+
+def _ranked_seeds(case: Case, is_local: bool) -> Iterator[tuple[Unit, ast.Call, ast.BinOp]]:
+    """In each function the first global seed that a rank is added to: a local one alone, or the global one."""
+    told: set[Unit] = set()
+    for unit, call in sorted(case.calls(*_SEEDS), key=lambda each: each[1].lineno):
+        if unit in told or unit.source.qualified(call.func) not in _GLOBAL_SEEDS:
+            continue
+        made = [each for value in values_of(call) for each in case.made_of(value, unit)]
+        names = [(where, n) for where, part in made for n in ast.walk(part) if isinstance(n, _NAMING)]
+        has_local = any(case.is_local_rank(n, where) for where, n in names)
+        has_global = any(case.is_rank(n, where) and not case.is_local_rank(n, where) for where, n in names)
+        if any(_NODE.search(word) for _, n in names for word in identifiers(n)) or has_local is has_global:
+            continue
+        added = [(w, n) for w, part in made for n in ast.walk(part) if isinstance(n, ast.BinOp)]
+        for where, total in added if has_local is is_local else ():
+            sides = [(total.left, total.right), (total.right, total.left)] if isinstance(total.op, ast.Add) else []
+            ranks = [seed for seed, rank in sides if case.is_rank(rank, where)]
+            if ranks and (is_local or not _is_written_down(ranks[0], where, case)):
+                told.add(unit)
+                yield unit, call, total
+                break
+
+
+def _is_written_down(node: ast.expr, unit: Unit, case: Case) -> bool:
+    """Whether a seed is a number in the text, or far apart for each run: no sweep over seeds comes to the next one."""
+    if constant(node) is not None or any(isinstance(n, ast.Mult) for n in ast.walk(node)):
         return True
-    names = [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and key_of(n)]
-    for name in names if depth <= 3 else ():
-        added = [a.value for a in unit.all(ast.AugAssign) if key_of(a.target) == key_of(name)]
-        sources = [*case.values(name, unit), *((unit, value) for value in added)]
-        if isinstance(name, ast.Name):
-            sources += [(where, value) for where, _, value in case.passed(name.id, unit, 10)]
-        if any(_has_rank(value, where, case, depth + 1) for where, value in sources):
-            return True
-    return False
+    values = case.values(node, unit)
+    return bool(values) and all(_is_written_down(value, where, case) for where, value in values)
 
 
 @call_rule("DDP302", *_SEEDS)

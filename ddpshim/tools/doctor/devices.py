@@ -7,12 +7,22 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.meaning import is_evaluation, literals, speaks_of_rank
-from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, calls_in, constant, identifiers, last_name
+from ddpshim.tools.doctor.meaning import is_evaluation, literals
+from ddpshim.tools.doctor.nodes import (
+    FUNCTIONS,
+    argument,
+    calls_in,
+    constant,
+    identifiers,
+    key_of,
+    last_name,
+    values_of,
+)
 from ddpshim.tools.doctor.rules import Case, Hit, call_rule, rule, text_of
-from ddpshim.tools.doctor.source import Unit
+from ddpshim.tools.doctor.source import Source, Unit
 
 _FIXED = re.compile(r"^cuda:\d+$")
+_CONFIG_DEVICE = re.compile(r"^\s*(\w*device)\s*:\s*[\"']?(cuda:\d+)\b")
 _VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
 _FACTORIES = {"zeros", "ones", "tensor", "randn", "rand", "empty", "arange", "full", "eye", "linspace", "as_tensor"}
 _SHARED_WRITES = {"torch.save", "wandb.init", "shutil.rmtree", "shutil.copyfile", "json.dump"}
@@ -56,7 +66,9 @@ def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
 @rule("DDP601")
 def hard_coded_device(case: Case) -> Iterator[Hit]:
     stored = (constant(s.slice) for _, s in case.all(ast.Subscript) if isinstance(s.ctx, ast.Store))
-    binds = "CUDA_VISIBLE_DEVICES" in stored or bool(case.program.frameworks) or case.program.uses("set_device")
+    if case.program.is_distributed and "CUDA_VISIBLE_DEVICES" in stored:
+        return  # each rank sees its own GPU as the first
+    binds = bool(case.program.frameworks) or case.program.uses("set_device")
     for unit, call in case.calls():
         device = _device_named(call, unit)
         if device is None or _is_at_import(call, unit, case) or _is_unused(call, unit, case):
@@ -69,6 +81,27 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
             means = f"{text_of(call, 50)} means GPU {device[5:] or 0} on every rank{because}"
             why = "they share its memory and its time, and NCCL refuses two ranks on one GPU"
             yield Hit(unit, call, f"{means}: {why}.")
+    yield from _device_in_config(case)
+
+
+def _device_in_config(case: Case) -> Iterator[Hit]:
+    """Lines of the program's configs that name one GPU, where the program puts something on the device they name."""
+    asked = (
+        value
+        for _, call in case.calls("device", "to", "set_device")
+        for value in values_of(call)
+        if isinstance(value, (ast.Attribute, ast.Subscript)) and "device" in last_name(value)
+    )
+    read = [key_of(value) or "" for value in asked]
+    if not any(key and not key.startswith("self.device") for key in read):
+        return
+    for path, content in case.configs().items():
+        for number, line in enumerate(content.decode("utf-8", "replace").split("\n"), 1):
+            match = _CONFIG_DEVICE.match(line)
+            if match is not None:
+                place = ast.Constant(match[2], lineno=number, col_offset=match.start(2), end_lineno=number)
+                message = f"{match[2]} is the device of every rank: they share its memory and its time."
+                yield Hit(Source(path, b"").module, place, message)
 
 
 def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:
@@ -148,9 +181,10 @@ def launcher_variable_overwritten(case: Case) -> Iterator[Hit]:
 
 
 def _is_forced(assign: ast.Assign, unit: Unit) -> bool:
-    """Whether the value comes from nowhere, without asking whether the launcher has set it or which one it was."""
-    words = identifiers(assign.value)
-    if words & {"environ", "getenv", "subprocess", "rank", "local_rank", "world_size"} or speaks_of_rank(assign.value):
+    """Whether the value is written down, without asking whether the launcher has set it or which one it was."""
+    if constant(assign.value) is None and not (
+        identifiers(assign.value) <= {"str"} and last_name(assign.value) == "str"
+    ):
         return False
     tested = {word for test in unit.source.tests_around(assign) for word in identifiers(test)}
     if tested & (_VARIABLES | {"environ", "getenv"}) or any(map(_SPAWNING.search, tested)):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Optional
 
 from ddpshim.tools.doctor.meaning import speaks_of_rank
 from ddpshim.tools.doctor.nodes import argument, constant, identifiers, last_name, spreads, values_of, words_of
+from ddpshim.tools.doctor.paths import clocks
 from ddpshim.tools.doctor.rules import Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Unit
 
@@ -39,6 +39,8 @@ _DELETERS = {"shutil.rmtree", "os.remove", "os.unlink", "os.rmdir", "os.removedi
 _OPENERS = {"open", "BytesIO", "StringIO", "NamedTemporaryFile", "TemporaryFile", "mkstemp"}
 _FILE_NAMES = {"f", "fp", "file", "buffer", "buf", "fout", "stream", "sys.stdout"}
 _OWN_PATHS = words_of("getpid tempfile mkdtemp mkstemp uuid4 gettempdir TemporaryDirectory NamedTemporaryFile")
+_LOCK = re.compile(r"(?i)^(file|soft|inter_?process|acquire_?\w*)_?lock$|^acquire\w*$|^flock$")
+_OF_ALL = re.compile(r"(?i)(^|_)(cache|caches|cached|tmp|temp|download\w*)($|_)|\.lock$")
 _LOG_NAMES = re.compile(
     r"(?i)^(print|debug|info|warning|warn|error|critical|exception|log|write|writelines|rank0_print)$"
 )
@@ -52,10 +54,10 @@ def every_rank_writes(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     target = _written(call, unit, case)
     if target is None or identifiers(target) & {"devnull", "/dev/null", "fileno", "stdout"}:
         return None
-    if _is_shared_file(target, unit, case) or _names_rank(target, unit, case):
+    if _is_shared_file(target, unit, case) or _is_own(target, unit, case) or _needs_argument(call, unit, case):
         return None
-    if case.is_guarded(call, unit) or _needs_argument(call, unit, case):
-        return None
+    if case.is_guarded(call, unit) or any(case.test(value, unit) for value in values_of(call)):
+        return None  # save_pretrained(path, is_main_process=...) asks by itself
     return f"Every rank runs {text_of(call)}, on the same path at the same time."
 
 
@@ -115,13 +117,15 @@ def _is_shared_file(target: ast.expr, unit: Unit, case: Case) -> bool:
     return target.id in _FILE_NAMES
 
 
-def _names_rank(target: ast.expr, unit: Unit, case: Case, depth: int = 0) -> bool:
-    """Whether each rank (or process) has a path of its own."""
-    if speaks_of_rank(target) or identifiers(target) & _OWN_PATHS:
+def _is_own(target: ast.expr, unit: Unit, case: Case) -> bool:
+    """Whether each rank (or process) has a path of its own, takes turns by a lock, or writes what all find equal."""
+    if any(map(_LOCK.search, unit.words)) or any(map(_OF_ALL.search, (*identifiers(target), unit.name))):
         return True
-    names = [n for n in ast.walk(target) if isinstance(n, ast.Name)] if depth < 3 else []
-    values = (each for name in names for each in case.values(name, unit))
-    return any(_names_rank(value, where, case, depth + 1) for where, value in values)
+    items = {n.id for loop in unit.all(ast.For) for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    parts = (n for n in ast.walk(target) if isinstance(n, ast.Subscript))
+    if any(isinstance(n, ast.Name) and n.id in items for part in parts for n in ast.walk(part)):
+        return True  # the file of one sample, of which each rank has others
+    return case.holds(target, unit, lambda node: speaks_of_rank(node) or bool(identifiers(node) & _OWN_PATHS))
 
 
 @call_rule("DDP402", "input")
@@ -151,7 +155,7 @@ def every_rank_deletes(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
         target = argument(call, "path", 0)
     elif last_name(call) in ("unlink", "rmdir") and isinstance(call.func, ast.Attribute) and not call.args:
         target = call.func.value
-    if target is None or _names_rank(target, unit, case) or case.is_guarded(call, unit):
+    if target is None or _is_own(target, unit, case) or case.is_guarded(call, unit):
         return None
     return f"Every rank runs {text_of(call)}: one deletes what another still uses, or finds it gone."
 
@@ -166,21 +170,10 @@ def path_differs_by_rank(case: Case) -> Iterator[Hit]:
     source = case.program.entry
     for unit in (source.module, source.main):  # a script whose hydra config puts the time into the folder of the run
         for call in unit.all(ast.Call):
-            is_main = source.qualified(call.func) == "hydra.main"
-            wanted = _own_configs(argument(call, "config_name", 1), case) if is_main else set[Path]()
-            for path, line in [clock for clock in case.tree.clocks if clock[0] in wanted][:1]:
+            wanted = case.configs() if source.qualified(call.func) == "hydra.main" else {}
+            for path, line in list(clocks(wanted))[:1]:
                 read = f"${{now:}} in {path.name} line {line} is read from its clock"
                 yield Hit(unit, call, f"Each rank makes a run folder of its own: {read}.")
-
-
-def _own_configs(name: Optional[ast.expr], case: Case) -> set[Path]:
-    """The configs that a script is started with: the named one, else those that name its classes, else any."""
-    entry, configs = case.program.entry, case.tree.configs
-    is_own = name is not None and "__file__" in identifiers(name)
-    stem = entry.path.stem if is_own else str(constant(name)).rpartition("/")[2].partition(".")[0]
-    named = {c for c in configs if c.stem == stem}
-    targeted = {c for each in entry.classes for _, c in case.tree.targets.get(each, [])}
-    return named or targeted or (set() if entry.classes else set(configs))
 
 
 def _is_clock(call: ast.Call, unit: Unit) -> bool:

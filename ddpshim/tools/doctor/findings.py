@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 # An error trains or evaluates something else than was meant, or hangs; a warning loses or damages files, time or
-# numbers; a note says what could not be checked. A migration finding is an error or warning that waits for the second
-# rank: the program is not distributed yet.
+# numbers; a note says what may be meant so, or could not be checked. A migration finding is an error or warning that
+# waits for the second rank: the program is not distributed yet.
 SEVERITIES = ("error", "warning", "migration", "note")
 
 
@@ -45,6 +46,10 @@ DDP108 masked-mean error in-single
     Divide by the count of all ranks, world.mean_over(total, count), or compute over all: ddpshim.whole_batch(loss).
 DDP109 compares-samples error in-single
     Compute it over the samples of all ranks: ddpshim.whole_batch(loss), or on world.all_gather(features).
+DDP110 backward-alone-in-no-sync warning
+    Put the forward pass inside as well: with model.no_sync(): model(batch).mean().backward().
+DDP111 average-walks-modules warning in-single
+    Pair parameters by their order, and copy buffers: zip(average.parameters(), network.parameters()).
 # Data
 DDP201 sampler-lost error
     Keep the order that was asked for and split it over the ranks: ddpshim.make_loader(dataset, sampler=sampler).
@@ -57,15 +62,20 @@ DDP204 loader-without-share error in-single
 DDP205 iterable-unsharded error in-single
     Yield every world_size-th sample from rank on (and split that over get_worker_info()), or use
     ddpshim.make_loader.
-DDP206 batch-per-rank warning
+DDP206 batch-per-rank note
     Divide the global batch, batch_size // world_size, or name it batch_size_per_rank and scale the learning rate.
 DDP207 schedule-arithmetic warning in-single
     Count optimizer steps: len(loader) of the sharded loader, not the number of samples.
 # Randomness
 DDP301 one-seed warning in-single
-    Build the network with the shared seed, then seed again with seed + rank; ddpshim.setup(seed=...) does both.
+    Build the network with the shared seed, then seed again with a hash of seed and rank, as
+    numpy.random.SeedSequence([seed, rank]).generate_state(1)[0]; ddpshim.setup(seed=...) does both.
 DDP302 reseed-each-epoch error in-single
     Give the order a generator of its own: torch.Generator().manual_seed(seed + epoch).
+DDP303 seed-of-a-node error
+    Take the global rank in place of the local one.
+DDP304 seed-plus-rank note
+    Hash both numbers: numpy.random.SeedSequence([seed, rank]).generate_state(1)[0].
 # Files
 DDP401 every-rank-writes warning in-single
     Write on the main rank only: if rank == 0.
@@ -88,6 +98,8 @@ DDP504 wrapped-evaluation-on-one-rank error
     Evaluate the unwrapped network there: model.module.
 DDP505 unreduced-validation warning
     Reduce the sum and the count over the ranks before the mean is compared or logged: dist.all_reduce.
+DDP506 decides-alone error
+    Bring the ranks together before the test: dist.all_reduce the number, or broadcast the decision.
 # Devices
 DDP601 hard-coded-device error in-single
     Use the device of this rank: torch.device('cuda', local_rank), after torch.cuda.set_device(local_rank).
@@ -98,16 +110,23 @@ DDP603 local-rank-as-global error
 DDP604 launcher-variable-overwritten error in-single
     Delete the line: torchrun sets the variable.
 # Checkpoints
-DDP701 wrapped-keys warning in-single
+DDP701 wrapped-keys note in-single
     Save the bare network: model.module.state_dict().
-DDP702 replace-module warning in-single
+DDP702 replace-module note in-single
     Strip the prefix only: key[len("module."):] if key.startswith("module.") else key.
 """
+_PAGES = ("pages", "../../../docs/doctor")  # in a wheel, and in a checkout
 _ROW = re.compile(r"^(DDP\d+) (\S+) (\w+)( in-single)?\n((?: {4}.*\n)+)", re.MULTILINE)
 CODES = {
     code: Code(code, name, severity, " ".join(fix.split()), bool(in_single))
     for code, name, severity, in_single, fix in _ROW.findall(_TABLE)
 }
+
+
+def explanation(code: str) -> str:
+    """The page about a code: what goes wrong, an example, and its cure."""
+    pages = (Path(__file__).parent / folder / f"{code}.md" for folder in _PAGES)
+    return next(page for page in pages if page.is_file()).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

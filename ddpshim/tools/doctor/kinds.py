@@ -14,7 +14,7 @@ WRAPPERS = {"ddp", "dp", "holds-wrapped"}
 _KEEPS_KIND = {"to", "cuda", "cpu", "train", "eval", "requires_grad_", "half", "float", "double", "copy"}
 _COPIES = {"deepcopy", "copy", "compile", "convert_sync_batchnorm"}
 _PREPARES = {"prepare", "setup_module", "setup_dataloaders", "prepare_data_loader"}
-_UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
+UNWRAPS = {"unwrap_model", "unwrap", "de_parallel", "get_raw_model", "unwrap_ddp"}
 _CLASS_KINDS = {
     **{"Module": "module", "LightningModule": "module", "IterableDataset": "iterable"},
     **{"Sampler": "sampler", "DistributedSampler": "dsampler", "Dataset": "dataset"},
@@ -29,6 +29,7 @@ class Kinds:
         self._kinds: dict[tuple[Unit, ast.AST], frozenset[str]] = {}
         self._guarded: dict[Unit, bool] = {}
         self._busy: set[ast.AST] = set()
+        self._sites: dict[Unit, list[tuple[Unit, ast.Call]]] = {}
         self.given: dict[str, list[tuple[Unit, ast.expr]]] = {}
         self.sites: dict[str, list[tuple[Unit, ast.Call]]] = {}
         for unit in program.units:
@@ -127,8 +128,10 @@ class Kinds:
         """Calls that may mean `unit`, by name."""
         if unit.owner is not None and unit.name == "__init__":
             return self.constructions(unit)
-        found = self.sites.get(unit.name, [])
-        return [(where, call) for where, call in found if self._may_mean(call.func, where, unit)]
+        if unit not in self._sites:
+            found = self.sites.get(unit.name, [])
+            self._sites[unit] = [(where, call) for where, call in found if self._may_mean(call.func, where, unit)]
+        return self._sites[unit]
 
     def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
         """Calls of the class that a method belongs to."""
@@ -145,7 +148,7 @@ class Kinds:
         if isinstance(receiver, ast.Name) and receiver.id in where.source.names:
             return False  # json.dump is no method
         if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
-            return True
+            return self.tree.may_have(unit, name, where, self.program.files)
         mine, theirs = unit.owner, where.owner
         bases = {last_name(base) for base in (*mine.bases, *theirs.bases)}
         return mine is theirs or bool({mine.name, theirs.name} & bases)
@@ -171,7 +174,7 @@ class Kinds:
             yield "optimizer"
         elif tail in ("wrap_parallel", "make_loader") or name in _PREPARES or _is_fabric_setup(call):
             yield "prepared"
-        elif tail in _UNWRAPS or (name == "getattr" and constant(argument(call, "", 1)) == "module"):
+        elif tail in UNWRAPS or (name == "getattr" and constant(argument(call, "", 1)) == "module"):
             yield "unwrapped"
         elif name in _KEEPS_KIND and isinstance(call.func, ast.Attribute) and self.kinds(call.func.value, unit):
             yield from self.kinds(call.func.value, unit)

@@ -8,12 +8,18 @@ from collections.abc import Iterator
 from typing import Optional
 
 from ddpshim.tools.doctor.meaning import is_without_gradients
-from ddpshim.tools.doctor.nodes import entered, last_name, values_of
+from ddpshim.tools.doctor.nodes import constant, entered, identifiers, last_name, values_of
 from ddpshim.tools.doctor.rules import Case, Hit, rule, text_of
 from ddpshim.tools.doctor.source import Unit
 
 _LOSS_UNIT = re.compile(r"(?i)(loss|train|step|forward|objective|criterion|backprop|learn)")
-_KEPT_IN_MIND = ("whole_batch", "mean_over", "all_gather")  # what mends it, ddpshim's or another's
+_FIXED_SHARE = re.compile(r"(?i)mask(ing)?_ratio|num_mask|len_keep")
+_MASK = re.compile(r"(?i)mask|valid|is_?pad|non_?pad|present|visible|observed")
+_NO_LOSS = re.compile(r"(?i)weight|acc|correct|hits?($|_)|recall|precision|iou")  # weights may be normalised before
+_COMPARING = {"ne", "eq", "gt", "lt", "ge", "le", "not_equal", "logical_and", "logical_not", "isfinite"}
+_BOUNDING = {"clamp", "clamp_min", "clip", "max", "maximum", "item", "float", "to"}
+# What mends it, ddpshim's or another's.
+_KEPT_IN_MIND = ("whole_batch", "mean_over", "all_gather", "all_reduce", "reduce_mean", "num_items_in_batch")
 
 
 def _trains(unit: Unit) -> bool:
@@ -29,18 +35,66 @@ def _is_mended(unit: Unit, case: Case) -> bool:
 
 @rule("DDP108")
 def masked_mean(case: Case) -> Iterator[Hit]:
+    if any(_FIXED_SHARE.search(word) for unit in case.program.units for word in (*unit.words, *unit.parameters)):
+        return  # as many samples of each are masked
     for unit, division in case.all(ast.BinOp):
         if not isinstance(division.op, ast.Div) or not _trains(unit) or is_without_gradients(division, unit):
             continue
-        total, count = _summed(division.left), _summed(division.right)
-        if total is None or count is None or not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Mult):
+        total, count = _sum_of(division.left, unit, case), _sum_of(division.right, unit, case)
+        if total is None or count is None or _is_mended(unit, case):
             continue
-        if ast.dump(count) not in (ast.dump(total.left), ast.dump(total.right)) or _is_mended(unit, case):
+        factors = [total.left, total.right] if isinstance(total, ast.BinOp) and isinstance(total.op, ast.Mult) else []
+        if ast.dump(count) not in map(ast.dump, factors) and not _marks(count, unit, case):
+            continue
+        if any(_NO_LOSS.search(word) for word in identifiers(division)):
             continue
         divides = f"{text_of(division)} divides by the {text_of(count, 30)} of a rank's own samples"
         yield Hit(
             unit, division, f"{divides}, of which ranks have more and fewer: the mean over ranks is another loss."
         )
+
+    for unit, call in case.calls("mean"):
+        taken = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if not isinstance(taken, ast.Subscript) or values_of(call) or not _marks(taken.slice, unit, case):
+            continue
+        if _trains(unit) and not is_without_gradients(call, unit) and not _is_mended(unit, case):
+            kept = f"{text_of(call)} is the mean over the {text_of(taken.slice, 30)} of a rank's own samples"
+            yield Hit(unit, call, f"{kept}, of which ranks have more and fewer: the mean over ranks is another loss.")
+
+
+def _marks(node: ast.AST, unit: Unit, case: Case) -> bool:
+    """Whether an expression says of each element if it counts: a comparison, or a mask by its name."""
+    while isinstance(node, ast.Call) and last_name(node) in ("float", "to", "bool", "int", "long", "type_as"):
+        node = node.func.value if isinstance(node.func, ast.Attribute) else node
+        if isinstance(node, ast.Call) and not isinstance(node.func, ast.Attribute):
+            break
+    if isinstance(node, ast.UnaryOp):
+        return _marks(node.operand, unit, case)
+    if isinstance(node, ast.Compare) or (isinstance(node, ast.Call) and last_name(node) in _COMPARING):
+        return True
+    if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+        if _MASK.search(last_name(node)):
+            return True
+        return any(_marks(v, u, case) for u, v in case.values(node, unit)[:2] if not isinstance(v, type(node)))
+    return False
+
+
+def _sum_of(node: ast.expr, unit: Unit, case: Case) -> Optional[ast.expr]:
+    """What is summed up in an expression, or in what its name was bound to."""
+    found = _summed(node)
+    if found is not None or not isinstance(node, (ast.Name, ast.Call)):
+        return found
+    if isinstance(node, ast.Call):
+        is_sum = any(k.arg == "reduction" and constant(k.value) == "sum" for k in node.keywords)
+        inner = [node.func.value, *node.args] if isinstance(node.func, ast.Attribute) else node.args
+        is_bounded = last_name(node) in _BOUNDING
+        return node if is_sum else next(filter(None, (_sum_of(i, unit, case) for i in inner if is_bounded)), None)
+    return next(filter(None, (_summed(v) or _sum_called(v) for _, v in case.values(node, unit))), None)
+
+
+def _sum_called(node: ast.expr) -> Optional[ast.expr]:
+    is_sum = isinstance(node, ast.Call) and any(constant(k.value) == "sum" for k in node.keywords)
+    return node if is_sum else None
 
 
 def _summed(node: ast.expr) -> Optional[ast.expr]:
@@ -50,9 +104,11 @@ def _summed(node: ast.expr) -> Optional[ast.expr]:
     if not isinstance(node, ast.Call):
         return None
     name = last_name(node.func)
-    if name in ("clamp", "clamp_min", "clip", "max", "maximum", "item", "float"):
+    if name in _BOUNDING:
         inner = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args]
         return next((found for found in map(_summed, inner) if found is not None), None)
+    if name == "count_nonzero":
+        return node.args[0] if node.args else None
     if name != "sum" or any(keyword.arg in ("dim", "axis") for keyword in node.keywords):
         return None
     if isinstance(node.func, ast.Attribute) and last_name(node.func.value) not in ("torch", "np", "numpy"):

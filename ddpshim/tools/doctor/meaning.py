@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Optional
+from collections.abc import Iterator
+from typing import Callable, Optional
 
 from ddpshim.tools.doctor.kinds import Kinds
-from ddpshim.tools.doctor.nodes import FUNCTIONS, constant, entered, identifiers, is_none, last_name, words_of
+from ddpshim.tools.doctor.nodes import FUNCTIONS, constant, entered, identifiers, is_none, key_of, last_name, words_of
 from ddpshim.tools.doctor.source import Unit
 
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
@@ -81,8 +82,22 @@ class Meaning(Kinds):
                 return self.is_local_rank(node.args[0], unit, depth)
             if name in ("getenv", "get") and node.args:
                 return constant(node.args[0]) in _LOCAL_VARIABLES
-            return name == "get_local_rank"
+            return name == "get_local_rank" and not any("mesh" in word for word in identifiers(node.func))
         return isinstance(node, ast.Subscript) and constant(node.slice) in _LOCAL_VARIABLES
+
+    def made_of(self, node: ast.AST, unit: Unit, depth: int = 0) -> Iterator[tuple[Unit, ast.AST]]:
+        """An expression, and all that its names were made from, by callers too."""
+        yield unit, node
+        for name in [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute))] if depth < 4 else ():
+            key = key_of(name)
+            grown = [(unit, a.value) for a in unit.all(ast.AugAssign) if key is not None and key_of(a.target) == key]
+            handed = self.passed(name.id, unit, 10) if isinstance(name, ast.Name) else ()
+            for where, value in [*self.values(name, unit), *grown, *((u, v) for u, _, v in handed)]:
+                yield from self.made_of(value, where, depth + 1)
+
+    def holds(self, node: ast.AST, unit: Unit, asks: Callable[[ast.AST], bool]) -> bool:
+        """Whether an expression, or what its names were made from, has what `asks` looks for."""
+        return any(asks(part) for _, part in self.made_of(node, unit))
 
     def test(self, node: ast.AST, unit: Unit, depth: int = 0) -> Optional[str]:
         """MAIN where the test is true on the main rank only, OTHER where it is true on others only, else None."""
@@ -174,13 +189,13 @@ class Meaning(Kinds):
     def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
         """Whether a test asks for the rank and nothing else but for being distributed."""
         values = test.values if isinstance(test, ast.BoolOp) else []
-        return all(_speaks_of_launch(value) for value in values if self.test(value, unit) is None)
+        return all(speaks_of_launch(value) for value in values if self.test(value, unit) is None)
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
         """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
         path = [node, *unit.source.above(node)]
         branches = [(at, above) for at, above in zip(path, path[1:]) if isinstance(above, (ast.If, ast.IfExp))]
-        return any(at is not branch.test and _speaks_of_launch(branch.test) for at, branch in branches)
+        return any(at is not branch.test and speaks_of_launch(branch.test) for at, branch in branches)
 
     def _left_before(self, child: ast.AST, parent: ast.AST, unit: Unit) -> Optional[ast.AST]:
         """A statement before `child` in its block by which other ranks leave: `if rank != 0: return`."""
@@ -188,8 +203,14 @@ class Meaning(Kinds):
             block = getattr(parent, name, None)
             if isinstance(block, list) and child in block:
                 for statement in (s for s in block[: block.index(child)] if isinstance(s, ast.If)):
-                    found = self.test(statement.test, unit)
-                    if (found == OTHER and leaves(statement.body)) or (found == MAIN and leaves(statement.orelse)):
+                    test, found = statement.test, self.test(statement.test, unit)
+                    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):  # `if done or rank != 0: return`
+                        is_left = leaves(statement.body) and OTHER in {self.test(value, unit) for value in test.values}
+                    else:
+                        # Where the main rank leaves, what follows is the others' alone.
+                        ends = leaves(statement.body) or leaves(statement.orelse)
+                        is_left = bool(found) and ends and self._asks_rank_alone(test, unit)
+                    if is_left:
                         return statement
         return None
 
@@ -207,10 +228,11 @@ class Meaning(Kinds):
         is_own = unit.owner is None or not unit.name.startswith("__")
         given = [(u, v) for u, v in self.given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
         made = self.constructions(unit) if unit.name != "__init__" else []
-        return any(
-            bool(sites) and all(self.is_guarded(node, where) for where, node in sites)
-            for sites in ([*self.sites_of(unit), *given], made)
-        )
+        for sites in ([*self.sites_of(unit), *given], made):
+            surely = [(where, node) for where, node in sites if where in self.program.sure]
+            if sites and all(self.is_guarded(node, where) for where, node in surely or sites):
+                return True
+        return False
 
 
 def is_world_size(node: ast.AST) -> bool:
@@ -241,7 +263,7 @@ def _is_main_word(name: str) -> bool:
     return bool(_IS_MAIN.match(name)) and name.lower() not in _NOT_MAIN
 
 
-def _speaks_of_launch(test: ast.AST) -> bool:
+def speaks_of_launch(test: ast.AST) -> bool:
     return bool(_LAUNCH.search(" ".join(identifiers(test)).lower()))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
 from ddpshim.tools.doctor.meaning import Meaning
+from ddpshim.tools.doctor.nodes import argument, constant, identifiers
 from ddpshim.tools.doctor.source import Node, Unit
 from ddpshim.tools.doctor.tree import FRAMEWORKS
 
@@ -31,6 +33,28 @@ class Case(Meaning):
     def all(self, kind: type[Node]) -> Iterator[tuple[Unit, Node]]:
         """The program's nodes of one type."""
         return ((unit, node) for unit in self.program.units for node in unit.all(kind))
+
+    def configs(self) -> dict[Path, bytes]:
+        """The YAML files that the program is started with: hydra's by their names, else those that it names."""
+        entry, configs = self.program.entry, self.tree.configs
+        texts = {str(c.value) for unit in self.program.units for c in unit.all(ast.Constant)}
+        named = {path for path in configs if any(text.endswith(path.name) for text in texts)}
+        for unit in (entry.module, entry.main):
+            for call in unit.all(ast.Call):
+                if entry.qualified(call.func) == "hydra.main":
+                    named |= self._of_hydra(argument(call, "config_name", 1))
+        reads = any(origin.partition(".")[0] in ("yaml", "omegaconf") for origin in self.program.origins)
+        named |= set(configs) if reads and not named else set()
+        return {path: content for path, content in configs.items() if path in named}
+
+    def _of_hydra(self, name: Optional[ast.expr]) -> set[Path]:
+        """The config that is named, else those that name a class of the script, else any."""
+        entry, configs = self.program.entry, self.tree.configs
+        is_own = name is not None and "__file__" in identifiers(name)
+        stem = entry.path.stem if is_own else str(constant(name)).rpartition("/")[2].partition(".")[0]
+        named = {c for c in configs if c.stem == stem}
+        targeted = {c for each in entry.classes for _, c in self.tree.targets.get(each, [])}
+        return named or targeted or (set() if entry.classes else set(configs))
 
     def function(self, call: ast.Call, unit: Unit) -> Optional[Unit]:
         """The function of the tree that is called, if it is one."""

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Optional
 
-from ddpshim.tools.doctor.kinds import WRAPPERS
+from ddpshim.tools.doctor.kinds import UNWRAPS, WRAPPERS
 from ddpshim.tools.doctor.meaning import is_without_gradients
-from ddpshim.tools.doctor.nodes import argument, constant, identifiers, key_of, last_name, values_of, words_of
+from ddpshim.tools.doctor.nodes import argument, calls_in, constant, identifiers, key_of, last_name, values_of, words_of
 from ddpshim.tools.doctor.rules import ANY_FRAMEWORK, Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Binding, Unit
 
@@ -38,6 +38,8 @@ _AVERAGES = re.compile(
     r"(DistributedDataParallel|DataParallel|DDP|FSDP|fully_shard|parallelize_module|replicate|DistributedOptimizer)$"
     r"|(?i:(average|reduce|sync)\w*_grad)"
 )
+_NO_SYNC = {"no_sync", "no_backward_sync"}
+_SCALING = {"scale", "mean", "sum", "float", "detach", "item", "backward", "div", "mul"}  # of a loss that is there
 _EMA = re.compile(r"(?i)(^|_)ema($|_|[A-Z])|EMA|[Ee]maModel|ModelEma|AveragedModel|ExponentialMovingAverage")
 
 
@@ -169,7 +171,46 @@ def _unwraps(definition: object, name: str, case: Case) -> bool:
 def _pairs_well(unit: Unit) -> bool:
     strips = any(isinstance(c.value, str) and c.value.startswith("module") for c in unit.all(ast.Constant))
     by_name = unit.attributes & {"named_parameters", "named_modules", "modules"}
-    return strips or "module" in unit.attributes or ("zip" in unit.loaded and not by_name)
+    return strips or "module" in unit.attributes or bool(unit.words & UNWRAPS) or ("zip" in unit.loaded and not by_name)
+
+
+@rule("DDP110", unless=("ddpshim", "lightning", "transformers"))
+def backward_alone_in_no_sync(case: Case) -> Iterator[Hit]:
+    for unit, block in case.all(ast.With):
+        opened = (part for item in block.items for _, part in case.made_of(item.context_expr, unit))
+        if not any(not _NO_SYNC.isdisjoint(identifiers(part)) for part in opened):
+            continue
+        for call in calls_in(*block.body):
+            if not isinstance(call.func, ast.Attribute) or call.func.attr != "backward":
+                continue
+            losses = [*call.args[:1], call.func.value] if call.args else [call.func.value]
+            if not any(_is_made_inside(loss, block, unit) for loss in losses):
+                message = "The forward pass is outside of no_sync(), whose backward reduces gradients all the same."
+                yield Hit(unit, call, message)
+
+
+def _is_made_inside(node: ast.AST, block: ast.With, unit: Unit, depth: int = 0) -> bool:
+    """Whether a loss is computed in a block, not only scaled there."""
+    if any(last_name(call) not in _SCALING for call in calls_in(node)):
+        return True
+    for name in [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Subscript)) and key_of(n)]:
+        for bound in unit.bindings.get(key_of(name) or "", []) if depth < 3 else ():
+            inside = block in unit.source.above(bound.statement) and bound.statement not in unit.source.above(node)
+            if inside and (bound.value is None or _is_made_inside(bound.value, block, unit, depth + 1)):
+                return True
+    return False
+
+
+@rule("DDP111")
+def average_walks_modules(case: Case) -> Iterator[Hit]:
+    for unit, loop in case.all(ast.For):
+        walked = [c for c in calls_in(loop.iter) if last_name(c) in ("modules", "named_modules", "children")]
+        of_average = _EMA.search(unit.owner.name if unit.owner else "") or _EMA.search(unit.name)
+        writes = any(last_name(c) in ("mul_", "lerp_", "add_", "copy_") for c in calls_in(loop))
+        if len(walked) > 1 and writes and (of_average or any(map(_EMA.search, identifiers(loop.iter)))):
+            pairs = f"The average pairs {text_of(walked[0], 30)} with {text_of(walked[1], 30)}"
+            why = "a parameter of two modules is averaged twice, buffers are left out, and a wrapper shifts the pairs"
+            yield Hit(unit, loop, f"{pairs}: {why}.")
 
 
 @rule("DDP107", unless=ANY_FRAMEWORK)

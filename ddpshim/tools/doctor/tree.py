@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Callable, Optional, TypeVar, Union
 
 from ddpshim.reading import read_bytes
-from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, entered, key_of, last_name
+from ddpshim.tools.doctor.nodes import FUNCTIONS, argument, entered, key_of, last_name, words_of
+from ddpshim.tools.doctor.paths import config_files, files_below, imported_files, project_of, targets
 from ddpshim.tools.doctor.source import Source, Unit, Unreadable
 
 T = TypeVar("T", Source, Unit)
 Class = tuple[Source, ast.ClassDef]
-_SKIPPED_FOLDERS = {".git", ".hg", ".tox", ".nox", "__pycache__", "node_modules", "site-packages", ".eggs"}
 TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
+_STEPPING = {"step", "fit", "train", "DDP", "DistributedDataParallel"}  # beside a backward(), that it trains
+_FITTING_CALLS = {"fit", "train"}  # of a framework's Trainer
+_FITTING_PACKAGES = {"pytorch_lightning", "lightning", "transformers", "trl"}
 OUR_EPOCH = "ddpshim.robomimic.run_epoch"  # which the patches put in the place of robomimic's
 _DISTRIBUTED = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "init_distributed"}
 _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
 # Their subclasses are called by a framework, through methods that the program does not name.
 _CALLED_BACK = {"LightningModule", "LightningDataModule", "Callback", "Trainer", "TrainerCallback"}
-_TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
 _SAVES = re.compile(r"(?i)^_?(save\w*|dump|log_model|push_to_hub)$")
+# What Python or torch calls of an object that is made; not __del__ and __exit__, which close what a recorder wrote.
+_BY_PYTHON = words_of(
+    "__init__ __new__ __post_init__ __call__ __iter__ __next__ __getitem__ __len__ __enter__ __getattr__ forward"
+)
 _COMMANDS = {"wrap", "main", "command", "cli", "hydra_main", "draccus"}  # decorators of what a terminal calls
 _FEW = 3  # a method name that more unrelated classes share says nothing about whose method is called
 # What is built in by a framework is not looked for in programs that use it.
 FRAMEWORKS = {
     "accelerate": {"accelerate.Accelerator"},
     "fabric": {"lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.pytorch.Fabric"},
-    "lightning": {"pytorch_lightning.Trainer", "lightning.Trainer", "lightning.pytorch.Trainer"},
+    "lightning": {
+        f"{package}.{name}"
+        for package in ("pytorch_lightning", "lightning", "lightning.pytorch")
+        for name in ("Trainer", "LightningModule", "LightningDataModule", "cli.LightningCLI")
+    },
     "transformers": {"transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.SFTTrainer"},
     "deepspeed": {"deepspeed.initialize"},
     "horovod": {"horovod.torch.init", "horovod.torch.DistributedOptimizer"},
@@ -42,9 +51,11 @@ FRAMEWORKS = {
 class Program:
     """A trainer: its script and everything that it may run, by the names that are used."""
 
-    def __init__(self, entry: Source, files: list[Source], units: list[Unit]) -> None:
-        self.entry, self.files, self.units = entry, files, units
-        self.frameworks = {name for name, marks in FRAMEWORKS.items() if marks & self.origins}
+    def __init__(self, entry: Source, files: list[Source], units: list[Unit], sure: Iterable[Unit]) -> None:
+        self.entry, self.files, self.units, self.sure = entry, files, units, set(sure)
+        sources = {unit.source for unit in self.sure}
+        bases = {s.qualified(base) for s in sources for node in s.classes.values() for base in node.bases}
+        self.frameworks = {name for name, marks in FRAMEWORKS.items() if marks & (self.origins | bases)}
         self.is_distributed = bool(self.frameworks) or any(map(_is_distributed, units))
         self.spawns = any(_spawns(*made) for made in self.calls("spawn", "Process"))
 
@@ -83,18 +94,26 @@ class Tree:
         self.root = root
         self.sources: list[Source] = []
         self.unreadable: list[tuple[Path, Unreadable]] = []
-        for path, content in self._read(exclude, ".py"):
-            try:
-                self.sources.append(Source(path, content))
-            except Unreadable as error:
-                self.unreadable.append((path, error))
-            except RecursionError:  # an `if` of a thousand branches, each of which is inside the one before
-                self.unreadable.append((path, Unreadable(1, "it is nested too deeply")))
-        base = root if root.is_dir() else root.parent
+        top = root if root.is_dir() else project_of(root)
+        pending = list(files_below(root, set(exclude), (".py",)))
+        asked = set(pending)
+        while pending:
+            path = pending.pop(0)
+            for _, content in self._read([path]):
+                try:
+                    self.sources.append(Source(path, content))
+                except Unreadable as error:
+                    self.unreadable.append((path, error))
+                except RecursionError:  # an `if` of a thousand branches, each of which is inside the one before
+                    self.unreadable.append((path, Unreadable(1, "it is nested too deeply")))
+            if root.is_file() and self.sources:  # a file alone brings what it imports of its own project
+                found = (p for p in imported_files(self.sources[-1], top) if p.name not in exclude)
+                pending += (new := [path for path in dict.fromkeys(found) if path not in asked])
+                asked.update(new)
         self._parts: dict[Source, tuple[str, ...]] = {}
         self._by_last: dict[str, list[Source]] = {}
         for source in self.sources:
-            parts = source.path.relative_to(base).with_suffix("").parts
+            parts = source.path.relative_to(top).with_suffix("").parts
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             self._parts[source] = parts
             if parts:
@@ -103,16 +122,14 @@ class Tree:
         self.imports = functools.cache(self._find_imports)
         self._direct = functools.cache(self._find_direct)
         self._lines: dict[ast.ClassDef, tuple[ast.ClassDef, ...]] = {}
-        configs = dict(self._read(exclude, ".yaml", ".yml")) if root.is_dir() else {}
-        self.configs = list(configs)
-        self.targets = _targets(configs)
-        self.clocks = list(_clocks(configs))
+        self.configs = dict(self._read(config_files(root, set(exclude))))
+        self.targets = targets(self.configs)
         self.programs = self._find_programs()
         self.training = self._find_training()
 
-    def _read(self, exclude: Iterable[str], *endings: str) -> Iterator[tuple[Path, bytes]]:
-        """The files with these endings; one below the root that cannot be opened is one of many, and noted."""
-        for path in _files(self.root, set(exclude), endings):
+    def _read(self, paths: Iterable[Path]) -> Iterator[tuple[Path, bytes]]:
+        """Their contents; a file below the root that cannot be opened is one of many, and noted."""
+        for path in paths:
             try:
                 yield path, read_bytes(path)
             except OSError as error:
@@ -197,26 +214,40 @@ class Tree:
         imported = {i for s in self.sources for i in self.imports(s)} if trains else set()
         programs: list[Program] = []
         covered: set[Source] = set()
-        for entry in self.sources if trains else ():
-            if not (entry.is_script or entry not in imported) or self.is_test(entry):
-                continue
-            files = self.closure(entry)
-            reached = self._reach([entry.module, entry.main], files) if not trains.isdisjoint(files) else []
-            if any(_trains(unit) for unit in reached) and not any("init_rpc" in unit.attributes for unit in reached):
-                units = self._reach([*reached, *_run_at_import(files, entry)], files)
-                program = Program(entry, files, units)
+        candidates = self.sources[:1] if self.root.is_file() else self.sources
+        scripts = [s for s in candidates if (s.is_script or s not in imported) and not self.is_test(s)]
+        for few in (0, _FEW):  # a trainer is first one that surely trains, then one by whose methods' names it may
+            for entry in scripts if trains else ():
+                files = self.closure(entry)
+                if trains.isdisjoint(files) or any(program.entry is entry for program in programs):
+                    continue
+                start = entry.units if self.root.is_file() else [entry.module, entry.main]
+                reached = self._reach(start, files, few)
+                training = {u.source for u in reached if _trains(u)}
+                steps = entry in training or any(not _STEPPING.isdisjoint(u.words) for u in reached)
+                if (
+                    training <= (covered if few else set())
+                    or not steps
+                    or any("init_rpc" in u.attributes for u in reached)
+                ):
+                    continue
+                program = self._program(entry, files, reached)
                 if program.is_distributed or self.root.is_file() or program.may_be_launched:
                     programs.append(program)
-                covered.update(u.source for u in units if _trains(u))
-        for entry in self.sources:  # a trainer that is reached through a string in a config, or by other code
+                covered |= training
+        for entry in candidates:  # a trainer that is reached through a string in a config, or by other code
             is_named = self.root.is_file() or not self.targets.keys().isdisjoint(entry.classes)
-            if not is_named or entry not in trains - covered or self.is_test(entry):
+            if entry not in trains - covered or self.is_test(entry) or not (is_named or entry not in imported):
                 continue
-            if not any("init_rpc" in u.attributes for u in entry.units):
-                files = self.closure(entry)
-                units = self._reach([*entry.units, *_run_at_import(files, entry)], files)
-                programs.append(Program(entry, files, units))
+            is_rpc = any("init_rpc" in u.attributes for u in entry.units)
+            program = self._program(entry, self.closure(entry), entry.units)
+            if not is_rpc and (is_named or program.is_distributed):
+                programs.append(program)
         return sorted(programs, key=lambda p: not p.is_distributed)
+
+    def _program(self, entry: Source, files: list[Source], start: Iterable[Unit]) -> Program:
+        start = [*start, *_run_at_import(files, entry)]
+        return Program(entry, files, self._reach(start, files), self._reach(start, files, few=0))
 
     def _find_training(self) -> set[Unit]:
         """Functions that train, and those that name one of them."""
@@ -235,9 +266,13 @@ class Tree:
 
         return set(_all_from((u for u in units if _trains(u)), callers_of))
 
-    def _reach(self, start: Iterable[Unit], files: list[Source]) -> list[Unit]:
-        """The units that `start` may run: functions by name, methods by name where their class is used somewhere."""
+    def _reach(self, start: Iterable[Unit], files: list[Source], few: int = _FEW) -> list[Unit]:
+        """The units that `start` may run: functions by name, methods by name where their class is used somewhere.
+
+        Methods whose name more than `few` unrelated classes have count where the class of the object is in sight.
+        """
         methods: dict[str, list[Unit]] = {}
+        families: dict[str, int] = {}
         by_class: dict[Optional[ast.ClassDef], list[Unit]] = {}
         for source in files:
             for name, units in source.methods.items():
@@ -260,7 +295,7 @@ class Tree:
             live.add(node)
             is_called_back = any(last_name(base) in _CALLED_BACK for base in node.bases)
             for unit in by_class.get(node, []):
-                if is_called_back or unit.name in asked or unit.name[:2] == "__" or unit.name == "forward":
+                if is_called_back or unit.name in asked or unit.name in _BY_PYTHON:
                     add(unit)
             for base in self.classes(node.bases, source):
                 use(*base)
@@ -285,14 +320,17 @@ class Tree:
                 use(*found)
             named = unit.attributes | (TRAINING_CALLS if OUR_EPOCH in unit.origins else set())
             for name in (named & names) - asked:
-                # How many unrelated classes have a method of this name?
-                families = {self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner is not None}
-                if len(families) <= _FEW:
+                if name not in families:  # how many unrelated classes have a method of this name
+                    families[name] = len({self._line(u.source, u.owner)[-1] for u in methods[name] if u.owner})
+                if families[name] <= few:
                     asked.add(name)
                     for method in methods[name]:
                         if method.owner in live:
                             add(method)
                 else:
+                    for method in methods[name] if unit.source is files[0] else ():
+                        if method.owner in live and method.owner is not None and method.owner.name in self.targets:
+                            add(method)  # the script uses what its config makes
                     for owner in self._receivers(name, unit):
                         for method in methods[name]:
                             if method.owner in owner or owner[0] in self._line(method.source, method.owner or owner[0]):
@@ -307,10 +345,21 @@ class Tree:
             self._lines[node] = (node, *self._line(*bases[0])) if bases else (node,)
         return self._lines[node]
 
-    def _receivers(self, name: str, unit: Unit) -> Iterator[tuple[ast.ClassDef, ...]]:
+    def may_have(self, method: Unit, attribute: ast.Attribute, unit: Unit, files: list[Source]) -> bool:
+        """Whether what `attribute` is of may be of a method's class: it is seen to be, or no other class has one."""
+        lines = list(self._receivers(method.name, unit, attribute))
+        own = self._line(method.source, method.owner) if method.owner else ()
+        if lines:
+            return any(line[0] in own or method.owner in line for line in lines)
+        others = (u for source in files for u in source.methods.get(method.name, []) if u.owner is not None)
+        return all(self._line(other.source, other.owner)[-1] is own[-1] for other in others if other.owner)
+
+    def _receivers(
+        self, name: str, unit: Unit, only: Optional[ast.Attribute] = None
+    ) -> Iterator[tuple[ast.ClassDef, ...]]:
         """The classes of the objects whose method `name` is used in `unit`, where that can be seen."""
         for attribute in unit.all(ast.Attribute):
-            if attribute.attr != name:
+            if attribute.attr != name or (only is not None and attribute is not only):
                 continue
             receiver = attribute.value
             key = key_of(receiver) if not isinstance(receiver, ast.Call) else ""
@@ -320,7 +369,10 @@ class Tree:
             mates = [u for u in unit.source.units if unit.owner is not None and u.owner is unit.owner]
             values: list[Optional[ast.expr]] = [receiver] if isinstance(receiver, ast.Call) else []
             values += [b.value for u in [unit, unit.source.module, *mates] for b in u.bindings.get(key or "", [])]
-            made = [value.func for value in values if isinstance(value, ast.Call)]
+            made: list[Optional[ast.AST]] = [value.func for value in values if isinstance(value, ast.Call)]
+            if isinstance(unit.node, FUNCTIONS):
+                given = [*unit.node.args.posonlyargs, *unit.node.args.args, *unit.node.args.kwonlyargs]
+                made += [a.annotation for a in given if a.arg == key]
             yield from (self._line(*found) for found in self.classes(made, unit.source))
 
     def _find_direct(self, unit: Unit) -> tuple[list[Unit], list[Class]]:
@@ -353,10 +405,28 @@ def _is_registered(decorators: Iterable[str]) -> bool:
 
 
 def _trains(unit: Unit) -> bool:
-    return OUR_EPOCH in unit.origins or (
-        not TRAINING_CALLS.isdisjoint(unit.attributes)
-        and any(isinstance(c.func, ast.Attribute) and c.func.attr in TRAINING_CALLS for c in unit.all(ast.Call))
-    )
+    """Whether a unit takes a training step, or leaves that to a framework: its Trainer, or a method that it calls."""
+    if OUR_EPOCH in unit.origins:
+        return True
+    if not (TRAINING_CALLS | _FITTING_CALLS).isdisjoint(unit.attributes):
+        called = [c.func for c in unit.all(ast.Call) if isinstance(c.func, ast.Attribute)]
+        if any(f.attr in TRAINING_CALLS or (f.attr in _FITTING_CALLS and _is_trainer(f.value, unit)) for f in called):
+            return True
+    is_asked = unit.name == "training_step" and unit.owner is not None
+    return (is_asked or "LightningCLI" in unit.words) and _knows_a_framework(unit.source)
+
+
+def _knows_a_framework(source: Source) -> bool:
+    return any(origin.partition(".")[0] in _FITTING_PACKAGES for origin in source.names.values())
+
+
+def _is_trainer(node: ast.expr, unit: Unit) -> bool:
+    """Whether an expression is the Trainer of Lightning or Transformers, by its name or by what made it."""
+    made = [b.value for b in unit.bindings.get(key_of(node) or "", []) if isinstance(b.value, ast.Call)]
+    names = [last_name(node), *map(last_name, made)]
+    own = [node for name in names for node in [unit.source.classes.get(name)] if node is not None]
+    names += [last_name(base) for node in own for base in node.bases]
+    return any(name.lower().endswith("trainer") for name in names) and _knows_a_framework(unit.source)
 
 
 def _spawns(unit: Unit, call: ast.Call) -> bool:
@@ -371,35 +441,3 @@ def _is_distributed(unit: Unit) -> bool:
         return True
     texts = (c.value for c in unit.all(ast.Constant) if isinstance(c.value, str))
     return "environ" in unit.attributes and not _DISTRIBUTED_VARIABLES.isdisjoint(texts)
-
-
-def _targets(configs: dict[Path, bytes]) -> dict[str, list[tuple[str, Path]]]:
-    """Classes that hydra's configs instantiate, by their last name: the dotted one and the config."""
-    out: dict[str, list[tuple[str, Path]]] = {}
-    for path, content in configs.items():
-        for match in _TARGET.findall(content):
-            dotted = match.decode()
-            out.setdefault(dotted.rpartition(".")[2], []).append((dotted, path))
-    return out
-
-
-def _clocks(configs: dict[Path, bytes]) -> Iterator[tuple[Path, int]]:
-    """Configs that put the time into a folder's name, and the line."""
-    for path, content in configs.items():
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if b"${now:" in line and re.match(rb"\s*(dir|\w*_dir|\w*path|output\w*)\s*:", line):
-                yield path, number
-                break
-
-
-def _files(root: Path, exclude: set[str], endings: tuple[str, ...]) -> Iterator[Path]:
-    if root.is_file():
-        yield root
-        return
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(
-            f for f in folders if f not in _SKIPPED_FOLDERS | exclude and not (Path(folder) / f / "pyvenv.cfg").exists()
-        )
-        for name in sorted(names):
-            if name.endswith(endings) and name not in exclude:
-                yield Path(folder) / name

@@ -348,7 +348,10 @@ def _equal_noise(ranks: Sequence[_Run]) -> Optional[Parting]:
     if len(ranks) < 2 or not draws or None in streams or len(streams) > 1 or None in firsts:
         return None
     found = "before the first batch all ranks' generators stand at the same place, and noise is drawn for samples"
-    meaning = "ranks draw the same noise, each for its own samples: seed them with seed + rank after networks are built"
+    meaning = (
+        "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
+        "(ddpshim.setup(seed=...) does) after networks are built"
+    )
     return Parting(1, "noise", "", draws[0]["place"], found, meaning)
 
 
