@@ -26,7 +26,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.model import backward
-from ddpshim.model.equality import OPT_OUT, Equality, checksum_of_all, first_difference
+from ddpshim.model.equality import OPT_OUT, Equality, bits_in, first_difference, numbers_of
 
 _END_DEADLINE_S = 120.0
 _STEPS_DEADLINE_S = 120.0  # after a step that they made together ranks are seconds apart
@@ -186,7 +186,7 @@ def optimizers_of(wrapper: Reduced) -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer in found if id(optimizer) not in apart]
 
 
-def companions() -> dict[str, list[tuple[str, torch.Tensor]]]:
+def companions() -> dict[str, list[tuple[str, Optional[torch.Tensor]]]]:
     """The tensors of all that `watch` was given, but for those that a wrapper reduces, by what they are. Local."""
     return {
         f"network {number} of those that are not trained ({type(module).__name__})": [
@@ -212,7 +212,7 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     if here.world_size == 1 or not here.options.guard:
         return
     mine = sum(wrapped.num_reductions for wrapped in _wrappers())
-    came = here.meet("steps", [mine, zlib.crc32(repr(_facts()).encode())], deadline_s)
+    came = here.meet("steps", [mine, _hash_of_all()], deadline_s)
     counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in came.items())
     cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({OPT_OUT})."
     missing = [rank for rank in range(here.world_size) if rank not in came]
@@ -236,7 +236,10 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
 def _refuse_unequal(hashes: list[int], what: str) -> None:
     """Raise SyncError, on all ranks, where these hashes of what has to be equal differ."""
     if len(set(hashes)) > 1:
-        found = first_difference(world().meet("facts", _facts(), _STEPS_DEADLINE_S))
+        facts = {name: numbers_of(row) for name, row in _rows().items()}
+        found = first_difference(world().meet("facts", {**_settings(), **facts}, _STEPS_DEADLINE_S))
+        if found is None:  # a NaN is as good as another
+            return
         raise SyncError(
             f"at the end of {what} ranks hold different weights: {found}. They have trained different models since "
             "they began to differ, and only the main rank's is saved. Load checkpoints, change weights and set "
@@ -244,15 +247,35 @@ def _refuse_unequal(hashes: list[int], what: str) -> None:
         )
 
 
-def _facts() -> dict[str, Any]:
+def _hash_of_all() -> int:
+    """A hash of all that has to be equal on all ranks of the job."""
+    rows = _rows()
+    with torch.no_grad():
+        bits = [bits_in(row, torch.device("cpu")) for row in rows.values()]
+    return zlib.crc32(repr([_settings(), [*rows], torch.stack(bits).tolist() if bits else []]).encode())
+
+
+def _rows() -> dict[str, Any]:
     """All that has to be equal on all ranks of the job, by name."""
-    facts: dict[str, Any] = {}
-    for number, wrapped in enumerate(_wrappers()):
-        if wrapped._equality.covers_all and wrapped._equality.is_on:
-            facts.update((f"{name} of network {number}", fact) for name, fact in wrapped._equality.facts().items())
-    for title, tensors in companions().items():
-        facts[title] = [int(x) for x in checksum_of_all(tensors, torch.device("cpu"))]
-    return facts
+    of_networks = (
+        (f"{name} of network {number}", row)
+        for number, equality in enumerate(_compared())
+        for name, row in equality.rows()
+    )
+    return {**dict(of_networks), **companions()}
+
+
+def _settings() -> dict[str, str]:
+    return {
+        f"{name} of network {number}": value
+        for number, equality in enumerate(_compared())
+        for name, value in equality.settings().items()
+    }
+
+
+def _compared() -> list[Equality]:
+    every = [wrapped._equality for wrapped in _wrappers()]
+    return [equality for equality in every if equality.covers_all and equality.is_on]
 
 
 def _compare_in_the_end() -> None:
@@ -263,7 +286,7 @@ def _compare_in_the_end() -> None:
     if failure.on_the_way_out() or _watched().is_alone:
         here.meet("the end", None, 0.0)  # nobody has to wait for this rank
         return
-    came = here.meet("the end", zlib.crc32(repr(_facts()).encode()), _END_DEADLINE_S)
+    came = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
     away = [rank for rank in range(here.world_size) if rank not in came]
     if away and here.is_main:
         say(f"ranks {away} did not come to cleanup() within {_END_DEADLINE_S:g} s: the last weights were not compared")
