@@ -22,6 +22,7 @@ from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE, is_start_of, read_job_names
 from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
 from ddpshim.job.say import count, say
+from ddpshim.model import guard
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by then all have told
@@ -270,6 +271,7 @@ class Resumable:
         before it are as they were.
         """
         checkpoint.flush()
+        guard.check_equal_steps("the step before a save")
         if self._before_save is not None:
             self._before_save()
         states = self._world.gather(self._streams or rank_states(self._world.device))

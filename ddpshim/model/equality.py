@@ -6,9 +6,7 @@ alone (the settings of an optimizer), ranks meet in the job's store and name it.
 
 from __future__ import annotations
 
-import random
 import struct
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional, Union
@@ -23,6 +21,7 @@ from ddpshim.job.alike import computes_on
 from ddpshim.job.group import draws_alike, world
 from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.job.say import say
+from ddpshim.model.generators import PrivateGenerators, states_of_others
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -81,6 +80,7 @@ class Equality:
         self._sent: Any = None  # (work, rows' names, what each rank sent, when), while it is on its way
         self._before_broadcast: list[torch.Tensor] = []
         self._is_told = False
+        self._private = PrivateGenerators()
         self.num_mended = 0
         # A rank that leaves the others alone in a later collective would hang them.
         device_kind = zlib.crc32(repr(computes_on(world())).encode())
@@ -103,7 +103,8 @@ class Equality:
         before = self._before_broadcast or [bits_of(None, self._device)] * len(own)
         self._before_broadcast = []
         with torch.no_grad():
-            mine = torch.stack([*(bits_in(row, self._device) for _, row in rows), *before])
+            drawn = torch.tensor(self._private.states_if_used(self._module), device=self._device)
+            mine = torch.stack([*(bits_in(row, self._device) for _, row in rows), *before, drawn])
         everyones = [torch.empty_like(mine) for _ in self._ranks]
         work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
         self._sent = (work, [name for name, _ in rows], [mine, *everyones], when)
@@ -130,6 +131,7 @@ class Equality:
         odd = [i for i in range(num_differing, len(names)) if len({rows[i] for rows in table}) > 1]
         if not odd:
             self._name_shares(table, len(names))
+            self._private.name_if_alike([rows[-1] for rows in table], self._ranks[0] == dist.get_rank())
             return
         if _STREAMS in [names[i] for i in odd]:
             self._take_streams(when)
@@ -258,7 +260,7 @@ class Equality:
         seeds = {"torch.initial_seed()": torch.initial_seed()}
         if self._device.type == "cuda":
             seeds["torch.cuda.initial_seed()"] = torch.cuda.initial_seed()
-        seeds["the state of random"], seeds["the state of numpy.random"] = _states_of_others()
+        seeds["the state of random"], seeds["the state of numpy.random"] = states_of_others()
         for name, seed in seeds.items():
             yield name, (seed + 2**63) % 2**64 - 2**63  # as an int64
 
@@ -429,12 +431,3 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """How far apart two tensors are, of the norm of the second."""
     difference = (one.detach().double() - other.double()).norm()
     return float(difference / other.double().norm().clamp_min(1e-12)) if float(difference) else 0.0
-
-
-def _states_of_others() -> list[int]:
-    """Of Python's and numpy's global generators a hash; this rank's number where there is no numpy."""
-    numpy, of_numpy = sys.modules.get("numpy"), dist.get_rank()
-    if numpy is not None:
-        _, key, *others = numpy.random.get_state()
-        of_numpy = zlib.crc32(key.tobytes() + repr(others).encode())
-    return [zlib.crc32(repr(random.getstate()).encode()), of_numpy]
