@@ -214,7 +214,7 @@ def _rank_draws_alone() -> tuple[list[float], str]:
 def test_what_one_rank_draws_alone_is_taken_back() -> None:
     (first, said), (second, _) = run_ranks(_rank_draws_alone, 2)
     assert first == second
-    assert said.count("after 2 backward passes of _Normalised ranks had drawn different random numbers") == 1
+    assert said.count("after 2 backward passes ranks had drawn different random numbers") == 1
     assert said.count("the generator 'noise' of a _Normalised draws alike on all ranks") == 1
     assert said.count("buffer 'mean' of a _Normalised changes by each rank's own samples") == 1
 

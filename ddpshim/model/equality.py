@@ -77,7 +77,7 @@ class Equality:
         self._buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
         self._names = [name for name, _ in module.named_parameters()]
         self._ranks: list[int] = dist.get_process_group_ranks(group)
-        self._sent: Any = None  # (work, rows' names, what each rank sent, when), while it is on its way
+        self._sent: Any = None  # (work, rows' names, what each rank sent, num_reductions), while it is on its way
         self._before_broadcast: list[torch.Tensor] = []
         self._is_told = False
         self._private = PrivateGenerators()
@@ -96,8 +96,8 @@ class Equality:
         own = (home._buffers.get(name) for home, name in self._buffers if not isinstance(home, _SYNCED))
         self._before_broadcast = [bits_of(buffer, self._device) for buffer in own]
 
-    def start(self, when: str) -> None:
-        """Send this rank's checksums (collective, does not wait). `when`: "after 10 backward passes", for messages."""
+    def start(self, num_reductions: int) -> None:
+        """Send this rank's checksums (collective, does not wait)."""
         rows: list[Row] = [*self._differing_rows(), *self._equal_rows()]
         own = [home for home, _ in self._buffers if not isinstance(home, _SYNCED)]
         before = self._before_broadcast or [bits_of(None, self._device)] * len(own)
@@ -107,24 +107,24 @@ class Equality:
             mine = torch.stack([*(bits_in(row, self._device) for _, row in rows), *before, drawn])
         everyones = [torch.empty_like(mine) for _ in self._ranks]
         work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
-        self._sent = (work, [name for name, _ in rows], [mine, *everyones], when)
+        self._sent = (work, [name for name, _ in rows], [mine, *everyones], num_reductions)
 
     def finish(self) -> None:
         """Raise SyncError, on all ranks, where what `start` sent was not as it should be."""
         if self._sent is None:
             return
-        (work, names, (_, *everyones), when), self._sent = self._sent, None
+        (work, names, (_, *everyones), num_reductions), self._sent = self._sent, None
         work.wait()
         kind = type(self._module).__name__
-        compared = {"check": "weights", "network": kind, "when": when, "tensors": len(names)}
+        compared = {"check": "weights", "network": kind, "reductions": num_reductions, "tensors": len(names)}
         try:
-            self._compare(names, [everyone.tolist() for everyone in everyones], f"{when} of {kind}")
+            self._compare(names, [everyone.tolist() for everyone in everyones], num_reductions)
         except SyncError as error:
             events.note("guard", passed=False, said=str(error), **compared)
             raise
         events.note("guard", passed=True, **compared)
 
-    def _compare(self, names: Sequence[str], table: list[list[int]], when: str) -> None:
+    def _compare(self, names: Sequence[str], table: list[list[int]], number: int) -> None:
         """Raise SyncError where the rows of the ranks, in `table`, differ that must not, or do not that must."""
         num_differing = 0 if draws_alike() else len(list(self._differing_rows()))
         self._refuse_equal(names[:num_differing], table)
@@ -134,10 +134,10 @@ class Equality:
             self._private.name_if_alike([rows[-1] for rows in table], self._ranks[0] == dist.get_rank())
             return
         if _STREAMS in [names[i] for i in odd]:
-            self._take_streams(when)
+            self._take_streams(number)
         facts = self._look_closer(names, [i for i in odd if names[i] != _STREAMS])
-        if facts and not (self._rounds_alike is False and self._mend(when)):
-            raise SyncError(self._said_of(facts, when))
+        if facts and not (self._rounds_alike is False and self._mend(number)):
+            raise SyncError(self._said_of(facts, number))
 
     def _look_closer(self, names: Sequence[str], odd: list[int]) -> dict[str, list[list[int]]]:
         """Of the rows in `odd` those that differ indeed, with all ranks' numbers; NaNs are alike (collective)."""
@@ -166,7 +166,7 @@ class Equality:
                         f"is meant, draw it inside ddpshim.shared_random_streams(seed) ({OPT_OUT})."
                     )
 
-    def _said_of(self, odd: Mapping[str, list[list[int]]], when: str) -> str:
+    def _said_of(self, odd: Mapping[str, list[list[int]]], number: int) -> str:
         name = _SETTINGS if _SETTINGS in odd else next(iter(odd))  # they make the others differ
         more = f" ({len(odd) - 1} more tensors differ)" if len(odd) > 1 else ""
         if name in (_SETTINGS, _STATE):
@@ -176,12 +176,12 @@ class Equality:
                 settings if name == _SETTINGS else {title: numbers_of([("", x)]) for title, x in of_state}
             )
             return (
-                f"{when} ranks hold different optimizers: {found}{more}. From here on they train different models. "
+                f"after {number} backward passes of {type(self._module).__name__} ranks hold different optimizers: {found}{more}. From here on they train different models. "
                 f"Set rates and load states on every rank alike; schedulers step on numbers of all ranks ({OPT_OUT})."
             )
         values = ", ".join(f"{shown(fact)} on rank {rank}" for rank, fact in zip(self._ranks, odd[name]))
         return (
-            f"{when} ranks hold different weights: {name} {values}{more}. From here on "
+            f"after {number} backward passes of {type(self._module).__name__} ranks hold different weights: {name} {values}{more}. From here on "
             "they train different models. Load checkpoints, change weights, convert and add layers on every rank "
             f"alike, and let every gradient come from loss.backward() ({OPT_OUT})."
         )
@@ -204,18 +204,18 @@ class Equality:
                     "(ddpshim.world().mean, .all_gather)"
                 )
 
-    def _take_streams(self, when: str) -> None:
+    def _take_streams(self, number: int) -> None:
         """Make the random streams the main rank's again (collective)."""
         here = world()
         restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
-        events.note("mended", what="random streams", when=when)
+        events.note("mended", what="random streams", reductions=number)
         if here.is_main:
             say(
-                f"{when} ranks had drawn different random numbers: something draws on one rank alone (a log, a "
+                f"after {number} backward passes ranks had drawn different random numbers: something draws on one rank alone (a log, a "
                 "rollout). All draw on as the main rank does"
             )
 
-    def _mend(self, when: str) -> bool:
+    def _mend(self, number: int) -> bool:
         """Make all that is compared the main rank's where only rounding differs; whether it did (collective)."""
         tensors = [(name, tensor) for name, tensor in self._tensors() if tensor.is_floating_point()]
         kinds = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors])
@@ -236,10 +236,10 @@ class Equality:
         for (_, tensor), main in zip(tensors, mains):
             tensor.data.copy_(main)
         self.num_mended += 1
-        events.note("mended", what="rounding", when=when, relative=largest, times=self.num_mended)
+        events.note("mended", what="rounding", reductions=number, relative=largest, times=self.num_mended)
         if self._ranks[0] == dist.get_rank():
             say(
-                f"{when} weights differed between ranks by {largest:.1e} of their norm: ranks compute on different "
+                f"after {number} backward passes weights differed between ranks by {largest:.1e} of their norm: ranks compute on different "
                 f"devices, which round differently. All have the main rank's now (time {self.num_mended})"
             )
         return True

@@ -317,7 +317,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._agreement is not None and self._agreement.read(self._presence.grad):
             mine = self.__dict__
             mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
-            self._equality.start(f"after {self.num_reductions} backward passes")
+            self._equality.start(self.num_reductions)
 
     def _asks(self) -> bool:
         """Whether this rank wants weights compared after the backward pass that ends: before a step that is due."""
