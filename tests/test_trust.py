@@ -31,6 +31,13 @@ from ddpshim.job.world import World
 from ddpshim.trainers.session import FOLDER, STREAMS, Session
 from tests.ranks import run_ranks
 
+_OF_TORCH = torch.optim.lr_scheduler
+SCHEDULES: list[Any] = [
+    (_OF_TORCH.LambdaLR, lambda epoch: 1.0),
+    (_OF_TORCH.MultiStepLR, [1, 2]),
+    (_OF_TORCH.OneCycleLR, 0.1, 10),
+    (_OF_TORCH.ReduceLROnPlateau,),
+]
 TIMEOUT = timedelta(seconds=20)
 
 
@@ -65,6 +72,14 @@ def test_plain_values_come_back_as_they_were() -> None:
     assert array.tolist() == [[0, 3], [1, 4], [2, 5]]
     array[0, 0] = 9  # a copy of its own
     assert plain.loads(plain.dumps(normed))._metadata == normed._metadata
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    schedules: list[Any] = [kind(optimizer, *args) for kind, *args in SCHEDULES]
+    schedules.append(torch.optim.lr_scheduler.SequentialLR(optimizer, schedules[:2], [3]))
+    for stateful in (optimizer, *schedules):
+        stateful.load_state_dict(plain.loads(plain.dumps(stateful.state_dict())))
     tied = torch.zeros(2)
     _, tensors = plain.take_apart([tied, tied])
     assert [tensor is tied for tensor in tensors] == [True, True]
@@ -118,6 +133,7 @@ def _files(tmp_path: Path) -> dict[str, Any]:
         "another program's": {"model": {"w": torch.zeros(2)}, "epoch": 3},
         "no tensors": {"outline": '{"tensor": 0}', "tensors": 4},
         "junk values": plain_files.content({"epoch": "3", "objects": []}, "", False),
+        "no random states": plain_files.content({**whole, "objects": {"net": {}}, "random": []}, "", False),
         "no mapping": plain_files.content([1], "", False),
         "no state of net": plain_files.content({**whole, "objects": {"other": {}}}, "", False),
     }
@@ -140,10 +156,12 @@ def test_a_file_of_progress_runs_nothing_and_is_refused_in_a_sentence(
         torch.save(content, folder / STREAMS)
         session = Session()
         session._folder = folder
-        if name not in ("junk values", "no mapping", "no state of net"):
+        if name not in ("junk values", "no mapping", "no state of net", "no random states"):
             with pytest.raises(CheckpointError):
                 session._restore_streams(3)
     assert not (tmp_path / "ran").exists()
+    with pytest.raises(CheckpointError, match="holds no states of random generators"):
+        plain_files.restore_streams({"random": "x"}, torch.device("cpu"), "a.pth")
 
 
 @pytest.mark.unit

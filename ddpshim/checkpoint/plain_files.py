@@ -13,6 +13,7 @@ import torch
 from ddpshim.checkpoint.files import PathLike
 from ddpshim.errors import CheckpointError
 from ddpshim.job import plain
+from ddpshim.job.random_streams import restore_rank_states
 
 _OUTLINE, _TENSORS = "outline", "tensors"
 _ALLOW = "DDPSHIM_TRUST_PROGRESS=yes allows it, and whoever can write to that folder then runs code in the job"
@@ -52,4 +53,15 @@ def read(path: PathLike, is_trusted: bool) -> Any:
         raise CheckpointError(
             f"{path} holds no progress that this ddpshim wrote ({type(error).__name__}: {said}); nothing of it was "
             "used. Remove it, or name another folder."
+        ) from error
+
+
+def restore_streams(states: Any, device: torch.device, path: PathLike) -> None:
+    """`restore_rank_states`, of what was read from `path`. Local. Raises CheckpointError where they are none."""
+    try:
+        restore_rank_states(states, device)
+    except Exception as error:  # each generator has its own for a state that is none
+        raise CheckpointError(
+            f"{path} holds no states of random generators ({type(error).__name__}: {str(error)[:160]}); noise would be "
+            "another. Remove it."
         ) from error

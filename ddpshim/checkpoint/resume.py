@@ -20,7 +20,7 @@ from ddpshim.job import events, preemption
 from ddpshim.job.alike import computes_on
 from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
 from ddpshim.job.launch_env import EXIT_REQUEUE, is_start_of, read_job_names
-from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
+from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
 from ddpshim.job.say import count, say
 from ddpshim.model import guard
 
@@ -36,7 +36,7 @@ _PARTS: dict[str, Any] = {
     "world_size": int,
     "objects": dict,
     "values": dict,
-    "random": list,
+    "random": list,  # of each rank
     "facts": dict,
     "order": (dict, type(None)),
 }
@@ -337,6 +337,7 @@ class Resumable:
         found: dict[str, Any] = plain_files.read(path, self._world.options.trust_progress)
         there: Any = found if isinstance(found, dict) else {}
         odd = [name for name, kinds in _PARTS.items() if not isinstance(there.get(name, ...), kinds)]
+        odd += [] if odd or found["random"] else ["random"]
         if odd:
             raise CheckpointError(
                 f"{path} holds no progress of a Resumable ({', '.join(odd)} lacking or junk); nothing of it was used. "
@@ -368,9 +369,9 @@ class Resumable:
         states, here = found["random"], self._world
         self._order = found["order"]
         if draws_alike():
-            restore_rank_states(states[0], here.device)
+            plain_files.restore_streams(states[0], here.device, self.folder)
         elif len(states) == here.world_size:
-            restore_rank_states(states[here.rank], here.device)
+            plain_files.restore_streams(states[here.rank], here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
 

@@ -167,6 +167,7 @@ class Equality:
                     )
 
     def _said_of(self, odd: Mapping[str, list[list[int]]], number: int) -> str:
+        kind = type(self._module).__name__
         name = _SETTINGS if _SETTINGS in odd else next(iter(odd))  # they make the others differ
         more = f" ({len(odd) - 1} more tensors differ)" if len(odd) > 1 else ""
         if name in (_SETTINGS, _STATE):
@@ -176,12 +177,13 @@ class Equality:
                 settings if name == _SETTINGS else {title: numbers_of([("", x)]) for title, x in of_state}
             )
             return (
-                f"after {number} backward passes of {type(self._module).__name__} ranks hold different optimizers: {found}{more}. From here on they train different models. "
+                f"after {number} backward passes of {kind} ranks hold different optimizers: {found}{more}. From here "
+                "on they train different models. "
                 f"Set rates and load states on every rank alike; schedulers step on numbers of all ranks ({OPT_OUT})."
             )
         values = ", ".join(f"{shown(fact)} on rank {rank}" for rank, fact in zip(self._ranks, odd[name]))
         return (
-            f"after {number} backward passes of {type(self._module).__name__} ranks hold different weights: {name} {values}{more}. From here on "
+            f"after {number} backward passes of {kind} ranks hold different weights: {name} {values}{more}. From here on "
             "they train different models. Load checkpoints, change weights, convert and add layers on every rank "
             f"alike, and let every gradient come from loss.backward() ({OPT_OUT})."
         )
@@ -211,8 +213,8 @@ class Equality:
         events.note("mended", what="random streams", reductions=number)
         if here.is_main:
             say(
-                f"after {number} backward passes ranks had drawn different random numbers: something draws on one rank alone (a log, a "
-                "rollout). All draw on as the main rank does"
+                f"after {number} backward passes ranks had drawn different random numbers: something draws on one "
+                "rank alone (a log, a rollout). All draw on as the main rank does"
             )
 
     def _mend(self, number: int) -> bool:
@@ -239,8 +241,9 @@ class Equality:
         events.note("mended", what="rounding", reductions=number, relative=largest, times=self.num_mended)
         if self._ranks[0] == dist.get_rank():
             say(
-                f"after {number} backward passes weights differed between ranks by {largest:.1e} of their norm: ranks compute on different "
-                f"devices, which round differently. All have the main rank's now (time {self.num_mended})"
+                f"after {number} backward passes weights differed between ranks by {largest:.1e} of their norm: "
+                "ranks compute on different devices, which round differently. All have the main rank's now "
+                f"(time {self.num_mended})"
             )
         return True
 

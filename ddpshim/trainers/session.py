@@ -23,7 +23,7 @@ from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption
 from ddpshim.job.group import draws_alike, on_cleanup, setup, world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import derive_seed, rank_states, restore_rank_states, seed_everything
+from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
 from ddpshim.job.rank_log import link_log
 from ddpshim.job.say import say, say_once
 from ddpshim.job.turns import in_order_of_numbers
@@ -144,7 +144,7 @@ class Session:
         here, path = world(), Path(self._folder or "", STREAMS)
         found = here.run_on_main(lambda: plain_files.read(path, is_trusted=False) if path.is_file() else {})
         if isinstance(found, dict) and found.get("epoch") == epoch:
-            restore_rank_states(found["streams"], here.device)
+            plain_files.restore_streams(found.get("streams"), here.device, path)
         elif here.is_main:
             say(f"epoch {epoch} draws otherwise than the run that is gone on with: {path} is not of that epoch")
 
