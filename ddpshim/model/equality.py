@@ -183,8 +183,8 @@ class Equality:
             )
         values = ", ".join(f"{shown(fact)} on rank {rank}" for rank, fact in zip(self._ranks, odd[name]))
         return (
-            f"after {number} backward passes of {kind} ranks hold different weights: {name} {values}{more}. From here on "
-            "they train different models. Load checkpoints, change weights, convert and add layers on every rank "
+            f"after {number} backward passes of {kind} ranks hold different weights: {name} {values}{more}. From here "
+            "on they train different models. Load checkpoints, change weights, convert and add layers on every rank "
             f"alike, and let every gradient come from loss.backward() ({OPT_OUT})."
         )
 
