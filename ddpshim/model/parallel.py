@@ -14,7 +14,7 @@ from ddpshim.job.group import current_or_new_world, new_group, split_random_stre
 from ddpshim.job.world import World
 from ddpshim.model import batchnorm, closures, exact, guard
 from ddpshim.model.reducer import DistributedModule, broadcast_state, is_first
-from ddpshim.model.refused import check_device, check_kind, check_same_structure
+from ddpshim.model.refused import check_device, check_kind, check_same_structure, watch_wrapping
 from ddpshim.model.transparent import BareModule, Transparent
 
 
@@ -102,6 +102,7 @@ def wrap_parallel(
     if given.guard:
         guard.watch_optimizers()
     closures.share_losses()
+    watch_wrapping()
     wrapped: Any
     if _nothing_to_reduce(module):
         broadcast_state(module, process_group)
