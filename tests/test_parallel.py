@@ -1319,6 +1319,16 @@ def _rank_is_refused() -> list[str]:
             said.append(str(error))
     with torch.inference_mode(), pytest.raises(SyncError, match="wrap_parallel under torch"):
         ddpshim.wrap_parallel(nn.Linear(2, 2))
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = nn.Linear(2, 2)
+    wrapped = ddpshim.wrap_parallel(net)
+    for module in (net, wrapped, nn.Sequential(net)):
+        with pytest.raises(SyncError, match="weight' wrap_parallel reduces already: two reducers"):
+            DistributedDataParallel(module)
+    DistributedDataParallel(copy.deepcopy(wrapped))
+    torch.jit.script(wrapped)(torch.ones(3, 2) * ddpshim.world().rank).sum().backward()
+    assert net.weight.grad.tolist() == [[1.5, 1.5], [1.5, 1.5]]
     return said
 
 

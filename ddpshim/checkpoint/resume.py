@@ -404,22 +404,26 @@ def leave_if_finished(folder: checkpoint.PathLike) -> None:
     option resume=always; else those of this job, where a launcher or scheduler has started it before.
     """
     here = world()
-    if here.is_launched and (here.is_restarted or here.options.resume == "always"):
-        mark = here.run_on_main(_finished_mark, folder, here.options.resume)
-        if mark is not None:
-            if here.is_main:
-                say(
-                    f"the training is finished, as {mark} says: nothing is left to do, leaving with exit code 0. To "
-                    "train again, remove that file or start it under another name",
-                    directly=True,
-                )
-            cleanup()
-            raise SystemExit(0)
+    mark = here.run_on_main(_finished_mark, folder)  # the main rank's: torchrun's agents count restarts each for itself
+    if mark is not None:
+        if here.is_main:
+            say(
+                f"the training is finished, as {mark} says: nothing is left to do, leaving with exit code 0. To train "
+                "again, remove that file or start it under another name",
+                directly=True,
+            )
+        cleanup()
+        raise SystemExit(0)
 
 
-def _finished_mark(folder: checkpoint.PathLike, choice: str) -> Optional[Path]:
-    mark = _mark(folder)
-    if not mark.is_file() or choice == "never":
+def _finished_mark(folder: checkpoint.PathLike) -> Optional[Path]:
+    mark, here = _mark(folder), world()
+    choice = here.options.resume
+    if (
+        not mark.is_file()
+        or not here.is_launched
+        or not (choice == "always" or (choice == "auto" and here.is_restarted))
+    ):
         return None
     return mark if choice == "always" or is_start_of(json.loads(mark.read_text()), os.environ) else None
 

@@ -15,7 +15,7 @@ from ddpshim.job.world import World
 from ddpshim.model import batchnorm, closures, exact, guard
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.reducer import DistributedModule, is_first
-from ddpshim.model.refused import check_device, check_kind, check_same_structure
+from ddpshim.model.refused import check_device, check_kind, check_same_structure, watch_wrapping
 from ddpshim.model.transparent import BareModule, Transparent
 
 
@@ -103,6 +103,7 @@ def wrap_parallel(
     if given.guard:
         guard.watch_optimizers()
     closures.share_losses()
+    watch_wrapping()
     wrapped: Any
     if _nothing_to_reduce(module):
         broadcast_state(module, process_group)

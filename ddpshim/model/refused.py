@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddpshim.errors import SyncError
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.model import guard
 from ddpshim.model.transparent import Transparent
 
 # By name: most programs never import them. Each divides parameters over the ranks or reduces gradients by itself.
@@ -40,7 +45,7 @@ def check_kind(module: nn.Module, is_alone: bool) -> None:
             raise SyncError(
                 f"{where} is scripted or traced by torch.jit, which keeps its parameters out of Python's reach: its "
                 "gradients could not be reduced. Wrap the module as it was before, and script or trace what comes "
-                "back afterwards, as .module; or use torch.compile, before or after."
+                "back; or use torch.compile, before or after."
             )
         for kind in type(child).__mro__:
             if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
@@ -75,6 +80,34 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
             f"{what} was made under torch.inference_mode(); it can have no gradient. Build the network outside of that "
             "block."
         )
+
+
+class _Wrapping:
+    """Of a job: whether torch's own wrapper is watched."""
+
+    is_watched = False
+
+
+def watch_wrapping() -> None:
+    """Refuse torch's DDP around a network that is reduced already, until `cleanup()`. Local."""
+    wrapping, original = current().part(_Wrapping), DistributedDataParallel.__init__
+    if wrapping.is_watched:
+        return
+    wrapping.is_watched = True
+
+    @functools.wraps(original)
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        module = args[0] if args else kwargs["module"]
+        reduced = (name for name, p in module.named_parameters() if guard.is_owned(p))
+        if not isinstance(self, Transparent) and (name := next(reduced, None)) is not None:
+            raise SyncError(
+                f"{type(self).__name__} around a {type(module).__name__} whose '{name}' wrap_parallel reduces already: "
+                "two reducers would write into one gradient, and ranks would train different models. Use what "
+                "wrap_parallel gave back as it is, which is a DistributedDataParallel, or leave wrap_parallel out."
+            )
+        original(self, *args, **kwargs)
+
+    current().at_end.enter_context(replaced(DistributedDataParallel, "__init__", init))
 
 
 def check_device(module: nn.Module, here: World) -> None:

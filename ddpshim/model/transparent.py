@@ -193,6 +193,9 @@ class Transparent:
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.module, memo)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        return self.module  # for torch.jit.script
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Unpickles to the bare module, with nothing of ddpshim in the file.
         return operator.getitem, ([self.module], 0)

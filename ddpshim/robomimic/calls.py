@@ -197,7 +197,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     Raises LaunchError where upstream asks about a directory that exists, and standard input is closed.
     """
     here = world()
-    newest = here.run_on_main(_newest_start, config) if wants_to_go_on(options.get("resume", False)) else None
+    newest = here.run_on_main(_newest_start, config, options.get("resume", False))
     if newest is not None and not options.get("resume"):
         leave_if_finished(newest / FOLDER)
     directories, session().goes_on = here.run_on_main(_get_exp_dir, config, options, newest)
@@ -205,10 +205,12 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
     return directories
 
 
-def _newest_start(config: Any) -> Optional[Path]:
-    """The folder of the last start under this name. Older ones are other runs, which were given up."""
+def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
+    """The folder of the last start under this name, if this one may go on in it. Older ones were given up."""
     import robomimic
 
+    if not wants_to_go_on(is_asked):
+        return None
     output = Path(robomimic.__path__[0], os.path.expanduser(config.train.output_dir), config.experiment.name)
     return max((logs.parent for logs in output.glob("*/logs")), default=None)
 

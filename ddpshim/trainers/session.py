@@ -102,7 +102,7 @@ class Session:
         """
         progress = Path(folder, FOLDER)
         leave_if_finished(progress)
-        self.goes_on = wants_to_go_on() and world().run_on_main(find_progress, progress) is not None
+        self.goes_on = world().run_on_main(lambda: wants_to_go_on() and find_progress(progress) is not None)
         return self.goes_on
 
     def remember(self, logger: Any) -> None:
