@@ -267,6 +267,9 @@ GUARDS = [
     "dist.get_rank() == 0 and os.remove(folder)",
     "if accelerator.is_main_process:\n        clear(folder)\ndef clear(folder):\n    os.remove(folder)",
     "if lead():\n        os.remove(folder)\ndef lead():\n    return dist.get_rank() == 0",
+    "def clear():\n        os.remove(folder)\n    if dist.get_rank() == 0:\n        clear()",
+    "def hook(a, b):\n        os.remove(folder)\n    accelerator.register_save_state_pre_hook(hook)\n"
+    "    if accelerator.is_main_process:\n        accelerator.save_state(folder)",
     "once(folder)\n@rank_zero_only\ndef once(folder):\n    os.remove(folder)",
 ]
 

@@ -403,8 +403,8 @@ def _is_registered(decorators: Iterable[str]) -> bool:
 
 def _trains(unit: Unit) -> bool:
     """Whether a unit takes a training step, or leaves that to a framework: its Trainer, or a method that it calls."""
-    if OUR_EPOCH in unit.origins:
-        return True
+    if OUR_EPOCH in unit.origins or unit.name == "forward":  # a backward() in a forward() is a penalty on gradients
+        return unit.name != "forward"
     if not (TRAINING_CALLS | _FITTING_CALLS).isdisjoint(unit.attributes):
         called = [c.func for c in unit.all(ast.Call) if isinstance(c.func, ast.Attribute)]
         if any(f.attr in TRAINING_CALLS or (f.attr in _FITTING_CALLS and _is_trainer(f.value, unit)) for f in called):
