@@ -411,6 +411,13 @@ def test_what_only_the_name_of_a_method_leads_to_is_not_told_of(tmp_path: Path) 
     assert [f.code for f in check(tmp_path).findings] == ["DDP404"]
 
 
+def test_functions_in_a_function_may_call_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    inner = "    def one():\n        two()\n        os.remove(folder)\n    def two():\n        one()\n    one()\n"
+    path.write_text(f"import os\n{TRAINER}{inner}")
+    assert _found(path) == [("DDP404", 11)]
+
+
 def test_a_guard_is_seen_where_a_call_or_an_early_return_asks(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

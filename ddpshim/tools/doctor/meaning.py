@@ -194,8 +194,12 @@ class Meaning(Kinds):
             if parent is unit.node:
                 break
             if isinstance(parent, FUNCTIONS):
+                if parent in self._busy:
+                    return None  # functions that call each other
+                self._busy.add(parent)
                 calls = self._calls_of_inner(parent, unit)
                 guards = [self.guard(call, unit) for call in calls if parent not in source.above(call)]
+                self._busy.discard(parent)
                 return guards[0] if guards and all(guards) else None
             child = parent
         return None
