@@ -363,6 +363,13 @@ FRAMEWORK_TRAINERS = {
         "class Ours(Trainer):\n    pass\n"
         "if __name__ == '__main__':\n    ours = Ours(model, train_dataset=data)\n    ours.train()\n"
     ),
+    "timm": (
+        "import timm.utils\n"
+        "def main(model, loader, optimizer):\n    loss_scaler = timm.utils.NativeScaler()\n"
+        "    for batch in timm.data.create_loader(loader):\n        loss = model(batch)\n"
+        "        loss_scaler(loss, optimizer, parameters=model.parameters())\n"
+        "if __name__ == '__main__':\n    main(torch.nn.parallel.DistributedDataParallel(model), loader, optimizer)\n"
+    ),
     "Accelerate": (
         "from accelerate import Accelerator\n"
         "def main(network, optimizer, loader):\n    accelerator = Accelerator()\n"

@@ -409,6 +409,10 @@ def _trains(unit: Unit) -> bool:
         called = [c.func for c in unit.all(ast.Call) if isinstance(c.func, ast.Attribute)]
         if any(f.attr in TRAINING_CALLS or (f.attr in _FITTING_CALLS and _is_trainer(f.value, unit)) for f in called):
             return True
+    if any("optimizer" in name for name in unit.words):  # timm's scaler(loss, optimizer) goes backward and steps
+        given = [" ".join(map(last_name, call.args)) for call in unit.all(ast.Call)]
+        if any("loss" in names and "optimizer" in names for names in given):
+            return True
     is_asked = unit.name == "training_step" and unit.owner is not None
     return (is_asked or "LightningCLI" in unit.words) and _knows_a_framework(unit.source)
 
