@@ -267,6 +267,9 @@ GUARDS = [
     "dist.get_rank() == 0 and os.remove(folder)",
     "if accelerator.is_main_process:\n        clear(folder)\ndef clear(folder):\n    os.remove(folder)",
     "if lead():\n        os.remove(folder)\ndef lead():\n    return dist.get_rank() == 0",
+    "def clear():\n        os.remove(folder)\n    if dist.get_rank() == 0:\n        clear()",
+    "def hook(a, b):\n        os.remove(folder)\n    accelerator.register_save_state_pre_hook(hook)\n"
+    "    if accelerator.is_main_process:\n        accelerator.save_state(folder)",
     "once(folder)\n@rank_zero_only\ndef once(folder):\n    os.remove(folder)",
 ]
 
@@ -360,6 +363,13 @@ FRAMEWORK_TRAINERS = {
         "class Ours(Trainer):\n    pass\n"
         "if __name__ == '__main__':\n    ours = Ours(model, train_dataset=data)\n    ours.train()\n"
     ),
+    "timm": (
+        "import timm.utils\n"
+        "def main(model, loader, optimizer):\n    loss_scaler = timm.utils.NativeScaler()\n"
+        "    for batch in timm.data.create_loader(loader):\n        loss = model(batch)\n"
+        "        loss_scaler(loss, optimizer, parameters=model.parameters())\n"
+        "if __name__ == '__main__':\n    main(torch.nn.parallel.DistributedDataParallel(model), loader, optimizer)\n"
+    ),
     "Accelerate": (
         "from accelerate import Accelerator\n"
         "def main(network, optimizer, loader):\n    accelerator = Accelerator()\n"
@@ -406,6 +416,13 @@ def test_what_only_the_name_of_a_method_leads_to_is_not_told_of(tmp_path: Path) 
     text = (tmp_path / "train.py").read_text()
     (tmp_path / "train.py").write_text(text.replace("made().finish()", "Recorder().finish()"))
     assert [f.code for f in check(tmp_path).findings] == ["DDP404"]
+
+
+def test_functions_in_a_function_may_call_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    inner = "    def one():\n        two()\n        os.remove(folder)\n    def two():\n        one()\n    one()\n"
+    path.write_text(f"import os\n{TRAINER}{inner}")
+    assert _found(path) == [("DDP404", 11)]
 
 
 def test_a_guard_is_seen_where_a_call_or_an_early_return_asks(tmp_path: Path) -> None:

@@ -54,14 +54,15 @@ class Report:
 
     def as_text(self) -> str:
         """Each finding with its fix, then a summary of one line."""
-        if not (self.findings or self.num_programs):
-            return (
+        lines = [finding.as_text() for finding in self.findings]
+        if not self.num_programs:
+            lines.append(
                 f"no trainer in {count(self.num_files, 'file')}, {count(self.num_lines, 'line')}: nothing was checked. "
                 f"A trainer calls {', '.join(sorted(TRAINING_CALLS))}, or fit or train of Lightning's or Transformers' "
                 "Trainer, and is no test; in a folder, one of a single process also saves something. "
                 "Name its file, or the folder that it is in."
             )
-        lines = [finding.as_text() for finding in self.findings]
+            return "\n".join(lines)
         counts = [(severity, sum(f.severity == severity for f in self.findings)) for severity in SEVERITIES]
         found = ", ".join(f"{number} {severity}" for severity, number in counts if number) or "nothing found"
         ignored = f", {self.num_ignored} ignored" if self.num_ignored else ""

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from typing import Callable, Optional
 
 from ddpshim.tools.doctor.kinds import Kinds
-from ddpshim.tools.doctor.nodes import FUNCTIONS, constant, entered, identifiers, is_none, key_of, last_name, words_of
+from ddpshim.tools.doctor.nodes import (
+    FUNCTIONS,
+    Function,
+    constant,
+    entered,
+    identifiers,
+    is_none,
+    key_of,
+    last_name,
+    words_of,
+)
 from ddpshim.tools.doctor.source import Unit
 
 _RANK = re.compile(r"(?i)^_*(?:(?!lora|low|matrix|full|max)\w*_|local|global|world|my)?rank(?:_?id)?$")
@@ -183,8 +193,23 @@ class Meaning(Kinds):
                 return left
             if parent is unit.node:
                 break
+            if isinstance(parent, FUNCTIONS):
+                if parent in self._busy:
+                    return None  # functions that call each other
+                self._busy.add(parent)
+                calls = self._calls_of_inner(parent, unit)
+                guards = [self.guard(call, unit) for call in calls if parent not in source.above(call)]
+                self._busy.discard(parent)
+                return guards[0] if guards and all(guards) else None
             child = parent
         return None
+
+    def _calls_of_inner(self, function: Function, unit: Unit) -> list[ast.Call]:
+        """Calls of a function inside of a function; of a hook of Accelerate's, those of what calls it."""
+        named = [c for c in unit.all(ast.Call) if function.name in (n.id for n in c.args if isinstance(n, ast.Name))]
+        hooks = {last_name(c).replace("register_", "").partition("_pre_hook")[0] for c in named}
+        wanted = {function.name} | (hooks & {"save_state", "load_state"})
+        return [c for c in unit.all(ast.Call) if last_name(c) in wanted]
 
     def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
         """Whether a test asks for the rank and nothing else but for being distributed."""

@@ -42,7 +42,8 @@ class Case(Meaning):
         for unit in (entry.module, entry.main):
             for call in unit.all(ast.Call):
                 if entry.qualified(call.func) == "hydra.main":
-                    named |= self._of_hydra(argument(call, "config_name", 1))
+                    wanted = named | self._of_hydra(argument(call, "config_name", 1))
+                    return {path: content for path, content in configs.items() if path in wanted}
         reads = any(origin.partition(".")[0] in ("yaml", "omegaconf") for origin in self.program.origins)
         named |= set(configs) if reads and not named else set()
         return {path: content for path, content in configs.items() if path in named}

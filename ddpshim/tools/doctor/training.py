@@ -24,7 +24,12 @@ _MODULE_METHODS = words_of(
     "scatter set_extra_state set_submodule share_memory state_dict to to_empty to_kwargs train type "
     "will_sync_module_buffers xpu zero_grad _get_ddp_logging_data _set_static_graph"
 )
-_DEEPSPEED = {"backward", "step", "save_checkpoint", "load_checkpoint"}  # its engine is what a wrapper may also be
+# Beside them the wrapper's own values, and what a scheduler or an engine that may be one as well has.
+_ANSWERED = _MODULE_METHODS | words_of(
+    "module training device device_ids output_device device_type dim process_group broadcast_buffers static_graph "
+    "find_unused_parameters require_backward_grad_sync require_forward_param_sync reducer logger mixed_precision "
+    "gradient_as_bucket_view parameters_to_ignore dump_patches backward step save_checkpoint load_checkpoint"
+)
 # Reached through `.module`, these train nothing.
 _HARMLESS = re.compile(
     r"(?i)^(get_|set_|is_|has_|num_|load|save|update|log|print|reset|init|freeze|unfreeze|clip|generate|sample|predict|infer"
@@ -103,28 +108,35 @@ def wrapped_non_module(case: Case) -> Iterator[Hit]:
 
 
 @rule("DDP104", wraps=True)
-def method_on_wrapped(case: Case) -> Iterator[Hit]:
+def hidden_by_the_wrapper(case: Case) -> Iterator[Hit]:
     told: set[ast.Call] = set()
     unanswered = "AttributeError, and through .module no gradient would be averaged"
     for unit in case.program.units:
-        for call in sorted(unit.all(ast.Call), key=lambda c: (c.lineno, c.col_offset)):
-            func = call.func
-            if not isinstance(func, ast.Attribute):
+        for asked in unit.all(ast.Call) if "hasattr" in unit.loaded else ():
+            name = constant(asked.args[1]) if last_name(asked.func) == "hasattr" and len(asked.args) == 2 else None
+            if isinstance(name, str) and name not in _ANSWERED and case.kinds(asked.args[0], unit) == {"ddp"}:
+                hides = f"{text_of(asked)} is False on a DistributedDataParallel, whatever the network has"
+                yield Hit(unit, asked, f"{hides}: what follows is left out without a word.")
+        for read in sorted(unit.all(ast.Attribute), key=lambda n: (n.lineno, n.col_offset)):
+            above = unit.source.parents.get(read)
+            call = above if isinstance(above, ast.Call) and above.func is read else None
+            if read.attr in _ANSWERED or read.attr.startswith("_") or not isinstance(read.ctx, ast.Load):
                 continue
-            if func.attr in _MODULE_METHODS | _DEEPSPEED or func.attr.startswith("__"):
+            is_name = isinstance(read.value, (ast.Name, ast.Attribute, ast.Subscript))
+            found = case.kinds(read.value, unit) if is_name else frozenset[str]()
+            if "ddp" not in found or _asks_first(read, unit) or (call is None and found != {"ddp"}):
                 continue
-            is_name = isinstance(func.value, (ast.Name, ast.Attribute, ast.Subscript))
-            if not is_name or "ddp" not in case.kinds(func.value, unit) or _asks_first(call, unit):
-                continue
-            handed = case.handed_over(func.value, unit, "ddp")
+            if any((key_of(read) or "") in other.bindings for other in case.program.units):
+                continue  # it was put there
+            handed = case.handed_over(read.value, unit, "ddp")
             for where, site in handed:
                 if site not in told:
                     told.add(site)
-                    given = f"{text_of(site.func)} is given a DistributedDataParallel and calls {text_of(func)}"
+                    given = f"{text_of(site.func)} is given a DistributedDataParallel and asks it for {text_of(read)}"
                     yield Hit(where, site, f"{given}, which the wrapper does not have: {unanswered}.")
             if not handed:
-                called = f"{text_of(func)} is called on a DistributedDataParallel, which has no {func.attr}"
-                yield Hit(unit, call, f"{called}: {unanswered}.")
+                what = f"{text_of(read)} is asked of a DistributedDataParallel, which has no {read.attr}"
+                yield Hit(unit, call or read, f"{what}: {unanswered}.")
 
 
 def _asks_first(node: ast.AST, unit: Unit) -> bool:

@@ -406,11 +406,15 @@ def _is_registered(decorators: Iterable[str]) -> bool:
 
 def _trains(unit: Unit) -> bool:
     """Whether a unit takes a training step, or leaves that to a framework: its Trainer, or a method that it calls."""
-    if OUR_EPOCH in unit.origins:
-        return True
+    if OUR_EPOCH in unit.origins or unit.name == "forward":  # a backward() in a forward() is a penalty on gradients
+        return unit.name != "forward"
     if not (TRAINING_CALLS | _FITTING_CALLS).isdisjoint(unit.attributes):
         called = [c.func for c in unit.all(ast.Call) if isinstance(c.func, ast.Attribute)]
         if any(f.attr in TRAINING_CALLS or (f.attr in _FITTING_CALLS and _is_trainer(f.value, unit)) for f in called):
+            return True
+    if any("optimizer" in name for name in unit.words):  # timm's scaler(loss, optimizer) goes backward and steps
+        given = [" ".join(map(last_name, call.args)) for call in unit.all(ast.Call)]
+        if any("loss" in names and "optimizer" in names for names in given):
             return True
     is_asked = unit.name == "training_step" and unit.owner is not None
     return (is_asked or "LightningCLI" in unit.words) and _knows_a_framework(unit.source)
