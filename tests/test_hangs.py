@@ -69,7 +69,7 @@ def test_a_process_that_was_stopped_takes_that_time_for_nobodys() -> None:
 
 def _at(waits_in: Optional[str], cpu_s: Optional[float] = 1.0, **more: Any) -> Standing:
     lines = [f"  in {waits_in}"]
-    return Standing(5, (0, 5), waits_in, None, False, "train.py:40", lines, 31, cpu_s)._replace(**more)
+    return Standing(5, (0, 5), waits_in, None, False, "train.py:40", lines, 31, cpu_s, 0.5)._replace(**more)
 
 
 PASS, WORLD = "backward pass 6", "World.barrier (collective 5 of World's)"
@@ -77,6 +77,8 @@ HERE = _at(PASS)
 CASES: list[tuple[str, Standing, Optional[Standing], Optional[Standing], Optional[list[int]], bool]] = [
     ("sleeps", HERE, _at(None), _at(None), [1], True),
     ("computes", HERE, _at(None), _at(None, 9.0), [1], False),
+    ("paces itself by sleeps", HERE, _at(None), _at(None, thread_s=0.501), [1], False),
+    ("has a child that computes", HERE, _at(None), _at(None, 1.5), [1], False),
     ("moved", HERE, _at(None), _at(None, lines=["elsewhere"]), [1], False),
     ("the system tells no seconds", HERE, _at(None, None), _at(None, None), [1], False),
     ("waits for data", HERE, _at(None, section="a data loader"), _at(None, section="a data loader"), [1], False),
