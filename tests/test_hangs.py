@@ -233,10 +233,10 @@ def _train_apart(kind: str) -> Optional[str]:
         for _ in range(2):
             for step, (x,) in enumerate(loader):
                 is_odd = here.rank == 1 and step == 1
+                if is_odd:
+                    next(others)  # of a loader that is not trained on: no matter
                 if is_odd and kind == "skips":
                     continue
-                if is_odd and kind == "looks elsewhere":
-                    next(others)
                 net(x).sum().backward()
                 if is_odd and kind == "makes one more":
                     net(x).sum().backward()
@@ -246,18 +246,12 @@ def _train_apart(kind: str) -> Optional[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("kind", "found"), [("skips", (2, 1, 2)), ("makes one more", (3, 2, 1)), ("looks elsewhere", None)]
-)
-def test_gradients_of_different_batches_are_not_averaged(kind: str, found: Optional[tuple[int, int, int]]) -> None:
+@pytest.mark.parametrize(("kind", "number", "batches"), [("skips", 2, (1, 2)), ("makes one more", 3, (2, 1))])
+def test_gradients_of_different_batches_are_not_averaged(kind: str, number: int, batches: tuple[int, int]) -> None:
     for error in run_ranks(_train_apart, 2, kind):
-        if found is None:
-            assert error is None
-        else:
-            number, *batches = found
-            of_ranks = ", ".join(f"batch {batch} of epoch 0 on rank {rank}" for rank, batch in enumerate(batches))
-            assert error is not None
-            assert f"in backward pass {number} gradients of different batches were averaged ({of_ranks})" in error
+        of_ranks = ", ".join(f"batch {batch} of epoch 0 on rank {rank}" for rank, batch in enumerate(batches))
+        assert error is not None
+        assert f"in backward pass {number} gradients of different batches were averaged ({of_ranks})" in error
 
 
 def test_batches_are_told_apart_whatever_a_hook_makes_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
