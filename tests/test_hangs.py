@@ -84,6 +84,7 @@ CASES: list[tuple[str, Standing, Optional[Standing], Optional[Standing], Optiona
     ("waits for data", HERE, _at(None, section="a data loader"), _at(None, section="a data loader"), [1], False),
     ("sleeps, and others are patient", _at(WORLD), _at(None), _at(None), [1], False),
     ("is on declared work", HERE, _at(None, is_declared=True), _at(None, is_declared=True), None, False),
+    ("is on it for long", HERE._replace(still_s=700), *2 * [_at(None, is_declared=True, section="a save")], [1], False),
     ("waits elsewhere", HERE, _at(WORLD, num_passes=4), _at(WORLD, num_passes=4), [1], True),
     ("has left, and others are patient", _at(WORLD), _at(None), _at(None, has_left=True), [1], True),
     ("waits as well", HERE, HERE, HERE, [], False),

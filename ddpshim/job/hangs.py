@@ -12,6 +12,7 @@ FLOOR_S = 30.0
 _FACTOR = 3.0
 _NUM_REMEMBERED = 64  # waits, at each line of the program
 _NOTEWORTHY_S = 1.0
+_DECLARED_S = 600.0  # before that nothing is said of work that one rank is known to do alone
 _MOVES_S = 3.0  # who has moved within this time is at work
 _LATE_S = 5.0  # a look that comes this late: the process itself stood still
 _IDLE_SHARE = 0.02  # of a core: a process that uses less, with its children, does nothing
@@ -114,7 +115,8 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
     if mine is None or mine.waits_in is None:
         return None
     away = [rank for rank, theirs in now.items() if theirs is None or theirs.has_left or theirs.waits_in is None]
-    if any(theirs is not None and theirs.is_declared and not theirs.has_left for theirs in now.values()):
+    on_work = any(theirs is not None and theirs.is_declared and not theirs.has_left for theirs in now.values())
+    if on_work and mine.still_s < _DECLARED_S:
         return None
     elsewhere = [] if away else _apart(now)
     named = away or elsewhere
