@@ -7,7 +7,8 @@ import random
 import threading
 import time
 from pathlib import Path
-from typing import Any, Optional
+from types import SimpleNamespace
+from typing import Any, Callable, Optional
 
 import pytest
 import torch
@@ -268,3 +269,38 @@ def test_batches_are_told_apart_whatever_a_hook_makes_of_the_numbers(monkeypatch
     with pytest.raises(ddpshim.errors.SyncError, match=r"pass 1 .*\(batch 6 of epoch 2 on rank 0\)"):
         marks.check(marks.row() / 3 + mine)
     assert iterations.mark_of(None) is None
+
+
+def test_on_a_gpu_nobody_waits_for_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[bool] = []
+    event = SimpleNamespace(record=done.clear, query=lambda: bool(done))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda num, dtype, pin_memory: empty(num, dtype=dtype))
+    monkeypatch.setattr(current(), "progress", Progress())
+    marks, rows = iterations.Marks(3, torch.zeros(1), is_on=True), []
+
+    def check(step: int, reduced: Callable[[], torch.Tensor]) -> None:
+        current().progress.take(1, 0, step)
+        rows.append(marks.row().clone())
+        marks.check(_OnGpu(reduced()))  # type: ignore[arg-type]
+
+    check(0, lambda: rows[0])
+    check(1, lambda: rows[0] + rows[1])  # while the copy of the pass before is on its way
+    done.append(True)
+    check(2, lambda: rows[1] + rows[2])
+    done.append(True)
+    with pytest.raises(ddpshim.errors.SyncError, match="gradients of different batches"):
+        check(3, lambda: rows[3])
+
+
+class _OnGpu:
+    """A tensor that says so."""
+
+    is_cuda, dtype = True, torch.float32
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def __getitem__(self, where: slice) -> torch.Tensor:
+        return self._values[where]

@@ -55,11 +55,13 @@ class Marks:
         if not gradient.is_cuda:
             refuse_apart(gradient[self._num :].tolist(), self._mark)
             return
-        if self._on_gpu is not None and not self._on_gpu[0].query():
-            return
-        if self._on_gpu is not None:
-            refuse_apart(self._on_gpu[1].tolist(), self._on_gpu[2])
-        event, numbers = torch.cuda.Event(), torch.empty(NUM_MARKS, dtype=gradient.dtype, pin_memory=True)
+        if self._on_gpu is None:
+            event, numbers = torch.cuda.Event(), torch.empty(NUM_MARKS, dtype=gradient.dtype, pin_memory=True)
+        else:
+            event, numbers, mark = self._on_gpu
+            if not event.query():
+                return
+            refuse_apart(numbers.tolist(), mark)
         numbers.copy_(gradient[self._num :], non_blocking=True)
         event.record()
         self._on_gpu = (event, numbers, self._mark)
