@@ -20,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 import ddpshim
 from ddpshim.errors import DataError, SyncError, WorldError
 from ddpshim.job.job import current
-from ddpshim.model import equality, guard
+from ddpshim.model import agreement, equality, guard
 from tests.ranks import run_ranks
 
 NUM_STEPS = 24  # of three epochs
@@ -370,3 +370,14 @@ def test_a_buffer_that_grows_is_read_anew_in_each_pass(order: str) -> None:
     for *passes, text in run_ranks(_rank_has_a_buffer, 2, order, environ={"DDPSHIM_ORDER": order}):
         assert passes == [[n // 4, list(range(n))] for n in (8, 12, 16)]
         assert re.search("rank 0: .* over 20 samples.*rank 1: .* over 21 samples", text)
+
+
+@pytest.mark.unit
+def test_on_a_gpu_what_came_is_read_some_passes_later() -> None:
+    entries, heard = torch.ones(agreement.NUM + 3), []
+    late = agreement.Agreement("Net", torch.device("cuda"))
+    for number in range(8):
+        late.fill(entries, asks=number == 2, num_steps=number)
+        heard.append(late.read(entries))
+    assert heard == [False] * 6 + [True, False]
+    assert entries[:3].tolist() == [1.0] * 3

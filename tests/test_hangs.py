@@ -70,7 +70,7 @@ def test_a_process_that_was_stopped_takes_that_time_for_nobodys() -> None:
 
 def _at(waits_in: Optional[str], cpu_s: Optional[float] = 1.0, **more: Any) -> Standing:
     lines = [f"  in {waits_in}"]
-    return Standing(5, (0, 5), waits_in, None, False, "train.py:40", lines, 31, cpu_s)._replace(**more)
+    return Standing(5, (0, 5), waits_in, None, False, "train.py:40", lines, 31, cpu_s, 0.5)._replace(**more)
 
 
 PASS, WORLD = "backward pass 6", "World.barrier (collective 5 of World's)"
@@ -78,11 +78,14 @@ HERE = _at(PASS)
 CASES: list[tuple[str, Standing, Optional[Standing], Optional[Standing], Optional[list[int]], bool]] = [
     ("sleeps", HERE, _at(None), _at(None), [1], True),
     ("computes", HERE, _at(None), _at(None, 9.0), [1], False),
+    ("paces itself by sleeps", HERE, _at(None), _at(None, thread_s=0.501), [1], False),
+    ("has a child that computes", HERE, _at(None), _at(None, 1.5), [1], False),
     ("moved", HERE, _at(None), _at(None, lines=["elsewhere"]), [1], False),
     ("the system tells no seconds", HERE, _at(None, None), _at(None, None), [1], False),
     ("waits for data", HERE, _at(None, section="a data loader"), _at(None, section="a data loader"), [1], False),
     ("sleeps, and others are patient", _at(WORLD), _at(None), _at(None), [1], False),
     ("is on declared work", HERE, _at(None, is_declared=True), _at(None, is_declared=True), None, False),
+    ("is on it for long", HERE._replace(still_s=700), *2 * [_at(None, is_declared=True, section="a save")], [1], False),
     ("waits elsewhere", HERE, _at(WORLD, num_passes=4), _at(WORLD, num_passes=4), [1], True),
     ("has left, and others are patient", _at(WORLD), _at(None), _at(None, has_left=True), [1], True),
     ("waits as well", HERE, HERE, HERE, [], False),
@@ -232,10 +235,10 @@ def _train_apart(kind: str) -> Optional[str]:
         for _ in range(2):
             for step, (x,) in enumerate(loader):
                 is_odd = here.rank == 1 and step == 1
+                if is_odd:
+                    next(others)  # of a loader that is not trained on: no matter
                 if is_odd and kind == "skips":
                     continue
-                if is_odd and kind == "looks elsewhere":
-                    next(others)
                 net(x).sum().backward()
                 if is_odd and kind == "makes one more":
                     net(x).sum().backward()

@@ -100,6 +100,40 @@ def test_as_a_mean_of_the_ranks_means_it_is_another(name: str) -> None:
         assert (own_weights - weights).abs().max() > 1e-3
 
 
+SAMPLES = ((3, 1), (4, 0), (0, 5))  # of each rank, in each iteration
+
+
+def _train_on_unequal_numbers(alone: bool) -> torch.Tensor:
+    torch.manual_seed(3)
+    here, made = ddpshim.world(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    net = made if alone else ddpshim.wrap_parallel(made)
+    optimizer = torch.optim.SGD(net.parameters(), 0.3)
+    for number, counts in enumerate(SAMPLES):
+        x = (torch.arange(4 * sum(counts), dtype=torch.float64) + number).sin().view(-1, 4)
+        x = x if alone else x.split(counts)[here.rank]
+        optimizer.zero_grad()
+        here.mean_over((net(x) - 1).square().sum(), len(x)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in made.parameters()])
+
+
+def test_ranks_with_unequal_numbers_of_samples_or_none_train_as_one_process() -> None:
+    weights = _train_on_unequal_numbers(alone=True)
+    for own in run_ranks(_train_on_unequal_numbers, 2, False):
+        assert (own - weights).abs().max() < 1e-14
+
+
+def _gather_unequal() -> str:
+    with pytest.raises(ddpshim.errors.DataError) as raised:
+        ddpshim.world().all_gather(torch.ones(3 * (1 - ddpshim.world().rank), 2))
+    return str(raised.value)
+
+
+def test_batches_of_different_sizes_are_not_put_together() -> None:
+    for said in run_ranks(_gather_unequal, 2):
+        assert "different numbers of rows (3 on rank 0, 0 on rank 1)" in said
+
+
 @pytest.mark.unit
 def test_with_one_process_nothing_is_gathered() -> None:
     x = torch.ones(3)

@@ -12,9 +12,11 @@ FLOOR_S = 30.0
 _FACTOR = 3.0
 _NUM_REMEMBERED = 64  # waits, at each line of the program
 _NOTEWORTHY_S = 1.0
+_DECLARED_S = 600.0  # before that nothing is said of work that one rank is known to do alone
 _MOVES_S = 3.0  # who has moved within this time is at work
 _LATE_S = 5.0  # a look that comes this late: the process itself stood still
-_IDLE_SHARE = 0.02  # of a core: who uses less does nothing
+_IDLE_SHARE = 0.02  # of a core: a process that uses less, with its children, does nothing
+_ASLEEP_S = 0.0005  # of a core: less than a thread uses that wakes up now and then
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 
 
@@ -25,6 +27,7 @@ class Standing(NamedTuple):
         num_passes: None where another rank of its node speaks for it.
         still_s: for how long it has not moved.
         cpu_s: seconds of a core that it and its child processes have used so far; None where the system does not say.
+        thread_s: the same of the thread that trains alone.
         has_left: it has left the job, or its program has ended.
     """
 
@@ -37,6 +40,7 @@ class Standing(NamedTuple):
     lines: list[str]
     still_s: float = 0.0
     cpu_s: Optional[float] = None
+    thread_s: Optional[float] = None
     has_left: bool = False
 
 
@@ -111,7 +115,8 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
     if mine is None or mine.waits_in is None:
         return None
     away = [rank for rank, theirs in now.items() if theirs is None or theirs.has_left or theirs.waits_in is None]
-    if any(theirs is not None and theirs.is_declared and not theirs.has_left for theirs in now.values()):
+    on_work = any(theirs is not None and theirs.is_declared and not theirs.has_left for theirs in now.values())
+    if on_work and mine.still_s < _DECLARED_S:
         return None
     elsewhere = [] if away else _apart(now)
     named = away or elsewhere
@@ -150,6 +155,8 @@ def _never_comes(
         return True
     if patient or last.section is not None or first.cpu_s is None or last.cpu_s is None:
         return False
+    if last.num_passes is not None:  # it answers: a loop that paces itself by short sleeps is no standing still
+        same = same and first.thread_s is not None is not last.thread_s and last.thread_s - first.thread_s < _ASLEEP_S
     return same and last.cpu_s - first.cpu_s < max(0.05, _IDLE_SHARE * window_s)
 
 
@@ -182,7 +189,7 @@ def describe(standings: Standings, named: Sequence[int]) -> str:
 
 def _where(theirs: Optional[Standing]) -> str:
     if theirs is None or theirs.num_passes is None:
-        why = theirs.site if theirs else "its process is stopped, gone, or inside of code that keeps Python's lock"
+        why = theirs.site if theirs else "its process is stopped or gone, or keeps Python's lock"
         return f"gave no answer: {why}"
     made = count(theirs.num_passes, "backward pass", "es")
     if theirs.batch is not None:

@@ -19,13 +19,17 @@ _AROUND = (
 _MOST_FRAMES = 10
 
 # What a rank does alone, by a file and a function of its stack. No job ends because of it. Of what is marked, ranks do
-# not even speak: it was declared, or an adapter's trainer does it again and again.
+# not even speak for ten minutes: it was declared, or a trainer that we know has one rank do it.
 _SECTIONS = (
     ("ddpshim/job/world.py", "run_on_main", "World.run_on_main", True),
     ("ddpshim/checkpoint/", "", "a save", True),
     ("ddpshim/robomimic/rollout.py", "", "a rollout", True),
     ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout", True),
     ("robomimic/utils/train_utils.py", "save_model", "a save", True),
+    ("ddpshim/data/node_memory.py", "", "reading a dataset", True),
+    ("ddpshim/robomimic/node_cache.py", "", "reading a dataset", True),
+    ("ddpshim/robomimic/datasets.py", "", "reading a dataset", True),
+    ("robomimic/utils/dataset.py", "load_dataset_in_memory", "reading a dataset", True),
     ("torch/serialization.py", "", "torch.save or torch.load", False),
     ("torch/utils/data/dataloader.py", "", "a data loader", False),
     ("torch/_dynamo/", "", "torch.compile", False),

@@ -44,7 +44,7 @@ class Watch:
         """Watch over the thread that calls this, until `end`. Local."""
         import torch.distributed as dist
 
-        if hasattr(store, "clone"):  # from torch 2.7 on: a connection of its own, which no wait of the rank's holds up
+        if hasattr(store, "clone"):  # a newer torch's: a connection of its own, which no wait of the rank's holds up
             store = store.clone()
             store.set_timeout(timedelta(seconds=_STORE_S))
         self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
@@ -118,7 +118,7 @@ class Watch:
             self._counted = counted
             return self._waits.look(now, counted, None)
         frames = frames_of(self._watched)
-        place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched)
+        place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched) or 0.0
         if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
             self._cpu_s = cpu_s  # in torch's own collectives, one call after the other may look alike
         code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
@@ -138,7 +138,8 @@ class Watch:
     def _answer(self) -> Standing:
         from ddpshim.job import machine  # few jobs need it
 
-        return self._standing()._replace(cpu_s=machine.cpu_seconds(os.getpid()))
+        cpu_s, thread_s = machine.cpu_seconds(os.getpid()), _cpu_seconds_of(self._watched)
+        return self._standing()._replace(cpu_s=cpu_s, thread_s=thread_s)
 
     def _ask(self) -> int:
         """The number of the round that this rank, or at the same moment another one, has all others answer to."""
@@ -172,7 +173,7 @@ class Watch:
         if node is None or node != _node():
             return None
         does = {"T": "is stopped (by SIGSTOP)", "t": "is stopped (by a debugger)", None: "is gone"}
-        why = does.get(machine.state_of(process), "is inside of code that keeps Python's lock")
+        why = does.get(machine.state_of(process), "keeps Python's lock, or waits at the job's store")
         cpu_s = machine.cpu_seconds(process) or 0.0
         return Standing(None, None, None, None, False, f"its process {process} {why}", [], cpu_s=cpu_s)
 
@@ -251,10 +252,10 @@ def _node() -> Optional[str]:
         return None
 
 
-def _cpu_seconds_of(thread: int) -> float:
-    """What a thread of this process has used of a core; 0 where the system does not say."""
+def _cpu_seconds_of(thread: int) -> Optional[float]:
+    """What a thread of this process has used of a core; None where the system does not say."""
     if not hasattr(time, "pthread_getcpuclockid"):
-        return 0.0
+        return None
     with contextlib.suppress(OSError):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    return 0.0
+    return None

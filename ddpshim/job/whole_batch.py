@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
+from ddpshim.errors import DataError
 from ddpshim.job import exchange, shares
 from ddpshim.job.group import new_group, world
 from ddpshim.job.job import current
@@ -48,8 +49,22 @@ def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:
     num = exchange.size(here)
     if num == 1:
         return x
+    if shares.at_hand() is None:  # else they are: they are shares of one batch
+        _check_equal_numbers(x)
     gathered: torch.Tensor = _Gather.apply(x, exchange.number(here), num, group())  # type: ignore[no-untyped-call]
     return gathered
+
+
+def _check_equal_numbers(x: torch.Tensor) -> None:
+    """Raise DataError, on all ranks, where their numbers of rows differ: gloo would end the process (collective)."""
+    counted = torch.tensor([x.shape[0]], device=x.device)
+    counts = [int(count) for count in exchange.gather(counted, group(), "numbers of rows")]
+    if len(set(counts)) > 1:
+        told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+        raise DataError(
+            f"all_gather of different numbers of rows ({told}): they cannot be put together. Pad them to the same "
+            "number and mask what was added, or let the loss be a sum over each rank's rows (World.mean_over)."
+        )
 
 
 def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:

@@ -182,6 +182,7 @@ class World:
         A mean over valid entries (padding masks, sample weights, steps that count) divides by a number that differs
         between ranks; as a rank's own mean, entries weigh more where there are few. On each rank this is W * total
         over the sum of the counts: its mean over the ranks, and that of its gradients, is the mean over all entries.
+        A rank that has none (count 0) runs the network on an empty batch: the others wait for its backward pass.
 
         >>> World().mean_over(torch.tensor(6.0), 3)
         tensor(2.)
@@ -199,7 +200,8 @@ class World:
 
         Row j of rank r of W is row j * W + r, as `make_loader` deals samples. For losses that compare samples with
         each other (InfoNCE) or normalise over the batch: compute them on what is gathered, on every rank. The gradient
-        of a row is the sum over the ranks, of which DDP takes the mean: gradients are those of one process.
+        of a row is the sum over the ranks, of which DDP takes the mean: gradients are those of one process. Raises
+        DataError, on all ranks, where they have different numbers of rows.
 
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.

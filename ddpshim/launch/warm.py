@@ -61,11 +61,14 @@ class Warm:
         return subprocess.Popen(args=args, env=env, **options)
 
     def end(self) -> None:
+        """Nothing is to be started any more. Local."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer.join()
         if self._socket is not None and self._process is not None:
             self._socket.close()
-            self._process.wait(_START_S)
+            self._process.kill()  # perhaps it imports still
+            self._process.wait()
 
     def _begin(self, env: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
