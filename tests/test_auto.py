@@ -231,7 +231,7 @@ def test_run_distributes_a_trainer_without_a_line_in_it(tmp_path: Path, releases
     assert "global batch 100 = 2 ranks x 50" in said
     names = sorted(p.name for p in (tmp_path / "out").rglob("*") if p.is_file() and "tf" not in p.name)
     of_ranks = ["rank_0.jsonl", "rank_0.log", "rank_1.jsonl", "rank_1.log"]
-    assert names == ["config.json", "log.txt", "model_epoch_2.pth", *of_ranks]
+    assert names == ["config.json", "log.txt", "model_epoch_2.pth", *of_ranks, "resume.finished"]
     assert said.count("finished run successfully") == 1
 
 

@@ -235,8 +235,8 @@ def _train_apart(kind: str) -> Optional[str]:
         for _ in range(2):
             for step, (x,) in enumerate(loader):
                 is_odd = here.rank == 1 and step == 1
-                if is_odd:
-                    next(others)  # of a loader that is not trained on: no matter
+                if is_odd and kind == "looks elsewhere":
+                    next(others)
                 if is_odd and kind == "skips":
                     continue
                 net(x).sum().backward()

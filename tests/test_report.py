@@ -508,8 +508,8 @@ def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
     assert [row.record["steps"] for row in run.rows(1)] == [10, 10]
     assert run.rows(0)[0].record["seconds"]["communication"] > 0
     guards = _cells(run, "guards")
-    assert [row[1:4] for row in guards] == [["1, 10", "4", "0"], ["10, 20", "4", "0"]]
-    assert "No guard failed (4 comparisons of weights, 4 of step counts, on all ranks)" in _said(run)
+    assert [row[1:4] for row in guards] == [["1, 2, 10, 11", "8", "0"], ["10, 20", "4", "0"]]
+    assert "No guard failed (8 comparisons of weights, 4 of step counts, on all ranks)" in _said(run)
     assert verdict(run).level == "good"
 
 
@@ -571,7 +571,7 @@ def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_
     assert verdict(run).level == "good"
     assert [row[2] for row in _cells(run, "checkpoints")] == [f"models/model_epoch_{n}.pth" for n in (1, 2)]
     assert [row[:4] for row in _cells(run, "guards")] == [
-        ["weights and random streams of ActorNetwork", "1, 10", "4", "0"],
+        ["weights and random streams of ActorNetwork", "1, 2, 10, 11", "8", "0"],
         ["numbers of backward passes", "10, 20", "4", "0"],
     ]
     assert "<svg" in _page(run.folder)

@@ -103,7 +103,8 @@ class _Steps:
         written = self._version - before
         if written not in self._writes and len(self._writes) < _MOST_WAYS_TO_WRITE:
             self._writes.add(written)
-            ask()
+            if len(self._writes) > 2:  # the first two steps are compared in any case, and begin a habit
+                ask()
 
 
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:

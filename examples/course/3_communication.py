@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ddpshim
+from ddpshim.model.agreement import NUM
 
 QUICK = "--quick" in sys.argv
 NUM_STEPS, LAYER_SIZE = (4, 300_000) if QUICK else (10, 1_000_000)
@@ -237,7 +238,8 @@ def watch_a_step(bucket_cap_mb):
 
 watched = {"a large bucket": run(watch_a_step, 2, 100)[0], "ddpshim's buckets": run(watch_a_step, 2, None)[0]}
 for name, (total_s, computed, sent, sizes) in watched.items():
-    assert sum(sizes) // 4 == 8 * LAYER_SIZE + 8, "all gradients, and for each parameter whether this rank used it"
+    # All gradients, for each parameter whether this rank used it, and what says that ranks are at one step.
+    assert sum(sizes) // 4 == 8 * LAYER_SIZE + 8 + NUM
     hidden = sum(max(0.0, min(b, computed[-1][1]) - a) for a, b in sent)
     print(
         f"{name}: {len(sizes)} message{'s' * (len(sizes) > 1)}, backward took {1000 * total_s:.0f} ms, "
