@@ -150,8 +150,8 @@ class Options:
     trust_peers: bool = _option(
         True,
         _flag(),
-        "false: ranks refuse objects of other ranks that only pickle can hold (`World.gather`, `broadcast`); what "
-        "ddpshim sends itself is none",
+        "false: ranks refuse objects of other ranks that only pickle can hold (`World.gather`, `broadcast`, "
+        "`run_on_main`)",
     )
     bucket_cap_mb: Optional[float] = _option(
         None,
