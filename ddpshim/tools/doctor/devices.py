@@ -86,22 +86,28 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
 
 def _device_in_config(case: Case) -> Iterator[Hit]:
     """Lines of the program's configs that name one GPU, where the program puts something on the device they name."""
-    asked = (
-        value
-        for _, call in case.calls("device", "to", "set_device")
+    asked = [
+        (unit.source, value)
+        for unit, call in case.calls("device", "to", "set_device")
         for value in values_of(call)
         if isinstance(value, (ast.Attribute, ast.Subscript)) and "device" in last_name(value)
-    )
-    read = [key_of(value) or "" for value in asked]
-    if not any(key and not key.startswith("self.device") for key in read):
-        return
-    for path, content in case.configs().items():
+    ]
+    readers = {source for source, value in asked if not (key_of(value) or "self.device").startswith("self.device")}
+    for path, content in case.configs().items() if readers else ():
+        made = {name for name, places in case.tree.targets.items() if any(config == path for _, config in places)}
+        trainers = {s for s in case.program.files if made & s.classes.keys() and _goes_backward(s)}
+        if trainers and trainers.isdisjoint(readers):
+            continue  # the trainer of this config takes another device
         for number, line in enumerate(content.decode("utf-8", "replace").split("\n"), 1):
             match = _CONFIG_DEVICE.match(line)
             if match is not None:
                 place = ast.Constant(match[2], lineno=number, col_offset=match.start(2), end_lineno=number)
                 message = f"{match[2]} is the device of every rank: they share its memory and its time."
                 yield Hit(Source(path, b"").module, place, message)
+
+
+def _goes_backward(source: Source) -> bool:
+    return any("backward" in unit.attributes for unit in source.units)
 
 
 def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:

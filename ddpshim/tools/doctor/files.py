@@ -40,7 +40,7 @@ _OPENERS = {"open", "BytesIO", "StringIO", "NamedTemporaryFile", "TemporaryFile"
 _FILE_NAMES = {"f", "fp", "file", "buffer", "buf", "fout", "stream", "sys.stdout"}
 _OWN_PATHS = words_of("getpid tempfile mkdtemp mkstemp uuid4 gettempdir TemporaryDirectory NamedTemporaryFile")
 _LOCK = re.compile(r"(?i)^(file|soft|inter_?process|acquire_?\w*)_?lock$|^acquire\w*$|^flock$")
-_OF_ALL = re.compile(r"(?i)(^|_)(cache|caches|cached|tmp|temp|download\w*)($|_)|\.lock$")
+_OF_ALL = re.compile(r"(?i)(^|_)(cache|caches|cached|tmp|temp|download\w*)($|_|\.)|\.lock$")
 _LOG_NAMES = re.compile(
     r"(?i)^(print|debug|info|warning|warn|error|critical|exception|log|write|writelines|rank0_print)$"
 )
@@ -119,7 +119,8 @@ def _is_shared_file(target: ast.expr, unit: Unit, case: Case) -> bool:
 
 def _is_own(target: ast.expr, unit: Unit, case: Case) -> bool:
     """Whether each rank (or process) has a path of its own, takes turns by a lock, or writes what all find equal."""
-    if any(map(_LOCK.search, unit.words)) or any(map(_OF_ALL.search, (*identifiers(target), unit.name))):
+    made = {word for _, value in [(unit, target), *case.values(target, unit)] for word in identifiers(value)}
+    if any(map(_LOCK.search, unit.words)) or any(map(_OF_ALL.search, (*made, unit.name))):
         return True
     items = {n.id for loop in unit.all(ast.For) for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     parts = (n for n in ast.walk(target) if isinstance(n, ast.Subscript))

@@ -29,6 +29,7 @@ class Kinds:
         self._kinds: dict[tuple[Unit, ast.AST], frozenset[str]] = {}
         self._guarded: dict[Unit, bool] = {}
         self._busy: set[ast.AST] = set()
+        self._inner: dict[ast.AST, Optional[ast.AST]] = {}
         self._sites: dict[Unit, list[tuple[Unit, ast.Call]]] = {}
         self.given: dict[str, list[tuple[Unit, ast.expr]]] = {}
         self.sites: dict[str, list[tuple[Unit, ast.Call]]] = {}

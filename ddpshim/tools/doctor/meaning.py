@@ -194,13 +194,12 @@ class Meaning(Kinds):
             if parent is unit.node:
                 break
             if isinstance(parent, FUNCTIONS):
-                if parent in self._busy:
-                    return None  # functions that call each other
-                self._busy.add(parent)
-                calls = self._calls_of_inner(parent, unit)
-                guards = [self.guard(call, unit) for call in calls if parent not in source.above(call)]
-                self._busy.discard(parent)
-                return guards[0] if guards and all(guards) else None
+                if parent not in self._inner:
+                    self._inner[parent] = None  # while it is looked for: functions that call each other
+                    calls = self._calls_of_inner(parent, unit)
+                    guards = [self.guard(call, unit) for call in calls if parent not in source.above(call)]
+                    self._inner[parent] = guards[0] if guards and all(guards) else None
+                return self._inner[parent]
             child = parent
         return None
 
