@@ -22,7 +22,7 @@ import ddpshim
 from ddpshim.errors import DataError, DdpShimError, OptionsError, SyncError, WorldError
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.model import shared_sum
+from ddpshim.model import guard, shared_sum
 from ddpshim.model.backward import Passes
 from ddpshim.model.exact import Networks
 from ddpshim.options import Options
