@@ -121,7 +121,17 @@ OF_CODEBASES = {
     *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_inputs"),
 }
 # Words in strings that are no names: of metrics and of files, and what the doctor looks for in other trainers.
-NO_NAMES = {"_Ms", "_Ms_Max", "_epoch_", "_s", "_step_", "_test", "_get_ddp_logging_data", "_set_static_graph"}
+NO_NAMES = {
+    "_Ms",
+    "_pre_hook",
+    "_Ms_Max",
+    "_epoch_",
+    "_s",
+    "_step_",
+    "_test",
+    "_get_ddp_logging_data",
+    "_set_static_graph",
+}
 
 
 def _private_names() -> dict[str, str]:
