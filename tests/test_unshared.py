@@ -56,6 +56,19 @@ def _with_a_world() -> dict[str, Optional[str]]:
             net(x).sum().backward()
             optimizer.step()
 
+    def by_hand_alone() -> None:
+        net = nn.Linear(2, 1)
+        for _ in range(2):
+            net(torch.ones(4, 2)).sum().backward()
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+
+    def looks_at_gradients() -> None:
+        net = nn.Linear(2, 1)
+        for _ in range(3):
+            net(torch.ones(4, 2)).sum().backward()
+
     def forgotten() -> None:
         ddpshim.wrap_parallel(nn.Linear(2, 1))
         _train(nn.Linear(2, 1))
@@ -64,6 +77,8 @@ def _with_a_world() -> dict[str, Optional[str]]:
         "loader alone": by_loader,
         "setup alone": lambda: _train(nn.Linear(2, 1)),
         "own step": lambda: _train(net := nn.Linear(2, 1), _OwnStep(net.parameters(), {})),
+        "updates by hand": by_hand_alone,
+        "looks at gradients": looks_at_gradients,
         "two networks": forgotten,
         "wrapped": lambda: _train(ddpshim.wrap_parallel(nn.Linear(2, 1))),
         "by hand": lambda: _train(nn.Linear(2, 1), share=dist.all_reduce),
@@ -88,9 +103,12 @@ class _OwnStep(torch.optim.Optimizer):
 def test_after_setup_gradients_have_to_be_shared() -> None:
     for found in run_ranks(_with_a_world, 2):
         alone = {name for name, error in found.items() if error and "no network went through wrap_parallel" in error}
-        assert alone == {"loader alone", "setup alone", "own step"}
+        assert alone == {"loader alone", "setup alone", "own step", "updates by hand"}
+        assert "weights changed by hand between two backward passes" in str(found["updates by hand"])
         assert "in no wrapped module" in str(found.pop("two networks"))
-        assert {name for name, error in found.items() if error is None} == {"wrapped", "by hand", "torch's"}
+        assert {name for name, error in found.items() if error is None} == {
+            *("wrapped", "by hand", "torch's", "looks at gradients")
+        }
 
 
 @pytest.mark.ranks

@@ -1,10 +1,11 @@
-"""Ends a job whose ranks train each for itself: an optimizer that steps on gradients which no other rank has seen.
+"""Ends a job whose ranks train each for itself: on gradients which no other rank has seen, by an optimizer or by hand.
 
 Imports no torch: a program decides when that is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -13,7 +14,10 @@ from typing import Any, Optional
 from ddpshim.errors import LaunchError, SyncError
 from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
 
+_MOST_PASSES = 32  # that are looked at for weights that change by hand
+_MOST_NODES, _MOST_WEIGHTS, _MOST_NUMBERS = 1000, 8, 64
 _OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # which a program may distribute itself by
 
 
@@ -23,12 +27,14 @@ class _Answer:
     def __init__(self) -> None:
         self.is_settled = False
         self.num_collectives: Optional[int] = None  # of the default group, when the job began
+        self.num_passes = 0  # backward passes that were looked at
+        self.weights: list[tuple[Any, Any]] = []  # some of the last pass: a parameter, and the first numbers in it
 
 
 @functools.cache
 def watch() -> None:
     """Have every step of an optimizer in this process checked, from the import of torch on. Local."""
-    after_import("torch", _register)
+    after_import("torch", lambda: _register(contextlib.ExitStack()))
 
 
 def leave_to_others() -> None:
@@ -39,13 +45,15 @@ def leave_to_others() -> None:
 def begin() -> None:
     """Have every step checked in this job, which begins; collectives from here on are the program's own. Local."""
     current().part(_Answer).num_collectives = _num_collectives()
-    current().at_end.callback(_register().remove)
+    _register(current().at_end)
 
 
-def _register() -> Any:
+def _register(until: contextlib.ExitStack) -> None:
+    import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    return register_optimizer_step_pre_hook(_check_step)
+    until.callback(register_optimizer_step_pre_hook(_check_step).remove)
+    until.enter_context(replaced(torch.autograd, "backward", _stand_in(torch.autograd.backward)))
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -57,18 +65,62 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
     if not has_closure and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         return
+    _refuse_alone(f"{type(optimizer).__name__}.step()", answer)
+
+
+def _refuse_alone(found: str, answer: _Answer) -> None:
     size = _num_alone(answer)
     if size <= 1:
         answer.is_settled = True
         return
-    kind, is_set_up = type(optimizer).__name__, job.world is not None
+    is_set_up = current().world is not None
     nothing = "no network went through wrap_parallel" if is_set_up else "nothing has distributed this program"
     raise SyncError(
-        f"{kind}.step(): {nothing}, so its gradients are this process's alone, and {size} processes would train {size} "
+        f"{found}: {nothing}, so its gradients are this process's alone, and {size} processes would train {size} "
         "models, into the same files. Let its networks and loaders go through wrap_parallel and make_loader; a trainer "
         "that has DataParallel can stay as it is, with `python -m ddpshim run --convert dataparallel`. See "
         "MIGRATION.md. If each process is to train a model of its own (a sweep), DDPSHIM_GUARD=0 turns this check off."
     )
+
+
+def _stand_in(original: Any) -> Any:
+    """torch.autograd.backward, which looks whether weights were changed by hand since the pass before."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        job = current()
+        answer = job.part(_Answer)
+        if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
+            answer.num_passes += 1
+            if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
+                _refuse_alone("weights changed by hand between two backward passes", answer)
+            answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
+        return original(tensors, *args, **kwargs)
+
+    return backward
+
+
+def _first_numbers(weights: Any) -> Any:
+    return weights.detach().reshape(-1)[:_MOST_NUMBERS]
+
+
+def _weights_of(tensors: Any) -> list[Any]:
+    """Some of the parameters that a loss depends on."""
+    from torch.nn import Parameter
+
+    losses = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    pending = [node for node in (getattr(loss, "grad_fn", None) for loss in losses) if node is not None]
+    found, seen = [], set(pending)
+    for node in pending:  # which grows
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Parameter):
+            found.append(variable)
+        if len(found) == _MOST_WEIGHTS or len(seen) > _MOST_NODES:
+            break
+        more = [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
+        pending += more
+        seen.update(more)
+    return found
 
 
 def _num_alone(answer: _Answer) -> int:
