@@ -4,8 +4,8 @@
 
 One run makes two equal policies, one wrapped without them (the option `guard`), and trains them in turn. It prints the
 ratio of the two steps, which on a busy machine is mostly noise, and the time inside the guards' own code,
-which is not: that of every step, that of a comparison of weights, of which there is one in 1000 steps, and that of the
-thread that watches for hangs, which looks once a second.
+which is not: that of every step, that of a comparison of weights, of which there is one in 1000 steps and one after
+each save, and that of the hash of all at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -86,6 +86,11 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
         equality.start(1)
         equality.finish()
 
+    def agree() -> None:
+        presence = arms["with"].policy._presence.grad
+        arms["with"].policy._agreement.fill(presence, False, 1, [1e-4])
+        arms["with"].policy._agreement.read(presence)
+
     def look() -> None:
         watched_by._counted = None  # as in the middle of steps; without it, as in a rank that stands still
         watched_by._look()
@@ -96,6 +101,8 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
         "look": statistics.median(_time_ms(look) for _ in range(200)) / 2,
         **ms,
         "hook": statistics.median(_time_ms(hook) for _ in range(200)),
+        "agree": statistics.median(_time_ms(agree) for _ in range(200)),
+        "hash": statistics.median(_time_ms(guard._hash_of_all) for _ in range(20)),
         "compare": statistics.median(_time_ms(compare) for _ in range(20)),
         "num_parameters": sum(p.numel() for p in arms["with"].policy.parameters()),
     }
@@ -106,13 +113,15 @@ def run(quick: bool, batch_size_per_rank: int = 64) -> list[Result]:
     got = run_ranks(_measure, 2, 10 if quick else 100, 2, batch_size_per_rank, timeout_s=600)[0]
     value, quartiles = ratio(got["with"], got["without"])
     step_ms, size = statistics.median(got["without"]), f"{got['num_parameters'] / 1e6:.1f}M parameters, 2 ranks"
-    own_ms = got["hook"] + got["compare"] / 1000
+    # A comparison in 1000 steps; one after a save, and a hash of all at the end of an epoch, every 100 steps.
+    own_ms = got["hook"] + got["agree"] + got["compare"] / 1000 + (got["compare"] + got["hash"]) / 100
     return [
         Result("guard_cost", f"step with guards, {size}", value, "x without", quartiles, note=f"{step_ms:.1f} ms"),
-        Result("guard_cost", "guards' own code in a step", got["hook"] * 1000, "us"),
-        Result("guard_cost", "one comparison of weights, of 1000 steps", got["compare"], "ms"),
+        Result("guard_cost", "guards' own code in a step", (got["hook"] + got["agree"]) * 1000, "us"),
+        Result("guard_cost", "one comparison of weights and Adam's state, of 1000 steps", got["compare"], "ms"),
+        Result("guard_cost", "a hash of them, at the end of an epoch", got["hash"], "ms"),
         Result("guard_cost", "a look of the thread that watches for hangs, one a second", got["look"] * 1000, "us"),
-        Result("guard_cost", "guards' own code, amortised", 100 * own_ms / step_ms, "% of a step"),
+        Result("guard_cost", "guards' own code, epochs and saves of 100 steps", 100 * own_ms / step_ms, "% of a step"),
     ]
 
 
