@@ -477,8 +477,10 @@ class _Patient:
     def __init__(self, store: Any, impatient_for: int) -> None:
         self._store, self._end_of_key = store, f"/{impatient_for}"
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        self._store.wait(keys, timeout if keys[0].endswith(self._end_of_key) else timedelta(seconds=50))
+    def check(self, keys: list[str]) -> bool:
+        if not keys[0].endswith(self._end_of_key) and not keys[0].startswith("watch/"):
+            self._store.wait(keys, timedelta(seconds=50))
+        return bool(self._store.check(keys))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

@@ -239,8 +239,7 @@ class World:
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
         """The values of the ranks that come here within the deadline, by rank. Never hangs (collective).
 
-        With a deadline of 0 a rank leaves its value, and waits for nobody.
-
+        With a deadline of 0 a rank leaves its value, and waits for nobody; nor does any for one that has left the job.
         Values are what JSON has: any process that reaches the job's store can write there.
 
         Raises WorldError where the store holds something else.
@@ -253,11 +252,21 @@ class World:
         end, told = time.monotonic() + deadline_s, {self.rank: own.encode()}
         for rank in set(range(self.world_size if deadline_s > 0 else 0)) - {self.rank}:
             key = f"meet/{name}/{rank}"
-            # A moment for each also after the end: one rank that stays away must not hide those that are here.
-            with contextlib.suppress(RuntimeError, ValueError):  # torch's DistStoreError, or what older versions raise
-                self._job.store.wait([key], timedelta(seconds=max(0.1, end - time.monotonic())))
+            if self._comes(rank, key, end):
                 told[rank] = self._job.store.get(key)
         return {rank: messages.from_store(told[rank], f"meet/{name}/{rank}") for rank in sorted(told)}
+
+    def _comes(self, rank: int, key: str, end: float) -> bool:
+        """Whether `rank` leaves its value in the store before `end`; torch complains aloud of a wait that is over."""
+        store, pause = self._job.store, 0.001
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone with its host
+            while not (store.check([key]) if hasattr(store, "check") else failure.is_there(store, key)):
+                if time.monotonic() > end or (pause > 0.1 and failure.is_there(store, f"watch/left/{rank}")):
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, 0.2)
+            return True
+        return False
 
     def hand_out(self, name: str, value: T) -> T:
         """The main rank's value of its n-th call with this `name`, for each rank's n-th: it waits for nobody.

@@ -290,7 +290,7 @@ def _compare_in_the_end() -> None:
     came = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
     away = [rank for rank in range(here.world_size) if rank not in came]
     if away and here.is_main:
-        say(f"ranks {away} did not come to cleanup() within {_END_DEADLINE_S:g} s: the last weights were not compared")
+        say(f"ranks {away} did not come to cleanup(): the last weights were not compared")
     if not away and None not in came.values():
         _refuse_unequal(list(came.values()), "the job")
 
