@@ -118,7 +118,10 @@ class Batch:
             time.sleep(0.02)
 
     def exit_code(self) -> int:
-        return self.process.wait(DEADLINE_S)
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job goes on:\n{self.screen}") from None
 
     @property
     def screen(self) -> str:
