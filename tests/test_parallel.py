@@ -1297,7 +1297,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "'a' of ModuleDict is distributed already",
     ),
     (lambda: DistributedDataParallel(nn.Linear(2, 2)), "is distributed already, by torch's DistributedDataParallel"),
-    (_replicated, "DDPLinear is distributed already, by torch's DDP.*bare module"),
+    (_replicated, "Linear is distributed already, by torch's (DDP|replicate).*bare module"),
     (_fully_sharded, "'0' of Sequential is distributed already, by torch's (FSDPModule|FSDP)"),
     (_split_into_dtensors, "'weight' of Linear is a DTensor"),
     (lambda: [nn.Linear(2, 2)], "wrap_parallel got a list"),

@@ -79,6 +79,8 @@ def test_plain_values_come_back_as_they_were() -> None:
     schedules: list[Any] = [kind(optimizer, *args) for kind, *args in SCHEDULES]
     schedules.append(torch.optim.lr_scheduler.SequentialLR(optimizer, schedules[:2], [3]))
     for stateful in (optimizer, *schedules):
+        if "anneal_func" in stateful.state_dict():
+            continue  # OneCycleLR of torch 2.1 keeps a function, for which `trust_progress` is asked
         stateful.load_state_dict(plain.loads(plain.dumps(stateful.state_dict())))
     tied = torch.zeros(2)
     _, tensors = plain.take_apart([tied, tied])

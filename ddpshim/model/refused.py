@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -47,15 +47,25 @@ def check_kind(module: nn.Module, is_alone: bool) -> None:
                 "gradients could not be reduced. Wrap the module as it was before, and script or trace what comes "
                 "back; or use torch.compile, before or after."
             )
-        for kind in type(child).__mro__:
-            if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
-                raise SyncError(
-                    f"{where} is distributed already, by torch's {kind.__name__}; its gradients would be reduced "
-                    "twice, or parts of different parameters be added. Give wrap_parallel the bare module and "
-                    "leave the other out (fully_shard, replicate, FSDP, DistributedDataParallel)."
-                )
+        other = _other_way(child)
+        if other is not None:
+            raise SyncError(
+                f"{where} is distributed already, by torch's {other}; its gradients would be reduced "
+                "twice, or parts of different parameters be added. Give wrap_parallel the bare module and "
+                "leave the other out (fully_shard, replicate, FSDP, DistributedDataParallel)."
+            )
     for name, tensor in () if is_alone else (*module.named_parameters(), *module.named_buffers()):
         _check_tensor(f"'{name}' of {type(module).__name__}", tensor)
+
+
+def _other_way(module: nn.Module) -> Optional[str]:
+    """By what of torch's a module is distributed already; None where it is not."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
+            return kind.__name__
+    # torch before 2.2 leaves the class as it is, and writes down in the module what was applied to it.
+    applied = (held for key, held in vars(module).items() if "composable" in key and isinstance(held, dict))
+    return next((name for held in applied for name in ("replicate", "fully_shard") if name in held), None)
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
