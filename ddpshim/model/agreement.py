@@ -10,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from operator import mul
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -26,26 +26,36 @@ _DELAY = 4  # passes, on GPUs: what came is read when the GPU is through with it
 _MEETING_DEADLINE_S = 20.0
 
 
+class _Sent(NamedTuple):
+    """Where a rank was in a pass: written out where it is told, and not in every pass."""
+
+    where: list[tuple[shares.Position, str]]
+    num_steps: Optional[int]
+    rates: Sequence[float]
+
+    def __str__(self) -> str:
+        batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in self.where)
+        said = ", ".join(batches) or "no batch of make_loader"
+        if self.num_steps is not None:
+            said += f", after {count(self.num_steps, 'optimizer step')}"
+        return said + (f" (the last at learning rate {', '.join(map(str, self.rates))})" if self.rates else "")
+
+
 class Agreement:
     """The numbers of one wrapper's reductions."""
 
     def __init__(self, network: str, device: torch.device) -> None:
         self._network, self._is_on_cpu = network, device.type == "cpu"
-        self._sent_for = ""
-        self._coming: deque[tuple[Any, torch.Tensor, str]] = deque()
+        self._sent_for = _Sent([], None, ())
+        self._coming: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
 
     def fill(
         self, entries: torch.Tensor, asks: bool = False, num_steps: Optional[int] = None, rates: Sequence[float] = ()
     ) -> None:
         """Write into the last `NUM` of `entries` what this rank has to say. Local."""
         where = shares.positions()
+        self._sent_for = _Sent(where, num_steps, rates)
         number = zlib.crc32(repr(([position for position, _ in where], num_steps, list(rates))).encode())
-        batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in where)
-        self._sent_for = ", ".join(batches) or "no batch of make_loader"
-        if num_steps is not None:
-            self._sent_for += f", after {count(num_steps, 'optimizer step')}"
-        if rates:
-            self._sent_for += f" (the last at learning rate {', '.join(map(str, rates))})"
         bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
         entries[-NUM:].copy_(torch.tensor([float(asks), *bits, *(1 - bit for bit in bits)]))
 
@@ -69,11 +79,11 @@ class Agreement:
             arrived.synchronize()
         return self._judge(came.tolist(), sent_for)
 
-    def _judge(self, came: list[float], sent_for: str) -> bool:
+    def _judge(self, came: list[float], sent_for: _Sent) -> bool:
         asks, bits, opposites = came[0], came[1 : 1 + _NUM_BITS], came[1 + _NUM_BITS :]
         if any(map(mul, bits, opposites)):
             here = world()
-            of_ranks = here.meet("positions", sent_for, _MEETING_DEADLINE_S)
+            of_ranks = here.meet("positions", str(sent_for), _MEETING_DEADLINE_S)
             where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
             raise SyncError(
                 f"gradients of different steps met in a backward pass of {self._network}. {where}. Iterate over the "

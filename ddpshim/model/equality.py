@@ -75,9 +75,12 @@ class Equality:
         self._module, self._group, self._device = module, group, device
         self._optimizers, self._companions = optimizers, companions
         self._buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
+        # Those that nothing makes equal but the main rank's broadcast.
+        self._unsynced = [(home, name) for home, name in self._buffers if not isinstance(home, _SYNCED)]
         self._names = [name for name, _ in module.named_parameters()]
         self._ranks: list[int] = dist.get_process_group_ranks(group)
-        self._sent: Any = None  # (work, rows' names, what each rank sent, num_reductions), while it is on its way
+        # (work, names of rows that have to differ, of all others, what each rank sent, num_reductions), on their way.
+        self._sent: Any = None
         self._before_broadcast: list[torch.Tensor] = []
         self._is_told = False
         self._private = PrivateGenerators()
@@ -93,42 +96,48 @@ class Equality:
 
     def look_at_own_buffers(self) -> None:
         """Take note of the buffers as this rank's samples left them, before they become the main rank's. Local."""
-        own = (home._buffers.get(name) for home, name in self._buffers if not isinstance(home, _SYNCED))
+        own = (home._buffers.get(name) for home, name in self._unsynced)
         self._before_broadcast = [bits_of(buffer, self._device) for buffer in own]
 
     def start(self, num_reductions: int) -> None:
         """Send this rank's checksums (collective, does not wait)."""
-        rows: list[Row] = [*self._differing_rows(), *self._equal_rows()]
-        own = [home for home, _ in self._buffers if not isinstance(home, _SYNCED)]
-        before = self._before_broadcast or [bits_of(None, self._device)] * len(own)
+        differing, equal = list(self._differing_rows()), list(self._equal_rows())
+        before = self._before_broadcast or [bits_of(None, self._device)] * len(self._unsynced)
         self._before_broadcast = []
         with torch.no_grad():
             drawn = torch.tensor(self._private.states_if_used(self._module), device=self._device)
-            mine = torch.stack([*(bits_in(row, self._device) for _, row in rows), *before, drawn])
+            rows = (bits_in(row, self._device) for _, row in (*differing, *equal))
+            mine = torch.stack([*rows, *before, drawn])
         everyones = [torch.empty_like(mine) for _ in self._ranks]
         work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
-        self._sent = (work, [name for name, _ in rows], [mine, *everyones], num_reductions)
+        names = [[name for name, _ in rows] for rows in (differing, equal)]
+        self._sent = (work, *names, [mine, *everyones], num_reductions)
 
     def finish(self) -> None:
         """Raise SyncError, on all ranks, where what `start` sent was not as it should be."""
         if self._sent is None:
             return
-        (work, names, (_, *everyones), num_reductions), self._sent = self._sent, None
+        (work, differing, equal, (_, *everyones), num_reductions), self._sent = self._sent, None
         work.wait()
         kind = type(self._module).__name__
-        compared = {"check": "weights", "network": kind, "reductions": num_reductions, "tensors": len(names)}
+        compared = {
+            "check": "weights",
+            "network": kind,
+            "reductions": num_reductions,
+            "tensors": len(differing) + len(equal),
+        }
         try:
-            self._compare(names, [everyone.tolist() for everyone in everyones], num_reductions)
+            self._compare(differing, equal, [everyone.tolist() for everyone in everyones], num_reductions)
         except SyncError as error:
             events.note("guard", passed=False, said=str(error), **compared)
             raise
         events.note("guard", passed=True, **compared)
 
-    def _compare(self, names: Sequence[str], table: list[list[int]], number: int) -> None:
+    def _compare(self, differing: list[str], equal: list[str], table: list[list[int]], number: int) -> None:
         """Raise SyncError where the rows of the ranks, in `table`, differ that must not, or do not that must."""
-        num_differing = 0 if draws_alike() else len(list(self._differing_rows()))
-        self._refuse_equal(names[:num_differing], table)
-        odd = [i for i in range(num_differing, len(names)) if len({rows[i] for rows in table}) > 1]
+        names = differing + equal
+        self._refuse_equal(differing, table)
+        odd = [i for i in range(len(differing), len(names)) if len({rows[i] for rows in table}) > 1]
         if not odd:
             self._name_shares(table, len(names))
             self._private.name_if_alike([rows[-1] for rows in table], self._ranks[0] == dist.get_rank())
@@ -136,7 +145,7 @@ class Equality:
         if _STREAMS in [names[i] for i in odd]:
             self._take_streams(number)
         facts = self._look_closer(names, [i for i in odd if names[i] != _STREAMS])
-        if facts and not (self._rounds_alike is False and self._mend(number)):
+        if facts and (self._rounds_alike or not self._mend(number)):
             raise SyncError(self._said_of(facts, number))
 
     def _look_closer(self, names: Sequence[str], odd: list[int]) -> dict[str, list[list[int]]]:
@@ -195,8 +204,7 @@ class Equality:
 
     def _name_shares(self, table: list[list[int]], start: int) -> None:
         """Say where buffers that the module itself updates saw another share of the samples on each rank."""
-        own = [(home, name) for home, name in self._buffers if not isinstance(home, _SYNCED)]
-        for i, (home, name) in enumerate(own, start):
+        for i, (home, name) in enumerate(self._unsynced, start):
             seen = {rows[i] for rows in table}
             if len(seen) > 1 and 0 not in seen and not self._is_told and self._ranks[0] == dist.get_rank():
                 self._is_told = True
