@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,18 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         pytest.fail(
             f"a test marked unit starts a process ({_started[0]}): mark it ranks or launch, see tests/conftest.py"
         )
+
+
+@pytest.fixture(autouse=True)
+def _no_job_is_left() -> Iterator[None]:
+    """After each test the process is in no job, nor was it in one: the next test may be of any file."""
+    yield
+    if "ddpshim.job.job" in sys.modules:
+        import ddpshim
+        from ddpshim.job import job
+
+        ddpshim.cleanup()
+        job.begin_next()
 
 
 @pytest.fixture(scope="session")
