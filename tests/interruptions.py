@@ -162,7 +162,9 @@ def interrupt(
     counted = {name: steps_that_count(folder / name) for name in runs}
     before, after = weights(folder / "whole"), weights(folder / "ended")
     losses, losses_after = metrics(folder / "whole"), metrics(folder / "ended")
-    left = sorted(path.name for path in (folder / "ended").glob("out/*/*/*"))
+    # Of the start that ended: one that was killed before its first save leaves a folder, named by another second.
+    last = max((folder / "ended").glob("out/*/*"), key=lambda path: path.name)
+    left = sorted(path.name for path in last.iterdir())
     return {
         "starts": runs["ended"],
         "steps": len(counted["whole"]),
