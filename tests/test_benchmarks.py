@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Optional
 
 import pytest
 
 from benchmarks import __main__ as front
+from benchmarks import page as pictures
 from benchmarks.results import Result, alternate, median_and_quartiles, ratio
 from benchmarks.ring_model import Cluster, Link, Training
 
@@ -52,7 +54,7 @@ def test_the_table_has_targets_and_notes() -> None:
         Result("step", "5M", 0.9312, "x DDP", (0.91, 0.95), at_most=1.0),
         Result("data", "low_dim", 8.0, "x", at_least=10.0, note="a profile"),
     ]
-    lines = front.table(rows).splitlines()
+    lines = pictures.table(rows).splitlines()
     assert lines[2] == "| step | 5M | 0.931 x DDP | 0.91 to 0.95 | ≤ 1 | yes |"
     assert lines[3] == "| data | low_dim | 8 x |  | ≥ 10 | **no** |"
     assert lines[-1] == "- data, low_dim: a profile"
@@ -71,9 +73,27 @@ def test_a_benchmark_that_fails_is_a_target_that_does_not_hold(tmp_path: Path) -
     (found,) = front.measure("results", quick=True)  # a module without `run`
     assert found.holds is False
     assert found.note == "FAILED: exit code 1"
-    front.draw([found, Result("b", "w", 1.0, "", at_most=1.0)], tmp_path / "a.png")
-    front.overview([found, Result("b", "w", 2.0, "", at_most=1.0)], tmp_path / "b.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_what_others_take_for_each_question(tmp_path: Path) -> None:
+    rows = [
+        Result("step", "5M", 0.5, "x raw DDP", at_most=1.0),
+        Result("step", "5M", 0.8, "x ignite"),
+        Result("step", "rate", 3.0, "x raw DDP", at_least=1.0),
+        Result("step", "memory", 4.0, "x size of the policy"),
+        Result("step", "failed", float("nan"), "x raw DDP"),
+        Result("step", "5M", 12.0, "ms"),
+    ]
+    assert pictures.compared(rows) == {"5M": {"raw DDP": 2.0, "ignite": 1.25}, "rate": {"raw DDP": 3.0}}
+    machine = {"machine": {"cores": 2}, "quick": False}
+    runs = {"step": {**machine, "results": [asdict(row) for row in rows]}, "guard_cost": {**machine, "results": []}}
+    pictures.draw_all(runs, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step.png"]
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    lines = pictures.page(runs).splitlines()
+    headings = [line for line in lines if line.startswith("## ") or line.startswith("![")]
+    question = "How long does a step take?"
+    assert headings == [f"## {question}", f"![{question}](benchmarks/step.png)", "## What else was measured"]
 
 
 CLUSTER = Cluster("of tests", inside=Link(1e9, 0.001), between=Link(1e8, 0.01), gpus_per_node=4)
@@ -111,5 +131,4 @@ def test_what_was_measured_before_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     page = (tmp_path / "benchmarks.md").read_text()
     assert "| doctor_speed | w | 2 s |  | ≤ 1.5 | **no** |" in page
     assert "| guard_cost | w | 1 s |  | ≤ 1.5 | yes |" in page
-    assert (tmp_path / "benchmarks.png").exists()
     assert front.main(["--only", "guard_cost", "--out", str(tmp_path / "new")]) == 0
