@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -25,6 +26,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job.group import ENDS_THREADS
 from ddpshim.job.job import current
 from ddpshim.model import backward, guard
+from ddpshim.model.inputs import moved
 from ddpshim.model.parallel import BareModule, DataParallelModule, best_bucket_cap_mb
 from ddpshim.model.reducer import _Pass
 from ddpshim.model.transparent import portable_keys
@@ -457,6 +459,7 @@ def test_after_cleanup_the_module_is_bare_again() -> None:
 
 
 _LEAVES = """
+import collections
 import contextlib
 import pathlib
 import torch
@@ -1147,6 +1150,51 @@ def test_one_process_passes_everything_through(one: BareModule) -> None:
         one(torch.zeros(1, D_IN, dtype=torch.float64)).sum().backward()
     assert net.head.weight.grad is not None
     assert one.double() is one
+
+
+class _WithNamesOfDataParallel(nn.Linear):
+    """Has attributes and methods that torch's DataParallel has, too."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.dim, self.device_ids, self.src_device_obj, self.output_device = "mine", "mine", "mine", "mine"
+
+    def _mine(self, *args: Any) -> str:
+        return "mine"
+
+    scatter = gather = replicate = parallel_apply = _mine
+
+
+@pytest.mark.unit
+def test_dataparallel_and_its_module_do_not_take_each_others_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = DataParallelModule(_WithNamesOfDataParallel())
+    assert {spread.dim, spread.device_ids, spread.src_device_obj, spread.gather(), spread.scatter()} == {"mine"}
+    spread.dim = spread.gather = "changed"
+    assert [spread.module.dim, spread.module.gather, spread.dim, spread.gather] == ["changed"] * 4
+    seen = []
+    monkeypatch.setattr(DataParallel, "forward", lambda self, x: (seen.append(self.device_ids), x)[1])
+    assert spread(torch.ones(1)).item() == 1
+    assert seen == [[]]
+    assert list(spread.state_dict()) == ["weight", "bias"]
+    assert [name for name, _ in spread.named_modules()] == [""]
+
+
+@pytest.mark.unit
+def test_inputs_follow_to_the_device_and_what_is_there_is_left_alone() -> None:
+    there, scalar = torch.device("meta"), torch.tensor(2.0)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
+    point = collections.namedtuple("point", "x y")(scalar, "text")
+    by_name = collections.defaultdict(list, a=[scalar, (1, None)])
+    found = moved((scalar, packed, point, by_name, 3), there)
+    assert [found[0].device, found[1].data.device, found[2].x.device, found[3]["a"][0].device] == [there] * 4
+    assert (type(found[2]), found[2].y, found[3]["a"][1], found[4]) == (type(point), "text", (1, None), 3)
+    assert (type(found[3]), found[3]["new"]) == (collections.defaultdict, [])
+    assert by_name == {"a": [scalar, (1, None)]}  # the caller's own
+    assert moved(found, there) is found
+    assert (moved((), there), moved({}, there)) == ((), {})
+    leaf = torch.ones(2, requires_grad=True)
+    moved(leaf, torch.device("cpu")).add(1).sum().backward()
+    assert moved(leaf, torch.device("cpu")) is leaf and leaf.grad is not None
 
 
 @pytest.mark.unit

@@ -156,13 +156,16 @@ def _group_of_its_own() -> Any:
     return dist.group.WORLD if is_first() else new_group()
 
 
-class DataParallelModule(Transparent, DataParallel):  # type: ignore[type-arg]
-    """One process on several GPUs: `forward` is spread over them, any other method runs on the first."""
+class DataParallelModule(BareModule):
+    """One process on several GPUs: `forward` is spread over them, any other method runs on the first.
+
+    torch's DataParallel is kept beside the module rather than being a base class: it looks up `dim`, `gather` and others
+    on itself, and a module may have attributes of these names.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        DataParallel.__init__(self, module)
-        self._modules.pop("module")
-        self._show(module)
+        super().__init__(module)
+        self.__dict__["_spread"] = DataParallel(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return DataParallel.forward(self, *args, **kwargs)
+        return self._spread(*args, **kwargs)

@@ -29,7 +29,7 @@ from ddpshim.job import events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import agreement, backward, guard, seams
+from ddpshim.model import agreement, backward, guard, inputs, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
@@ -107,7 +107,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 "ranks would add up the wrong ones. Use a hook of one message (allreduce, bf16 compression)."
             )
         mine = self.__dict__
-        mine["_reducer"], mine["_on_cuda"] = self.reducer, self.device.type == "cuda"
+        mine["_reducer"], mine["_device"] = self.reducer, self.device
         if comm_hook is not None:
             (self._reducer if lacking else self).register_comm_hook(comm_hook_state, comm_hook)
         if not lacking:
@@ -216,11 +216,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._on_cuda:
-            from torch.nn.parallel.scatter_gather import scatter_kwargs
-
-            # Inputs on the CPU follow to the GPU, as under DataParallel.
-            (args,), (kwargs,) = scatter_kwargs(args, kwargs, [self._reduced[0].device.index])
+        if self._device.type != "cpu":  # inputs follow, as under DataParallel
+            args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
         return self.module(*args, **kwargs)
 
     def _detach(self) -> None:
@@ -313,7 +310,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
         self.__dict__["_is_completing"] = False
-        current().progress.end_pass(self._on_cuda)
+        current().progress.end_pass(self._device.type == "cuda")
         if self._agreement is not None and self._agreement.read(self._presence.grad):
             mine = self.__dict__
             mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
