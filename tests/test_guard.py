@@ -207,7 +207,7 @@ def _rank_is_legitimate() -> list[int]:
             with torch.no_grad():
                 module(_batch(9))  # an evaluation on one rank, which moves the BatchNorm's statistics
         _steps(module, torch.optim.Adam(module.parameters(), lr=1e-3), 12)
-        assert module._equality._sent is None
+        assert module._equality.sent is None
     added = net.add_module("added", nn.Linear(2, 2))  # on every rank, alike
     del added
     net.added.weight.data.fill_(1)

@@ -52,6 +52,8 @@ class Equality:
         is_on: whether all ranks want it.
         covers_all: whether the group has all ranks of the job.
         num_mended: how often weights that differed by rounding became the main rank's.
+        sent: a comparison that is on its way: (work, names of rows that have to differ, of all others, what each rank
+            sent, num_reductions).
     """
 
     def __init__(
@@ -79,8 +81,7 @@ class Equality:
         self._unsynced = [(home, name) for home, name in self._buffers if not isinstance(home, _SYNCED)]
         self._names = [name for name, _ in module.named_parameters()]
         self._ranks: list[int] = dist.get_process_group_ranks(group)
-        # (work, names of rows that have to differ, of all others, what each rank sent, num_reductions), on their way.
-        self._sent: Any = None
+        self.sent: Any = None
         self._before_broadcast: list[torch.Tensor] = []
         self._is_told = False
         self._private = PrivateGenerators()
@@ -111,13 +112,13 @@ class Equality:
         everyones = [torch.empty_like(mine) for _ in self._ranks]
         work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
         names = [[name for name, _ in rows] for rows in (differing, equal)]
-        self._sent = (work, *names, [mine, *everyones], num_reductions)
+        self.sent = (work, *names, [mine, *everyones], num_reductions)
 
     def finish(self) -> None:
         """Raise SyncError, on all ranks, where what `start` sent was not as it should be."""
-        if self._sent is None:
+        if self.sent is None:
             return
-        (work, differing, equal, (_, *everyones), num_reductions), self._sent = self._sent, None
+        (work, differing, equal, (_, *everyones), num_reductions), self.sent = self.sent, None
         work.wait()
         kind = type(self._module).__name__
         compared = {

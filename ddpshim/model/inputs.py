@@ -17,8 +17,8 @@ def moved(value: Any, device: torch.device) -> Any:
     it. Others follow in the order of the stream, gradients flow back through the move.
     """
     if isinstance(value, (torch.Tensor, PackedSequence)):
-        there = value.data.device if isinstance(value, PackedSequence) else value.device
-        return value if there == device else value.to(device, non_blocking=True)
+        there = value.data.device  # which a packed sequence has not itself
+        return value if there == device else value.to(device, non_blocking=True)  # type: ignore[arg-type]
     if isinstance(value, (tuple, list)):
         items = _moved_items(value, device)
         if items is value:

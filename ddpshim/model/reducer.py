@@ -29,13 +29,13 @@ from ddpshim.job import events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import agreement, backward, guard, inputs, seams
+from ddpshim.model import agreement, backward, guard, inputs, order, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
 from ddpshim.model.transparent import Transparent
 
-_HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
+_HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality", "_order"}
 
 
 class Wrapped(weakref.WeakSet["DistributedModule"]):
@@ -126,7 +126,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
-        mine["_pass"] = _Pass(self._arm)
+        mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
+        mine["num_bytes"] = sum(p.numel() * p.element_size() for p in reduced)
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
         mine["_versions"] = []  # of the parameters, in the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
@@ -149,6 +150,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(tell))
         broadcast_state(module, process_group)
         guard.own(self, reduced)
+        mine["_order"] = order.of(process_group)
+        mine["_number"] = self._order.add(self)
         if is_first():
             on_cleanup(current().part(Wrapped).unwrap_all)
             backward.watch(current().part(Wrapped).unfinished)
@@ -227,6 +230,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._handles.clear()
         guard.disown(self._reduced)
         self._reducer._remove_autograd_hooks()
+        self._order.remove(self._number)
         for name in _HOLD_THE_GROUP & self.__dict__.keys():  # whose threads cleanup() ends
             del self.__dict__[name]
 
@@ -241,13 +245,14 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if not self.require_backward_grad_sync:
             self.__dict__["has_unreduced_gradients"] = True
             return False
-        self.check_equality()
+        mine = self.__dict__
+        mine["_sends_at_once"] = self._order.join(self._number)
         if not self.num_reductions:
             noise.begin_training(type(self.module).__name__)
             if self._equality.is_on:
-                self.__dict__["_versions"] = [p._version for p in self._reduced]
-        self._reducer.prepare_for_backward([])
-        backward.at_end(self._finish)
+                mine["_versions"] = [p._version for p in self._reduced]
+        if self._sends_at_once:
+            self._reducer.prepare_for_backward([])
         return True
 
     def _finish(self) -> None:
@@ -268,7 +273,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
             backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
             self._versions.clear()
         self._tell_unused([i for i in missed if reduced[i].grad is None])
-        for index in missed:
+        ready = missed
+        if not self._sends_at_once:
+            self._reducer.prepare_for_backward([])
+            places = {id(p): i for i, p in enumerate(reduced)}
+            ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # as they came
+        for index in ready:
             self._reducer._autograd_hook(len(reduced) - 1 - index)
         if self._agreement is not None:
             self._agreement.fill(self._presence.grad, self._asks(), self._num_steps, self._rates)
