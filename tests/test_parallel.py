@@ -390,6 +390,62 @@ def test_options_of_ddp_pass_through() -> None:
     assert run_ranks(_rank_with_comm_hook, 2) == pytest.approx([expected] * 2, abs=1e-12)
 
 
+class _LastFirst(nn.Module):
+    """Runs its layers in another order than it has them, as a U-Net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (3, 5, 0, 4, 2, 1):
+            x = self.layers[i](x).tanh()
+        return x
+
+
+def _rank_sends_buckets() -> list[Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    came: list[int] = []
+    sent: list[tuple[int, list[int]]] = []  # how many gradients were there, and whose a bucket had
+
+    def hook(state: Any, bucket: Any) -> Any:
+        sent.append((len(came), [places.get(p.data_ptr(), -1) for p in bucket.parameters()]))
+        return allreduce_hook(None, bucket)
+
+    hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
+
+    with ddpshim.shared_random_streams(0):
+        net = _LastFirst()
+    places = {p.data_ptr(): i for i, p in enumerate(net.parameters())}
+    wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, comm_hook=hook)
+    for i, p in enumerate(net.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
+    got = []
+    for _ in range(3):
+        came.clear()
+        sent.clear()
+        net.zero_grad()
+        wrapped(torch.full((2, 64), 0.1 * (ddpshim.world().rank + 1))).sum().backward()
+        got.append((list(came), list(sent), [p.grad.clone() for p in net.parameters()]))
+    return got
+
+
+def test_buckets_leave_in_the_order_in_which_gradients_come() -> None:
+    for got in run_ranks(_rank_sends_buckets, 2):
+        order = got[0][0]
+        assert (order[0] // 2, order[-1] // 2) == (1, 3)  # not that of the network's layers
+        for came, sent, gradients in got[1:]:
+            assert came == order
+            assert [i for _, bucket in sent for i in bucket] == [*order, -1]
+            # Each leaves when its own gradients are there; the hook that counts may run after the one that sends.
+            ends = [sum(len(bucket) for _, bucket in sent[: k + 1]) for k in range(len(sent) - 1)]
+            assert len(ends) >= 5
+            assert all(end - there in (0, 1) for (there, _), end in zip(sent, ends))
+            for gradient, first in zip(gradients, got[0][2]):
+                assert torch.equal(gradient, first)
+
+
 def _rank_builds_different(kind: str) -> list[float]:
     here = ddpshim.world()
     torch.manual_seed(here.rank)

@@ -41,10 +41,25 @@ _HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_t
 class Wrapped(weakref.WeakSet["DistributedModule"]):
     """The networks that are wrapped in a job."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_first_buckets: list[DistributedModule] = []  # after their first pass
+
     def unwrap_all(self) -> None:
         for wrapped in list(self):
             DistributedModule._detach(wrapped)
         self.clear()
+
+    def rebuild_buckets(self) -> None:
+        """Give the networks whose first pass is over buckets in the order of its gradients (collective).
+
+        torch does so before the second forward, which one rank alone may run. Here it is at the end of a backward pass,
+        of all its networks: ranks may have met them in different orders.
+        """
+        if self.unfinished() is None:
+            for wrapped in sorted(self.with_first_buckets, key=lambda wrapped: wrapped._number):
+                wrapped._reducer._rebuild_buckets()
+            self.with_first_buckets.clear()
 
     def unfinished(self) -> Optional[str]:
         """The network whose gradients are on their way in a backward pass that goes on, or was left."""
@@ -110,11 +125,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_reducer"], mine["_device"] = self.reducer, self.device
         if comm_hook is not None:
             (self._reducer if lacking else self).register_comm_hook(comm_hook_state, comm_hook)
-        if not lacking:
-            # torch builds its buckets anew before the second forward, which is collective: one rank alone could not
-            # run it. Here it has the order in which gradients come (nearly) from the start.
-            self._reducer._push_all_rebuilt_params()
-            self._reducer._rebuild_buckets()
         self._modules.pop("module")
         self._show(module)
         reduced: list[nn.Parameter] = self._reduced
@@ -131,7 +141,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
         mine["_versions"] = []  # of the parameters, in the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
-        mine["num_reductions"] = 0
+        mine["num_reductions"] = mine["_num_passes"] = 0  # the passes that ended, and all that were to be reduced
+        mine["_number"] = current().next_number("networks")
         mine["_num_steps"], mine["_rates"] = 0, []  # of optimizers, and the learning rates of the last one
         mine["_num_answered"] = guard.num_asked()  # of what this rank has asked for
         mine["_at_steps"] = None  # how many there had been when weights were compared last
@@ -145,13 +156,13 @@ class DistributedModule(Transparent, DistributedDataParallel):
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
         if lacking:
-            for i, parameter in enumerate(reversed(reduced)):
-                tell = functools.partial(_tell, self._reducer, i)
+            for i, parameter in enumerate(reduced):
+                tell = functools.partial(_tell, self._reducer, i + 1)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(tell))
         broadcast_state(module, process_group)
         guard.own(self, reduced)
         mine["_order"] = order.of(process_group)
-        mine["_number"] = self._order.add(self)
+        mine["_place"] = self._order.add(self)
         if is_first():
             on_cleanup(current().part(Wrapped).unwrap_all)
             backward.watch(current().part(Wrapped).unfinished)
@@ -180,8 +191,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced) + agreement.NUM))
         mine["device"] = reduced[0].device
         mine["reducer"] = public_reducer.PublicReducer(
-            [*reversed(reduced), self._presence],
-            [*reversed(are_sparse), False],
+            [self._presence, *reduced],
+            [False, *are_sparse],
             process_group,
             ddp_options.get("bucket_cap_mb"),
             ddp_options["gradient_as_bucket_view"],
@@ -194,13 +205,13 @@ class DistributedModule(Transparent, DistributedDataParallel):
             )
 
     def _build_params_for_reducer(self) -> Any:
-        """What torch's constructor gives its reducer: parameters in the order of their gradients, then one more."""
+        """What torch's constructor gives its reducer, which turns the order round: one more, then the parameters."""
         parameters, are_sparse = DistributedDataParallel._build_params_for_reducer(self)
         mine = self.__dict__
         mine["_reduced"] = parameters
         # Its gradient tells which parameters this rank used.
         mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + agreement.NUM))
-        return [*reversed(parameters), self._presence], [*reversed(are_sparse), False]
+        return [self._presence, *parameters], [False, *are_sparse]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
         """What torch's reducer prints: it does not know the additional parameter."""
@@ -230,7 +241,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._handles.clear()
         guard.disown(self._reduced)
         self._reducer._remove_autograd_hooks()
-        self._order.remove(self._number)
+        self._order.remove(self._place)
         for name in _HOLD_THE_GROUP & self.__dict__.keys():  # whose threads cleanup() ends
             del self.__dict__[name]
 
@@ -246,13 +257,14 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self.__dict__["has_unreduced_gradients"] = True
             return False
         mine = self.__dict__
-        mine["_sends_at_once"] = self._order.join(self._number)
+        mine["_sends_at_once"] = self._order.join(self._place)
         if not self.num_reductions:
             noise.begin_training(type(self.module).__name__)
             if self._equality.is_on:
                 mine["_versions"] = [p._version for p in self._reduced]
         if self._sends_at_once:
             self._reducer.prepare_for_backward([])
+        mine["_num_passes"] += 1
         return True
 
     def _finish(self) -> None:
@@ -279,10 +291,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
             places = {id(p): i for i, p in enumerate(reduced)}
             ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # as they came
         for index in ready:
-            self._reducer._autograd_hook(len(reduced) - 1 - index)
+            self._reducer._autograd_hook(index + 1)
         if self._agreement is not None:
             self._agreement.fill(self._presence.grad, self._asks(), self._num_steps, self._rates)
-        self._reducer._autograd_hook(len(reduced))
+        self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1
         if self._same_every_time and self._usual is None:
@@ -319,12 +331,16 @@ class DistributedModule(Transparent, DistributedDataParallel):
                     self._reduced[i].grad = None
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
-        self.__dict__["_is_completing"] = False
+        mine, all_wrapped = self.__dict__, current().part(Wrapped)
+        mine["_is_completing"] = False
+        if self._num_passes == 1:
+            all_wrapped.with_first_buckets.append(self)
         current().progress.end_pass(self._device.type == "cuda")
         if self._agreement is not None and self._agreement.read(self._presence.grad):
-            mine = self.__dict__
             mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
             self._equality.start(self.num_reductions)
+        if all_wrapped.with_first_buckets:
+            all_wrapped.rebuild_buckets()
 
     def _asks(self) -> bool:
         """Whether this rank wants weights compared after the backward pass that ends: before a step that is due."""
