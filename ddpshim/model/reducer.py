@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events, exchange, noise
+from ddpshim.job import devices, events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
@@ -34,8 +34,10 @@ from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
 from ddpshim.model.transparent import Transparent
+from ddpshim.model.unused import Unused
 
-_HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality", "_order"}
+_OF_TORCH = {"process_group", "reducer", "_reducer", "logger"}
+_HOLD_THE_GROUP = _OF_TORCH | {"_buffers_to_send", "_equality", "_order", "_unused"}
 
 
 class Wrapped(weakref.WeakSet["DistributedModule"]):
@@ -134,7 +136,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         homes = [] if buffers is None else buffers.homes
         mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
-        mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
+        mine["_unused"] = Unused(len(reduced), self._device, process_group)
+        mine["_captured"] = []  # from where CUDA graphs copy
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
         mine["num_bytes"] = sum(p.numel() * p.element_size() for p in reduced)
@@ -284,7 +287,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._versions:
             backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
             self._versions.clear()
-        self._tell_unused([i for i in missed if reduced[i].grad is None])
         ready = missed
         if not self._sends_at_once:
             self._reducer.prepare_for_backward([])
@@ -292,8 +294,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
             ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # as they came
         for index in ready:
             self._reducer._autograd_hook(index + 1)
-        if self._agreement is not None:
-            self._agreement.fill(self._presence.grad, self._asks(), self._num_steps, self._rates)
+        self._tell_others([i for i in missed if reduced[i].grad is None])
         self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1
@@ -308,15 +309,21 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if profiled is not None:
             backward.at_end(profiled.end)
 
-    def _tell_unused(self, unused: list[int]) -> None:
-        """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
-        self.__dict__["_unused"] = unused
-        if self._presence.grad is None:
-            self._presence.grad = torch.ones_like(self._presence)
-        else:
-            self._presence.grad.fill_(1)
-        if unused:
-            self._presence.grad[unused] = 0
+    def _tell_others(self, unused: list[int]) -> None:
+        """Fill the additional gradient: `unused` parameters have none here."""
+        presence = self._presence
+        gradient = presence.grad if presence.grad is not None else torch.empty_like(presence)
+        # What travels to a GPU is copied from memory that is pinned: nobody waits for that.
+        on_cpu = gradient.device.type == "cpu"
+        row = gradient if on_cpu else torch.empty(len(gradient), dtype=gradient.dtype, pin_memory=gradient.is_cuda)
+        self._unused.tell(row, unused)
+        if self._agreement is not None:
+            self._agreement.fill(row, self._asks(), self._num_steps, self._rates, bool(unused))
+        if not on_cpu:
+            gradient.copy_(row, non_blocking=True)
+            if devices.is_capturing(gradient.device):
+                self._captured.append(row)
+        presence.grad = gradient
 
     def _complete(self) -> None:
         """After the reduction: what no rank used has no gradient, and buffers become the main rank's."""
@@ -324,21 +331,20 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self._reducer._check_reducer_finalized()
         except RuntimeError as error:
             self._refuse_stale(error)
-        if self._unused:
-            used = self._presence.grad.tolist()
-            for i in self._unused:
-                if not used[i]:
-                    self._reduced[i].grad = None
+        for i in self._unused.of_all(self._presence.grad):
+            self._reduced[i].grad = None
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
         mine, all_wrapped = self.__dict__, current().part(Wrapped)
         mine["_is_completing"] = False
         if self._num_passes == 1:
             all_wrapped.with_first_buckets.append(self)
-        current().progress.end_pass(self._device.type == "cuda")
-        if self._agreement is not None and self._agreement.read(self._presence.grad):
-            mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
-            self._equality.start(self.num_reductions)
+        current().progress.end_pass(self._device.type == "cuda" and not devices.is_capturing(self._device))
+        if self._agreement is not None and not devices.is_capturing(self._device):
+            if self._agreement.read(self._presence.grad):
+                mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
+                self._equality.start(self.num_reductions)
+            self._unused.hosts_tell = self._unused.hosts_tell or self._agreement.leave_out
         if all_wrapped.with_first_buckets:
             all_wrapped.rebuild_buckets()
 
@@ -378,7 +384,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def check_equality(self) -> None:
         """Raise SyncError where the last comparison found that ranks differ."""
-        self._equality.finish()
+        if not devices.is_capturing(self._device):
+            self._equality.finish()
 
 
 def _tell(reducer: Any, index: int, parameter: torch.Tensor) -> None:
