@@ -77,3 +77,9 @@ def single_device(device: Union[str, torch.device, None] = None) -> torch.device
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is computed on `device` now goes into a CUDA graph, and nothing may be read from it. Local."""
+    # A torch without CUDA has the function, too, and it raises.
+    return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

@@ -234,11 +234,11 @@ def use_own_batches() -> None:
         split_random_streams()
 
 
-def new_group() -> Any:
-    """Another process group of all ranks, with the backend and timeout of the first (collective)."""
+def new_group(backend: Optional[str] = None) -> Any:
+    """Another process group of all ranks, with the timeout and (if not given) the backend of the first (collective)."""
     timeout = current().timeout
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    return dist.new_group(**options)
+    return dist.new_group(backend=backend, **options)
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:
