@@ -324,7 +324,8 @@ def _join(
         timeout=timedelta(seconds=timeout_s),
     )
     job.group, job.timeout, job.store = dist.group.WORLD, timedelta(seconds=timeout_s), store
-    job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
+    if env.world_size > 1:  # one rank has nobody to talk to, and a thread of gloo's wakes it 100 times a second
+        job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
     return World(
         rank=env.rank,
         local_rank=env.local_rank,
