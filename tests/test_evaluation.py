@@ -90,12 +90,16 @@ def _without_seconds(evaluation: Evaluation) -> list[tuple[Any, ...]]:
 
 def _refused(make_env: Any, policy: Any, how: Any = ddpshim.evaluate) -> str:
     try:
-        evaluation = how(make_env, policy, 40, ends_at_success=False)
-        if how is not ddpshim.evaluate:
-            evaluation.result()
+        return _result(how(make_env, policy, 40, ends_at_success=False))
     except RolloutError as error:
         return str(error)
-    return "nothing"
+
+
+def _result(being_played: Any) -> str:
+    try:
+        return f"nothing: {being_played.result()}"
+    except RolloutError as error:
+        return str(error)
 
 
 class Dying(Reach):
@@ -120,9 +124,13 @@ def _rank_evaluates(num: int) -> tuple[list[Any], str, list[str]]:
             net.back.weight.zero_()
         found.append(being_played.result())
         assert being_played.poll() is being_played.result()
+        unwanted = in_background(Reach, net, 10**6)
+        if here.is_main:
+            unwanted.cancel()
+        said.append(_result(unwanted))
         odd = here.rank == 1
         breaks = functools.partial(Reach, breaks_at=2) if odd else Reach
-        said = [_refused(breaks, Net()), _refused(breaks, Net(), in_background), _refused(Dying, Net(), in_background)]
+        said += [_refused(breaks, Net()), _refused(breaks, Net(), in_background), _refused(Dying, Net(), in_background)]
         other = Net()
         nn.init.constant_(other.back.weight, float(odd))
         said.append(_refused(Reach, other))
@@ -145,7 +153,8 @@ def test_the_result_depends_neither_on_ranks_nor_on_the_place_to_the_last_bit() 
     assert {num_steps for *_, num_steps in old} == {5}
     assert stopped == plain[: len(stopped)]
     assert 1 < len(stopped) < num
-    here, beside, dead, apart = said
+    cancelled, here, beside, dead, apart = said
+    assert cancelled.startswith("the evaluation was cancelled; episode ")
     for text in (here, beside):
         assert "failed on rank 1 (ValueError: the gripper is stuck" in text
     assert "the process that evaluates in the background (pid " in dead

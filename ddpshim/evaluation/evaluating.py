@@ -160,6 +160,7 @@ class EvaluationInBackground:
         self._gathered: Optional[Callable[[], Dealt]] = None
         self._result: Optional[Evaluation] = None
         self._is_asked = False
+        self._is_unwanted = threading.Event()
         has_turn = threading.Event()
         arguments = (call.deal(), beside.ordered(packed(call.order)), has_turn)
         self._thread = threading.Thread(target=self._run, args=arguments, name="ddpshim-evaluation", daemon=True)
@@ -188,10 +189,16 @@ class EvaluationInBackground:
             return None
         return self.result()
 
+    def cancel(self) -> None:
+        """Play no more, on any rank, than the episodes that are being played. Local; there is no result."""
+        self._is_asked = True
+        self._is_unwanted.set()
+
     def _run(self, deal: Deal, play: Callable[[int], Any], has_turn: threading.Event) -> None:
         with self._beside.turn:
             has_turn.set()
-            self._gathered = deal.play(play, _what, is_success=_succeeded)
+            is_unwanted = self._is_unwanted.is_set
+            self._gathered = deal.play(play, _what, is_told_to_end=is_unwanted, is_success=_succeeded)
 
     def _end(self) -> None:
         """Leave it where the job ends. Local; idempotent."""
@@ -244,6 +251,8 @@ class _Call:
         shown: list[environments.Shown] = []
         num_successes = 0
         for number in range(self.num_episodes):
+            if number not in dealt.results:
+                raise RolloutError(f"the evaluation was cancelled; episode {number} was not played, there is no result")
             episode, of_env = dealt.results[number]
             kept.append(Episode(*episode))
             shown.append(environments.Shown(*of_env))

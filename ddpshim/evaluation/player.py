@@ -198,7 +198,7 @@ class _Receiver:
             return None, described(error), traceback.format_exc()
 
     def _unpacked(self, packed_order: bytes) -> Order:
-        if b"__main__" in packed_order and not self._has_main:
+        if b"_main__" in packed_order and not self._has_main:  # __mp_main__ in a child of multiprocessing
             _import_main(*self._main)
             self._has_main = True
         packed_env, policy, rules, numerics = pickle.loads(packed_order)
