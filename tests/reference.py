@@ -55,6 +55,15 @@ CHAPTERS = {
         "checkpoint.find_latest",
         "checkpoint.find_damage",
     ),
+    "Evaluation": (
+        "evaluate",
+        "evaluate_in_background",
+        "evaluation.evaluating.Evaluation",
+        "evaluation.evaluating.EvaluationInBackground",
+        "evaluation.episodes.Episode",
+        "evaluation.intervals.exact",
+        "evaluation.intervals.at_any_time",
+    ),
     "Profile and records": ("profile", "record", "observe.recording.Recorder"),
     "robomimic without an edit": ("auto.activate", "auto.deactivate", "auto.is_active", "auto.report"),
     "Errors": (

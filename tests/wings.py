@@ -1,7 +1,19 @@
 """The order of the package's folders; tests/test_layout.py holds it."""
 
 # Each folder imports only those above it, and itself.
-WINGS = ["job", "model", "data", "checkpoint", "observe", "trainers", "robomimic", "droid", "launch", "tools"]
+WINGS = [
+    "job",
+    "model",
+    "data",
+    "checkpoint",
+    "observe",
+    "evaluation",
+    "trainers",
+    "robomimic",
+    "droid",
+    "launch",
+    "tools",
+]
 # The files beside them that are open to all, and import only each other.
 OPEN = ["adapters", "config_files", "errors", "lazy", "options", "reading", "variables", "version"]
 # These may import anything, inside functions.
