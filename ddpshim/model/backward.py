@@ -10,6 +10,7 @@ from typing import Any, Callable, NoReturn, Optional
 import torch
 
 from ddpshim.errors import SyncError
+from ddpshim.job import events
 from ddpshim.job.failure import abort
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
@@ -74,8 +75,12 @@ def at_end(call: Callable[[], None]) -> None:
 def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
+        clock = None
         if not passes.depth:
             _check(passes)
+            clock = events.running
+        if clock is not None:
+            clock.begin("backward")
         passes.depth += 1
         try:
             original(*args, **kwargs)
@@ -88,6 +93,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             passes.depth -= 1
         while passes.at_end and not passes.depth:
             passes.at_end.pop(0)()
+        if clock is not None:
+            clock.end()
 
     return backward
 

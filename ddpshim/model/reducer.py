@@ -33,7 +33,7 @@ from ddpshim.model import agreement, backward, guard, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
-from ddpshim.model.transparent import Transparent
+from ddpshim.model.transparent import Transparent, note_call
 
 _HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
 
@@ -221,6 +221,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
             # Inputs on the CPU follow to the GPU, as under DataParallel.
             (args,), (kwargs,) = scatter_kwargs(args, kwargs, [self._reduced[0].device.index])
+        note_call()
         return self.module(*args, **kwargs)
 
     def _detach(self) -> None:
