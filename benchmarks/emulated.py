@@ -52,20 +52,29 @@ class RealOrder(nn.Module):
 
 
 class SleepingPolicy(nn.Module):
-    """`num_layers` layers of equal size; a pass takes `compute_s`, two thirds of it backwards.
+    """`num_layers` layers of equal size; a pass takes `compute_s`, two thirds of it backwards, and what is `more`.
 
     A layer's gradient is there after its share of the backward sleep, the last layer's first.
     """
 
-    def __init__(self, num_parameters: int, num_layers: int, compute_s: float) -> None:
+    def __init__(
+        self,
+        num_parameters: int,
+        num_layers: int,
+        compute_s: float,
+        *,
+        more_forward_s: float = 0.0,
+        more_backward_s: float = 0.0,
+    ) -> None:
         super().__init__()
         size = num_parameters // num_layers
         self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(num_layers)])
-        self.compute_s = compute_s
+        self.compute_s, self.more_forward_s, self.more_backward_s = compute_s, more_forward_s, more_backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(1,), for x: (1,)."""
-        third = self.compute_s / 3 / len(self.layers)
+        forward_s = (self.compute_s / 3 + self.more_forward_s) / len(self.layers)
+        backward_s = (2 * self.compute_s / 3 + self.more_backward_s) / len(self.layers)
         for layer in self.layers:
-            x = _Sleep.apply(x + layer.mean(), third, 2 * third)  # type: ignore[no-untyped-call]
+            x = _Sleep.apply(x + layer.mean(), forward_s, backward_s)  # type: ignore[no-untyped-call]
         return x

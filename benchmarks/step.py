@@ -201,7 +201,7 @@ def _memory(kind: str) -> list[Result]:
     """Peak memory of fresh processes; weights, gradients and momentum alone are 3."""
     found = {}
     for name in ("no sync", "raw DDP", "ddpshim"):
-        environ = {} if name == "ddpshim" else {"DDPSHIM_GUARD": "0"}  # a job in which ddpshim wraps nothing is told off
+        environ = {} if name == "ddpshim" else {"DDPSHIM_GUARD": "0"}  # else: nothing is wrapped
         found[name] = max(run_ranks(peak_memory, 2, kind, name, environ=environ))
     what = f"peak memory of a rank, {kind} parameters"
     return [

@@ -251,6 +251,11 @@ class Options:
     logs: Optional[str] = _option(
         None, _or_none(_path()), "folder in which each rank's output and errors are written down, as rank_N.log"
     )
+    diagnose: bool = _option(
+        True,
+        _flag(),
+        "say after 20 steps, and now and then later, which rank and which phase of a step costs time, where one does",
+    )
     record: bool = _option(
         True,
         _flag(),

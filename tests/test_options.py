@@ -20,7 +20,7 @@ import ddpshim
 from ddpshim import config_files, options
 from ddpshim.errors import DataError, OptionsError
 from ddpshim.job.job import current
-from ddpshim.observe.meter import PARTS
+from ddpshim.job.meter import PARTS
 from ddpshim.observe.report.run import load
 from ddpshim.options import Options
 from tests.equivalence import (

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
-from ddpshim.job import events, machine
-from ddpshim.observe import meter
-from ddpshim.observe.meter import PARTS, Meter
+from ddpshim.job import events, machine, meter
+from ddpshim.job.meter import PARTS, Meter
 from tests.ranks import RankFailure, run_ranks
 
 TORCHS_NEXT = _BaseDataLoaderIter.__next__

@@ -74,7 +74,7 @@ SEAMS = [
         "test_the_store_of_the_default_group",
         "torch/distributed/distributed_c10d",
     ),
-    Seam("_BaseDataLoaderIter", "observe/meter.py", "test_every_loader_goes_through_one_next", LOADER),
+    Seam("_BaseDataLoaderIter _num_workers", "job/meter.py", "test_every_loader_goes_through_one_next", LOADER),
     Seam(
         "_workers _worker_pids_set _remove_worker_pids",
         "data/sharded_loader.py",
@@ -328,7 +328,9 @@ def test_every_loader_goes_through_one_next(num_workers: int, monkeypatch: pytes
     base, calls = dataloader._BaseDataLoaderIter, []
     original = base.__next__
     monkeypatch.setattr(base, "__next__", lambda batches: (calls.append(1), original(batches))[1])
-    assert [b.item() for b in DataLoader(_Squares(), num_workers=num_workers)] == [0, 1, 4, 9]
+    batches: Any = iter(DataLoader(_Squares(), num_workers=num_workers))
+    assert batches._num_workers == num_workers
+    assert [b.item() for b in batches] == [0, 1, 4, 9]
     assert len(calls) == 5
 
 

@@ -66,8 +66,12 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     Raises:
         CheckpointError: on the main rank, the file before this one could not be written, or this one visibly cannot.
     """
-    if not world().is_main:
-        return
+    if world().is_main:
+        with events.counted("save"):
+            _save_in_background(obj, path)
+
+
+def _save_in_background(obj: Any, path: PathLike) -> None:
     start = time.perf_counter()
     flush()
     num_bytes = _num_bytes(obj)
@@ -82,7 +86,7 @@ def save_in_background(obj: Any, path: PathLike) -> None:
         warnings.warn(
             f"{os.fspath(path)} was written while training waited, as its content could not be copied into shared "
             f"memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no does not try.",
-            stacklevel=2,
+            stacklevel=3,
         )
         return
     final = os.path.abspath(path)
@@ -161,7 +165,8 @@ def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs
 def noted(path: PathLike) -> Iterator[None]:
     """Have the records of the run say that the block wrote the checkpoint `path`, and how long it took. Local."""
     start = time.perf_counter()
-    yield
+    with events.counted("save"):
+        yield
     if events.is_recorded():
         seconds, final = time.perf_counter() - start, os.path.abspath(path)
         events.note("checkpoint", path=final, bytes=os.stat(final).st_size, seconds=seconds, in_background=False)

@@ -15,15 +15,17 @@ class Records(Protocol):
 
 
 class Clock(Protocol):
-    """What counts the time of this process by parts: `ddpshim.observe.meter.Meter`."""
+    """What counts the time of this process by phases: `ddpshim.job.meter.Clock`."""
 
-    def begin(self, part: str) -> None: ...
+    def begin(self, phase: str) -> None: ...
 
     def end(self) -> None: ...
 
+    def call_network(self) -> None: ...
+
 
 _records: Optional[Records] = None
-running: Optional[Clock] = None  # in a block of code that is measured
+running: Optional[Clock] = None  # while time is counted
 
 
 def record_to(records: Optional[Records]) -> None:
@@ -32,11 +34,10 @@ def record_to(records: Optional[Records]) -> None:
     _records = records
 
 
-def measure_by(clock: Optional[Clock]) -> Optional[Clock]:
-    """From here on `counted` is passed on to `clock`; the one before, for giving back. Local."""
+def measure_by(clock: Optional[Clock]) -> None:
+    """From here on `counted` is passed on to `clock`; None: to nobody. Local."""
     global running
-    before, running = running, clock
-    return before
+    running = clock
 
 
 def is_recorded() -> bool:
@@ -56,14 +57,14 @@ def end(how: str, **values: Any) -> None:
         _records.end(how, **values)
 
 
-def counted(part: str) -> Any:
-    """A context whose time counts to `part` where somebody measures, else nothing."""
-    return contextlib.nullcontext() if running is None else _counted(running, part)
+def counted(phase: str) -> Any:
+    """A context whose time counts to `phase` (of `ddpshim.job.meter.PHASES`) where somebody measures, else nothing."""
+    return contextlib.nullcontext() if running is None else _counted(running, phase)
 
 
 @contextlib.contextmanager
-def _counted(clock: Clock, part: str) -> Any:
-    clock.begin(part)
+def _counted(clock: Clock, phase: str) -> Any:
+    clock.begin(phase)
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from typing import Any, Callable, NoReturn, Optional
 import torch
 
 from ddpshim.errors import SyncError
+from ddpshim.job import events
 from ddpshim.job.failure import abort
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
@@ -107,11 +108,15 @@ def at_outer_end(call: Callable[[], None]) -> bool:
 def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
+        clock = None
         if not passes.depth:
             _check(passes)
+            clock = events.running
         else:
             with contextlib.suppress(RuntimeError):  # the outer pass is another thread's
                 passes.queue_end()  # to the outer one: the engine takes callbacks for the innermost alone
+        if clock is not None:
+            clock.begin("backward")
         passes.depth += 1
         try:
             original(*args, **kwargs)
@@ -124,6 +129,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             passes.depth -= 1
         while passes.at_end and not passes.depth:
             passes.at_end.pop(0)()
+        if clock is not None:
+            clock.end()
 
     return backward
 

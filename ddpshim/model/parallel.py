@@ -11,6 +11,8 @@ from torch.nn.parallel import DataParallel
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import current_or_new_world, split_random_streams
+from ddpshim.job.job import current
+from ddpshim.job.pace import Pace
 from ddpshim.job.world import World
 from ddpshim.model import batchnorm, closures, exact, guard
 from ddpshim.model.broadcasting import broadcast_state
@@ -85,6 +87,10 @@ def wrap_parallel(
         exact.reduce(module)
         split_random_streams()
         return BareModule(module)
+    if here.is_launched and here.options.diagnose:
+        sizes = [p.numel() * p.element_size() for p in module.parameters() if p.requires_grad]
+        bucket_mb = bucket_cap_mb or here.options.bucket_cap_mb or best_bucket_cap_mb(module, here.backend or "") or 25
+        current().part(Pace).begin(sum(sizes), bucket_mb * 2**20)
     if here.world_size == 1:
         split_random_streams()
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1

@@ -8,8 +8,11 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddpshim.job import events
 
 _PREFIXES = ("module", "_orig_mod")  # what DataParallel, DDP and torch.compile put before their child's keys
 # What a wrapper needs of its own instance attributes after torch's constructor; the rest must not hide the module's.
@@ -47,6 +50,17 @@ def _new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
 
 def _bare_key(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _PREFIXES)
+
+
+def note_call() -> None:
+    """Have the clock count from here on to the forward pass, where one runs. Local; nothing while torch compiles."""
+    if not _is_compiling() and events.running is not None:
+        events.running.call_network()
+
+
+def _is_compiling() -> bool:
+    ask = getattr(torch.compiler, "is_compiling", None)  # torch 2.1 lacks it, and breaks the graph of a wrapper here
+    return ask is not None and ask()
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -95,7 +109,10 @@ class Transparent:
         if "module" not in self.__dict__:
             # While torch's own constructor runs: nn.Module's look-up in its own dictionaries.
             return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
-        return getattr(self.__dict__["module"], name)
+        found = getattr(self.__dict__["module"], name)
+        if callable(found):  # a method that trains, perhaps
+            note_call()
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "module" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
@@ -119,6 +136,7 @@ class Transparent:
             module.training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        note_call()
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:

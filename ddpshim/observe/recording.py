@@ -19,10 +19,10 @@ import torch
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job import failure, machine
 from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.meter import Meter
 from ddpshim.job.say import say
 from ddpshim.job.world import World
 from ddpshim.observe import environment, records
-from ddpshim.observe.meter import Meter
 
 _PROGRESS_EVERY_S = 30.0
 _GPU_LOOK_EVERY_S = 5.0

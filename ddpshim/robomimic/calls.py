@@ -339,7 +339,8 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     training = session().progress
     more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
     try:
-        logs, videos = rollout.rollout_with_stats(**options, **more)
+        with events.counted("rollout"):
+            logs, videos = rollout.rollout_with_stats(**options, **more)
     except rollout.Interrupted as interrupted:
         assert training is not None
         reason = str(interrupted)

@@ -1,0 +1,240 @@
+"""Counts where the time of this process goes, while somebody asks: each moment belongs to one phase of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any, Callable, Optional
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from ddpshim.job import events
+from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say_once
+
+# In the order of a step. `after` is what lies between a backward pass and the next batch beside the optimizer.
+PHASES = (
+    *("data", "transfer", "forward", "backward", "communication", "optimizer", "after"),
+    *("save", "rollout", "evaluation", "outside"),
+)
+# What reports show: each phase belongs to one part.
+_PART_OF = {
+    "data": "data_wait",
+    **dict.fromkeys(("transfer", "forward", "backward", "after", "evaluation"), "compute"),
+    "communication": "communication",
+    "optimizer": "optimizer",
+    **dict.fromkeys(("save", "rollout", "outside"), "other"),
+}
+PARTS = tuple(dict.fromkeys(_PART_OF.values()))
+_STEPS_WITHOUT_LOADER = 8  # of optimizers, after which a step of the training ends with one of theirs
+
+
+class Clock:
+    """The one clock of this process, from the first `Meter` that starts to the last one that stops. Local.
+
+    A phase begins at a call that torch or ddpshim makes:
+    - data: a batch is asked for.
+    - transfer: the batch is there, and no wrapped network was called yet.
+    - forward: a wrapped network is called, or one of its methods is.
+    - backward: torch.autograd.backward, but for communication.
+    - communication: what the reducer, or a collective of `World`, makes this rank wait for.
+    - optimizer: the steps of optimizers.
+    - after: behind a backward pass, to the next request.
+    - save, rollout: what `events.counted` says.
+    - evaluation: the batches of a loop under torch.no_grad().
+    - outside: before the first batch, and after the end of a pass over a loader.
+
+    Attributes:
+        seconds: by phase, since the clock was made.
+        num_batches: that arrived.
+        num_workers: of the loader that gave the last batch.
+        waited: seconds that a GPU's stream waited for nccl; the host counted them to compute.
+        marks: events on the GPU's stream, each with the phase that begins there; None where nobody collects them.
+        at_border: called whenever a step ends and the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.num_batches, self.num_workers, self.waited = 0, 0, 0.0
+        self.marks: Optional[list[tuple[str, Any]]] = None
+        self.at_border: Optional[Callable[[], None]] = None
+        self.num_users, self.num_event_users = 0, 0
+        self._phase, self._since = "outside", time.perf_counter()
+        self._outer: list[str] = []  # the phases that the current one interrupts
+        self._events: list[tuple[Any, Any]] = []
+        self._num_steps_since_batch, self._transferred = 0, 0.0
+        self._thread = threading.get_ident()
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")).remove)
+        self._undo.callback(register_optimizer_step_post_hook(lambda *_: self._end_optimizer()).remove)
+        # The one place that all of torch's loaders, with workers or without, go through.
+        batches_of_any = getattr(dataloader, "_BaseDataLoaderIter", None)
+        if batches_of_any is None:
+            say_once("this torch hides the iterator of its loaders; the time that they are waited for is in `other`")
+            return
+        original = batches_of_any.__next__
+
+        def timed_next(batches: Any) -> Any:
+            # One loader reads another, or a thread fetches ahead.
+            if self._phase in ("data", "save", "rollout") or threading.get_ident() != self._thread:
+                return original(batches)
+            trains = torch.is_grad_enabled()
+            if trains:
+                self._num_steps_since_batch = 0
+                self._end_step()
+            self._become("data")
+            arrived = "outside"
+            try:
+                batch = original(batches)
+                self.num_batches += 1
+                self.num_workers = getattr(batches, "_num_workers", 0)
+                arrived = "transfer" if trains else "evaluation"
+            finally:
+                self._become(arrived)
+            return batch
+
+        self._undo.enter_context(replaced(batches_of_any, "__next__", timed_next))
+
+    def close(self) -> None:
+        """Count no more, and leave torch as it was."""
+        self._become("outside")
+        self._outer.clear()
+        self._undo.close()
+
+    def begin(self, phase: str) -> None:
+        """From here to `end()` time counts to `phase`; may be nested."""
+        if phase == "backward" and self._phase == "transfer":  # nobody saw a network that was called
+            moved = self.seconds["transfer"] - self._transferred
+            self.seconds["transfer"] -= moved
+            self.seconds["forward"] += moved
+            self._phase = "forward"
+            if self.marks is not None:
+                self.marks = [("forward" if name == "transfer" else name, event) for name, event in self.marks]
+        if phase == "communication" and self.num_event_users and "communication" not in (self._phase, *self._outer):
+            self._events.append((mark(), None))
+        self._outer.append(self._phase)
+        self._become(phase)
+
+    def end(self) -> None:
+        """What `begin` interrupted goes on. Nothing where the clock was started in between."""
+        if not self._outer:
+            return
+        ended, before = self._phase, self._outer.pop()
+        if ended == "backward" and before in ("transfer", "forward"):
+            before = "after"
+        self._become(before)
+        if self._events and ended == "communication" and "communication" not in (before, *self._outer):
+            self._events[-1] = self._events[-1][0], mark()
+            self.read_events()
+
+    def call_network(self) -> None:
+        """Take note that a wrapped network is called."""
+        begins = self._phase == "transfer" or (self._phase == "after" and torch.is_grad_enabled())
+        if begins and threading.get_ident() == self._thread:
+            self._become("forward")
+
+    def leave_loop(self) -> None:
+        """Count to no step what comes before the next batch."""
+        if not self._outer:
+            self._become("outside")
+
+    def now(self) -> dict[str, float]:
+        """The seconds by phase until this moment."""
+        self._become(self._phase)
+        return dict(self.seconds)
+
+    def _end_optimizer(self) -> None:
+        self.end()
+        self._num_steps_since_batch += 1
+        if self._num_steps_since_batch > _STEPS_WITHOUT_LOADER and not self._outer:
+            self._end_step()
+            self._become("after")
+
+    def _end_step(self) -> None:
+        self._outer.clear()  # what an exception left in the middle
+        if self.at_border is not None:
+            self._become(self._phase)
+            self.at_border()
+        self._transferred = self.seconds["transfer"]
+
+    def _become(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+        if self.marks is not None:
+            self.marks.append((phase, mark()))
+
+    def read_events(self, waits: bool = False) -> None:
+        """Take note of what the GPU has waited, as far as it has come; `waits` until it has."""
+        if waits and self._events:
+            torch.cuda.synchronize()
+        while self._events and self._events[0][1] is not None and self._events[0][1].query():
+            first, last = self._events.pop(0)
+            self.waited += first.elapsed_time(last) / 1000
+
+
+class Meter:
+    """Seconds by part, and the number of batches, between `start` and `stop`; both may be called again. Local.
+
+    The parts are those of `PARTS`: data_wait, compute, communication, optimizer, other. Several meters may run at
+    once, on one clock. On a GPU under nccl the host does not wait for the reducer, but the GPU's stream does: that is
+    timed by events, and taken out of compute, which waits for the GPU somewhere.
+    """
+
+    def __init__(self, uses_events: bool = False) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.num_batches = 0
+        self._uses_events = uses_events
+        self._clock: Optional[Clock] = None
+        self._begun_with = dict[str, float](), 0, 0.0
+
+    def start(self) -> Clock:
+        """Begin to count, by the clock that is returned."""
+        clock = events.running
+        if not isinstance(clock, Clock):
+            clock = Clock()
+            events.measure_by(clock)
+        clock.num_users += 1
+        clock.num_event_users += self._uses_events
+        clock.leave_loop()
+        self._clock, self._begun_with = clock, (clock.now(), clock.num_batches, clock.waited)
+        return clock
+
+    def stop(self) -> None:
+        """Count no more; the last meter leaves torch as it was."""
+        clock, self._clock = self._clock, None
+        if clock is None:
+            return
+        clock.leave_loop()
+        clock.read_events(waits=self._uses_events)
+        seconds, num_batches, waited = self._begun_with
+        for phase, until_now in clock.now().items():
+            self.seconds[_PART_OF[phase]] += until_now - seconds[phase]
+        self.seconds["communication"] += clock.waited - waited
+        self.seconds["compute"] -= clock.waited - waited
+        self.num_batches += clock.num_batches - num_batches
+        clock.num_users -= 1
+        clock.num_event_users -= self._uses_events
+        if not clock.num_users:
+            events.measure_by(None)
+            clock.close()
+
+    def begin(self, phase: str) -> None:
+        """From here to `end()` time counts to `phase`; may be nested. Nothing while nobody counts."""
+        if self._clock is not None:
+            self._clock.begin(phase)
+
+    def end(self) -> None:
+        """What `begin` interrupted goes on."""
+        if self._clock is not None:
+            self._clock.end()
+
+
+def mark() -> Any:
+    """An event of the GPU's current stream, with its time. Local; waits for nothing."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

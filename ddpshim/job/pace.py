@@ -1,0 +1,199 @@
+"""Says after the first steps, and now and then later, what makes this job's steps longer than they need to be.
+
+Each rank counts its own phases (`meter.Clock`) and leaves them in the job's store after steps 20, 40, 80 and so on. The
+main rank reads them in its next steps, judges (`slowness.judge`) and prints one line, or nothing. No rank waits, and no
+message is added to a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any, Optional
+
+from ddpshim.job import events, failure
+from ddpshim.job.group import on_cleanup, world
+from ddpshim.job.job import current
+from ddpshim.job.meter import PHASES, Clock, Meter, mark
+from ddpshim.job.say import say
+
+if TYPE_CHECKING:
+    from ddpshim.job.slowness import Blocks
+
+FIRST_LOOK = 20  # steps
+NUM_WARM_UP = 3
+_MOST_BLOCKS = 40
+_LEAST_S = 1.0  # of steps: a training that is over before needs no advice
+_EVERY_ON_GPU = 3  # steps; no divisor of usual numbers of workers, of which loaders stall at every so many batches
+_MOST_TRIES = 20  # of the main rank, one a step, to find what the others have left
+_BY_HOST = ("save", "rollout")  # rare, and waited for by the host on a GPU too
+
+
+class Pace:
+    """What this rank's steps are made of since the last look, and what was said of it."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._gradient_bytes, self._bucket_bytes = 0.0, 0.0
+        self._meter = Meter()
+        self._clock: Optional[Clock] = None
+        self._on_gpu = False
+        self._before: tuple[float, ...] = ()
+        self._by_host, self._by_gpu = _Means(), _Means()
+        self._marked: list[tuple[int, list[tuple[str, Any]]]] = []
+        self._since, self._next_look = NUM_WARM_UP, FIRST_LOOK
+        self._awaited: Optional[tuple[int, int]] = None  # the look whose numbers the main rank collects, and its steps
+        self._num_tries = 0
+        self._said: dict[tuple[str, tuple[int, ...]], float] = {}
+
+    def begin(self, gradient_bytes: float, bucket_bytes: float) -> None:
+        """Count this job's steps from now to `cleanup()`. Local; to be called for each network.
+
+        Args:
+            gradient_bytes: of the network, which cross the ranks in a step.
+            bucket_bytes: of the messages that they go in.
+        """
+        self._gradient_bytes, self._bucket_bytes = self._gradient_bytes + gradient_bytes, bucket_bytes
+        if self._clock is None:
+            self._on_gpu = world().device.type == "cuda"
+            self._clock = self._meter.start()
+            self._clock.at_border = self._end_step
+            on_cleanup(self._end)
+
+    def _end(self) -> None:
+        self._read()
+        if self._clock is not None:
+            self._clock.at_border = self._clock.marks = None
+        self._meter.stop()
+
+    def _end_step(self) -> None:
+        clock = self._clock
+        assert clock is not None
+        now = tuple(clock.seconds.values())
+        if self._before:
+            self.num_steps += 1
+            if self.num_steps > NUM_WARM_UP:
+                self._by_host.add(self.num_steps, [after - before for before, after in zip(self._before, now)])
+            if self._on_gpu:
+                self._take_marks(clock)
+            if self._awaited is not None:
+                self._read()
+            if self.num_steps == self._next_look:
+                self._leave(clock)
+        self._before = now
+        if self._on_gpu and self.num_steps >= NUM_WARM_UP and self.num_steps % _EVERY_ON_GPU == 0:
+            clock.marks = []  # of the step that begins
+
+    def _take_marks(self, clock: Clock) -> None:
+        """Note when the GPU came to each phase of the steps that were marked, as far as it has come."""
+        if clock.marks:
+            self._marked.append((self.num_steps, [*clock.marks, ("", mark())]))
+        clock.marks = None
+        while self._marked and self._marked[0][1][-1][1].query():
+            step, marks = self._marked.pop(0)
+            seconds = dict.fromkeys(PHASES, 0.0)
+            for (phase, begin), (_, end) in zip(marks, marks[1:]):
+                seconds[phase] += begin.elapsed_time(end) / 1000
+            self._by_gpu.add(step, list(seconds.values()))
+
+    def _leave(self, clock: Clock) -> None:
+        """Leave what was measured since the last look for the main rank, and begin anew."""
+        here, blocks = world(), self._by_host.blocks()
+        means = _means_of(blocks)
+        if self._by_gpu.blocks():
+            blocks = self._by_gpu.blocks()
+            for block in blocks.values():
+                for phase in _BY_HOST:
+                    block[PHASES.index(phase)] = means[phase]
+            means = _means_of(blocks)
+        if events.is_recorded():
+            self._note(means, clock.num_workers)
+        if here.world_size == 1:
+            self._tell([blocks], self.num_steps - self._since)
+        else:
+            with contextlib.suppress(RuntimeError, ValueError):  # the store is gone with its host
+                current().store.set(_key(self.num_steps, here.rank), json.dumps(blocks))
+            if here.is_main:
+                self._awaited, self._num_tries = (self.num_steps, self.num_steps - self._since), 0
+        self._by_host, self._by_gpu = _Means(), _Means()
+        self._since, self._next_look = self.num_steps, 2 * self._next_look
+
+    def _note(self, means: dict[str, float], num_workers: int) -> None:
+        """Write down what `python -m ddpshim predict` wants to know."""
+        from ddpshim.job import machine
+
+        events.note(
+            "pace",
+            steps=self.num_steps,
+            seconds={phase: float(f"{seconds:.6g}") for phase, seconds in means.items()},
+            workers=num_workers,
+            cores=machine.num_cores(),
+            gradient_bytes=self._gradient_bytes,
+            bucket_bytes=self._bucket_bytes,
+        )
+
+    def _read(self) -> None:
+        """On the main rank: judge, once what all ranks have left is there."""
+        if self._awaited is None:
+            return
+        (look, num_steps), store = self._awaited, current().store
+        self._num_tries += 1
+        keys = [_key(look, rank) for rank in range(world().world_size)]
+        told = None
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError):  # gone, or of no rank of ours
+            if store.check(keys) if hasattr(store, "check") else all(failure.is_there(store, key) for key in keys):
+                told = [_blocks_of(json.loads(store.get(key))) for key in keys]
+        if told is not None or self._num_tries == _MOST_TRIES:
+            self._awaited = None
+        if told is not None:
+            self._tell(told, num_steps)
+
+    def _tell(self, ranks: list[Blocks], num_steps: int) -> None:
+        from ddpshim.job.slowness import judge
+
+        finding = judge(ranks)
+        if finding is None or finding.step_s * num_steps < _LEAST_S:
+            return
+        key = finding.phase, finding.ranks
+        if finding.share > 2 * self._said.get(key, 0.0):
+            self._said[key] = finding.share
+            about = {"phase": finding.phase, "ranks": finding.ranks, "share": round(finding.share, 4)}
+            events.note("slow", steps=self.num_steps, **about, said=str(finding))
+            say(f"after {self.num_steps} steps: {finding} (DDPSHIM_DIAGNOSE=no is silent)")
+
+
+class _Means:
+    """The phases of any number of steps, as means over at most `_MOST_BLOCKS` blocks of equally many steps."""
+
+    def __init__(self) -> None:
+        self._width = 1
+        self._sums: dict[int, tuple[int, list[float]]] = {}
+
+    def add(self, step: int, seconds: list[float], count: int = 1) -> None:
+        before, sums = self._sums.get(step // self._width, (0, [0.0] * len(seconds)))
+        self._sums[step // self._width] = before + count, [a + b for a, b in zip(sums, seconds)]
+        if len(self._sums) > _MOST_BLOCKS:
+            old, self._sums, width = self._sums, {}, self._width
+            self._width *= 2
+            for number, (num_steps, of_block) in old.items():
+                self.add(number * width, of_block, num_steps)
+
+    def blocks(self) -> dict[int, list[float]]:
+        """Mean seconds of each phase, by the first step of a block."""
+        return {n * self._width: [s / count for s in sums] for n, (count, sums) in self._sums.items()}
+
+
+def _means_of(blocks: dict[int, list[float]]) -> dict[str, float]:
+    return {phase: sum(column) / len(blocks) for phase, column in zip(PHASES, zip(*blocks.values()))}
+
+
+def _key(look: int, rank: int) -> str:
+    return f"pace/{look}/{rank}"
+
+
+def _blocks_of(told: Any) -> Blocks:
+    """What a rank has left; raises ValueError or TypeError for anything else."""
+    blocks = {int(first): [float(seconds) for seconds in block] for first, block in told.items()}
+    if any(len(block) != len(PHASES) for block in blocks.values()):
+        raise ValueError("other phases than this ddpshim's")
+    return blocks

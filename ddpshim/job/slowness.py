@@ -1,0 +1,141 @@
+"""Finds which rank, and which phase of its steps, makes all ranks slower, from the times that each rank measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Optional
+
+from ddpshim.job.meter import PHASES
+from ddpshim.job.say import ranks_called
+
+# Of a step; what costs less is not worth a line. What all ranks do alike is not wrong, but expensive.
+_LEAST, _LEAST_OF_ALL = 0.03, 0.045
+_LEAST_BLOCKS = 4
+# Standard errors by which a rank must be slower: one step that the system interrupted is not enough. Loaders with
+# workers stall in bursts.
+_SURE, _SURE_OF_DATA = 2.5, 2.0
+_RARE = ("save", "rollout")  # they have no noise: a rank that does nothing has zero
+_OTHER = ("after", "evaluation", "outside")  # of a rank alone these are one: what its program does between steps
+_OWN = {**{name: (name,) for name in PHASES if name not in ("communication", *_OTHER)}, "other": _OTHER}
+_OF_ALL = ("data", "transfer", "communication", *_RARE)  # which make a step longer on every rank alike
+
+Block = Sequence[float]  # mean seconds of each of PHASES in a step
+Blocks = Mapping[int, Block]  # of one rank, by the number of the block; the same steps on every rank
+
+_WHAT = {
+    "data": "waiting for data",
+    "transfer": "between the arrival of a batch and the first call of a network",
+    "forward": "in the forward pass and the loss",
+    "backward": "in the backward pass",
+    "communication": "waiting for gradients to cross the ranks",
+    "optimizer": "in the optimizer",
+    "save": "saving",
+    "rollout": "in rollouts",
+    "other": "between steps",
+}
+_SAVE_LESS = "Save less often, or with ddpshim.checkpoint.save_in_background"
+_LOOK_AT_DEVICE = (
+    "Look for another program on its GPU or cores, a lower clock (nvidia-smi -q -d PERFORMANCE), or larger samples"
+)
+_DO_ALONE = {
+    "data": "Look at the disk of its node, and at what else uses the cores there; more num_workers may hide it",
+    "transfer": "Look for work on batches that it does alone, and at its GPU's link (nvidia-smi topo -m)",
+    "forward": _LOOK_AT_DEVICE,
+    "backward": _LOOK_AT_DEVICE,
+    "optimizer": _LOOK_AT_DEVICE,
+    "save": _SAVE_LESS,
+    "rollout": "Give all ranks a share of the episodes, or evaluate less often",
+    "other": "Log, print and evaluate less often there, or give all ranks a share of it",
+}
+_DO_TOGETHER = {
+    "data": "Raise num_workers, store images decoded and small, or keep the data in memory; more GPUs do not help",
+    "transfer": "Use pin_memory=True and .to(device, non_blocking=True), move images as uint8, augment in the workers "
+    "or on the GPU",
+    "communication": "Use a larger batch for each rank, fewer ranks, ddpshim.accumulate, bf16 compression, or another "
+    "bucket_cap_mb",
+    "save": _SAVE_LESS,
+    "rollout": "Evaluate less often, or with fewer episodes",
+}
+
+
+class Finding(NamedTuple):
+    """What makes steps longer.
+
+    Attributes:
+        phase: one of PHASES, or "other": what a rank alone does between steps.
+        ranks: whose it is; empty where it is the same on all.
+        cost_s: of every step, on every rank, since the others wait.
+        step_s: a step as it is.
+    """
+
+    phase: str
+    ranks: tuple[int, ...]
+    cost_s: float
+    step_s: float
+
+    @property
+    def share(self) -> float:
+        return self.cost_s / self.step_s
+
+    def __str__(self) -> str:
+        cost = f"{100 * self.share:.0f}% of each step ({1e3 * self.cost_s:.3g} of {1e3 * self.step_s:.4g} ms)"
+        if not self.ranks:
+            return f"every rank spends {cost} {_WHAT[self.phase]}. {_DO_TOGETHER[self.phase]}."
+        who, verb = ranks_called(self.ranks), "is" if len(self.ranks) == 1 else "are"
+        return f"{who} {verb} longer {_WHAT[self.phase]} than the others, which wait: {cost}. {_DO_ALONE[self.phase]}."
+
+
+def judge(ranks: Sequence[Blocks]) -> Optional[Finding]:
+    """What costs most of the time of a step; None where nothing costs much. Local.
+
+    Args:
+        ranks: the blocks of each rank, in the order of ranks.
+    """
+    numbers = sorted(set(ranks[0]).intersection(*ranks[1:]))
+    if len(numbers) < _LEAST_BLOCKS:
+        return None
+    index = {name: at for at, name in enumerate(PHASES)}
+
+    def seconds(rank: int, names: Sequence[str]) -> list[float]:
+        return [sum(ranks[rank][number][index[name]] for name in names) for number in numbers]
+
+    everyone = range(len(ranks))
+    step_s = statistics.fmean(statistics.fmean(seconds(rank, PHASES)) for rank in everyone)
+    if step_s <= 0:
+        return None
+    found = []
+    for phase in _OF_ALL:
+        of_ranks = [seconds(rank, (phase,)) for rank in everyone]
+        least = list(map(min, zip(*of_ranks)))
+        cost_s = statistics.fmean(least)
+        if phase == "communication":  # a busy machine makes some of it long
+            cost_s = min(cost_s, statistics.median(least))
+        found.append(Finding(phase, (), cost_s, step_s))
+    if len(ranks) > 1:
+        own = [seconds(rank, [name for name in PHASES if name != "communication"]) for rank in everyone]
+        ahead = [statistics.fmean(_excess(own, rank)) for rank in everyone]
+        for phase, names in _OWN.items():
+            of_ranks = [seconds(rank, names) for rank in everyone]
+            costs = {}
+            for rank in everyone:
+                excess = _excess(of_ranks, rank)
+                if phase in _RARE or _is_sure(excess, _SURE_OF_DATA if phase == "data" else _SURE):
+                    costs[rank] = min(statistics.fmean(excess), ahead[rank])
+            worst = max(costs.values(), default=0.0)
+            if worst > 0:
+                slow = tuple(rank for rank, cost in costs.items() if 2 * cost > worst)
+                found.append(Finding(phase, slow, worst, step_s))
+    most = max(found, key=lambda finding: finding.cost_s)
+    return most if most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) else None
+
+
+def _excess(of_ranks: Sequence[Sequence[float]], rank: int) -> list[float]:
+    """By how much `rank` takes longer than the others do in the middle, block by block."""
+    others = [values for other, values in enumerate(of_ranks) if other != rank]
+    return [own - statistics.median_low(theirs) for own, *theirs in zip(of_ranks[rank], *others)]
+
+
+def _is_sure(excess: Sequence[float], num_errors: float) -> bool:
+    error = statistics.stdev(excess) / len(excess) ** 0.5
+    return bool(statistics.fmean(excess) > num_errors * error)

@@ -1,0 +1,207 @@
+"""Plants something slow in a phase of a training on ranks, and looks whether the line after 20 steps names it.
+
+    python -m tests.slowness [--rounds 1] [--write docs/slowness.md]
+
+Compute is emulated by sleeps, so that two cores can hold four ranks; loaders, reductions, saves and optimizers are
+real. In each phase 5, 10 and 20% of a step are planted, on one of four ranks (communication: between all of them), and
+as many runs are healthy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+import ddpshim
+import ddpshim.checkpoint
+from benchmarks.emulated import SleepingPolicy
+from ddpshim.job import events
+from tests.ranks import run_ranks
+
+NUM_RANKS, NUM_STEPS, STEP_S, OPTIMIZER_S = 4, 24, 0.25, 0.01
+PHASES = ("data", "transfer", "forward", "backward", "communication", "optimizer", "save", "rollout")
+SHARES = (0.05, 0.1, 0.2)
+EVERY = 10  # steps to a save, or a rollout
+
+
+class Case(NamedTuple):
+    """What is slow: nothing where there is no phase."""
+
+    phase: Optional[str]
+    share: float = 0.0
+    rank: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose fault it is: of communication nobody's. The main rank saves."""
+        return () if self.phase == "communication" else (0 if self.phase == "save" else self.rank,)
+
+
+class Notes:
+    """What a rank would write down, of some kinds."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.kinds, self.found = kinds, list[dict[str, Any]]()
+
+    def note(self, kind: str, **values: Any) -> None:
+        if kind in self.kinds:
+            self.found.append(values)
+
+    def end(self, how: str, **values: Any) -> None:
+        pass
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """`number` samples, for each of which `read` is called."""
+
+    def __init__(self, read: Callable[[], None], number: int) -> None:
+        self.read, self.number = read, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read()
+        return torch.ones(2)
+
+
+class _SGD(torch.optim.SGD):
+    sleep_s = 0.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(self.sleep_s)
+        super().step(closure)
+
+
+class _SlowToPickle:
+    def __init__(self, sleep_s: float) -> None:
+        self.sleep_s = sleep_s
+
+    def __getstate__(self) -> dict[str, Any]:
+        time.sleep(self.sleep_s)
+        return {}
+
+
+def _slow_network(sleep_s, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation but its own
+    """A mean over ranks that arrives `sleep_s` later."""
+
+    def arrive(future: Any) -> torch.Tensor:
+        time.sleep(sleep_s)
+        return future.value()[0] / NUM_RANKS  # type: ignore[no-any-return]
+
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(arrive)  # type: ignore[union-attr]
+
+
+def train(case: Case) -> list[dict[str, Any]]:
+    """What is found in a training with that planted (collective)."""
+    notes, here = Notes(("slow",)), ddpshim.world()
+    events.record_to(notes)
+    extra = case.share * STEP_S
+    slow = {case.phase: extra} if case.phase == "communication" or here.rank in case.ranks else {}
+    compute_s = STEP_S - OPTIMIZER_S
+    more = {f"more_{phase}_s": slow.get(phase, 0.0) for phase in ("forward", "backward")}
+    net = SleepingPolicy(1000, 4, compute_s, **more)
+    policy = ddpshim.wrap_parallel(net, comm_hook=_slow_network, comm_hook_state=slow.get("communication", 0.0))
+    optimizer = _SGD(policy.parameters(), lr=0.0)
+    optimizer.sleep_s = OPTIMIZER_S + slow.get("optimizer", 0.0)
+    read = functools.partial(time.sleep, slow.get("data", 0.0))
+    loader = ddpshim.make_loader(Samples(read, NUM_RANKS * (NUM_STEPS + 1)), batch_size=NUM_RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        for step, batch in enumerate(loader, start=1):
+            time.sleep(slow.get("transfer", 0.0))
+            optimizer.zero_grad()
+            policy(batch[0, :1]).backward()
+            optimizer.step()
+            if step % EVERY == 0 and "save" in slow:
+                ddpshim.checkpoint.save(_SlowToPickle(EVERY * extra), Path(folder, "policy.pth"))
+            if step % EVERY == 0 and "rollout" in slow:
+                with events.counted("rollout"):
+                    time.sleep(EVERY * extra)
+            if step == NUM_STEPS:
+                break
+    events.record_to(None)
+    return notes.found
+
+
+def look(case: Case) -> Optional[dict[str, Any]]:
+    """The first finding of a run with that planted."""
+    found = run_ranks(train, NUM_RANKS, case, timeout_s=120)[0]
+    return found[0] if found else None
+
+
+def is_right(case: Case, found: Optional[dict[str, Any]]) -> bool:
+    """Whether phase and rank are those that were planted, or nothing was and nothing is found."""
+    if case.phase is None or found is None:
+        return case.phase is None and found is None
+    return found["phase"] == case.phase and tuple(found["ranks"]) == case.ranks
+
+
+def cases(num_rounds: int) -> Iterator[Case]:
+    """Every phase and share, as often as `num_rounds`, on ranks in turn; and as many healthy runs."""
+    ranks = itertools.cycle(range(NUM_RANKS))
+    for _ in range(num_rounds):
+        for phase, share in itertools.product(PHASES, SHARES):
+            yield Case(phase, share, next(ranks))
+            yield Case(None)
+
+
+def measure(num_rounds: int, num_at_once: int = 1) -> list[tuple[Case, Optional[dict[str, Any]]]]:
+    """Each case with what was found."""
+    rows = list(cases(num_rounds))
+    with ThreadPoolExecutor(num_at_once) as pool:
+        return list(zip(rows, pool.map(look, rows)))
+
+
+def page(rows: Sequence[tuple[Case, Optional[dict[str, Any]]]]) -> str:
+    """The table, as Markdown."""
+    planted = [(case, found) for case, found in rows if case.phase is not None]
+    healthy = [found for case, found in rows if case.phase is None]
+    right = sum(is_right(case, found) for case, found in planted)
+    alarms = sum(found is not None for found in healthy)
+    lines = [
+        f"{right} of {len(planted)} plants were placed right; {alarms} false alarms in {len(healthy)} healthy runs. "
+        f"{NUM_RANKS} ranks, a step of {1e3 * STEP_S:.0f} ms.",
+        "",
+        "| phase | planted | runs | placed right | cost that was said |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for phase, share in itertools.product(PHASES, SHARES):
+        found = [(case, f) for case, f in planted if case[:2] == (phase, share)]
+        said = ", ".join("nothing" if f is None else f"{100 * f['share']:.1f}%" for _, f in found)
+        lines.append(
+            f"| {phase} | {100 * share:.0f}% | {len(found)} | {sum(is_right(*each) for each in found)} | {said} |"
+        )
+    wrong = [f"- {case}: {found}" for case, found in rows if not is_right(case, found)]
+    return "\n".join([*lines, "", *(["Wrong:", "", *wrong] if wrong else [])]).rstrip() + "\n"
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.slowness", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="runs of each phase and share (1)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time (1)")
+    parser.add_argument("--write", type=Path, help="the page to write")
+    args = parser.parse_args(argv)
+    rows = measure(args.rounds, args.at_once)
+    text = page(rows)
+    if args.write is None:
+        print(text, end="")
+    else:
+        head = f"# What slows a run\n\nWritten by `python -m tests.slowness --write docs/{args.write.name}`.\n\n"
+        args.write.write_text(head + text, encoding="utf-8")
+    right = [is_right(*row) for row in rows if row[0].phase is not None]
+    return int(sum(right) < 0.95 * len(right) or any(f for case, f in rows if case.phase is None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
