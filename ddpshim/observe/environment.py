@@ -61,6 +61,11 @@ def describe(with_names: bool = False) -> dict[str, Any]:
     return {section: _without(hidden, content) for section, content in report.items()}
 
 
+def without_names(text: str) -> str:
+    """`text` with the names of machines and of the user and the home folder replaced. Local."""
+    return str(_without(_private(os.environ), text))
+
+
 def as_text(report: Mapping[str, Any]) -> str:
     """The report of :func:`describe`, for reading."""
     lines = []
