@@ -21,7 +21,7 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say, say_once
 from ddpshim.job.world import World
-from ddpshim.model.equality import bits_in
+from ddpshim.model.checksums import bits_of_rows
 
 _LONG_S = 1.0  # to have waited, for a word about it
 _END_DEADLINE_S = 10.0
@@ -304,11 +304,8 @@ def _checked(
 
 def _bits(policy: Any) -> list[int]:
     """A checksum of each network of the policy."""
-    with torch.no_grad():
-        return [
-            int(bits_in(list(network.state_dict().items()), next(iter(network.parameters()), torch.empty(0)).device))
-            for network in networks_of(policy)
-        ]
+    rows = [list(network.state_dict().items()) for network in networks_of(policy)]
+    return bits_of_rows(rows, torch.device("cpu")).tolist() if rows else []
 
 
 def _what(number: int) -> str:
