@@ -55,6 +55,7 @@ def save(obj: Any, path: PathLike) -> None:
             torch.save(obj, str(partial))
 
 
+@events.counted("save")
 def save_in_background(obj: Any, path: PathLike) -> None:
     """`obj` as it is now in the file `path`, a moment later: the main rank waits for a copy in memory alone. Local.
 
@@ -66,12 +67,8 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     Raises:
         CheckpointError: on the main rank, the file before this one could not be written, or this one visibly cannot.
     """
-    if world().is_main:
-        with events.counted("save"):
-            _save_in_background(obj, path)
-
-
-def _save_in_background(obj: Any, path: PathLike) -> None:
+    if not world().is_main:
+        return
     start = time.perf_counter()
     flush()
     num_bytes = _num_bytes(obj)

@@ -131,10 +131,10 @@ class GpuMachine(Rank):
         """The renderer's memory tells the GPU that it is on, whatever EGL's and CUDA's numbers are."""
         if importlib.util.find_spec("mujoco") is None:
             return NotRun("mujoco is not installed")
-        from ddpshim.robomimic.rollout import _render_on
+        from ddpshim.evaluation.dealing import render_on
 
         os.environ["MUJOCO_GL"] = "egl"
-        _render_on(self.world.device.index)
+        render_on(self.world.device.index)
         mujoco = importlib.import_module("mujoco")
         used: list[float] = []
         for rank in range(self.world.local_world_size):  # one after the other, or they would see each other's
