@@ -428,3 +428,20 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
     of_network.tell(torch.empty(2), [1])
     with pytest.raises(SyncError, match="1 parameters without gradient while a CUDA graph is captured"):
         of_network.of_all(_Unread())
+
+
+def _rank_crosses_networks() -> str:
+    nets = [ddpshim.wrap_parallel(nn.Linear(2, 1)) for _ in range(2)]
+    sum(net(torch.ones(1, 2)).sum() for net in nets).backward()
+    try:
+        for net in nets if ddpshim.world().is_main else reversed(nets):
+            net(torch.ones(1, 2)).sum().backward()
+    except SyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_gradients_of_two_networks_are_not_averaged() -> None:
+    for text in run_ranks(_rank_crosses_networks, 2):
+        assert re.search("steps or networks met.*rank 0: .*, network 0; rank 1: .*, network 1", text)

@@ -48,8 +48,9 @@ class Agreement:
         leave_out: whether a rank left a parameter out in the pass that was read last.
     """
 
-    def __init__(self, network: str, device: torch.device) -> None:
-        self._network, self._is_on_cpu = network, device.type == "cpu"
+    def __init__(self, network: str, device: torch.device, number: int = 0) -> None:
+        """Of the network of this `number` among those that share a process group: in it they must not cross."""
+        self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
         self._sent_for = _Sent([], None, ())
         self._coming: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
         self.leave_out = False
@@ -65,7 +66,7 @@ class Agreement:
         """Write into the last `NUM` of `entries`, which are on the CPU, what this rank has to say. Local."""
         where = shares.positions()
         self._sent_for = _Sent(where, num_steps, rates)
-        number = zlib.crc32(repr(([position for position, _ in where], num_steps, list(rates))).encode())
+        number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
         bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
         entries[-NUM:].copy_(torch.tensor([float(asks), float(leaves_out), *bits, *(1 - bit for bit in bits)]))
 
@@ -94,12 +95,12 @@ class Agreement:
         self.leave_out = leave_out > 0
         if any(map(mul, bits, opposites)):
             here = world()
-            of_ranks = here.meet("positions", str(sent_for), _MEETING_DEADLINE_S)
+            of_ranks = here.meet("positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S)
             where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
             raise SyncError(
-                f"gradients of different steps met in a backward pass of {self._network}. {where}. Iterate over the "
-                "loaders of make_loader on every rank alike, and skip no batch and no step on one rank alone, and "
-                "let schedulers step on numbers of all ranks; for a "
+                f"gradients of different steps or networks met in a backward pass of {self._network}. {where}. Iterate "
+                "over the loaders of make_loader on every rank alike, and skip no batch, no step and no network on one "
+                "rank alone, and let schedulers step on numbers of all ranks; for a "
                 f"look at data on one rank give it a DataLoader of its own ({OPT_OUT})."
             )
         return asks > 0

@@ -153,7 +153,6 @@ class DistributedModule(Transparent, DistributedDataParallel):
         optimizers = functools.partial(guard.optimizers_of, self)
         device = reduced[0].device
         mine["_equality"] = Equality(module, homes, process_group, device, is_guarded, optimizers, companions)
-        mine["_agreement"] = Agreement(type(module).__name__, device) if self._equality.is_on else None
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
@@ -165,7 +164,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         broadcast_state(module, process_group)
         guard.own(self, reduced)
         mine["_order"] = order.of(process_group)
-        mine["_place"] = self._order.add(self)
+        place = mine["_place"] = self._order.add(self)
+        mine["_agreement"] = Agreement(type(module).__name__, device, place) if self._equality.is_on else None
         if is_first():
             on_cleanup(current().part(Wrapped).unwrap_all)
             backward.watch(current().part(Wrapped).unfinished)
