@@ -29,7 +29,7 @@ from ddpshim.job import devices, events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import agreement, backward, guard, inputs, order, seams
+from ddpshim.model import agreement, backward, guard, inputs, order, refused, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
@@ -137,6 +137,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = Unused(len(reduced), self._device, process_group)
+        needs = not lacking and refused.needs_default_stream(self._device, dist.get_backend(process_group))
+        mine["_needs_default_stream"] = needs
         mine["_captured"] = []  # from where CUDA graphs copy
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
@@ -274,6 +276,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
+        if self._needs_default_stream:
+            refused.check_stream(self._device)
         current().progress.is_reducing = True
         mine["_is_completing"] = True
         if profiled is not None:
