@@ -14,6 +14,7 @@ which ones a rank used is one more gradient in the last bucket.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -139,6 +140,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_unused"] = Unused(len(reduced), self._device, process_group)
         needs = not lacking and refused.needs_default_stream(self._device, dist.get_backend(process_group))
         mine["_needs_default_stream"] = needs
+        # torch.compile then ends a graph where a bucket ends. It refuses buckets below DDP's first one.
+        mine["_splits_graphs"] = hasattr(module, "_orig_mod") and not lacking and self.bucket_bytes_cap >= 1024 * 1024
         mine["_captured"] = []  # from where CUDA graphs copy
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
@@ -237,7 +240,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._device.type != "cpu":  # inputs follow, as under DataParallel
             args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
-        return self.module(*args, **kwargs)
+        with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
+            return self.module(*args, **kwargs)
 
     def _detach(self) -> None:
         """Stop reducing: the module is bare again. Local."""
