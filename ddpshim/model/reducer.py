@@ -326,7 +326,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         row = gradient if on_cpu else torch.empty(len(gradient), dtype=gradient.dtype, pin_memory=gradient.is_cuda)
         self._unused.tell(row, unused)
         if self._agreement is not None:
-            self._agreement.fill(row, self._asks(), self._num_steps, self._rates, bool(unused))
+            if asks := self._asks():  # once: on a GPU the answer comes some passes later
+                self.__dict__.update(_num_answered=guard.num_asked(), _at_steps=self._num_steps)
+            self._agreement.fill(row, asks, self._num_steps, self._rates, bool(unused))
         if not on_cpu:
             gradient.copy_(row, non_blocking=True)
             if devices.is_capturing(gradient.device):
