@@ -26,7 +26,7 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.group import ENDS_THREADS
 from ddpshim.job.job import current
-from ddpshim.model import backward, guard, order
+from ddpshim.model import backward, guard, order, refused
 from ddpshim.model.inputs import moved
 from ddpshim.model.parallel import BareModule, DataParallelModule, best_bucket_cap_mb
 from ddpshim.model.reducer import _Pass
@@ -1332,6 +1332,22 @@ def test_inputs_follow_to_the_device_and_what_is_there_is_left_alone() -> None:
     moved(leaf, torch.device("cpu")).add(1).sum().backward()
     assert moved(leaf, torch.device("cpu")) is leaf
     assert leaf.grad is not None
+
+
+@pytest.mark.unit
+def test_gloo_on_a_stream_of_ones_own_is_refused_where_torch_loses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for version, needs in (("2.1.0+cu121", True), ("2.10.1", True), ("2.11.0+cu130", False), ("2.15.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert refused.needs_default_stream(gpu, "gloo") is needs
+        assert not refused.needs_default_stream(gpu, "nccl")
+        assert not refused.needs_default_stream(torch.device("cpu"), "gloo")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
+    refused.check_stream(gpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 7)
+    with pytest.raises(SyncError, match=r"on a CUDA stream of its own, through gloo.*Upgrade to torch 2.11"):
+        refused.check_stream(gpu)
 
 
 @pytest.mark.unit

@@ -14,6 +14,7 @@ which ones a rank used is one more gradient in the last bucket.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -29,7 +30,7 @@ from ddpshim.job import devices, events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import agreement, backward, guard, inputs, order, seams
+from ddpshim.model import agreement, backward, guard, inputs, order, refused, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
@@ -137,6 +138,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
         mine["_unused"] = Unused(len(reduced), self._device, process_group)
+        needs = not lacking and refused.needs_default_stream(self._device, dist.get_backend(process_group))
+        mine["_needs_default_stream"] = needs
+        # torch.compile then ends a graph where a bucket ends. It refuses buckets below DDP's first one.
+        mine["_splits_graphs"] = hasattr(module, "_orig_mod") and not lacking and self.bucket_bytes_cap >= 1024 * 1024
         mine["_captured"] = []  # from where CUDA graphs copy
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
@@ -236,7 +241,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._device.type != "cpu":  # inputs follow, as under DataParallel
             args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
         note_call()
-        return self.module(*args, **kwargs)
+        with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
+            return self.module(*args, **kwargs)
 
     def _detach(self) -> None:
         """Stop reducing: the module is bare again. Local."""
@@ -275,6 +281,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
+        if self._needs_default_stream:
+            refused.check_stream(self._device)
         current().progress.is_reducing = True
         mine["_is_completing"] = True
         if profiled is not None:
@@ -319,7 +327,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         row = gradient if on_cpu else torch.empty(len(gradient), dtype=gradient.dtype, pin_memory=gradient.is_cuda)
         self._unused.tell(row, unused)
         if self._agreement is not None:
-            self._agreement.fill(row, self._asks(), self._num_steps, self._rates, bool(unused))
+            if asks := self._asks():  # once: on a GPU the answer comes some passes later
+                self.__dict__.update(_num_answered=guard.num_asked(), _at_steps=self._num_steps)
+            self._agreement.fill(row, asks, self._num_steps, self._rates, bool(unused))
         if not on_cpu:
             gradient.copy_(row, non_blocking=True)
             if devices.is_capturing(gradient.device):
