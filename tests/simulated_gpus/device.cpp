@@ -701,7 +701,8 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       c10::List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
         if (is_index && tensor && tensor->defined()) {
-          waits |= tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte;
+          // `index` has had its masks turned into indices before, by a nonzero of its own.
+          waits |= name != "aten::index" && (tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte);
           if (tensor->is_cpu()) sync("an index on the CPU in " + name, true, tensor->nbytes());
         }
         list.push_back(tensor ? std::optional<at::Tensor>(call.to_host(*tensor)) : std::nullopt);
