@@ -1,4 +1,4 @@
-"""ddpshim on simulated GPUs (tests/simulated_gpus): what is called there, in which order by each rank, and who waits."""
+"""ddpshim on simulated GPUs (tests/simulated_gpus): what each rank calls there, in which order, and who waits."""
 
 from __future__ import annotations
 
@@ -378,9 +378,9 @@ def test_a_wrapped_network_may_be_called_as_the_bare_one(call: str, called: dict
 
 
 def _run_on_simulated(tree: Path, folder: Path, *argv: str, **environ: str) -> str:
-    """What `python -m argv…` printed, forked from a process with robomimic and GPUs."""
+    """What `python -m argv…` printed, forked from a process whose torch has GPUs."""
     commands = [(list(argv), {**environment(tree), **environ})]
-    code = preloaded(tree, on_gpus=True).start(commands, folder).wait(START_DEADLINE_S)
+    code = preloaded(on_gpus=True).start(commands, folder).wait(START_DEADLINE_S)
     said = (folder / "output.txt").read_text()
     assert code == 0, said[-3000:]
     return said

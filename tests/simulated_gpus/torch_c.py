@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import time
 import types
 from typing import Any, Callable
 
@@ -176,6 +177,13 @@ def _names(extension: Any) -> dict[str, Any]:
     class _CudaEventBase(c.Event):  # type: ignore[misc, name-defined]
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
             return c.Event.__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+
+        def record(self, stream: Any = None) -> None:
+            self._recorded_s = time.perf_counter()
+            super().record(stream)
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(1e3 * (end._recorded_s - self._recorded_s))
 
         @property
         def cuda_event(self) -> int:
