@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpshim
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
 from ddpshim.job.job import current
-from ddpshim.model import guard
+from ddpshim.model import checksums, guard
 from tests.ranks import free_port, run_ranks
 
 D_OBS, D_ACTION, BATCH_SIZE_PER_RANK = 64, 14, 64
@@ -109,7 +109,7 @@ def switch_guards(are_on: bool) -> None:
 
 def checksum(net: nn.Module) -> str:
     """Of all weights' bits."""
-    return str([guard.checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
+    return str([checksums.checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
 
 
 class _Arm:

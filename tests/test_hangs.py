@@ -17,6 +17,7 @@ import ddpshim
 from ddpshim.job import failure, hangs, machine, progress, watch
 from ddpshim.job.hangs import Standing, Waits, describe, judge
 from ddpshim.job.job import Job, current
+from ddpshim.job.peer_errors import is_late
 from ddpshim.job.progress import Frame, Progress, place_of
 from ddpshim.model import guard
 from tests.ranks import run_ranks
@@ -215,6 +216,37 @@ def test_a_rank_that_left_early_is_named_by_those_that_lost_it() -> None:
     left = run_ranks(_leave_early, 2)[0]
     assert left.splitlines()[0] == "  rank 0: 1 backward pass so far"
     assert left.splitlines()[1].startswith("  rank 1: 1 backward pass; has left the job (ranks.py:")
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "failed", "said"),
+    [
+        (99.0, None, None),
+        (99.0, 0, None),  # by itself
+        (5.0, 2, "SyncError: its GPU waits for messages of rank 2"),
+        (101.0, None, "TimeoutError: Timed out waiting 100 s for other ranks (timeout_s)"),
+    ],
+)
+def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
+    waited_s: float, failed: Optional[int], said: Optional[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[BaseException] = []
+    monkeypatch.setattr(failure, "abort", ended.append)
+    monkeypatch.setattr(failure, "first", lambda: failed)
+    monkeypatch.setattr(failure, "is_there", lambda store, key: False)
+    for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
+        watched = watch.Watch()
+        watched._rank, watched._round, watched._store, watched._timeout_s = 0, 0, None, 100.0
+        watched._is_on_gpu, watched._gets_no_errors = is_on_gpu, gets_no_errors
+        watched._waits = hangs.Waits(100.0)
+        watched._waits.look(0.0, "state", site)
+        watched._waits._last_look = watched._waits._since + waited_s
+        monkeypatch.setattr(watched, "_see", lambda: False)
+        watched._look()
+        assert not ended or (is_on_gpu and gets_no_errors)
+    assert [f"{type(error).__name__}: {error}" for error in ended] == ([] if said is None else [said])
+    if ended:
+        assert (is_late(ended[0]), ended[0].__dict__.get("first_failure")) == (failed is None, failed)
 
 
 def test_a_watch_that_was_not_begun_says_nothing() -> None:

@@ -253,12 +253,19 @@ def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path, n
         ({0: (10.3, 1, False), 1: (10.2, 3, False)}, {0: (10, 1), 1: (12, -15)}, (1, 3)),
         ({0: (10.3, 1, False), 1: (10.2, 3, True)}, {0: (10, 1), 1: (12, -15)}, (0, 1)),
         ({}, {0: (10, -15), 1: (11, 4)}, (1, 4)),
+        # nccl's watchdog has ended ranks 0 and 3, and not rank 2, in which something of its own aborts.
+        ({}, {0: (10, -6), 1: (10, -9)}, (1, -9)),
+        ({}, {0: (10, -6), 2: (11, -6)}, (2, -6)),
+        ({}, {0: (11, -6), 3: (10, -6)}, (3, -6)),
     ],
 )
-def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int]) -> None:
+def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int], tmp_path: Path) -> None:
+    watchdog = "[E ProcessGroupNCCL.cpp:605] [Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"
+    for number in (0, 3):
+        (tmp_path / f"rank_{number}.log").write_text(watchdog.format(number))
     own = {number: failure_notes.Note(*what, "") for number, what in said.items()}
     ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
-    assert runner._first(ends, own) == first
+    assert failure_notes.first(ends, own, tmp_path) == first
 
 
 @pytest.mark.unit

@@ -56,7 +56,7 @@ LOADER = "torch/utils/data/dataloader.py"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 SEAMS = [
     Seam("_autograd_hook _check_reducer_finalized", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
-    Seam("_push_all_rebuilt_params _rebuild_buckets", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
+    Seam("_rebuild_buckets", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam("_remove_autograd_hooks", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam(
         "_C _distributed_c10d", "model/seams.py", "test_torchs_reducer_armed_by_hand", "torch/distributed/__init__.py"
@@ -192,8 +192,6 @@ def _arm_by_hand() -> list[Any]:
     parameters, are_sparse = wrapped._build_params_for_reducer()
     names = wrapped._build_debug_param_to_name_mapping(parameters)
     reducer: Any = wrapped.reducer
-    reducer._push_all_rebuilt_params()
-    reducer._rebuild_buckets()
     reducer.prepare_for_backward([])
     x = torch.full((2, 4), float(dist.get_rank() + 1))
     net[:2](x).sum().backward()  # not through the wrapper, and not the last layer

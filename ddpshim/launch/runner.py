@@ -33,8 +33,6 @@ from ddpshim.job.port import check_port, why_unknown
 from ddpshim.job.say import say
 from ddpshim.launch import warm
 
-_NUM_LINES_SHOWN = 20
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -98,7 +96,7 @@ def run(job: Launch) -> int:
             except ChildFailedError as error:
                 failures = error.failures
         notes = failure_notes.read(run_dir)
-        first, code = _first(failures, notes)
+        first, code = failure_notes.first(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
             say(f"the ranks have saved and left, to be started again (exit code {code})")
         elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
@@ -410,22 +408,6 @@ def _signal_ranks(context: Any, signum: int) -> None:
             os.kill(pid, signum)
 
 
-def _first(seen: Mapping[int, Any], notes: Mapping[int, failure_notes.Note]) -> tuple[int, int]:
-    """The rank that failed first, and its exit code, from what the agent has seen and what ranks wrote themselves."""
-
-    def order(rank: int) -> tuple[int, int, bool, float]:
-        # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
-        # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
-        # same one it was the rank that had something to say.
-        own = notes.get(rank)
-        if own is not None:
-            return int(own.lost_a_peer), int(own.moment), False, own.moment
-        return 2 * (seen[rank].exitcode == -signal.SIGTERM), int(seen[rank].timestamp), True, 0.0
-
-    first = min({*seen, *notes}, key=order)
-    return first, notes[first].exit_code if first in notes else seen[first].exitcode
-
-
 def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> None:
     """Say which rank failed first, and end with its traceback, or else with the end of its log."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -435,14 +417,6 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> No
     log = log_dir / f"rank_{rank}.log"
     if rank > 0:
         say(f"rank {rank} failed first: it {said}; {log} ends:")
-        print(traceback.rstrip() or _end_of(log), file=sys.stderr, flush=True)
+        print(traceback.rstrip() or failure_notes.end_of(log), file=sys.stderr, flush=True)
     elif not traceback:  # else it is the last thing on the screen already
         say(f"rank 0 failed first: it {said} (above, and in {log})")
-
-
-def _end_of(log: Path) -> str:
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - (1 << 16)))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-_NUM_LINES_SHOWN:])

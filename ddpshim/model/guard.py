@@ -26,7 +26,8 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.model import backward
-from ddpshim.model.equality import OPT_OUT, Equality, bits_in, first_difference, numbers_of
+from ddpshim.model.checksums import bits_of_rows, numbers_of
+from ddpshim.model.equality import OPT_OUT, Equality, first_difference
 
 _END_DEADLINE_S = 120.0
 _STEPS_DEADLINE_S = 120.0  # after a step that they made together ranks are seconds apart
@@ -251,9 +252,8 @@ def _refuse_unequal(hashes: list[int], what: str) -> None:
 def _hash_of_all() -> int:
     """A hash of all that has to be equal on all ranks of the job."""
     rows = _rows()
-    with torch.no_grad():
-        bits = [bits_in(row, torch.device("cpu")) for row in rows.values()]
-    return zlib.crc32(repr([_settings(), [*rows], torch.stack(bits).tolist() if bits else []]).encode())
+    bits = bits_of_rows(list(rows.values()), torch.device("cpu"))
+    return zlib.crc32(repr([_settings(), [*rows], bits.tolist()]).encode())
 
 
 def _rows() -> dict[str, Any]:
