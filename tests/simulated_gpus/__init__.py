@@ -7,12 +7,12 @@ runs a program, and all Python processes that it starts, with two (or four) GPUs
 `environment()` holds the variables that do it, `why_not()` the reason why it cannot be done here (None: it can).
 
 In such a process `with recorded() as log:` takes down what happens: `log.syncs` (the host waits, each with the Python
-stack that caused it), `log.launches` (collectives: communicator, bytes, stream, thread), `log.copies`, `log.races` (work
-that uses memory of another stream, or of a collective, without having waited for it), `log.waits` (a stream waits for an
-event), `log.kernels`. Other variables:
+stack that caused it), `log.launches` (collectives: communicator, bytes, stream, thread), `log.copies`, `log.races`
+(work that uses memory of another stream, or of a collective, without having waited for it), `log.waits` (a stream waits
+for an event), `log.kernels`. Other variables:
 
     SIMULATED_GPUS_GENERATOR=cpu    random numbers on GPUs come from the CPU's generator: to compare with CPU ranks
-    SIMULATED_GPUS_LOG=FOLDER       at its end each process writes rank<RANK>-<pid>.json there: all that was taken down
+    SIMULATED_GPUS_LOG=FOLDER       each process takes all down there, in rank<RANK>-<pid>.jsonl (`read_log`)
 
 What it cannot show: docs/simulated_gpus.md.
 """
@@ -20,6 +20,7 @@ What it cannot show: docs/simulated_gpus.md.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -117,9 +118,18 @@ def recorded(kernels: bool = False) -> Iterator[Log]:
     """Meanwhile what happens is taken down, filled in at the end; `kernels`: each kernel by name, too."""
     log, device = Log(), library()
     device.trace_kernels(kernels)
-    device.start_log()
+    begin, before = device.begin_log(), device.num_kernels()
     try:
         yield log
     finally:
-        log.events = [Event(**event) for event in device.stop_log()]
-        log.kernels = device.num_kernels()
+        log.events = [Event(**event) for event in device.end_log(begin)]
+        log.kernels = device.num_kernels() - before
+
+
+def read_log(folder: Path) -> dict[str, Log]:
+    """What each process wrote into SIMULATED_GPUS_LOG, by rank ("-": one without)."""
+    logs: dict[str, Log] = {}
+    for file in sorted(folder.glob("rank*.jsonl"), key=lambda file: file.stat().st_mtime):
+        log = logs.setdefault(file.name[len("rank") :].split("-")[0] or "-", Log())
+        log.events += [Event(**json.loads(line)) for line in file.read_text().splitlines() if line.endswith("}")]
+    return logs

@@ -21,12 +21,12 @@ TORCH = "2.13."  # the one whose inner classes the sources know
 _HERE = Path(__file__).parent
 _SOURCES = ("simulated.h", "device.cpp", "python.cpp")
 _DEADLINE_S = 400
-DEVICE, PYTHON = "libsimulated_device.so", "simulated_gpus_c.so"
+LIBRARY = "simulated_gpus_c.so"
 
 
 @functools.cache
 def built() -> tuple[Optional[Path], Optional[str]]:
-    """The folder of the two libraries, or None and why there is none."""
+    """The folder of the library, or None and why there is none."""
     given = os.environ.get("SIMULATED_GPUS_LIBRARY")
     if given:
         return Path(given), None
@@ -50,7 +50,7 @@ def built() -> tuple[Optional[Path], Optional[str]]:
     digest = hashlib.sha256("\0".join([version, sys.version, said, *_texts()]).encode()).hexdigest()[:16]
     folder = _cache() / f"torch-{version}-{digest}"
     with _locked(folder.with_suffix(".lock")):
-        if not (folder / PYTHON).exists():
+        if not (folder / LIBRARY).exists():
             reason = _build(compiler, root, folder)
             if reason is not None:
                 return None, reason
@@ -79,52 +79,23 @@ def _locked(file: Path):  # type: ignore[no-untyped-def]
 
 
 def _build(compiler: str, torch: Path, folder: Path) -> Optional[str]:
-    """Compile both libraries into `folder`; why that failed."""
-    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-        made = Path(name)
-        include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-        options = ["-std=c++20", "-fPIC", "-O1", "-w", "-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED"]
-        options += [word for path in include for word in ("-isystem", str(path))]
-        compiling = [
-            subprocess.Popen(
-                [
-                    "nice",
-                    "-n",
-                    "10",
-                    compiler,
-                    "-c",
-                    *options,
-                    str(_HERE / f"{unit}.cpp"),
-                    "-o",
-                    str(made / f"{unit}.o"),
-                ],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for unit in ("device", "python")
-        ]
-        try:
-            ends = [process.communicate(timeout=_DEADLINE_S)[1] for process in compiling]
-        except subprocess.TimeoutExpired:
-            return f"the compiler was busy for {_DEADLINE_S} s"
-        finally:
-            for process in compiling:
-                process.kill()
-        if any(process.returncode for process in compiling):
-            return "they do not compile: " + next(
-                line for end in ends for line in [*end.splitlines(), "?"] if "error" in line or line == "?"
-            )
-        lib = torch / "lib"
-        link = [compiler, "-shared", f"-L{lib}", f"-Wl,-rpath,{lib}"]
-        out = folder.with_suffix(".new")
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        first = [*link, str(made / "device.o"), "-lc10", "-ltorch_cpu", "-o", str(out / DEVICE)]
-        second = [*link, str(made / "python.o"), "-lc10", "-ltorch_cpu", "-ltorch_python", f"-L{out}", f"-l:{DEVICE}"]
-        second += ["-Wl,-rpath,$ORIGIN", "-o", str(out / PYTHON)]
-        for command in (first, second):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                return f"they do not link: {done.stderr.strip().splitlines()[-1]}"
-        out.rename(folder)
+    """Compile the library into `folder`; why that failed."""
+    include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    out = folder.with_suffix(".new")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    # In one go: torch's headers take the compiler longer than all that is here.
+    (out / "all.cpp").write_text("".join(f'#include "{_HERE / name}"\n' for name in _SOURCES if name.endswith(".cpp")))
+    command = ["nice", "-n", "10", compiler, "-shared", "-fPIC", "-std=c++20", "-O1", "-w"]
+    command += ["-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED", *(word for path in include for word in ("-isystem", str(path)))]
+    command += [str(out / "all.cpp"), f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
+    command += ["-lc10", "-ltorch_cpu", "-ltorch_python", "-o", str(out / LIBRARY)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return f"the compiler was busy for {_DEADLINE_S} s"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return f"they do not compile: {next((line for line in lines if 'error' in line), lines[-1] if lines else '?')}"
+    out.rename(folder)
     return None

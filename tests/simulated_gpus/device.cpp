@@ -13,7 +13,10 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -30,7 +33,9 @@ constexpr auto kType = c10::DeviceType::CUDA;
 
 std::mutex lock;  // of all that follows; never held while Python runs
 std::vector<Event> events;
-std::atomic<bool> logging{false}, tracing{false}, initialized{false}, in_bad_fork{false}, host_generator{false};
+std::string log_folder;
+std::atomic<int> num_logs{0};
+std::atomic<bool> tracing{false}, initialized{false}, in_bad_fork{false}, host_generator{false};
 std::atomic<int64_t> kernels{0};
 std::atomic<int> debug_mode{0};
 std::atomic<int64_t> next_stream{1};
@@ -50,6 +55,7 @@ void merge(Clock& into, const Clock& from) {
 struct Moment {  // a point in a stream's work
   Clock clock;
   std::vector<std::shared_ptr<Pending>> pending;
+  std::chrono::steady_clock::time_point time;
 };
 std::map<Key, Moment> order;
 Clock seen_by_host;
@@ -103,14 +109,47 @@ int num_devices() {
   return num;
 }
 
+namespace {
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (unsigned char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += c < ' ' ? ' ' : char(c);
+  }
+  return out + '"';
+}
+
+// Line by line: what a process did that was killed is there as well. With the lock.
+void write(const Event& event) {
+  static FILE* file = nullptr;
+  static pid_t written_by = 0;
+  if (written_by != getpid()) {
+    const char* rank = getenv("RANK");
+    auto name = log_folder + "/rank" + (rank ? rank : "-") + "-" + std::to_string(getpid()) + ".jsonl";
+    file = fopen(name.c_str(), "a");
+    written_by = getpid();
+  }
+  if (file == nullptr) return;
+  std::string stack;
+  for (const auto& line : event.stack) stack += (stack.empty() ? "" : ", ") + quoted(line);
+  fprintf(file,
+          "{\"kind\": %s, \"what\": %s, \"communicator\": %s, \"bytes\": %ld, \"device\": %d, \"stream\": %ld, "
+          "\"thread\": %s, \"stack\": [%s]}\n",
+          quoted(event.kind).c_str(), quoted(event.what).c_str(), quoted(event.communicator).c_str(), long(event.bytes),
+          event.device, long(event.stream), quoted(event.thread).c_str(), stack.c_str());
+  fflush(file);
+}
+}  // namespace
+
 void note(Event event) {
-  if (!logging) return;
+  if (!num_logs && log_folder.empty()) return;
   if ((event.kind == "sync" || event.kind == "race") && stack_of) event.stack = stack_of();
   event.device = current;
   event.stream = streams[current];
   event.thread = thread_name();
   std::lock_guard<std::mutex> held(lock);
-  events.push_back(std::move(event));
+  if (!log_folder.empty()) write(event);
+  if (num_logs) events.push_back(std::move(event));
 }
 
 void sync(const std::string& what, bool warned, int64_t bytes) {
@@ -120,18 +159,18 @@ void sync(const std::string& what, bool warned, int64_t bytes) {
   TORCH_WARN("called a synchronizing CUDA operation (", what, ")");
 }
 
-void start_log() {
+size_t begin_log() {
   std::lock_guard<std::mutex> held(lock);
-  events.clear();
-  kernels = 0;
-  logging = true;
+  num_logs++;
+  return events.size();
 }
-std::vector<Event> stop_log() {
-  logging = false;
+std::vector<Event> end_log(size_t begin) {
   std::lock_guard<std::mutex> held(lock);
-  return std::move(events);
+  std::vector<Event> taken(events.begin() + begin, events.end());
+  if (!--num_logs) events.clear();
+  return taken;
 }
-bool is_logging() { return logging; }
+void write_log_into(const std::string& folder) { log_folder = folder; }
 void trace_kernels(bool on) { tracing = on; }
 int64_t num_kernels() { return kernels; }
 void set_stack_of(std::function<std::vector<std::string>()> function) { stack_of = std::move(function); }
@@ -180,11 +219,22 @@ Moment moment_of(const Key& key) {
   return order[key];
 }
 
+void add(std::vector<std::shared_ptr<Pending>>& to, const std::shared_ptr<Pending>& work) {
+  constexpr size_t kMost = 256;  // of a program that never waits
+  to.erase(std::remove_if(to.begin(), to.end(), [](const auto& there) { return there->is_done(); }), to.end());
+  if (std::find(to.begin(), to.end(), work) == to.end()) to.push_back(work);
+  if (to.size() > kMost) to.erase(to.begin());
+}
+
 // `key` goes on after `moment`.
 void go_on_after(const Key& key, const Moment& moment) {
-  finish(moment.pending);
+  for (const auto& work : moment.pending)
+    if (!work->is_of_host()) work->finish();
   std::lock_guard<std::mutex> held(lock);
-  merge(order[key].clock, moment.clock);
+  auto& here = order[key];
+  merge(here.clock, moment.clock);
+  for (const auto& work : moment.pending)
+    if (work->is_of_host() && !work->is_done()) add(here.pending, work);
 }
 
 void host_waits_for(const Moment& moment) {
@@ -221,6 +271,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Moment;
     auto moment = moment_of(key_of(stream));
+    moment.time = std::chrono::steady_clock::now();
     std::lock_guard<std::mutex> held(lock);
     *static_cast<Moment*>(*event) = std::move(moment);
   }
@@ -247,7 +298,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) host_waits_for(*static_cast<Moment*>(event));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(device, true); }
-  double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.001; }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    std::chrono::duration<double, std::milli> passed = static_cast<Moment*>(to)->time - static_cast<Moment*>(from)->time;
+    return passed.count();
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     std::lock_guard<std::mutex> held(lock);
     auto at = blocks.find(data.get());
@@ -494,16 +548,33 @@ c10::Storage host_storage(const c10::Storage& storage) {
                       c10::GetAllocator(c10::kCPU), true);
 }
 
-at::Tensor over(c10::Storage storage, const at::Tensor& like, c10::DispatchKey key) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+// A tensor of `storage` that is as `like`. In inference mode a view of a tensor from outside is none of it.
+at::Tensor over(c10::Storage storage, const at::Tensor& like, c10::DispatchKeySet keys) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), keys, like.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   return made;
+}
+
+c10::DispatchKeySet keys_of(const at::Tensor& tensor, c10::BackendComponent backend) {
+  auto key = backend == c10::BackendComponent::CPUBit ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  c10::DispatchKeySet keys(key);
+  return tensor.is_inference() ? keys : keys | c10::getAutogradRelatedKeySetFromBackend(backend);
+}
+
+at::Tensor alias_of(const at::Tensor& tensor, c10::Storage storage) {
+  return over(std::move(storage), tensor, keys_of(tensor, c10::BackendComponent::CPUBit));
 }
 
 // The tensors of one call of a CPU kernel, and what they stand for.
 struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> of_device;  // (the device's, the host's)
-  std::vector<std::pair<c10::StorageImpl*, c10::Storage>> storages;
+  struct Shared {
+    c10::StorageImpl* device;
+    c10::Storage host;
+    c10::DispatchKeySet keys;  // of the device's tensor
+  };
+  std::vector<Shared> storages;
+  std::vector<Used> fresh;  // results in memory of their own
 
   at::Tensor to_host(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
@@ -512,10 +583,10 @@ struct Call {
       if (device.is_same(tensor)) return host;
     auto* impl = tensor.storage().unsafeGetStorageImpl();
     c10::Storage found;
-    for (const auto& [there, storage] : storages)
-      if (there == impl) found = storage;
-    if (!found) storages.emplace_back(impl, found = host_storage(tensor.storage()));
-    auto host = over(found, tensor, c10::DispatchKey::CPU);
+    for (const auto& shared : storages)
+      if (shared.device == impl) found = shared.host;
+    if (!found) storages.push_back({impl, found = host_storage(tensor.storage()), tensor.key_set()});
+    auto host = alias_of(tensor, found);
     of_device.emplace_back(tensor, host);
     return host;
   }
@@ -524,15 +595,17 @@ struct Call {
     if (!result.defined() || !result.device().is_cpu()) return result;
     for (const auto& [there, host] : of_device)
       if (host.is_same(result)) return there;
-    for (const auto& [impl, storage] : storages)
-      if (result.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl())
-        return over(c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(impl)), result, c10::DispatchKey::CUDA);
-    return over(own(result.storage(), result, device), result, c10::DispatchKey::CUDA);
+    for (const auto& shared : storages)
+      if (result.storage().unsafeGetStorageImpl() == shared.host.unsafeGetStorageImpl())
+        return over(c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(shared.device)), result, shared.keys);
+    auto keys = keys_of(result, c10::BackendComponent::CUDABit);
+    fresh.push_back({over(own(result.storage(), result, device), result, keys), true});
+    return fresh.back().tensor;
   }
 
   // What kernels have resized or replaced. Then the device's tensors are as the host's.
   void write_back() {
-    for (auto& [impl, storage] : storages) {
+    for (auto& [impl, storage, keys] : storages) {
       if (storage.data_ptr().get() == impl->data_ptr().get()) continue;
       at::Tensor keeps = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
                                                                  caffe2::TypeMeta::Make<uint8_t>());
@@ -660,21 +733,16 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   call.write_back();
   const auto num_results = schema.returns().size();
-  std::vector<Used> made;
   for (size_t i = 0; i < num_results; i++) {
     auto& value = (*stack)[stack->size() - num_results + i];
-    if (value.isTensor()) {
-      value = call.to_device(value.toTensor(), index);
-      made.push_back({value.toTensor(), true});
-    } else if (value.isTensorList()) {
+    if (value.isTensor()) value = call.to_device(value.toTensor(), index);
+    else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorList()) {
-        list.push_back(call.to_device(tensor, index));
-        made.push_back({list.get(list.size() - 1), true});
-      }
+      for (const at::Tensor& tensor : value.toTensorList()) list.push_back(call.to_device(tensor, index));
       value = list;
     }
   }
+  if (!call.fresh.empty()) order_work(current_key(index), call.fresh, name);
 }
 
 at::Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -691,28 +759,78 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::
                                            c10::dtype_or_default(dtype));
 }
 
+uint64_t sum_of(const at::Tensor& host) {
+  uint64_t sum = 1469598103934665603u;
+  const auto* data = static_cast<const unsigned char*>(host.storage().data_ptr().get());
+  for (size_t i = 0; i < host.storage().nbytes(); i++) sum = (sum ^ data[i]) * 1099511628211u;
+  return sum;
+}
+
+// A copy to pinned memory arrives when the host has waited for it: who reads before finds what was there.
+struct ToHost final : Pending {
+  ToHost(at::Tensor to, at::Tensor from) : to(std::move(to)), from(std::move(from)) {}
+  void finish() override {
+    if (done.exchange(true)) return;
+    at::AutoDispatchBelowADInplaceOrView below;
+    to.copy_(from);
+    to = from = at::Tensor();
+  }
+  bool is_done() override { return done; }
+  bool is_of_host() const override { return true; }
+  at::Tensor to, from;
+  std::atomic<bool> done{false};
+};
+
+// A copy of pinned memory goes on until the host has waited for it: until then that memory must stay as it is.
+struct FromHost final : Pending {
+  FromHost(at::Tensor from, std::vector<std::string> stack) : from(std::move(from)), sum(sum_of(this->from)), stack(std::move(stack)) {}
+  void finish() override {
+    if (done.exchange(true)) return;
+    if (sum_of(from) != sum) note({"race", "pinned memory was written to while its copy to the GPU may have gone on; copied at " + (stack.empty() ? "?" : stack[0])});
+    from = at::Tensor();
+  }
+  bool is_done() override { return done; }
+  bool is_of_host() const override { return true; }
+  at::Tensor from;
+  uint64_t sum;
+  std::vector<std::string> stack;
+  std::atomic<bool> done{false};
+};
+
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   check_usable();
   if (to.is_same(from)) return to;
-  const auto& on_device = to.is_cuda() ? to : from;
-  const int index = on_device.device().index();
+  const auto key = current_key((to.is_cuda() ? to : from).device().index());
   const int64_t bytes = from.nbytes();
-  order_work(current_key(index), {{from, false}, {to, true}}, "a copy");
+  at::AutoDispatchBelowADInplaceOrView below;
+  Call call;
   if (to.is_cuda() && from.is_cuda()) {
     kernels++;
     if (tracing) note({"kernel", "aten::copy_"});
-    if (to.device() != from.device()) note({"copy", "GPU to GPU", "", bytes});
-  } else if (bytes) {
+    if (to.device() != from.device()) {  // on the stream of the source; that of the other waits before and after
+      const auto source = current_key(from.device().index());
+      note({"copy", "GPU to GPU", "", bytes});
+      go_on_after(source, moment_of(key));
+      order_work(source, {{from, false}, {to, true}}, "a copy");
+      go_on_after(key, moment_of(source));
+    } else order_work(key, {{from, false}, {to, true}}, "a copy");
+  } else {
+    order_work(key, {{from, false}, {to, true}}, "a copy");
     const auto& host = to.is_cuda() ? from : to;
     const std::string what = to.is_cuda() ? "copy to the GPU" : "copy to the host";
-    const bool is_pinned_host = is_pinned(host.storage().data_ptr().get());
-    if (!non_blocking || (!to.is_cuda() && !is_pinned_host)) {
+    const bool is_pinned_host = bytes && is_pinned(host.storage().data_ptr().get());
+    if (bytes && (!non_blocking || (!to.is_cuda() && !is_pinned_host))) {
       sync(non_blocking ? what + ", into memory that is not pinned" : what, !non_blocking, bytes);
-      host_waits_for(moment_of(current_key(index)));
-    } else note({"copy", is_pinned_host ? what : what + ", of memory that is not pinned", "", bytes});
+      host_waits_for(moment_of(key));
+    } else if (bytes) {
+      note({"copy", is_pinned_host ? what : what + ", of memory that is not pinned", "", bytes});
+      if (is_pinned_host && to.is_cuda()) attach(stream_of(key), std::make_shared<FromHost>(from, stack_of ? stack_of() : std::vector<std::string>()));
+      else if (is_pinned_host) {
+        attach(stream_of(key), std::make_shared<ToHost>(to.detach(), call.to_host(from).clone()));
+        return to;
+      }
+    }
   }
-  at::AutoDispatchBelowADInplaceOrView below;
-  Call call;
   call.to_host(to).copy_(call.to_host(from));
   return to;
 }
@@ -805,7 +923,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
 
 }  // namespace
 
-at::Tensor host_alias(const at::Tensor& tensor) { return over(host_storage(tensor.storage()), tensor, c10::DispatchKey::CPU); }
+at::Tensor host_alias(const at::Tensor& tensor) { return alias_of(tensor, host_storage(tensor.storage())); }
 
 void launch(const c10::Stream& stream, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs,
             const std::string& what) {
@@ -822,9 +940,7 @@ void launch(const c10::Stream& stream, const std::vector<at::Tensor>& inputs, co
 
 void attach(const c10::Stream& stream, std::shared_ptr<Pending> pending) {
   std::lock_guard<std::mutex> held(lock);
-  auto& on_way = order[key_of(stream)].pending;
-  on_way.erase(std::remove_if(on_way.begin(), on_way.end(), [](const auto& work) { return work->is_done(); }), on_way.end());
-  on_way.push_back(std::move(pending));
+  add(order[key_of(stream)].pending, pending);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }

@@ -270,16 +270,16 @@ struct Nccl final : c10d::Backend {
 
 PYBIND11_MODULE(simulated_gpus_c, m) {
   set_stack_of(python_stack);
-  m.def("start_log", &start_log);
-  m.def("stop_log", [] {
+  m.def("begin_log", &begin_log);
+  m.def("end_log", [](size_t begin) {
     py::list all;
-    for (const auto& e : stop_log())
+    for (const auto& e : end_log(begin))
       all.append(py::dict(py::arg("kind") = e.kind, py::arg("what") = e.what, py::arg("communicator") = e.communicator,
                           py::arg("bytes") = e.bytes, py::arg("device") = e.device, py::arg("stream") = e.stream,
                           py::arg("thread") = e.thread, py::arg("stack") = e.stack));
     return all;
   });
-  m.def("is_logging", &is_logging);
+  m.def("write_log_into", &write_log_into);
   m.def("trace_kernels", &trace_kernels);
   m.def("num_kernels", &num_kernels);
   m.def("use_host_generator", &use_host_generator);

@@ -23,20 +23,21 @@ struct Event {
   std::vector<std::string> stack;  // innermost first; of Python, for what waits and what races
 };
 
-// Work that goes on outside of the order in which the host calls: a collective.
+// What is not through when the call returns that began it: a collective, or a copy that the host has to wait for.
 struct Pending {
   virtual ~Pending() = default;
   virtual void finish() = 0;  // returns when it is through
   virtual bool is_done() = 0;
+  virtual bool is_of_host() const { return false; }  // it ends when the host waits, not when a stream does
 };
 
 int num_devices();
 void note(Event event);
 // The host waits for the device. `warned`: torch's sync debug mode sees it.
 void sync(const std::string& what, bool warned, int64_t bytes = 0);
-void start_log();
-std::vector<Event> stop_log();
-bool is_logging();
+size_t begin_log();  // the place of the first line
+std::vector<Event> end_log(size_t begin);
+void write_log_into(const std::string& folder);
 void trace_kernels(bool on);
 int64_t num_kernels();
 void set_stack_of(std::function<std::vector<std::string>()> stack_of);

@@ -5,11 +5,9 @@ Loaded by site/sitecustomize.py, beside which it imports nothing of the reposito
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib.abc
 import importlib.util
-import json
 import os
 import sys
 import types
@@ -27,10 +25,16 @@ def prepare(library: str) -> None:
             {
                 "torch": (begun.load_device, None),
                 "torch.cuda": (begun.fill_c, begun.fill_cuda),
+                "torch.storage": (nothing, begun.fill_storage),
+                "torch.backends.cudnn": (nothing, begun.fill_cudnn),
                 "torch.distributed.distributed_c10d": (begun.fill_c10d, None),
             }
         ),
     )
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -65,7 +69,7 @@ class _Begin:
 
     def load_device(self) -> None:
         """Register the GPUs before torch asks for the first time whether there are any."""
-        ctypes.CDLL(os.path.join(self._library, "libsimulated_device.so"), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(os.path.join(self._library, "simulated_gpus_c.so"), ctypes.RTLD_GLOBAL)
 
     def fill_c(self) -> None:
         """Before torch.cuda looks whether torch._C was built for CUDA."""
@@ -86,8 +90,8 @@ class _Begin:
             extension.use_host_generator(True)
         folder = os.environ.get("SIMULATED_GPUS_LOG")
         if folder:
-            extension.start_log()
-            atexit.register(_write, extension, folder)
+            os.makedirs(folder, exist_ok=True)
+            extension.write_log_into(folder)
 
     def fill_cuda(self) -> None:
         """What torch.cuda would ask NVIDIA's own libraries."""
@@ -95,17 +99,28 @@ class _Begin:
         cuda._device_count_nvml = lambda: -1  # type: ignore[attr-defined]
         cuda.utilization = lambda device=None: 50  # type: ignore[attr-defined]
 
+    def fill_storage(self) -> None:
+        """Memory on GPUs for `torch.UntypedStorage(size, device="cuda")`, which copies of tensors ask for."""
+        storage = sys.modules["torch.storage"].UntypedStorage
+        make = storage.__new__
+
+        def new(cls: Any, *args: Any, device: Any = None, **options: Any) -> Any:
+            import torch
+
+            if device is None or torch.device(device).type != "cuda" or args[1:]:
+                return make(cls, *args, **options, **({} if device is None else {"device": device}))
+            size = args[0] if args else 0
+            return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+
+        storage.__new__ = new
+
+    def fill_cudnn(self) -> None:
+        sys.modules["torch.backends.cudnn"].is_acceptable = lambda tensor: False  # type: ignore[attr-defined]
+
     def fill_c10d(self) -> None:
         sys.modules["torch._C._distributed_c10d"].ProcessGroupNCCL = (  # type: ignore[attr-defined]
             self._extension.process_group_nccl()
         )
-
-
-def _write(extension: Any, folder: str) -> None:
-    os.makedirs(folder, exist_ok=True)
-    name = f"rank{os.environ.get('RANK', '-')}-{os.getpid()}.json"
-    with open(os.path.join(folder, name), "w") as file:
-        json.dump({"events": extension.stop_log(), "kernels": extension.num_kernels()}, file)
 
 
 class _Properties:
@@ -181,8 +196,14 @@ def _names(extension: Any) -> dict[str, Any]:
         return total - extension.memory(device)[0], total
 
     def scatter(tensor: Any, devices: Any, sizes: Any = None, dim: int = 0, streams: Any = None) -> Any:
+        import torch
+
+        made = []
         parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
-        return tuple(part.to(f"cuda:{at}", non_blocking=True) for part, at in zip(parts, devices))
+        for i, (part, at) in enumerate(zip(parts, devices)):
+            with torch.cuda.stream(streams[i] if streams else None):
+                made.append(part.to(f"cuda:{at}", non_blocking=True))
+        return tuple(made)
 
     def gather(tensors: Any, dim: int, destination: int) -> Any:
         import torch
@@ -193,11 +214,8 @@ def _names(extension: Any) -> dict[str, Any]:
     cudart = types.ModuleType("torch._C._cudart")
     cudart.cudaMemGetInfo = memory_info  # type: ignore[attr-defined]
     cudart.cudaError = types.SimpleNamespace(success=0)  # type: ignore[attr-defined]
-    for nothing in ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister"):
-        setattr(cudart, nothing, lambda *_: 0)
-
-    def nothing_at_all(*_: Any) -> None:
-        return None
+    for name in ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister"):
+        setattr(cudart, name, lambda *_: 0)
 
     return {
         "_has_cuda": True,
@@ -205,13 +223,14 @@ def _names(extension: Any) -> dict[str, Any]:
         "_CudaStreamBase": _CudaStreamBase,
         "_CudaEventBase": _CudaEventBase,
         "_CUDAGraph": _CUDAGraph,
+        "_cuda_CUDAAllocator_AllocatorState": object,  # imported by name where graphs are looked for
         "_cudart": cudart,
         "_cuda_init": init,
         "_cuda_getDeviceCount": extension.num_devices,
         "_cuda_getDevice": extension.current_device,
         "_cuda_setDevice": extension.set_device,
-        "_cuda_exchangeDevice": extension.exchange_device,
-        "_cuda_maybeExchangeDevice": extension.exchange_device,
+        "_cuda_exchangeDevice": lambda device: extension.exchange_device(device),  # dynamo tells the two apart
+        "_cuda_maybeExchangeDevice": lambda device: extension.exchange_device(device),
         "_cuda_isInBadFork": extension.is_in_bad_fork,
         "_cuda_getArchFlags": lambda: "",
         "_cuda_canDeviceAccessPeer": lambda a, b: True,
@@ -220,16 +239,16 @@ def _names(extension: Any) -> dict[str, Any]:
         "_cuda_setStream": extension.set_stream,
         "_cuda_getCurrentRawStream": lambda device: extension.current_stream(device)[0],
         "_cuda_synchronize": extension.synchronize,
-        "_cuda_sleep": nothing_at_all,
-        "_cuda_ipc_collect": nothing_at_all,
+        "_cuda_sleep": nothing,
+        "_cuda_ipc_collect": nothing,
         "_cuda_set_sync_debug_mode": extension.set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": extension.sync_debug_mode,
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_graph_pool_handle": lambda: (0, 0),
         "_cuda_memoryStats": memory_stats,
-        "_cuda_emptyCache": nothing_at_all,
+        "_cuda_emptyCache": nothing,
         "_cuda_resetPeakMemoryStats": extension.reset_peak,
-        "_cuda_resetAccumulatedMemoryStats": nothing_at_all,
+        "_cuda_resetAccumulatedMemoryStats": nothing,
         "_cuda_setMemoryFraction": lambda part, device: extension.limit_memory(device, int(part * (_GIGABYTES << 30))),
         "_cuda_getMemoryFraction": lambda device: 1.0,
         "_cuda_getAllocatorBackend": lambda: "native",
