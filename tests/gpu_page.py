@@ -29,8 +29,8 @@ HEAD = """# On GPUs
 ## Test your machine, and earn its entry
 
 ```
-python -m ddpshim selftest --gpu --write gpus.json            # under ten minutes; 1 to 8 GPUs, nothing else on them
-python -m ddpshim selftest --gpu --quick --write gpus.json    # under two: without robomimic, and fewer rounds
+python -m ddpshim selftest --gpu --write gpus.json            # meant to take under ten minutes; nothing else on the GPUs
+python -m ddpshim selftest --gpu --quick --write gpus.json    # under two: without robomimic, fewer rounds
 ```
 
 Then **send the file**, in an issue or a pull request that puts it into `docs/gpus/`. Also where a check fails: that is
@@ -51,10 +51,9 @@ LIMITS = """## How numbers are compared
 - Weights: those of one process that trains by plain torch, without ddpshim, with the same seed and the batch of all
   ranks. The difference is divided by the largest change of a weight. float64: below 1e-9. float32: below 1e-3, since
   kernels add in another order for a part of a batch; TensorFloat-32 is off (NVIDIA_TF32_OVERRIDE=0), cuDNN is
-  deterministic. A gradient that is not
-  reduced makes 0.02 (of the RNN).
-- Waits for the GPU: six steps under `torch.cuda.set_sync_debug_mode("error")`, after twelve to warm up. Steps 1, 2,
-  10, 100 and every 1000, in which guards compare weights, do wait, and so does what logs a number.
+  deterministic. A gradient that is not reduced makes 0.02 (of the RNN).
+- Waits for the GPU: six steps under `torch.cuda.set_sync_debug_mode("error")`, after sixteen to warm up. Within four
+  steps of 1, 2, 10, 100 and every 1000 guards compare weights, which waits once, and so does what logs a number.
 - Communicators: GPU memory beside torch's own, before and after each of five networks. Other programs on the GPU
   disturb it.
 - A step over raw DDP's: forward and backward, in alternation, median and quartiles of the ratios. It fails where the

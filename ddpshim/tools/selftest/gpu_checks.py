@@ -48,7 +48,7 @@ _SAVED_AT = 2
 # TF32. A gradient that is not reduced makes 0.02 of the RNN.
 _LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
 _ONE_PROCESS = "one_process.pt"
-_NUM_WARM_UP_STEPS = 12  # beyond the steps 1, 2 and 10, after which guards compare weights
+_NUM_WARM_UP_STEPS = 16  # beyond steps 1, 2 and 10, whose weights guards compare within four
 _NUM_LATE_STEPS = 12  # until a planted difference must be told: on a GPU guards read their numbers steps later
 _ENVIRON = {  # before CUDA starts: the same numbers in each run, and float32 with all its digits
     "NVIDIA_TF32_OVERRIDE": "0",
