@@ -55,7 +55,6 @@ void merge(Clock& into, const Clock& from) {
 struct Moment {  // a point in a stream's work
   Clock clock;
   std::vector<std::shared_ptr<Pending>> pending;
-  std::chrono::steady_clock::time_point time;
 };
 std::map<Key, Moment> order;
 Clock seen_by_host;
@@ -271,7 +270,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Moment;
     auto moment = moment_of(key_of(stream));
-    moment.time = std::chrono::steady_clock::now();
     std::lock_guard<std::mutex> held(lock);
     *static_cast<Moment*>(*event) = std::move(moment);
   }
@@ -298,10 +296,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) host_waits_for(*static_cast<Moment*>(event));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(device, true); }
-  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    std::chrono::duration<double, std::milli> passed = static_cast<Moment*>(to)->time - static_cast<Moment*>(from)->time;
-    return passed.count();
-  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     std::lock_guard<std::mutex> held(lock);
     auto at = blocks.find(data.get());
@@ -701,7 +695,8 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       c10::List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
         if (is_index && tensor && tensor->defined()) {
-          waits |= tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte;
+          // `index` has had its masks turned into indices before, by a nonzero of its own.
+          waits |= name != "aten::index" && (tensor->scalar_type() == at::kBool || tensor->scalar_type() == at::kByte);
           if (tensor->is_cpu()) sync("an index on the CPU in " + name, true, tensor->nbytes());
         }
         list.push_back(tensor ? std::optional<at::Tensor>(call.to_host(*tensor)) : std::nullopt);

@@ -86,8 +86,8 @@ struct Collective final : Pending {
 };
 
 struct Work final : c10d::Work {
-  Work(int rank, c10d::OpType type, Tensors outputs, c10::Stream stream, std::shared_ptr<Collective> collective, bool blocks)
-      : c10d::Work(rank, type), outputs(std::move(outputs)), stream(stream), end(stream.device_type()), collective(std::move(collective)), blocks(blocks) {
+  Work(int rank, c10d::OpType type, Tensors outputs, c10::Stream stream, std::shared_ptr<Collective> collective, std::string waits)
+      : c10d::Work(rank, type), outputs(std::move(outputs)), stream(stream), end(stream.device_type()), collective(std::move(collective)), waits(std::move(waits)) {
     c10::StreamGuard guard(stream);
     end.record(stream);
     future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{stream.device()});
@@ -99,7 +99,7 @@ struct Work final : c10d::Work {
   bool wait(std::chrono::milliseconds) override {
     c10::impl::VirtualGuardImpl guard(stream.device_type());
     end.block(guard.getStream(stream.device()));
-    if (blocks) sync("barrier", false);
+    if (!waits.empty()) sync(waits, false);
     return true;
   }
   Tensors result() override { return outputs; }
@@ -109,7 +109,7 @@ struct Work final : c10d::Work {
   c10::Stream stream;
   c10::Event end;
   std::shared_ptr<Collective> collective;
-  bool blocks;
+  std::string waits;  // for what the host waits in `wait`
   c10::intrusive_ptr<c10::ivalue::Future> future;
 };
 
@@ -121,10 +121,10 @@ struct Nccl final : c10d::Backend {
     bool is_high_priority_stream = false;
   };
 
-  Nccl(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<Options> options)
-      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo(std::move(gloo)), options(std::move(options)) {}
+  Nccl(c10::intrusive_ptr<c10d::Backend> gloo, c10::intrusive_ptr<Options> options, std::string kind)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo(std::move(gloo)), options(std::move(options)), kind(std::move(kind)) {}
 
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return kind; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence; }
@@ -137,7 +137,7 @@ struct Nccl final : c10d::Backend {
     auto found = communicators.find(device.index());
     if (found == communicators.end()) {
       check_usable();
-      auto name = "comm" + std::to_string(num_communicators++);
+      auto name = (kind == "nccl" ? "comm" : kind) + std::to_string(num_communicators++);
       note({"communicator", getGroupDesc().empty() ? "made" : getGroupDesc(), name});
       found = communicators.emplace(device.index(), std::make_pair(name, new_stream(device.index()))).first;
     }
@@ -147,7 +147,7 @@ struct Nccl final : c10d::Backend {
 
   static void check(const Tensors& tensors) {
     for (const auto& tensor : tensors) {
-      TORCH_CHECK(tensor.is_cuda(), "No backend type associated with device type ", tensor.device().type(), ": nccl moves GPU memory");
+      TORCH_CHECK(tensor.is_cuda(), "No backend type associated with device type ", tensor.device().type(), ", which nccl does not reach");
       TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
     }
   }
@@ -186,7 +186,7 @@ struct Nccl final : c10d::Backend {
     auto work = send();
     auto collective = std::make_shared<Collective>(work, said, getRank(), options->timeout, std::move(then));
     attach(stream, collective);
-    return c10::make_intrusive<Work>(getRank(), type, outputs, stream, collective, blocks);
+    return c10::make_intrusive<Work>(getRank(), type, outputs, stream, collective, blocks ? "barrier" : kind == "nccl" ? "" : kind);
   }
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& given) override {
@@ -262,6 +262,7 @@ struct Nccl final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   c10::intrusive_ptr<Options> options;
   std::map<int, std::pair<std::string, c10::Stream>> communicators;
+  std::string kind;  // nccl, or gloo, which waits for the GPU
   std::string name;
   uint64_t sequence = 0;
 };
@@ -321,10 +322,15 @@ PYBIND11_MODULE(simulated_gpus_c, m) {
     nccl.def(py::init([](const py::object& store, int rank, int size, c10::intrusive_ptr<Nccl::Options> options) {
                auto milliseconds = py::module_::import("datetime").attr("timedelta")(py::arg("milliseconds") = options->timeout.count());
                auto gloo = py::module_::import("torch._C._distributed_c10d").attr("ProcessGroupGloo")(store, rank, size, milliseconds);
-               return c10::make_intrusive<Nccl>(gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), options);
+               return c10::make_intrusive<Nccl>(gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), options, "nccl");
              }), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"));
     nccl.def_property_readonly("options", [](Nccl& self) { return self.options; });
     nccl.def_property_readonly("uid", [](Nccl& self) { return self.getID(); });
+    m.def("gloo_on_gpus", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
+      auto options = c10::make_intrusive<Nccl::Options>();
+      options->timeout = gloo->getBackendOptions()->timeout;
+      return c10::make_intrusive<Nccl>(gloo, options, "gloo");
+    });
     nccl.def("perform_nocolor_split", [](Nccl&, py::object) {});
     nccl.def("comm_split_count", [](Nccl&) { return 0; });
     nccl.def("_group_start", [](Nccl&) {});

@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import time
 import types
 from typing import Any, Callable
 
@@ -118,9 +119,18 @@ class _Begin:
         sys.modules["torch.backends.cudnn"].is_acceptable = lambda tensor: False  # type: ignore[attr-defined]
 
     def fill_c10d(self) -> None:
-        sys.modules["torch._C._distributed_c10d"].ProcessGroupNCCL = (  # type: ignore[attr-defined]
-            self._extension.process_group_nccl()
-        )
+        """nccl between the GPUs, and gloo for their tensors as well, which a build for the CPU lacks."""
+        c10d = sys.modules["torch._C._distributed_c10d"]
+        c10d.ProcessGroupNCCL = self._extension.process_group_nccl()  # type: ignore[attr-defined]
+        groups = c10d.ProcessGroup
+        register, gloo, other = groups._register_backend, groups.BackendType.GLOO, groups.BackendType.CUSTOM
+
+        def register_backend(group: Any, device: Any, kind: Any, backend: Any = None) -> None:
+            if device.type == "cuda" and kind == gloo and backend is not None:
+                kind, backend = other, self._extension.gloo_on_gpus(backend)
+            register(group, device, kind, backend)
+
+        groups._register_backend = register_backend
 
 
 class _Properties:
@@ -167,6 +177,13 @@ def _names(extension: Any) -> dict[str, Any]:
     class _CudaEventBase(c.Event):  # type: ignore[misc, name-defined]
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
             return c.Event.__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+
+        def record(self, stream: Any = None) -> None:
+            self._recorded_s = time.perf_counter()
+            super().record(stream)
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(1e3 * (end._recorded_s - self._recorded_s))
 
         @property
         def cuda_event(self) -> int:
