@@ -136,7 +136,9 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--timeout", type=seconds, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
     )
     gpus = selftest.add_argument_group("to accept a machine with GPUs (docs/gpus.md)")
-    gpus.add_argument("--gpu", action="store_true", help="try all that only GPUs can break, in under ten minutes")
+    gpus.add_argument(
+        "--gpu", action="store_true", help="try all that only GPUs can break, meant to take under ten minutes"
+    )
     gpus.add_argument("--quick", action="store_true", help="with --gpu: in under two")
     gpus.add_argument(
         "--write", type=Path, metavar="FILE", help="with --gpu: write the results, without names, as JSON"

@@ -616,3 +616,19 @@ def _rank_cleans_up() -> int:
 
 def test_cleanup_takes_the_guards_away() -> None:
     assert run_ranks(_rank_cleans_up, 2) == [0, 0]
+
+
+def test_a_branch_that_is_left_out_in_every_other_step_is_no_new_way_to_write_gradients() -> None:
+    """Gradients are views of a bucket, and count all writes to it."""
+    steps, bucket = guard._Steps(), torch.zeros(8)
+    actor, critic = bucket[:4], bucket[4:]
+    asked = []
+    for step in range(30):
+        bucket.add_(1)
+        bucket.mul_(2)
+        if step == 25:
+            bucket.clamp_(-1, 1)  # as never before
+        steps.look_at_writes([actor, critic] if step % 2 else [critic])
+        asked.append(guard.num_asked())
+    assert asked[3] == asked[24] <= 2
+    assert asked[25] == asked[24] + 1

@@ -84,7 +84,7 @@ class _Steps:
         self.owner: Optional[Reduced] = None  # the one that reduces all of its parameters, if there is one
         self._params: list[Any] = []
         self._num_changes = 0
-        self._version = 0  # of all gradients together, at the last step
+        self._versions: dict[int, int] = {}  # of all gradients together, at the last step that had as many
         self._writes: set[int] = set()  # by how much it was seen to grow from one step to the next
 
     def is_known(self, params: list[Any]) -> bool:
@@ -100,8 +100,10 @@ class _Steps:
 
     def look_at_writes(self, gradients: Iterable[torch.Tensor]) -> None:
         """Ask for a comparison where gradients were written in place otherwise than before. Local."""
-        before, self._version = self._version, sum(map(attrgetter("_version"), gradients))
-        written = self._version - before
+        versions = list(map(attrgetter("_version"), gradients))
+        # They are views of buckets: a step that leaves some out is no other way to write, and has a sum of its own.
+        now, num = sum(versions), len(versions)
+        written, self._versions[num] = now - self._versions.get(num, 0), now
         if written not in self._writes and len(self._writes) < _MOST_WAYS_TO_WRITE:
             self._writes.add(written)
             if len(self._writes) > 2:  # the first two steps are compared in any case, and begin a habit

@@ -22,6 +22,8 @@ from ddpshim.version import __version__
 _MOST_GPUS = 8
 # What a driver puts there: of NVIDIA's, of a Jetson, of Windows' Linux, of AMD's.
 _DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidia-caps", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
+_NAME = r"[^\s/\"'<>:,;()]+"
+_FOLDERS = rf"(?<![\w:/.])(?:~|\.{{1,2}})?(?:/{_NAME})+/({_NAME})"
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 
@@ -304,4 +306,5 @@ def public(text: str) -> str:
     """`text` without names of this machine and its user, and without folders."""
     from ddpshim.observe.environment import without_names
 
-    return re.sub(r"(?<![\w:/.])(?:~|\.{1,2})?(?:/[^\s/\"'<>:,;()]+)+/([^\s/\"'<>:,;()]+)", r"\1", without_names(text))
+    without_folders = re.sub(_FOLDERS, r"\1", text)
+    return without_names(without_folders)
