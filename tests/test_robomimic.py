@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import UserDict
 from pathlib import Path
 from typing import Any, Callable, Optional
 
 import pytest
 import torch
 
+from ddpshim.robomimic import reads
 from ddpshim.trainers.patching import files as patching
+from ddpshim.trainers.session import Session
 from tests.equivalence import (
     VALIDATION,
     Run,
@@ -71,6 +75,85 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
 
     _require(RELEASE)
     return run
+
+
+def _transformer() -> Any:
+    """A bc_transformer_gmm of robomimic's, and a batch for it, as its trainer makes them."""
+    import robomimic.utils.obs_utils as ObsUtils
+    from robomimic.algo import algo_factory
+    from robomimic.config import config_factory
+
+    config = config_factory("bc")
+    with config.values_unlocked():
+        config.algo.transformer.update(enabled=True, context_length=3, embed_dim=8, num_layers=6, num_heads=2)
+        config.algo.gmm.enabled = True
+        config.algo.actor_layer_dims = ()
+        config.observation.modalities.obs.low_dim = ["object"]
+        config.train.frame_stack = 3
+    ObsUtils.initialize_obs_utils_with_config(config)
+    torch.manual_seed(1)
+    model = algo_factory("bc", config, {"object": [5]}, 4, torch.device("cpu"))
+    model.set_train()
+    batch = {"obs": {"object": torch.randn(6, 3, 5)}, "actions": torch.rand(6, 3, 4)}
+    return model, model.process_batch_for_training(batch)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchvision, and of what robomimic calls
+def test_a_step_reads_one_number_where_upstream_reads_one_for_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    _require(RELEASE)
+    reads_of: dict[str, int] = {"item": 0, "tolist": 0}
+
+    def count(name: str) -> None:
+        read = getattr(torch.Tensor, name)
+
+        def counted(tensor: torch.Tensor) -> Any:
+            reads_of[name] += 1
+            return read(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+    def three_steps(is_ours: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        (model, batch), logs = _transformer(), []
+        for number in range(3):
+            torch.manual_seed(number)  # dropout
+            with reads.all_at_once() if is_ours else contextlib.nullcontext():
+                reads_of.update(item=0, tolist=0)
+                info = model.train_on_batch(batch, epoch=1)
+                said.append(dict(reads_of))
+            logs.append(reads.later(model.log_info, info) if is_ours else model.log_info(info))
+            said.append(dict(reads_of))
+            for group in model.optimizers["policy"].param_groups:
+                group["lr"] *= 0.5  # a number that is looked at a step later must not be another one
+        return logs, model.nets.state_dict()
+
+    said: list[dict[str, int]] = []
+    for name in reads_of:
+        count(name)
+    theirs, their_weights = three_steps(False)
+    num_gradients = sum(p.requires_grad for p in _transformer()[0].nets.parameters())
+    of_adam = num_gradients  # it reads its counters, which never are on a GPU
+    assert said[0] == {"item": num_gradients + of_adam, "tolist": 0} and num_gradients == 79
+    said.clear()
+    ours, our_weights = three_steps(True)
+    assert said[:2] == [{"item": of_adam, "tolist": 1}] * 2, "of a GPU not even the one, before somebody looks"
+    assert [dict(log) for log in ours] == [dict(log) for log in theirs]
+    assert all(torch.equal(our_weights[key], their_weights[key]) for key in their_weights)
+
+
+def test_metrics_that_come_a_step_later_are_all_in_the_mean() -> None:
+    training, looked = Session(), []
+
+    class Late(UserDict[str, float]):
+        def items(self) -> Any:
+            looked.append(self["Loss"])
+            return super().items()
+
+    for loss in (1.0, 2.0, 6.0):
+        training.note_step(Late(Loss=loss))
+    assert looked == [1.0, 2.0], "the last one is on its way"
+    assert training.end_epoch({"Loss": 3.0}) == {"Loss": 3.0}
+    assert looked == [1.0, 2.0, 6.0]
+    assert training._metrics.joined(None) == {"Loss": (3.0, 3)}
 
 
 def _check_equal(one: Run, many: Run, tolerance: float) -> None:
