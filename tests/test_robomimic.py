@@ -132,7 +132,8 @@ def test_a_step_reads_one_number_where_upstream_reads_one_for_each_gradient(monk
     theirs, their_weights = three_steps(False)
     num_gradients = sum(p.requires_grad for p in _transformer()[0].nets.parameters())
     of_adam = num_gradients  # it reads its counters, which never are on a GPU
-    assert said[0] == {"item": num_gradients + of_adam, "tolist": 0} and num_gradients == 79
+    assert num_gradients == 79
+    assert said[0] == {"item": num_gradients + of_adam, "tolist": 0}
     said.clear()
     ours, our_weights = three_steps(True)
     assert said[:2] == [{"item": of_adam, "tolist": 1}] * 2, "of a GPU not even the one, before somebody looks"
