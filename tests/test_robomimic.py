@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import UserDict
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -10,6 +11,7 @@ from typing import Any, Callable, Optional
 import pytest
 import torch
 
+from ddpshim.data.transfer import OnDevice
 from ddpshim.robomimic import reads
 from ddpshim.trainers.patching import files as patching
 from ddpshim.trainers.session import Session
@@ -25,6 +27,7 @@ from tests.equivalence import (
     source,
     train,
 )
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.robomimic
 RELEASE = "0.3.0"
@@ -77,8 +80,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
     return run
 
 
-def _transformer() -> Any:
-    """A bc_transformer_gmm of robomimic's, and a batch for it, as its trainer makes them."""
+def _transformer(device: str = "cpu") -> Any:
+    """A bc_transformer_gmm of robomimic's, and a batch for it, as its loader makes them."""
     import robomimic.utils.obs_utils as ObsUtils
     from robomimic.algo import algo_factory
     from robomimic.config import config_factory
@@ -92,10 +95,11 @@ def _transformer() -> Any:
         config.train.frame_stack = 3
     ObsUtils.initialize_obs_utils_with_config(config)
     torch.manual_seed(1)
-    model = algo_factory("bc", config, {"object": [5]}, 4, torch.device("cpu"))
+    model = algo_factory("bc", config, {"object": [5]}, 4, torch.device(device))
     model.set_train()
-    batch = {"obs": {"object": torch.randn(6, 3, 5)}, "actions": torch.rand(6, 3, 4)}
-    return model, model.process_batch_for_training(batch)
+    draw = torch.Generator().manual_seed(1)
+    obs, actions = torch.randn(6, 3, 5, generator=draw), torch.rand(6, 3, 4, generator=draw)
+    return model, {"obs": {"object": obs}, "actions": actions}
 
 
 @pytest.mark.filterwarnings("ignore")  # of torchvision, and of what robomimic calls
@@ -114,6 +118,7 @@ def test_a_step_reads_one_number_where_upstream_reads_one_for_each_gradient(monk
 
     def three_steps(is_ours: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         (model, batch), logs = _transformer(), []
+        batch = model.process_batch_for_training(batch)
         for number in range(3):
             torch.manual_seed(number)  # dropout
             with reads.all_at_once() if is_ours else contextlib.nullcontext():
@@ -139,6 +144,31 @@ def test_a_step_reads_one_number_where_upstream_reads_one_for_each_gradient(monk
     assert said[:2] == [{"item": of_adam, "tolist": 1}] * 2, "of a GPU not even the one, before somebody looks"
     assert [dict(log) for log in ours] == [dict(log) for log in theirs]
     assert all(torch.equal(our_weights[key], their_weights[key]) for key in their_weights)
+
+
+def _steps_on_a_gpu() -> tuple[list[str], list[str], list[float]]:
+    from tests.simulated_gpus import recorded
+
+    warnings.simplefilter("ignore")  # of torchvision, and of what robomimic calls
+    model, batch = _transformer("cuda:0")
+    pinned = {"obs": {"object": batch["obs"]["object"].pin_memory()}, "actions": batch["actions"].pin_memory()}
+    logs: list[Any] = []
+    with recorded() as log, reads.all_at_once():
+        for sent in OnDevice([pinned] * 3, model.device):
+            info = model.train_on_batch(model.process_batch_for_training(sent), epoch=1)
+            logs.append(reads.later(model.log_info, info))
+    return [str(event) for event in log.syncs], [event.what for event in log.races], [row["Loss"] for row in logs]
+
+
+def test_a_step_on_a_gpu_waits_for_nothing_but_upstreams_own_checks() -> None:
+    simulated_gpus = pytest.importorskip("tests.simulated_gpus")
+    if simulated_gpus.why_not() is not None:
+        pytest.skip(simulated_gpus.why_not())
+    _require(RELEASE)
+    ((syncs, races, losses),) = run_ranks(_steps_on_a_gpu, 1, on_gpus=True)
+    assert races == []
+    assert [each for each in syncs if not ("distribution.py" in each or "embed_timesteps" in each)] == []
+    assert losses[0] > losses[1] > losses[2]
 
 
 def test_metrics_that_come_a_step_later_are_all_in_the_mean() -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import find_progress, leave_if_finished
 from ddpshim.data.loader import scale_lr
+from ddpshim.data.transfer import OnDevice
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job import events, exchange, machine, preemption
 from ddpshim.job.failure import abort
@@ -325,6 +326,7 @@ def run_epoch(
         else:
             meanwhile.enter_context(world().autocast())
             if world().is_launched:
+                batches = OnDevice(batches, model.device) if model.device.type == "cuda" else batches
                 meanwhile.enter_context(_noting(model, training))
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
     log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
