@@ -68,6 +68,7 @@ SEAMS = [
     Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
     Seam("_execution_engine", "model/seams.py", "test_a_callback_runs_at_the_end", "torch/autograd/graph.py"),
     Seam("_foreach_copy_", "model/seams.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
+    Seam("_foreach_norm", "robomimic/reads.py", "test_norms_in_one_call", "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/batchnorm.py", "test_batch_norms", "torch/nn/modules/batchnorm.py"),
     Seam(
         "_get_default_store",
@@ -94,7 +95,7 @@ SEAMS = [
     Seam("_apply _load_from_state_dict", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
     Seam(
         "_start",
-        "launch/runner.py",
+        "launch/signals.py",
         "test_the_agent_starts_ranks_by",
         "torch/distributed/elastic/multiprocessing/api.py",
     ),
@@ -293,6 +294,12 @@ def test_copies_in_one_call_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -
         seams.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
         assert [t.tolist() for t in targets] == [[1, 1], [[2, 2, 2]]]
         monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
+
+
+@pytest.mark.unit
+def test_norms_in_one_call_are_those_of_many() -> None:
+    tensors = [torch.linspace(-1, 3, 7), torch.linspace(0, 1, 6).reshape(2, 3), torch.tensor(2.0)]
+    assert [norm.item() for norm in torch._foreach_norm(tensors, 2)] == [t.norm(2).item() for t in tensors]
 
 
 @pytest.mark.unit
