@@ -39,6 +39,11 @@ class WholeBatches:
         """The samples with these indices, collated."""
         raise NotImplementedError
 
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """For a loader with torch's own collate."""
+        batch = self.batch(indices)
+        return [dict(zip(batch, row)) for row in zip(*(value.unbind() for value in batch.values()))]
+
     def attach(self) -> Optional[str]:
         vars(self)["__getitems__"] = functools.partial(_one, self)
         return None
