@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ddpshim.data.loader import make_loader as make_loader
     from ddpshim.data.loader import scale_lr as scale_lr
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
+    from ddpshim.data.replay_buffers import Windows as Windows
+    from ddpshim.data.replay_buffers import load_replay_buffer as load_replay_buffer
     from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.evaluation.evaluating import evaluate_in_background as evaluate_in_background
@@ -65,6 +67,8 @@ _HOMES = {
     "Resumable": "checkpoint.resume",
     "evaluate": "evaluation.evaluating",
     "evaluate_in_background": "evaluation.evaluating",
+    "Windows": "data.replay_buffers",
+    "load_replay_buffer": "data.replay_buffers",
     "record": "observe.recording",
     "shard_iterable": "data.iterable",
     "shared_arrays": "data.node_memory",

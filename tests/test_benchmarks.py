@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import __main__ as front
 from benchmarks import page as pictures
+from benchmarks import to_success
 from benchmarks.results import Result, alternate, median_and_quartiles, ratio
 from benchmarks.ring_model import Cluster, Link, Training
 
@@ -132,3 +133,22 @@ def test_what_was_measured_before_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert "| doctor_speed | w | 2 s |  | ≤ 1.5 | **no** |" in page
     assert "| guard_cost | w | 1 s |  | ≤ 1.5 | yes |" in page
     assert front.main(["--only", "guard_cost", "--out", str(tmp_path / "new")]) == 0
+
+
+def test_the_first_checkpoint_that_succeeds_counts_and_the_page_says_how_surely() -> None:
+    named = ["model_epoch_2_Lift_success_0.5.pth", "model_epoch_10_Lift_success_0.95.pth", "last.pth"]
+    paths = [Path(name) for name in (*named, "model_epoch_4_Lift_success_0.9.pth")]
+    assert to_success.first_success(paths) == (paths[-1], 4, 0.9)
+    assert to_success.first_success(paths[:1]) is None
+    times = {"robomimic as released": 120.0, "ddpshim, 1 rank": 90.0, "ddpshim, 2 ranks": math.inf}
+    found = [
+        to_success.Found(arm, seed, seconds + seed, 60.0, 4, 0.9, "" if seconds == math.inf else "a.pth", 45)
+        for arm, seconds in times.items()
+        for seed in (1, 2, 3)
+    ]
+    text = to_success.page(found, to_success.Plan(), "python", "torch 2")
+    steps = ", ".join([str(4 * to_success.STEPS_AN_EPOCH)] * 3)
+    assert f"| robomimic as released | 2.03 | 121, 122, 123 | 60 | {steps} | 135/150 | 84 to 94% |" in text
+    assert "| ddpshim, 2 ranks | inf | inf, inf, inf | 60 | -, -, - | 0/0 | 0 to 100% |" in text
+    assert "ddpshim, 1 rank: 0.75" in text
+    assert "18 of 20 is 68 to 99%" in text
