@@ -51,6 +51,7 @@ class Clock:
         seconds: by phase, since the clock was made.
         num_batches: that arrived.
         num_workers: of the loader that gave the last batch.
+        busy: what each of them has spent on batches so far, with the number of batches; None where it does not tell.
         waited: seconds that a GPU's stream waited for nccl; the host counted them to compute.
         marks: events on the GPU's stream, each with the phase that begins there; None where nobody collects them.
         at_border: called whenever a step ends and the next one begins.
@@ -59,6 +60,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.num_batches, self.num_workers, self.waited = 0, 0, 0.0
+        self.busy: Optional[torch.Tensor] = None
         self.marks: Optional[list[tuple[str, Any]]] = None
         self.at_border: Optional[Callable[[], None]] = None
         self.num_users, self.num_event_users = 0, 0
@@ -90,7 +92,7 @@ class Clock:
             try:
                 batch = original(batches)
                 self.num_batches += 1
-                self.num_workers = getattr(batches, "_num_workers", 0)
+                self.num_workers, self.busy = getattr(batches, "_num_workers", 0), getattr(batches, "busy", None)
                 arrived = "transfer" if trains else "evaluation"
             finally:
                 self._become(arrived)
@@ -135,6 +137,13 @@ class Clock:
         begins = self._phase == "transfer" or (self._phase == "after" and torch.is_grad_enabled())
         if begins and threading.get_ident() == self._thread:
             self._become("forward")
+
+    def worker_s(self) -> Optional[float]:
+        """The seconds that a worker of the last loader takes for a batch; None without workers that tell. Local."""
+        if self.busy is None:
+            return None
+        seconds, num_batches = self.busy.sum(0).tolist()
+        return float(seconds / num_batches) if num_batches else None
 
     def leave_loop(self) -> None:
         """Count to no step what comes before the next batch."""

@@ -107,7 +107,8 @@ class Pace:
                     block[PHASES.index(phase)] = means[phase]
             means = _means_of(blocks)
         if events.is_recorded():
-            self._note(means, clock.num_workers)
+            sent = sorted(block[PHASES.index("communication")] for block in blocks.values())
+            self._note(means, sent[len(sent) // 4], clock)
         if here.world_size == 1:
             self._tell([blocks], self.num_steps - self._since)
         else:
@@ -118,15 +119,17 @@ class Pace:
         self._by_host, self._by_gpu = _Means(), _Means()
         self._since, self._next_look = self.num_steps, 2 * self._next_look
 
-    def _note(self, means: dict[str, float], num_workers: int) -> None:
-        """Write down what `python -m ddpshim predict` wants to know."""
+    def _note(self, means: dict[str, float], sends_s: float, clock: Clock) -> None:
+        """Write down what `python -m ddpshim predict` wants to know; `sends_s`: when this rank waits for no other."""
         from ddpshim.job import machine
 
         events.note(
             "pace",
             steps=self.num_steps,
             seconds={phase: float(f"{seconds:.6g}") for phase, seconds in means.items()},
-            workers=num_workers,
+            sends_s=sends_s,
+            workers=clock.num_workers,
+            worker_s=clock.worker_s(),
             cores=machine.num_cores(),
             gradient_bytes=self._gradient_bytes,
             bucket_bytes=self._bucket_bytes,
