@@ -255,14 +255,15 @@ def test_on_a_gpu_its_own_times_count_and_nothing_waits(time: Any, notes: Any, m
     assert len(num_marks) == pytest.approx(23 / 3 * 13, abs=26), "every third step"
 
 
-def test_many_steps_are_few_blocks() -> None:
-    means = pace._Means()
-    for step in range(100):
-        means.add(step, [float(step), 1.0])
-    blocks = means.blocks()
-    assert list(blocks)[:3] == [0, 4, 8]
-    assert blocks[8] == [9.5, 1.0]
-    assert len(blocks) == 25
+def test_later_looks_are_at_twice_as_many_steps(time: Any, notes: Any) -> None:
+    kept, left = Pace(), list[dict[int, list[float]]]()
+    kept._tell = lambda ranks, num_steps: left.extend(ranks)  # type: ignore[method-assign]
+    kept.begin(4e6, 1e6)
+    _train(time, Meter(), "wrapper", 90)
+    kept._end()
+    assert [note["steps"] for note in notes] == [20, 40, 80]
+    assert [sorted(blocks) for blocks in left] == [list(range(4, 21)), list(range(21, 41)), list(range(42, 81, 2))]
+    assert {tuple(block) for blocks in left for block in blocks.values()} == {tuple(notes[0]["seconds"].values())}
 
 
 @pytest.mark.ranks

@@ -61,6 +61,7 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.num_batches, self.num_workers, self.waited = 0, 0, 0.0
         self.busy: Optional[torch.Tensor] = None
+        self._last_batches = 0
         self.marks: Optional[list[tuple[str, Any]]] = None
         self.at_border: Optional[Callable[[], None]] = None
         self.num_users, self.num_event_users = 0, 0
@@ -92,7 +93,9 @@ class Clock:
             try:
                 batch = original(batches)
                 self.num_batches += 1
-                self.num_workers, self.busy = getattr(batches, "_num_workers", 0), getattr(batches, "busy", None)
+                if id(batches) != self._last_batches:
+                    self._last_batches = id(batches)
+                    self.num_workers, self.busy = getattr(batches, "_num_workers", 0), getattr(batches, "busy", None)
                 arrived = "transfer" if trains else "evaluation"
             finally:
                 self._become(arrived)

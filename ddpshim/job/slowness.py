@@ -11,6 +11,7 @@ from ddpshim.job.say import ranks_called
 
 # Of a step; what costs less is not worth a line. What all ranks do alike is not wrong, but expensive.
 _LEAST, _LEAST_OF_ALL = 0.03, 0.045
+_LEAST_COST_S = 0.0005  # less than workers or messages would cost that avoid it
 _LEAST_BLOCKS = 4
 # Standard errors by which a rank must be slower: one step that the system interrupted is not enough. Loaders with
 # workers stall in bursts.
@@ -127,7 +128,8 @@ def judge(ranks: Sequence[Blocks]) -> Optional[Finding]:
                 slow = tuple(rank for rank, cost in costs.items() if 2 * cost > worst)
                 found.append(Finding(phase, slow, worst, step_s))
     most = max(found, key=lambda finding: finding.cost_s)
-    return most if most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) else None
+    is_much = most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) and most.cost_s >= _LEAST_COST_S
+    return most if is_much else None
 
 
 def _excess(of_ranks: Sequence[Sequence[float]], rank: int) -> list[float]:
