@@ -212,7 +212,7 @@ def test_a_line_after_twenty_steps_where_there_is_something_to_say(
 ) -> None:
     kept = Pace()
     kept.begin(4e6, 1e6)
-    _train(time, Meter(), "wrapper", 23, data_s)
+    _train(time, Meter(), "wrapper", 43, data_s)
     ddpshim.cleanup()
     kept._end()
     assert notes[0]["steps"] == pace.FIRST_LOOK
@@ -222,7 +222,7 @@ def test_a_line_after_twenty_steps_where_there_is_something_to_say(
     }
     assert notes[0]["gradient_bytes"] == 4e6
     said = [line for line in capsys.readouterr().err.splitlines() if "steps" in line]
-    assert [note["phase"] for note in notes[1:]] == ["save"]
+    assert [note.get("phase", note["steps"]) for note in notes] == [20, "save", 40], "it is said once"
     assert said == [f"ddpshim: after 20 steps: {notes[1]['said']} (DDPSHIM_DIAGNOSE=no is silent)"]
     assert events.running is None
 
@@ -324,6 +324,7 @@ def _more(**seconds: float) -> Measured:
         (replace(_more(data=1.0), num_workers=4), 1.9, "the data loader", False),
         # Others are known by what they took: 4 for 1.6 s a batch, two batches on 8 cores.
         (replace(RUN, num_workers=4, worker_s=3.2), 0.8, "the data loader", False),
+        (replace(RUN, num_workers=4, worker_s=3.2, cores=4), 0.9, "the data loader", False),  # half waited for a core
         (replace(RUN, num_workers=4, worker_s=0.8), 0.75 / 4 + 0.05 + 0.175, "the networks' computation", True),
         (replace(RUN, waits_s=0.4), 1.15 / 4 + 0.05 + 0.175, "the networks' computation", True),
         (replace(RUN, holds_global_batch=False), 0.8 + 0.175, "the networks' computation", True),

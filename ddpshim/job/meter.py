@@ -68,7 +68,7 @@ class Clock:
         self._phase, self._since = "outside", time.perf_counter()
         self._outer: list[str] = []  # the phases that the current one interrupts
         self._events: list[tuple[Any, Any]] = []
-        self._num_steps_since_batch, self._transferred = 0, 0.0
+        self._num_steps_since_batch = 0
         self._thread = threading.get_ident()
         self._undo = contextlib.ExitStack()
         self._undo.callback(register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")).remove)
@@ -112,9 +112,6 @@ class Clock:
     def begin(self, phase: str) -> None:
         """From here to `end()` time counts to `phase`; may be nested."""
         if phase == "backward" and self._phase == "transfer":  # nobody saw a network that was called
-            moved = self.seconds["transfer"] - self._transferred
-            self.seconds["transfer"] -= moved
-            self.seconds["forward"] += moved
             self._phase = "forward"
             if self.marks is not None:
                 self.marks = [("forward" if name == "transfer" else name, event) for name, event in self.marks]
@@ -170,7 +167,6 @@ class Clock:
         if self.at_border is not None:
             self._become(self._phase)
             self.at_border()
-        self._transferred = self.seconds["transfer"]
 
     def _become(self, phase: str) -> None:
         now = time.perf_counter()
