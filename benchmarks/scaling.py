@@ -4,7 +4,7 @@
 
 Measured: a policy whose passes sleep instead of computing, so that two cores can hold eight ranks, trained through
 `wrap_parallel` and gloo; with the global batch held, compute is divided by the ranks. The model of
-benchmarks/ring_model.py, with latency and bandwidth as measured between the same processes, is checked against
+ddpshim/observe/ring_model.py, with latency and bandwidth as measured between the same processes, is checked against
 that; then it is asked about clusters that are not here.
 """
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import ddpshim
 from benchmarks.emulated import SleepingPolicy
 from benchmarks.results import Result, alternate, ratio
-from benchmarks.ring_model import CLUSTERS, Cluster, Link, Training
+from ddpshim.observe.ring_model import CLUSTERS, Cluster, Link, Training
 from tests.ranks import run_ranks
 
 NUM_PARAMETERS, NUM_LAYERS = 1_000_000, 8
@@ -165,7 +165,7 @@ def page(rows: list[Measured]) -> str:
     lines += [
         f"Nothing below was measured. A GPU is taken to do {FLOPS / 1e12:.0f} TFLOP/s, a sample of a diffusion policy "
         f"to cost 6 FLOPs x parameters x {POSITIONS} positions, and {FLOPS_OF_AN_IMAGE / 1e9:.1f} GFLOPs for an image; "
-        "links are what vendors name, less a fifth (benchmarks/ring_model.py). 8 GPUs a node. Numbers are compute / "
+        "links are what vendors name, less a fifth (observe/ring_model.py). 8 GPUs a node. Numbers are compute / "
         "step: 1.00 is perfect.",
         "",
         f"### {BATCH_PER_RANK} samples for each GPU, buckets of 25 MB",

@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_audit(commands)
     _add_prove(commands)
     _add_report(commands)
+    _add_predict(commands)
     return parser
 
 
@@ -232,6 +233,35 @@ def _report(arguments: argparse.Namespace) -> int:
         say(f"{arguments.folder} {found}; nothing was written. Name the folder of a run.")
         return 2
     print(write(arguments.folder, arguments.out, arguments.markdown))
+    return 0
+
+
+def _add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="how fast a run would be on another number of GPUs, and what its limit is there",
+        description="Say, from the records of one run, how many times as fast it would be on other numbers of GPUs, "
+        "what limits it there, and whether more would help (docs/report.md says how, and what is left out). Exit code: "
+        "0 said, 1 the records do not tell enough, 2 wrong usage or no such folder.",
+    )
+    predict.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
+    text = "ranks, one on each GPU; several numbers make several lines"
+    predict.add_argument("--gpus", type=_positive, nargs="+", required=True, metavar="N", help=text)
+    text = "GPUs of a node there (8, or as many as in the run)"
+    predict.add_argument("--gpus-per-node", type=_positive, metavar="N", help=text)
+    predict.set_defaults(run=_predict)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from ddpshim.observe.predict import as_text, measured, predict
+
+    if not arguments.folder.is_dir():
+        found = "is no folder" if arguments.folder.exists() else "does not exist"
+        say(f"{arguments.folder} {found}; nothing was predicted. Name the folder of a run.")
+        return 2
+    run = measured(arguments.folder)
+    for number in arguments.gpus:
+        print(as_text(run, predict(run, number, arguments.gpus_per_node)))
     return 0
 
 

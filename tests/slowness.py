@@ -15,7 +15,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
@@ -156,9 +156,9 @@ def cases(num_rounds: int) -> Iterator[Case]:
             yield Case(None)
 
 
-def measure(num_rounds: int, num_at_once: int = 1) -> list[tuple[Case, Optional[dict[str, Any]]]]:
+def measure(of: Iterable[Case], num_at_once: int = 1) -> list[tuple[Case, Optional[dict[str, Any]]]]:
     """Each case with what was found."""
-    rows = list(cases(num_rounds))
+    rows = list(of)
     with ThreadPoolExecutor(num_at_once) as pool:
         return list(zip(rows, pool.map(look, rows)))
 
@@ -192,7 +192,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time (1)")
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args(argv)
-    rows = measure(args.rounds, args.at_once)
+    rows = measure(cases(args.rounds), args.at_once)
     text = page(rows)
     if args.write is None:
         print(text, end="")

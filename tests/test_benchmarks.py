@@ -14,7 +14,7 @@ from benchmarks import __main__ as front
 from benchmarks import page as pictures
 from benchmarks import to_success
 from benchmarks.results import Result, alternate, median_and_quartiles, ratio
-from benchmarks.ring_model import Cluster, Link, Training
+from ddpshim.observe.ring_model import Cluster, Link, Training
 
 
 def test_arms_are_measured_in_alternation() -> None:

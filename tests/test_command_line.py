@@ -60,6 +60,7 @@ SAMPLES: dict[Command, list[str]] = {
     ("audit",): ["train.py"],
     ("prove",): ["train.py"],
     ("report",): ["run", "--markdown"],
+    ("predict",): ["run", "--gpus", "8"],
 }
 
 # For each option that takes a file or folder: a call in which that is missing, and the exit code.
@@ -81,6 +82,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("audit",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 1),
     (("report",), "folder"): (["absent"], 2),
+    (("predict",), "folder"): (["absent", "--gpus", "8"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 1),
 }
 MODULES = {command: MISSING[command, "program"][1] for command in COMMANDS if (command, "program") in MISSING}
@@ -108,7 +110,10 @@ def _fill(folder: Path) -> None:
     (folder / "installed" / "robomimic" / "__init__.py").write_text("__version__ = '0.0.1'\n")
     (folder / "run" / "ddpshim").mkdir(parents=True)
     start = {"kind": "start", "time": 1.0, "rank": 0, "start": 1, "world_size": 1}
-    (folder / "run" / "ddpshim" / "rank_0.jsonl").write_text(json.dumps(start) + "\n")
+    pace = {"kind": "pace", "time": 2.0, "steps": 20, "seconds": {"forward": 0.03, "backward": 0.06}, "sends_s": 0.0}
+    pace |= {"workers": 0, "worker_s": None, "cores": 8, "gradient_bytes": 4e6, "bucket_bytes": 1e6}
+    records = "".join(json.dumps(record) + "\n" for record in (start, pace))
+    (folder / "run" / "ddpshim" / "rank_0.jsonl").write_text(records)
 
 
 @pytest.fixture(autouse=True)

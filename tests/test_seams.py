@@ -84,6 +84,7 @@ SEAMS = [
         LOADER,
     ),
     Seam("torch.utils.data._utils", "data/sharded_loader.py", "test_workers_are_found_and_let_go", LOADER),
+    Seam("_MapDatasetFetcher _IterableDatasetFetcher", "data/sharded_loader.py", "test_workers_fetch", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
     Seam("_saved_reduction", "trainers/dataparallel/convert.py", "test_a_loss_tells_its_reduction", "autograd codegen"),
@@ -366,6 +367,14 @@ def test_every_loader_goes_through_one_next(num_workers: int, monkeypatch: pytes
     assert batches._num_workers == num_workers
     assert [b.item() for b in batches] == [0, 1, 4, 9]
     assert len(calls) == 5
+
+
+def test_workers_fetch() -> None:
+    from torch.utils.data._utils import fetch
+
+    samples = [torch.tensor(1), torch.tensor(2)]
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        assert kind(samples, True, list, False).fetch([0, 1]) == samples
 
 
 @pytest.mark.ranks

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import weakref
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Callable, Optional, Union, cast
@@ -60,8 +61,11 @@ class ShardedLoader(DataLoader[Any], Enterable):
         **options: Any,
     ) -> None:
         # torch draws the seed of the workers from this generator, and without it from the global one.
+        self._busy: Optional[torch.Tensor] = None
         if options.get("num_workers"):
-            options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"))
+            with contextlib.suppress(RuntimeError, OSError):  # no shared memory: then nobody knows how busy they are
+                self._busy = torch.zeros(options["num_workers"], 2, dtype=torch.float64).share_memory_()
+            options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"), self._busy)
         self._of_workers = torch.Generator()
         super().__init__(dataset, generator=self._of_workers, **options)
         self.global_batch_size = global_batch_size
@@ -130,6 +134,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         finally:
             self.__dict__["dataset"] = shown
         if self.num_workers:
+            cast(Any, batches).busy = self._busy  # for the clock that waits for them (`job/meter.py`)
             _with_workers.add(batches)
             _dismiss_workers_with(os.getpid())
         fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
@@ -188,14 +193,33 @@ class _Pass:
         return getattr(self._batches, name)
 
 
-def _start_worker(start: Optional[Callable[[int], None]], worker: int) -> None:
-    """What a worker does first, and the user's `start`."""
+def _start_worker(start: Optional[Callable[[int], None]], busy: Optional[torch.Tensor], worker: int) -> None:
+    """What a worker does first, and the user's `start`; it counts in `busy` its seconds and batches."""
     from ddpshim.job import preemption
 
     preemption.ignore_in_worker()
+    if busy is not None:
+        _count_fetches(busy[worker])
     show_dataset_to_worker()
     if start is not None:
         start(worker)
+
+
+def _count_fetches(mine: torch.Tensor) -> None:
+    """Have this worker count in `mine` the seconds that it spends on batches, and their number."""
+    from torch.utils.data._utils import fetch
+
+    def counted(original: Callable[[Any, Any], Any], self: Any, index: Any) -> Any:
+        start = time.perf_counter()
+        batch = original(self, index)
+        mine[0] += time.perf_counter() - start
+        mine[1] += 1
+        return batch
+
+    kinds: tuple[Any, ...] = fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher
+    for kind in kinds:
+        original = kind.fetch
+        kind.fetch = lambda self, index, original=original: counted(original, self, index)
 
 
 @functools.lru_cache(maxsize=1)

@@ -51,6 +51,7 @@ class Clock:
         seconds: by phase, since the clock was made.
         num_batches: that arrived.
         num_workers: of the loader that gave the last batch.
+        busy: what each of them has spent on batches so far, with the number of batches; None where it does not tell.
         waited: seconds that a GPU's stream waited for nccl; the host counted them to compute.
         marks: events on the GPU's stream, each with the phase that begins there; None where nobody collects them.
         at_border: called whenever a step ends and the next one begins.
@@ -59,13 +60,15 @@ class Clock:
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.num_batches, self.num_workers, self.waited = 0, 0, 0.0
+        self.busy: Optional[torch.Tensor] = None
+        self._last_batches = 0
         self.marks: Optional[list[tuple[str, Any]]] = None
         self.at_border: Optional[Callable[[], None]] = None
         self.num_users, self.num_event_users = 0, 0
         self._phase, self._since = "outside", time.perf_counter()
         self._outer: list[str] = []  # the phases that the current one interrupts
         self._events: list[tuple[Any, Any]] = []
-        self._num_steps_since_batch, self._transferred = 0, 0.0
+        self._num_steps_since_batch = 0
         self._thread = threading.get_ident()
         self._undo = contextlib.ExitStack()
         self._undo.callback(register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")).remove)
@@ -90,7 +93,9 @@ class Clock:
             try:
                 batch = original(batches)
                 self.num_batches += 1
-                self.num_workers = getattr(batches, "_num_workers", 0)
+                if id(batches) != self._last_batches:
+                    self._last_batches = id(batches)
+                    self.num_workers, self.busy = getattr(batches, "_num_workers", 0), getattr(batches, "busy", None)
                 arrived = "transfer" if trains else "evaluation"
             finally:
                 self._become(arrived)
@@ -107,9 +112,6 @@ class Clock:
     def begin(self, phase: str) -> None:
         """From here to `end()` time counts to `phase`; may be nested."""
         if phase == "backward" and self._phase == "transfer":  # nobody saw a network that was called
-            moved = self.seconds["transfer"] - self._transferred
-            self.seconds["transfer"] -= moved
-            self.seconds["forward"] += moved
             self._phase = "forward"
             if self.marks is not None:
                 self.marks = [("forward" if name == "transfer" else name, event) for name, event in self.marks]
@@ -136,6 +138,13 @@ class Clock:
         if begins and threading.get_ident() == self._thread:
             self._become("forward")
 
+    def worker_s(self) -> Optional[float]:
+        """The seconds that a worker of the last loader takes for a batch; None without workers that tell. Local."""
+        if self.busy is None:
+            return None
+        seconds, num_batches = self.busy.sum(0).tolist()
+        return float(seconds / num_batches) if num_batches else None
+
     def leave_loop(self) -> None:
         """Count to no step what comes before the next batch."""
         if not self._outer:
@@ -158,7 +167,6 @@ class Clock:
         if self.at_border is not None:
             self._become(self._phase)
             self.at_border()
-        self._transferred = self.seconds["transfer"]
 
     def _become(self, phase: str) -> None:
         now = time.perf_counter()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FIRST_LOOK = 20  # steps
 NUM_WARM_UP = 3
-_MOST_BLOCKS = 40
+_NUM_BLOCKS = 20  # of equally many steps, from one look to the next
 _LEAST_S = 1.0  # of steps: a training that is over before needs no advice
 _EVERY_ON_GPU = 3  # steps; no divisor of usual numbers of workers, of which loaders stall at every so many batches
 _MOST_TRIES = 20  # of the main rank, one a step, to find what the others have left
@@ -33,13 +33,15 @@ class Pace:
     """What this rank's steps are made of since the last look, and what was said of it."""
 
     def __init__(self) -> None:
-        self.num_steps = 0
+        self.num_steps = -1  # until the first one begins
         self._gradient_bytes, self._bucket_bytes = 0.0, 0.0
         self._meter = Meter()
         self._clock: Optional[Clock] = None
         self._on_gpu = False
-        self._before: tuple[float, ...] = ()
-        self._by_host, self._by_gpu = _Means(), _Means()
+        self._before: list[float] = []  # the seconds of the clock when the block began
+        self._by_host = dict[int, list[float]]()  # by the last step of a block, in a mean step of which
+        self._by_gpu = dict[int, list[float]]()
+        self._width = 1  # steps of a block
         self._marked: list[tuple[int, list[tuple[str, Any]]]] = []
         self._since, self._next_look = NUM_WARM_UP, FIRST_LOOK
         self._awaited: Optional[tuple[int, int]] = None  # the look whose numbers the main rank collects, and its steps
@@ -69,45 +71,46 @@ class Pace:
     def _end_step(self) -> None:
         clock = self._clock
         assert clock is not None
-        now = tuple(clock.seconds.values())
-        if self._before:
-            self.num_steps += 1
-            if self.num_steps > NUM_WARM_UP:
-                self._by_host.add(self.num_steps, [after - before for before, after in zip(self._before, now)])
-            if self._on_gpu:
-                self._take_marks(clock)
-            if self._awaited is not None:
-                self._read()
+        self.num_steps += 1
+        if self._on_gpu:
+            self._mark(clock)
+        if self._awaited is not None:
+            self._read()
+        if (self.num_steps - self._since) % self._width == 0:
+            now = list(clock.seconds.values())
+            if self.num_steps > self._since:
+                spent = [(after - before) / self._width for before, after in zip(self._before, now)]
+                self._by_host[self.num_steps] = spent
+            self._before = now
             if self.num_steps == self._next_look:
                 self._leave(clock)
-        self._before = now
-        if self._on_gpu and self.num_steps >= NUM_WARM_UP and self.num_steps % _EVERY_ON_GPU == 0:
-            clock.marks = []  # of the step that begins
 
-    def _take_marks(self, clock: Clock) -> None:
+    def _mark(self, clock: Clock) -> None:
         """Note when the GPU came to each phase of the steps that were marked, as far as it has come."""
         if clock.marks:
             self._marked.append((self.num_steps, [*clock.marks, ("", mark())]))
-        clock.marks = None
+        due = self.num_steps >= NUM_WARM_UP and self.num_steps % (_EVERY_ON_GPU * self._width) == 0
+        clock.marks = [] if due else None  # of the step that begins
         while self._marked and self._marked[0][1][-1][1].query():
             step, marks = self._marked.pop(0)
             seconds = dict.fromkeys(PHASES, 0.0)
             for (phase, begin), (_, end) in zip(marks, marks[1:]):
                 seconds[phase] += begin.elapsed_time(end) / 1000
-            self._by_gpu.add(step, list(seconds.values()))
+            self._by_gpu[step] = list(seconds.values())
 
     def _leave(self, clock: Clock) -> None:
         """Leave what was measured since the last look for the main rank, and begin anew."""
-        here, blocks = world(), self._by_host.blocks()
+        here, blocks = world(), self._by_host
         means = _means_of(blocks)
-        if self._by_gpu.blocks():
-            blocks = self._by_gpu.blocks()
+        if self._by_gpu:
+            blocks = self._by_gpu
             for block in blocks.values():
                 for phase in _BY_HOST:
                     block[PHASES.index(phase)] = means[phase]
             means = _means_of(blocks)
         if events.is_recorded():
-            self._note(means, clock.num_workers)
+            sent = sorted(block[PHASES.index("communication")] for block in blocks.values())
+            self._note(means, sent[len(sent) // 4], clock)
         if here.world_size == 1:
             self._tell([blocks], self.num_steps - self._since)
         else:
@@ -115,18 +118,21 @@ class Pace:
                 current().store.set(_key(self.num_steps, here.rank), json.dumps(blocks))
             if here.is_main:
                 self._awaited, self._num_tries = (self.num_steps, self.num_steps - self._since), 0
-        self._by_host, self._by_gpu = _Means(), _Means()
+        self._by_host, self._by_gpu = {}, {}
         self._since, self._next_look = self.num_steps, 2 * self._next_look
+        self._width = max(1, (self._next_look - self._since) // _NUM_BLOCKS)
 
-    def _note(self, means: dict[str, float], num_workers: int) -> None:
-        """Write down what `python -m ddpshim predict` wants to know."""
+    def _note(self, means: dict[str, float], sends_s: float, clock: Clock) -> None:
+        """Write down what `python -m ddpshim predict` wants to know; `sends_s`: when this rank waits for no other."""
         from ddpshim.job import machine
 
         events.note(
             "pace",
             steps=self.num_steps,
             seconds={phase: float(f"{seconds:.6g}") for phase, seconds in means.items()},
-            workers=num_workers,
+            sends_s=sends_s,
+            workers=clock.num_workers,
+            worker_s=clock.worker_s(),
             cores=machine.num_cores(),
             gradient_bytes=self._gradient_bytes,
             bucket_bytes=self._bucket_bytes,
@@ -160,27 +166,6 @@ class Pace:
             about = {"phase": finding.phase, "ranks": finding.ranks, "share": round(finding.share, 4)}
             events.note("slow", steps=self.num_steps, **about, said=str(finding))
             say(f"after {self.num_steps} steps: {finding} (DDPSHIM_DIAGNOSE=no is silent)")
-
-
-class _Means:
-    """The phases of any number of steps, as means over at most `_MOST_BLOCKS` blocks of equally many steps."""
-
-    def __init__(self) -> None:
-        self._width = 1
-        self._sums: dict[int, tuple[int, list[float]]] = {}
-
-    def add(self, step: int, seconds: list[float], count: int = 1) -> None:
-        before, sums = self._sums.get(step // self._width, (0, [0.0] * len(seconds)))
-        self._sums[step // self._width] = before + count, [a + b for a, b in zip(sums, seconds)]
-        if len(self._sums) > _MOST_BLOCKS:
-            old, self._sums, width = self._sums, {}, self._width
-            self._width *= 2
-            for number, (num_steps, of_block) in old.items():
-                self.add(number * width, of_block, num_steps)
-
-    def blocks(self) -> dict[int, list[float]]:
-        """Mean seconds of each phase, by the first step of a block."""
-        return {n * self._width: [s / count for s in sums] for n, (count, sums) in self._sums.items()}
 
 
 def _means_of(blocks: dict[int, list[float]]) -> dict[str, float]:

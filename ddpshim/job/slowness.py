@@ -11,6 +11,7 @@ from ddpshim.job.say import ranks_called
 
 # Of a step; what costs less is not worth a line. What all ranks do alike is not wrong, but expensive.
 _LEAST, _LEAST_OF_ALL = 0.03, 0.045
+_LEAST_COST_S = 0.0005  # less than workers or messages would cost that avoid it
 _LEAST_BLOCKS = 4
 # Standard errors by which a rank must be slower: one step that the system interrupted is not enough. Loaders with
 # workers stall in bursts.
@@ -114,26 +115,26 @@ def judge(ranks: Sequence[Blocks]) -> Optional[Finding]:
         found.append(Finding(phase, (), cost_s, step_s))
     if len(ranks) > 1:
         own = [seconds(rank, [name for name in PHASES if name != "communication"]) for rank in everyone]
-        ahead = [statistics.fmean(_excess(own, rank)) for rank in everyone]
+        behind = list(map(statistics.fmean, _excess(own)))
         for phase, names in _OWN.items():
             of_ranks = [seconds(rank, names) for rank in everyone]
             costs = {}
-            for rank in everyone:
-                excess = _excess(of_ranks, rank)
+            for rank, excess in enumerate(_excess(of_ranks)):
                 if phase in _RARE or _is_sure(excess, _SURE_OF_DATA if phase == "data" else _SURE):
-                    costs[rank] = min(statistics.fmean(excess), ahead[rank])
+                    costs[rank] = min(statistics.fmean(excess), behind[rank])
             worst = max(costs.values(), default=0.0)
             if worst > 0:
                 slow = tuple(rank for rank, cost in costs.items() if 2 * cost > worst)
                 found.append(Finding(phase, slow, worst, step_s))
     most = max(found, key=lambda finding: finding.cost_s)
-    return most if most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) else None
+    is_much = most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) and most.cost_s >= _LEAST_COST_S
+    return most if is_much else None
 
 
-def _excess(of_ranks: Sequence[Sequence[float]], rank: int) -> list[float]:
-    """By how much `rank` takes longer than the others do in the middle, block by block."""
-    others = [values for other, values in enumerate(of_ranks) if other != rank]
-    return [own - statistics.median_low(theirs) for own, *theirs in zip(of_ranks[rank], *others)]
+def _excess(of_ranks: Sequence[Sequence[float]]) -> list[list[float]]:
+    """By how much each rank takes longer than the one in the middle, block by block."""
+    middles = list(map(statistics.median_low, zip(*of_ranks)))
+    return [[own - middle for own, middle in zip(values, middles)] for values in of_ranks]
 
 
 def _is_sure(excess: Sequence[float], num_errors: float) -> bool:

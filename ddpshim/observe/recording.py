@@ -22,7 +22,7 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.meter import Meter
 from ddpshim.job.say import say
 from ddpshim.job.world import World
-from ddpshim.observe import environment, records
+from ddpshim.observe import environment, links, records
 
 _PROGRESS_EVERY_S = 30.0
 _GPU_LOOK_EVERY_S = 5.0
@@ -93,7 +93,9 @@ class Recorder:
         self._gpu_use: list[int] = []
         if self.is_on:
             number = here.run_on_main(_number, folder)
-            self.is_on = records.begin(folder, here.rank, start=number, **_facts(here))
+            link = links.measure(here)  # collective: before a rank finds that it cannot write
+            told = None if link is None else (link.bytes_per_s, link.latency_s)
+            self.is_on = records.begin(folder, here.rank, start=number, link=told, **_facts(here))
             # After it nobody will say how it ended: with what is on its way out, or nothing.
             on_cleanup(lambda: _note_failure(sys.exc_info()[1]))
 

@@ -169,6 +169,8 @@ def _about_time(run: Run) -> Iterator[Remark]:
         yield Remark("bad", f"Data wait is {share} of the training time on rank {rank}: look at that node's disk")
     else:
         yield Remark("good", f"Data wait is {span(waits.values())} of the training time")
+    for _, _, record in run.events("slow"):
+        yield Remark("note", f"After {record.get('steps')} steps: {record.get('said')}")
     works = run.own_work()
     talks = {rank: run.share(rank, ["communication"]) for rank in ranks}
     if len(works) > 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Optional
 
 BACKWARD_SHARE = 2 / 3  # of the compute of a step: twice the work of forward
 
@@ -68,6 +69,7 @@ class Training:
     accumulation_steps: int = 1
     bytes_per_parameter: float = 4.0  # 2 with bf16 compression
     overlaps: bool = True
+    backward_s: Optional[float] = None  # of one pass, else its usual share of `compute_s`
 
     def step_s(self, world_size: int, cluster: Cluster) -> float:
         """Seconds of a step: the passes, and what the backward pass does not hide of the reductions.
@@ -82,7 +84,7 @@ class Training:
         # The size of a bucket is that of its gradients before they are compressed.
         count = max(1, math.ceil(self.num_parameters * 4 / self.bucket_bytes))
         each_s = cluster.all_reduce_s(total / count, world_size)
-        backward_s = BACKWARD_SHARE * self.compute_s
+        backward_s = BACKWARD_SHARE * self.compute_s if self.backward_s is None else self.backward_s
         sent = 0.0
         for number in range(1, count + 1):
             ready = alone - backward_s * (1 - number / count) if self.overlaps else alone

@@ -1,0 +1,43 @@
+"""Measures what a message between all ranks of a job costs, for `python -m ddpshim predict`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+
+from ddpshim.job.world import World
+from ddpshim.observe.ring_model import Link
+
+MESSAGES_BYTES = (4, 4 * 2**20)
+_NUM_TIMES = 3
+
+
+def measure(here: World) -> Optional[Link]:
+    """The link of a ring that would take as long as two sizes of messages did; None in a world of one (collective)."""
+    if here.world_size == 1:
+        return None
+    seconds = []
+    for num_bytes in MESSAGES_BYTES:
+        message = torch.zeros(num_bytes // 4, device=here.device)
+        times = [_all_reduce_s(message) for _ in range(1 + _NUM_TIMES)]
+        seconds.append(statistics.median(times[1:]))  # the first one opens connections
+    return link_of(here.world_size, *seconds)
+
+
+def link_of(world_size: int, small_s: float, large_s: float) -> Link:
+    """The link of a ring of ranks, of the seconds that messages of `MESSAGES_BYTES` take. Local."""
+    hops = 2 * (world_size - 1)
+    slope = max((large_s - small_s) / (MESSAGES_BYTES[1] - MESSAGES_BYTES[0]), 1e-15)
+    return Link(hops / world_size / slope, max(0.0, small_s - slope * MESSAGES_BYTES[0]) / hops)
+
+
+def _all_reduce_s(message: torch.Tensor) -> float:
+    start = time.perf_counter()
+    dist.all_reduce(message)
+    if message.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
