@@ -90,7 +90,10 @@ def first_success(models: Sequence[Path]) -> Optional[tuple[Path, int, float]]:
     """The first checkpoint that succeeded in enough episodes, its epoch and its rate; None without one."""
     named = [(re.fullmatch(r"model_epoch_(\d+)_Lift_success_([\d.]+)\.pth", path.name), path) for path in models]
     good = [(int(name[1]), float(name[2]), path) for name, path in named if name and float(name[2]) >= WANTED]
-    return (lambda epoch, rate, path: (path, epoch, rate))(*min(good)) if good else None
+    if not good:
+        return None
+    epoch, rate, path = min(good)
+    return path, epoch, rate
 
 
 def train(arm: str, tree: Path, folder: Path, seed: int, plan: Plan) -> Found:

@@ -29,8 +29,8 @@ HEAD = """# On GPUs
 ## Test your machine, and earn its entry
 
 ```
-python -m ddpshim selftest --gpu --write gpus.json            # meant to take under ten minutes; nothing else on the GPUs
-python -m ddpshim selftest --gpu --quick --write gpus.json    # under two: without robomimic, fewer rounds
+python -m ddpshim selftest --gpu --write gpus.json           # meant to take under ten minutes; nothing else on the GPUs
+python -m ddpshim selftest --gpu --quick --write gpus.json   # under two: without robomimic, fewer rounds
 ```
 
 Then **send the file**, in an issue or a pull request that puts it into `docs/gpus/`. Also where a check fails: that is
