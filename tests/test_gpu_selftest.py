@@ -19,7 +19,8 @@ import torch
 
 import ddpshim
 from ddpshim.__main__ import main
-from ddpshim.errors import LaunchError, SyncError
+from ddpshim.errors import LaunchError, SyncError, WorldError
+from ddpshim.job.world import World
 from ddpshim.tools.selftest import failing, gpu, gpu_checks, gpu_programs
 from ddpshim.tools.selftest.checks import Outcome, Place
 from ddpshim.tools.selftest.gpu import CHECKS, FAILED, NOT_RUN, PASSED, Check, Result
@@ -81,7 +82,7 @@ def _rank_on_the_cpu(folder: str) -> GpuRank:
 def _said_by(check: Any) -> str:
     try:
         return str(check())
-    except (SyncError, RuntimeError) as error:  # the latter: the other rank has failed, and left
+    except (SyncError, WorldError, RuntimeError) as error:  # the latter: the other rank has failed, and left
         return f"{type(error).__name__}: {error}"
 
 
@@ -331,3 +332,40 @@ def test_the_page_is_that_of_the_files_that_came() -> None:
     files = sorted(gpu_page.FILES.glob("*.json"))
     assert gpu_page.PAGE.read_text() == gpu_page.page([gpu_page.read(file) for file in files])
     assert ("No real GPU has been tested yet" in gpu_page.PAGE.read_text()) == (not files)
+
+
+@pytest.mark.parametrize(
+    ("taken", "pixel", "said"),
+    [
+        ((64, 0), 255, "each rank renders on its own GPU (64 MB there)"),
+        ((0, 64), 255, "WorldError: rank 0 trains on cuda:0 and renders on cuda:1, which has another rank's"),
+        ((1, 2), 255, "no GPU's memory grew while EGL rendered (1, 2 MB)"),
+        ((64, 0), 0, "WorldError: the picture is black"),
+    ],
+)
+def test_who_renders_where_is_read_from_memory(
+    taken: tuple[int, int], pixel: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [2**30, 2**30]
+
+    class Renderer:
+        def __init__(self, model: Any, height: int, width: int) -> None:
+            free[:] = [now - mb * 2**20 for now, mb in zip(free, taken)]
+
+        def update_scene(self, state: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+        def render(self) -> Any:
+            return torch.full((2048, 2048, 3), pixel, dtype=torch.uint8)
+
+    model = types.SimpleNamespace(from_xml_string=lambda text: text)
+    mujoco = types.SimpleNamespace(__spec__=1, MjModel=model, MjData=str, Renderer=Renderer, mj_forward=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "mujoco", mujoco)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 2**30))
+    for name in ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "EGL_DEVICE_ID"):
+        monkeypatch.setenv(name, "0")
+    rank = GpuRank(Place(0, 1, 0, 1, 0, "127.0.0.1", 1, "cuda", 1.0, ""))
+    rank.world = World(launcher="selftest", device=torch.device("cuda", 0))
+    assert _said_by(rank.rendering).startswith(said)
