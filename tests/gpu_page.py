@@ -117,7 +117,8 @@ def _table(machines: Sequence[dict[str, Any]]) -> list[str]:
         versions[1] = versions[1] or f"ROCm {has.get('ROCm')}"
         outcomes = [check["outcome"] for check in machine["checks"]]
         counts = [str(outcomes.count(outcome)) for outcome in (PASSED, FAILED, NOT_RUN)]
-        when = f"{machine['date']}{', quick' if machine['is_quick'] else ''}"
+        ended = "" if machine["is_complete"] else ", ended early"
+        when = f"{machine['date']}{', quick' if machine['is_quick'] else ''}{ended}"
         row = [f"{number}. {_name(machine)}", str(machine["num_ranks"]), *versions, when, *counts]
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     return lines

@@ -203,6 +203,36 @@ def test_ranks_that_do_not_start_leave_the_other_checks_not_run(broken_machine: 
     ]
 
 
+def test_a_machine_that_ends_early_leaves_what_it_has_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def crashes() -> Iterator[Result]:
+        yield Result("facts", "ranks", "it works", PASSED)
+        raise KeyboardInterrupt
+
+    file = tmp_path / "gpus.json"
+    with pytest.raises(KeyboardInterrupt):
+        _accept(monkeypatch, [PASSED], file, crashes())
+    written = json.loads(file.read_text())
+    assert [check["name"] for check in written["checks"]] == ["facts"]
+    assert not written["is_complete"]
+
+
+def test_ranks_that_cannot_be_started_end_no_acceptance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise LaunchError("no port is free")
+
+    checks = [Check(name, "it works", "some") for name in ("rendezvous", "facts", "links")]
+    monkeypatch.setattr(gpu, "CHECKS", (*checks, Check("robomimic", "it works", "other", num_gpus=9)))
+    monkeypatch.setattr(gpu, "started", refuse)
+    assert [
+        (result.name, result.outcome, result.detail) for result in gpu._run(Plan(nproc=2), False, tmp_path, None)
+    ] == [
+        ("rendezvous", FAILED, "no port is free"),
+        ("facts", NOT_RUN, "after 'rendezvous' nothing could be started"),
+        ("links", NOT_RUN, "after 'rendezvous' nothing could be started"),
+        ("robomimic", NOT_RUN, "it needs 9 GPUs, and has 2"),
+    ]
+
+
 def test_with_one_gpu_what_needs_two_says_so() -> None:
     alone = {check.name for check in CHECKS if gpu._why_not(check, 1, False, {"one process", "save"}) is None}
     assert alone == {"rendezvous", "one process", "facts", "rendering"}
@@ -213,11 +243,16 @@ def test_with_one_gpu_what_needs_two_says_so() -> None:
     assert [check.name for check in CHECKS if gpu._why_not(check, 2, True, {"one process", "save"})] == ["robomimic"]
 
 
-def _accept(monkeypatch: pytest.MonkeyPatch, outcomes: list[str], file: Optional[Path] = None) -> tuple[str, bool]:
+def _accept(
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: list[str],
+    file: Optional[Path] = None,
+    found: Optional[Iterator[Result]] = None,
+) -> tuple[str, bool]:
     results = [Result(f"check {n}", "ranks", "it works", outcome) for n, outcome in enumerate(outcomes)]
     results[0].detail = f'File "{Path.home()}/private/train.py", line 3 on gpu-node-17'
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-node-17")
-    monkeypatch.setattr(gpu, "_run", lambda *_: iter(results))
+    monkeypatch.setattr(gpu, "_run", lambda *_: found or iter(results))
     monkeypatch.setattr(gpu, "refuse_without_gpu", lambda: None)
     monkeypatch.setattr(gpu, "preloading_context", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -233,6 +268,7 @@ def test_what_was_not_run_did_not_pass(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert line.startswith("selftest on GPUs: 1 passed, 0 failed, 2 not run, 0 s; written to ")
     written = json.loads(file.read_text())
     assert written["checks"][0]["detail"] == 'File "train.py", line 3 on <host>'
+    assert written["is_complete"]
     line, is_good = _accept(monkeypatch, [PASSED, FAILED])
     assert not is_good
     assert line.startswith("selftest on GPUs: 1 passed, 1 failed, 0 not run")
@@ -287,6 +323,7 @@ _MACHINE: dict[str, Any] = {
     "schema": 1,
     "date": "2026-11-23",
     "is_quick": False,
+    "is_complete": True,
     "num_ranks": 2,
     "versions": {
         "torch": "2.9.0",
