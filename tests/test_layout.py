@@ -27,6 +27,7 @@ TRAINERS = (
     "robomimic.calls",
     "robomimic.datasets",
     "robomimic.environments",
+    "robomimic.reads",
     "robomimic.rollout",
     "robomimic.stand_ins",
     "robomimic.windows",
