@@ -163,7 +163,7 @@ def measure(name: str, arm: str, folder: Path) -> dict[str, float]:
     return dict(json.loads(found.read_text()))
 
 
-def table(name: str) -> str:
+def table(name: str, rounds: int) -> str:
     """The parts of a step of one config, of both."""
     with tempfile.TemporaryDirectory() as folder:
         each: dict[str, list[dict[str, float]]] = {"released": [], "ours": []}
@@ -172,7 +172,7 @@ def table(name: str) -> str:
             each[arm].append(measure(name, arm, Path(folder, arm)))
             return 0.0
 
-        alternate({arm: functools.partial(once, arm) for arm in each}, ROUNDS)
+        alternate({arm: functools.partial(once, arm) for arm in each}, rounds)
     middle = {arm: {part: median(found[part] for found in runs) for part in PARTS} for arm, runs in each.items()}
     lines = [f"### {CONFIGS[name].what}", "", "| ms of CPU a step | released | ddpshim |", "| --- | ---: | ---: |"]
     lines += [f"| {said} | {middle['released'][p]:.3f} | {middle['ours'][p]:.3f} |" for p, said in PARTS.items()]
@@ -183,9 +183,10 @@ def table(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[*CONFIGS], choices=[*CONFIGS])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="the median of so many runs of each")
     parser.add_argument("--write", type=Path, help="a page with the two marks between which the tables go")
     args = parser.parse_args()
-    tables = "\n".join(table(name) for name in args.only)
+    tables = "\n".join(table(name, args.rounds) for name in args.only)
     print(tables)
     if args.write:
         before, _, rest = args.write.read_text().partition(BEGIN)
