@@ -16,7 +16,7 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import RolloutError
-from ddpshim.evaluation import episodes
+from ddpshim.evaluation import episodes, player
 from ddpshim.evaluation.evaluating import Evaluation
 from ddpshim.evaluation.intervals import at_any_time, exact
 from tests.ranks import run_ranks
@@ -108,7 +108,7 @@ class Dying(Reach):
 
 
 def _rank_evaluates(num: int) -> tuple[list[Any], str, list[str]]:
-    here = ddpshim.world()
+    here, player.YIELDS = ddpshim.world(), False
     torch.manual_seed(here.rank)  # of training: of no account
     net = ddpshim.wrap_parallel(Net())
     in_background = ddpshim.evaluate_in_background
