@@ -61,7 +61,7 @@ class Plan:
     deadline_s: float = 240.0  # of one training
 
 
-QUICK = Plan(seeds=(1,), num_episodes=10, num_again=10)
+QUICK = Plan(seeds=(1,), num_episodes=10, num_again=10, deadline_s=600.0)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the runs here; a new folder")
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args()
-    plan = QUICK if args.quick else Plan()
+    plan, load = QUICK if args.quick else Plan(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -265,7 +265,7 @@ def main() -> None:
     )
     where = "DDPSHIM_UPSTREAM=… " if os.environ.get("DDPSHIM_UPSTREAM") else ""
     words = [where + "python -m benchmarks.to_success", *(["--quick"] if args.quick else [])]
-    python = f"Python {sys.version.split()[0]}, {num_cores()} CPU cores, gloo"
+    python = f"Python {sys.version.split()[0]}, gloo on {num_cores()} CPU cores, {load:.1f} processes computing before"
     text = page(found, plan, " ".join([*words, "--write docs/to_success.md"]), f"{versions}, {python}")
     print(text)
     if args.write:

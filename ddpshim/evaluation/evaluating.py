@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
 import torch
@@ -17,6 +17,7 @@ from ddpshim.evaluation import environments, intervals
 from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
 from ddpshim.evaluation.player import Order, Player, PlayerBeside, packed
+from ddpshim.job import events
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say, say_once
@@ -230,6 +231,7 @@ class _Call:
     confidence: float
     threshold: Optional[float]
     width: Optional[float]
+    begun: float = field(default_factory=time.perf_counter)
 
     @property
     def may_stop(self) -> bool:
@@ -263,7 +265,17 @@ class _Call:
         method = intervals.at_any_time if self.may_stop else intervals.exact
         low, high = method(num_successes, len(kept), self.confidence)
         is_above = None if self.threshold is None or low <= self.threshold <= high else low > self.threshold
-        return Evaluation(tuple(kept), self.confidence, (low, high), is_above)
+        found = Evaluation(tuple(kept), self.confidence, (low, high), is_above)
+        batch, make_env = current().progress.batch, self.order.make_env
+        events.note(
+            "rollout",
+            epoch=None if batch is None else batch[0],
+            environment=getattr(make_env, "__name__", type(make_env).__name__),
+            episodes=len(kept),
+            metrics={"Success_Rate": found.success_rate, "Return": found.mean_reward},
+            seconds=time.perf_counter() - self.begun,
+        )
+        return found
 
 
 def _checked(
