@@ -1,4 +1,4 @@
-"""Every benchmark, each in a process of its own: what was measured beside its target, as a table, JSON and a picture.
+"""Every benchmark, each in a process of its own: what was measured beside its target, as tables, JSON and pictures.
 
     python -m benchmarks [--quick] [--only step,sampler] [--out build/benchmarks]
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -26,6 +26,7 @@ from typing import Any, Optional
 import torch
 
 import benchmarks
+from benchmarks.page import draw_all, page, results_of, table
 from benchmarks.results import Result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +51,7 @@ def measure(name: str, quick: bool) -> list[Result]:
         except subprocess.TimeoutExpired:
             said = f"not ended after {DEADLINE_S[quick]} s"
         if file.exists():
-            return _results({"results": json.loads(file.read_text(encoding="utf-8"))})
+            return results_of({"results": json.loads(file.read_text(encoding="utf-8"))})
     # A target that nothing can meet: the failure counts.
     return [Result(name, "the benchmark itself", float("nan"), "", at_most=0.0, note=f"FAILED: {said}")]
 
@@ -59,11 +60,6 @@ def save_run(name: str, quick: str, file: str) -> None:
     """Run a benchmark and leave its results in `file`, which is there only if it went through."""
     found = importlib.import_module(f"benchmarks.{name}").run(bool(int(quick)))
     Path(file).write_text(json.dumps([asdict(result) for result in found]), encoding="utf-8")
-
-
-def _results(run: dict[str, Any]) -> list[Result]:
-    rows = run["results"]
-    return [Result(**{**row, "quartiles": tuple(row["quartiles"]) if row["quartiles"] else None}) for row in rows]
 
 
 def machine() -> dict[str, Any]:
@@ -75,86 +71,6 @@ def machine() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def page(runs: dict[str, Any]) -> str:
-    """The Markdown of all runs, a table for each."""
-    lines = ["# Benchmarks", "", "Written by `python -m benchmarks --out docs`.", "", "![targets](benchmarks.png)", ""]
-    for name, run in runs.items():
-        where = ", ".join(f"{key} {value}" for key, value in run["machine"].items())
-        lines += [f"## {name}", "", f"{where}{', `--quick`' if run['quick'] else ''}", "", table(_results(run))]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def table(results: Iterable[Result]) -> str:
-    """The results as a Markdown table, with a note below for each that has one."""
-    results = list(results)
-    lines = ["| benchmark | what | measured | quartiles | target | holds |", "| --- | --- | ---: | ---: | ---: | --- |"]
-    for r in results:
-        spread = f"{_short(r.quartiles[0])} to {_short(r.quartiles[1])}" if r.quartiles else ""
-        target = f"≤ {_short(r.at_most)}" if r.at_most is not None else ""
-        target = f"≥ {_short(r.at_least)}" if r.at_least is not None else target
-        holds = {True: "yes", False: "**no**", None: ""}[r.holds]
-        measured = f"{_short(r.value)} {r.unit}".strip()
-        lines.append(f"| {r.benchmark} | {r.what} | {measured} | {spread} | {target} | {holds} |")
-    noted = [f"- {r.benchmark}, {r.what}: {r.note}" for r in results if r.note]
-    return "\n".join([*lines, *([""] if noted else []), *noted]) + "\n"
-
-
-def _short(number: float) -> str:
-    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.3g}"
-
-
-def draw(results: Iterable[Result], file: Path) -> None:
-    """A picture of how much of its target each result takes up."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    aimed = [r for r in results if r.holds is not None and r.value == r.value]
-    shares = [_share(r, r.value) for r in aimed]
-    errors = [[abs(_share(r, q) - s) for q in (r.quartiles or (r.value,) * 2)] for r, s in zip(aimed, shares)]
-    figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(aimed)), layout="constrained")
-    colours = ["tab:blue" if r.holds else "tab:red" for r in aimed]
-    axes.barh(range(len(aimed)), shares, color=colours, xerr=list(zip(*errors)) if errors else None, ecolor="0.3")
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(aimed)), [f"{r.benchmark}: {r.what}, {r.unit}" for r in aimed], fontsize=8)
-    axes.set_ylim(len(aimed) - 0.5, -0.5)
-    axes.set_xscale("log")
-    axes.set_xlabel("measured / target (left of 1: it holds); bars: quartiles")
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-
-
-def overview(results: Iterable[Result], file: Path) -> None:
-    """The same in small: a row for each benchmark, a dot for each of its targets."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    aimed = [r for r in results if r.holds is not None and r.value == r.value]
-    rows = list(dict.fromkeys(r.benchmark for r in aimed))
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
-    for holds, colour, meaning in ((True, "tab:blue", "holds"), (False, "tab:red", "does not hold")):
-        dots = [(_share(r, r.value), rows.index(r.benchmark)) for r in aimed if r.holds is holds]
-        label = f"{len(dots)} of {len(aimed)} targets: {meaning}"
-        axes.scatter(*zip(*dots) if dots else ((), ()), color=colour, alpha=0.6, label=label)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xscale("log")
-    axes.set_xlabel("measured / target (left of the line: it holds)")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-
-
-def _share(result: Result, value: float) -> float:
-    if result.at_most is not None:
-        return value / result.at_most if result.at_most else float("inf")
-    return (result.at_least or 0.0) / value if value else float("inf")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -177,10 +93,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(table(results), flush=True)
     runs = dict(sorted(runs.items()))
     file.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
-    kept = [result for run in runs.values() for result in _results(run)]
+    kept = [result for run in runs.values() for result in results_of(run)]
     file.with_suffix(".md").write_text(page(runs), encoding="utf-8")
-    draw(kept, file.with_suffix(".png"))
-    overview(kept, args.out / "benchmarks_overview.png")
+    draw_all(runs, args.out / "benchmarks")
     aimed = [result for result in kept if result.holds is not None]
     print(f"{sum(bool(result.holds) for result in aimed)} of {len(aimed)} targets hold; {file.with_suffix('.md')}")
     return int(not all(result.holds for result in aimed))

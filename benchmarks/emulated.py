@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+_LEAST_SLEEP_S = 2e-4  # shorter ones take longer than they say
 
 
 class _Sleep(torch.autograd.Function):
@@ -22,6 +25,30 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         time.sleep(ctx.backward_s)
         return gradient, None, None
+
+
+class RealOrder(nn.Module):
+    """Parameters of the sizes and in the order of a real policy, whose gradients come in the order of that policy.
+
+    A pass takes `compute_s`, two thirds of it backwards; a parameter's share of it is that of its size.
+    """
+
+    def __init__(self, sizes: Sequence[int], arrival: Sequence[int]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+        self.arrival, self.compute_s = list(arrival), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(1,), for x: (1,)."""
+        third = self.compute_s / 3 / sum(part.numel() for part in self.parts)
+        waiting = 0.0
+        for number in reversed(self.arrival):
+            part = self.parts[number]
+            x = x + part.mean()
+            waiting += third * part.numel()
+            if waiting > _LEAST_SLEEP_S:
+                x, waiting = _Sleep.apply(x, waiting, 2 * waiting), 0.0  # type: ignore[no-untyped-call]
+        return x
 
 
 class SleepingPolicy(nn.Module):

@@ -1,16 +1,21 @@
-"""Wall time of a step whose gradients are reduced while backward goes on: 20M parameters, two gloo ranks.
+"""Wall time of a step whose gradients are reduced while backward goes on: two gloo ranks.
 
     python -m benchmarks.overlap [--quick]
 
-Compute is emulated (benchmarks/emulated.py): two networks of 20 layers sleep, so that the two ranks do not compete for
-cores, as two GPUs would not. Sleeps and the writing of gradients make up the compute; one all-reduce of all gradients
-takes 0.1, 0.4 and 1.1 of it. The optimizer's update, alike in all arms, is made but not timed. All arms make the same
-steps, and their weights are compared bit by bit at the end.
+The policies have the parameters of robomimic's transformer, its diffusion U-Net (sizes divided by 4) and its image
+encoder, in the policy's own order, with gradients that come in the order of its backward pass
+(benchmarks/gradient_orders.py); and 40 equal layers, whose gradients come from the last to the first. Compute is
+emulated (benchmarks/emulated.py): it sleeps, so that the two ranks do not compete for cores, as two GPUs would not.
+One all-reduce of all gradients takes 0.1, 0.4 and 1.1 of a step without it. The optimizer's update, alike in all arms,
+is made but not timed. All arms make the same steps, and their weights are compared bit by bit at the end.
+
+"Backward left" is the share of the gradients' bytes that is still to come when a byte is sent, in the mean over bytes.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import time
 from typing import Any, Callable
 
@@ -20,52 +25,52 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpshim
-from benchmarks.emulated import SleepingPolicy
+from benchmarks.emulated import RealOrder
+from benchmarks.gradient_orders import FILE
 from benchmarks.results import Result, alternate, main, median_and_quartiles, ratio
-from benchmarks.step import Both, checksum, switch_guards
+from benchmarks.step import checksum, switch_guards
 from ddpshim.model import seams
 from tests.ranks import run_ranks
 
-NUM_PARAMETERS, NUM_LAYERS = 20_000_000, 40  # of both networks together
-TARGETS = {0.1: 0.95, 0.4: 0.86, 1.1: 0.75}  # all-reduce over compute: wall time over that of two wraps
+TARGETS = {0.1: 0.95, 0.4: 0.90, 1.1: 0.85}  # all-reduce over compute: wall time over that of raw DDP
+_EQUAL_LAYERS = "40 equal layers"
+_DIVISORS = {"diffusion U-Net": 4}
 
-
-def _nets() -> nn.ModuleDict:
-    half = NUM_PARAMETERS // 2, NUM_LAYERS // 2
-    return nn.ModuleDict({name: SleepingPolicy(*half, 0.0) for name in ("encoder", "noise_net")})
-
-
-ARMS: dict[str, Callable[[nn.ModuleDict], nn.Module]] = {
-    "no sync": Both,
-    "two wraps": lambda nets: Both(nn.ModuleDict({name: DistributedDataParallel(net) for name, net in nets.items()})),
-    "raw DDP": lambda nets: DistributedDataParallel(Both(nets)),
-    "ddpshim": lambda nets: Both(ddpshim.wrap_parallel(nets)),
-    "ddpshim by public API": lambda nets: Both(_wrapped_publicly(nets)),
+ARMS: dict[str, Callable[[nn.Module], Any]] = {
+    "no sync": lambda net: net,
+    "raw DDP": DistributedDataParallel,
+    "ddpshim": ddpshim.wrap_parallel,
+    "ddpshim by public API": lambda net: _wrapped_publicly(net),
 }
 
 
-def _wrapped_publicly(nets: nn.ModuleDict) -> Any:
+def policies() -> dict[str, dict[str, list[int]]]:
+    """By name: sizes of the parameters, and their numbers in the order of their gradients."""
+    found: dict[str, dict[str, list[int]]] = json.loads(FILE.read_text())
+    for name, divisor in _DIVISORS.items():
+        found[name]["sizes"] = [max(1, size // divisor) for size in found[name]["sizes"]]
+    return {**found, _EQUAL_LAYERS: {"sizes": [500_000] * 40, "arrival": list(range(39, -1, -1))}}
+
+
+def _wrapped_publicly(net: nn.Module) -> Any:
     """As on a torch without the private names that its reducer is armed by."""
     names, seams.REDUCER = seams.REDUCER, ("hidden",)
     try:
-        return ddpshim.wrap_parallel(nets)
+        return ddpshim.wrap_parallel(net)
     finally:
         seams.REDUCER = names
 
 
 class _Arm:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, policy: str) -> None:
         self.is_ours = name.startswith("ddpshim")
-        with ddpshim.shared_random_streams(0):
-            nets = _nets()
-        self._policies: list[Any] = list(nets.values())
-        self.net = ARMS[name](nets)
+        self._policy = RealOrder(**policies()[policy])
+        self.net = ARMS[name](self._policy)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
 
     def run(self, sleep_s: float) -> float:
-        """Seconds forward and backward, of which the layers sleep `sleep_s` (collective)."""
-        for policy in self._policies:
-            policy.compute_s = sleep_s / 2
+        """Seconds forward and backward, of which the policy sleeps `sleep_s` (collective)."""
+        self._policy.compute_s = sleep_s
         switch_guards(self.is_ours)
         self.optimizer.zero_grad()
         dist.barrier()
@@ -76,15 +81,15 @@ class _Arm:
         return seconds
 
 
-def measure(names: list[str], ratios: list[float], num_rounds: int) -> dict[str, Any]:
+def measure(policy: str, names: list[str], ratios: list[float], num_rounds: int) -> dict[str, Any]:
     """Seconds of a step by ratio, arm and round, those of the slower rank (collective)."""
     here = ddpshim.world()
-    arms = {name: _Arm(name) for name in names}
+    arms = {name: _Arm(name, policy) for name in names}
     for arm in arms.values():
-        arm.run(0.0)
-        arm.run(0.0)
+        for _ in range(3):
+            arm.run(0.0)
     awake_s, _ = median_and_quartiles([max(here.gather(arms["no sync"].run(0.0))) for _ in range(10)])
-    gradients = torch.zeros(NUM_PARAMETERS)
+    gradients = torch.zeros(sum(policies()[policy]["sizes"]))
 
     def reduce() -> float:
         dist.barrier()
@@ -103,25 +108,51 @@ def measure(names: list[str], ratios: list[float], num_rounds: int) -> dict[str,
     return {"seconds": found, "num_sums": len(sums)}
 
 
+def backward_left(policy: str, name: str) -> float:
+    """The share of the gradients' bytes that is still to come when a byte is sent, mean over bytes (collective)."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    arm, sent, came = _Arm(name, policy), [], [0]
+
+    def hook(state: Any, bucket: Any) -> Any:
+        sent.append((bucket.buffer().numel(), came[0]))
+        return allreduce_hook(None, bucket)
+
+    def count(parameter: torch.Tensor) -> None:
+        came[0] += parameter.numel()
+
+    hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
+    arm.net.register_comm_hook(None, hook)
+    for parameter in arm.net.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    for _ in range(3):
+        sent.clear()
+        came[0] = 0
+        arm.run(0.0)
+    total = sum(parameter.numel() for parameter in arm.net.parameters())
+    return sum(size * (total - there) for size, there in sent) / sum(size for size, _ in sent) / total
+
+
 def run(quick: bool) -> list[Result]:
-    """The three ratios; `quick`: fewer rounds, without the first."""
+    """All policies at the three ratios; `quick`: fewer rounds and policies, without the first ratio."""
     ratios = [0.4, 1.1] if quick else list(TARGETS)
-    got = run_ranks(measure, 2, list(ARMS), ratios, 6 if quick else 20, timeout_s=290)[0]
-    equal = "weights of all arms and ranks bit-equal" if got["num_sums"] == 1 else "WEIGHTS DIFFER"
     out = []
-    for wanted, seconds in got["seconds"].items():
-        what = f"wall time of a step, 20M parameters, all-reduce/compute {wanted}"
-        note = (
-            equal
-            + "; medians in ms: "
-            + ", ".join(f"{name} {1000 * median_and_quartiles(times)[0]:.0f}" for name, times in seconds.items())
+    for policy in ["transformer", "diffusion U-Net"] if quick else policies():
+        got = run_ranks(measure, 2, policy, list(ARMS), ratios, 6 if quick else 16, timeout_s=290)[0]
+        equal = "weights of all arms and ranks bit-equal" if got["num_sums"] == 1 else "WEIGHTS DIFFER"
+        for wanted, seconds in got["seconds"].items():
+            what = f"wall time of a step, {policy}, all-reduce/compute {wanted}"
+            medians = (f"{name} {1000 * median_and_quartiles(times)[0]:.0f}" for name, times in seconds.items())
+            note = f"{equal}; medians in ms: {', '.join(medians)}"
+            middle, quartiles = ratio(seconds["ddpshim"], seconds["raw DDP"])
+            out.append(Result("overlap", what, middle, "x raw DDP", quartiles, TARGETS[wanted], note=note))
+            middle, quartiles = ratio(seconds["ddpshim by public API"], seconds["ddpshim"])
+            out.append(Result("overlap", f"{what}, by torch's public API alone", middle, "x ddpshim", quartiles))
+        ours, torchs = (run_ranks(backward_left, 2, policy, name, timeout_s=120)[0] for name in ("ddpshim", "raw DDP"))
+        what = f"backward left when a byte is sent, {policy}"
+        out.append(
+            Result("overlap", what, ours / torchs, "x raw DDP", at_least=1.0, note=f"{ours:.2f} and {torchs:.2f}")
         )
-        for name in ("two wraps", "raw DDP"):
-            middle, quartiles = ratio(seconds["ddpshim"], seconds[name])
-            target = TARGETS[wanted] if name == "two wraps" else None
-            out.append(Result("overlap", what, middle, f"x {name}", quartiles, target, note=note if target else ""))
-        middle, quartiles = ratio(seconds["ddpshim by public API"], seconds["ddpshim"])
-        out.append(Result("overlap", f"{what}, by torch's public API alone", middle, "x ddpshim", quartiles))
     return out
 
 

@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from ddpshim.argument_types import natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.trainers.patching import command
@@ -127,14 +127,22 @@ def _env(arguments: argparse.Namespace) -> int:
 def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "start ranks and check that they reach each other and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
-    selftest.add_argument("--nproc", type=_positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
+    selftest.add_argument("--nproc", type=positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
     selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
-    selftest.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="run the same command on N nodes")
-    selftest.add_argument("--node-rank", type=_natural, metavar="R", help="of this node, from 0; else as srun says")
+    selftest.add_argument("--nnodes", type=positive, default=1, metavar="N", help="run the same command on N nodes")
+    selftest.add_argument("--node-rank", type=natural, metavar="R", help="of this node, from 0; else as srun says")
     selftest.add_argument("--master-addr", metavar="A", help="an address of node 0; else as srun says")
-    selftest.add_argument("--master-port", type=_port, metavar="P", help="on node 0 (default: any, on nodes 29500)")
+    selftest.add_argument("--master-port", type=port, metavar="P", help="on node 0 (default: any, on nodes 29500)")
     selftest.add_argument(
-        "--timeout", type=_seconds, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
+        "--timeout", type=seconds, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
+    )
+    gpus = selftest.add_argument_group("to accept a machine with GPUs (docs/gpus.md)")
+    gpus.add_argument(
+        "--gpu", action="store_true", help="try all that only GPUs can break, meant to take under ten minutes"
+    )
+    gpus.add_argument("--quick", action="store_true", help="with --gpu: in under two")
+    gpus.add_argument(
+        "--write", type=Path, metavar="FILE", help="with --gpu: write the results, without names, as JSON"
     )
     selftest.set_defaults(run=_selftest, needs_torch=True)
 
@@ -142,9 +150,18 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _selftest(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.selftest.running import Plan, coloured, run
 
-    names = ("nproc", "device", "nnodes", "node_rank", "master_addr", "master_port", "timeout_s")
+    plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
+    if arguments.gpu:
+        from ddpshim.tools.selftest.gpu import accept
+
+        line, is_good = accept(plan, arguments.quick, arguments.write)
+        print(coloured(line, is_good), flush=True)
+        return 0 if is_good else 1
+    if arguments.quick or arguments.write:
+        say("--quick or --write without --gpu; nothing was tested. Add --gpu, or leave them out.")
+        return 2
     try:
-        line, is_good = run(Plan(**{name: getattr(arguments, name) for name in names})), True
+        line, is_good = run(plan), True
     except DdpShimError as error:
         line, is_good = f"selftest failed: {error}", False
     print(coloured(line, is_good), flush=True)
@@ -258,13 +275,13 @@ def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    audit.add_argument("--nproc", type=_several, default=2, metavar="N", help="ranks, on this node (2)")
-    audit.add_argument("--steps", type=_positive, default=20, metavar="K", help="steps of an optimizer (20)")
+    audit.add_argument("--nproc", type=several, default=2, metavar="N", help="ranks, on this node (2)")
+    audit.add_argument("--steps", type=positive, default=20, metavar="K", help="steps of an optimizer (20)")
     audit.add_argument("--to-end", action="store_true", help="do not end the job after them, but look on until it ends")
     text = "what one process trained on in a step: say where it is another batch now"
-    audit.add_argument("--single-batch", type=_positive, metavar="N", help=text)
+    audit.add_argument("--single-batch", type=positive, metavar="N", help=text)
     text = "end the job where no rank comes any further for so long (300 seconds)"
-    audit.add_argument("--timeout", type=_positive, default=300, metavar="S", help=text)
+    audit.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     audit.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
     audit.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
     _add_program(audit)
@@ -297,13 +314,13 @@ def _add_prove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    prove.add_argument("--nproc", type=_several, default=2, metavar="N", help="ranks, on this node (2)")
-    prove.add_argument("--steps", type=_positive, default=20, metavar="K", help="steps of an optimizer (20)")
+    prove.add_argument("--nproc", type=several, default=2, metavar="N", help="ranks, on this node (2)")
+    prove.add_argument("--steps", type=positive, default=20, metavar="K", help="steps of an optimizer (20)")
     text = "the trainer of one process, with its arguments, in one word (default: the same as on the ranks)"
     prove.add_argument("--one", metavar="COMMAND", help=text)
     _add_convert(prove)
     text = "how long a run in one process may take (300 seconds)"
-    prove.add_argument("--timeout", type=_positive, default=300, metavar="S", help=text)
+    prove.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     prove.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
     _add_program(prove)
     prove.set_defaults(run=_prove, needs_torch=True)
@@ -354,21 +371,21 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     run.add_argument(
         *("--nproc", "--nproc-per-node"),
-        type=_nproc,
+        type=nproc,
         default="auto",
         metavar="N|gpu|cpu|auto",
         help="ranks on this node; auto: its GPUs, else cores",
     )
-    run.add_argument("--nnodes", type=_positive, metavar="N", help="nodes of the job; start `run` on each of them")
-    run.add_argument("--node-rank", type=_natural, metavar="N", help="which of them this is, from 0 up")
+    run.add_argument("--nnodes", type=positive, metavar="N", help="nodes of the job; start `run` on each of them")
+    run.add_argument("--node-rank", type=natural, metavar="N", help="which of them this is, from 0 up")
     run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
-    run.add_argument("--master-port", type=_port, metavar="PORT", help="a free port there (29500)")
-    run.add_argument("--max-restarts", type=_natural, default=0, metavar="N", help="start all ranks again if one fails")
+    run.add_argument("--master-port", type=port, metavar="PORT", help="a free port there (29500)")
+    run.add_argument("--max-restarts", type=natural, default=0, metavar="N", help="start all ranks again if one fails")
     logs = run.add_mutually_exclusive_group()
     logs.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
     logs.add_argument("--no-logs", dest="has_logs", action="store_false", help="all ranks write to the screen")
     text = "time to end after SIGTERM (60 seconds)"
-    run.add_argument("--grace", type=_natural, default=60, metavar="S", dest="grace_s", help=text)
+    run.add_argument("--grace", type=natural, default=60, metavar="S", dest="grace_s", help=text)
     _add_convert(run)
     _add_program(run)
     run.set_defaults(run=_run, needs_torch=True)
@@ -434,40 +451,6 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="the trainer is a module, as in python -m")
     parser.add_argument("program", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def _natural(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number from 0 up")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _natural(text) == 0:
-        raise argparse.ArgumentTypeError("0 is not a whole number from 1 up")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not 1 <= _natural(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; ports are 1 to 65535")
-    return int(text)
-
-
-def _nproc(text: str) -> str:
-    return text if text in ("auto", "gpu", "cpu", "xpu") else str(_positive(text))
-
-
-def _seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text):  # float() takes "nan", and digits of other scripts
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of seconds")
-    return float(text)
-
-
-def _several(text: str) -> int:
-    if _positive(text) < 2:
-        raise argparse.ArgumentTypeError("1 rank has nothing to be compared with; give 2 or more")
-    return int(text)
 
 
 if __name__ == "__main__":

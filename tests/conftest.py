@@ -27,7 +27,18 @@ LONGEST = [
     for name in (
         *("auto", "robomimic", "examples", "resume", "parallel", "docs", "runner", "group", "audit", "convert"),
         *("data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "rollout", "launch_matrix"),
-        *("faults", "selftest", "packaging", "options", "background", "sampler", "slurm", "layout", "checkpoint"),
+        *(
+            "faults",
+            "gpu_selftest",
+            "selftest",
+            "packaging",
+            "options",
+            "background",
+            "sampler",
+            "slurm",
+            "layout",
+            "checkpoint",
+        ),
     )
 ]
 

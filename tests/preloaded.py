@@ -38,7 +38,7 @@ from typing import Any, Callable, Optional
 
 from ddpshim.job.group import settle_rounding
 from ddpshim.job.launch_env import EXIT_REQUEUE
-from tests import trainer
+from tests import simulated_gpus, trainer
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
 from tests.ranks import free_port
 
@@ -184,12 +184,17 @@ class Forked:
 class Preloaded:
     """A process that has imported what trainings import."""
 
-    def __init__(self, tree: Optional[Path]) -> None:
+    def __init__(self, tree: Optional[Path], on_gpus: bool = False) -> None:
         self._connection, theirs = Pipe()
         # One thread for each rank, as torchrun has it: on busy cores threads wait for each other.
         environ = {**environment(tree), "OMP_NUM_THREADS": "1"}
         python = str(sys.executable)
-        if tree is not None:  # it has torch from the one without a tree
+        if on_gpus:  # it has a torch of its own, which has them from its first import on
+            variables = simulated_gpus.environment(SIMULATED_GPUS_GENERATOR="cpu")
+            path = os.pathsep.join([environ["PYTHONPATH"], variables["PYTHONPATH"]])
+            environ = {**environ, **variables, "PYTHONPATH": path}
+            environ.pop(SOCKET, None)
+        elif tree is not None:  # it has torch from the one without a tree
             environ[SOCKET] = preloaded().socket
         if SOCKET in environ:
             python = str(commands() / "python")
@@ -240,9 +245,12 @@ class Preloaded:
 
 
 @functools.cache
-def preloaded(tree: Optional[Path] = None) -> Preloaded:
-    """The process for the robomimic in `tree`, or for torch alone, which starts when it is first asked for."""
-    return Preloaded(tree)
+def preloaded(tree: Optional[Path] = None, on_gpus: bool = False) -> Preloaded:
+    """The process for the robomimic in `tree`, or for torch alone, which starts when it is first asked for.
+
+    `on_gpus`: what is forked from it sees two simulated GPUs.
+    """
+    return Preloaded(tree, on_gpus)
 
 
 def _as_python(argv: Sequence[str]) -> list[str]:

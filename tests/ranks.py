@@ -7,6 +7,7 @@ group's timeout) and outside (the processes are killed); the first failure in ti
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import multiprocessing
@@ -21,10 +22,11 @@ import warnings
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any, Callable, Optional
+from unittest import mock
 
 import torch
 
-from tests import public_api
+from tests import public_api, simulated_gpus
 from tests.preloaded_commands import SOCKET, commands, patience
 
 _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.run"]
@@ -52,6 +54,16 @@ def _start_server() -> None:
 _server = _Context()
 
 
+@functools.cache
+def _gpu_server() -> forkserver.ForkServer:
+    """Another one, whose torch has simulated GPUs from its first import on."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*_MODULES, "ddpshim.data.loader", "ddpshim.model.parallel"])
+    with mock.patch.dict(os.environ, simulated_gpus.environment(4, SIMULATED_GPUS_GENERATOR="cpu")):
+        server.ensure_running()
+    return server
+
+
 class RankFailure(AssertionError):
     """A rank of a test failed; the text holds its traceback."""
 
@@ -75,6 +87,7 @@ def _enter(
     deadline_s: float,
     seed: Any,
     environ: dict[str, str],
+    on_gpus: bool,
     args: Any,
     out: Any,
 ) -> None:
@@ -94,9 +107,14 @@ def _enter(
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ.update(environ)
-        store = dist.FileStore(os.path.join(folder, "store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=deadline_s))
-        ddpshim.setup(seed=seed, device="cpu", side_timeout_s=deadline_s)
+        if on_gpus:  # as launched, so that `setup` chooses the GPU and makes the groups
+            names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+            os.environ.update(zip(names, map(str, (rank, rank, size, size))))
+            ddpshim.setup(seed=seed, timeout_s=deadline_s, side_timeout_s=deadline_s)
+        else:
+            store, timeout = dist.FileStore(os.path.join(folder, "store"), size), timedelta(seconds=deadline_s)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            ddpshim.setup(seed=seed, device="cpu", side_timeout_s=deadline_s)
         try:
             result = fn(*args)
         finally:
@@ -118,18 +136,25 @@ def run_ranks(
     timeout_s: float = 60,
     seed: Any = 0,
     environ: Optional[dict[str, str]] = None,
+    on_gpus: bool = False,
 ) -> list[Any]:
     """What `fn(*args)` returned on each rank; raises RankFailure with the first failing rank's traceback.
 
-    `environ` is added to the environment before `ddpshim.setup`.
+    `environ` is added to the environment before `ddpshim.setup`. `on_gpus`: each rank has a simulated GPU, and nccl.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    if on_gpus:
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environ or {})}
+    with contextlib.ExitStack() as meanwhile:
+        folder = meanwhile.enter_context(tempfile.TemporaryDirectory())
+        if on_gpus:
+            start = _gpu_server().connect_to_new_process
+            meanwhile.enter_context(mock.patch.object(forkserver, "connect_to_new_process", start))
         processes, pipes = [], []
         for rank in range(num_ranks):
             receive, send = _server.Pipe(duplex=False)
             process = _server.Process(
                 target=_enter,
-                args=(fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, args, send),
+                args=(fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, on_gpus, args, send),
                 daemon=True,
             )
             process.start()
@@ -150,7 +175,7 @@ def run_ranks(
                 except EOFError:
                     moment, error, result = time.time(), "the process died without a word", None
                 if error is None:
-                    results[rank] = torch.load(io.BytesIO(result), weights_only=False)
+                    results[rank] = torch.load(io.BytesIO(result), "cpu", weights_only=False)
                 else:
                     failures.append((moment, rank, error))
                     end = min(end, time.monotonic() + grace_s)

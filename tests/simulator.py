@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import math
 import os
 import resource
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any, Optional
 
 import torch
 
+from ddpshim.evaluation.intervals import exact
 from tests.equivalence import (
     DATA,
     NUM_SAMPLES_A_STEP,
@@ -223,25 +223,6 @@ def rollouts(tree: Path, folder: Path, start: Optional[Path], plan: Plan) -> lis
     return rows
 
 
-def interval(successes: int, episodes: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact (Clopper-Pearson) confidence interval of a rate of success."""
-
-    def at_least(rate: float, k: int) -> float:
-        return sum(math.comb(episodes, i) * rate**i * (1 - rate) ** (episodes - i) for i in range(k, episodes + 1))
-
-    def rate_at(k: int, probability: float) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (low, middle) if at_least(middle, k) > probability else (middle, high)
-        return low
-
-    tail = (1 - level) / 2
-    lower = 0.0 if successes == 0 else rate_at(successes, tail)
-    upper = 1.0 if successes == episodes else rate_at(successes + 1, 1 - tail)
-    return lower, upper
-
-
 def success_rows(found: Iterable[tuple[str, int, str, int, int]], num_episodes: int) -> list[dict[str, Any]]:
     """A row for each (algorithm, steps, arm) of (algorithm, steps, arm, seed, successes), in the order they come."""
     cells: dict[tuple[str, int, str], dict[int, int]] = {}
@@ -250,7 +231,7 @@ def success_rows(found: Iterable[tuple[str, int, str, int, int]], num_episodes: 
     rows = []
     for (algorithm, steps, arm), by_seed in cells.items():
         total, played = sum(by_seed.values()), num_episodes * len(by_seed)
-        lower, upper = interval(total, played)
+        lower, upper = exact(total, played)
         each = {f"seed {seed}": f"{successes}/{num_episodes}" for seed, successes in by_seed.items()}
         between = f"{100 * lower:.0f} to {100 * upper:.0f}%"
         rows.append(
@@ -277,14 +258,14 @@ def summary(success: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) 
     for arm in ARMS:
         counted = [successes(row) for row in success if row["trained"] == arm.name]
         lifted, played = (sum(column) for column in zip(*counted))
-        lower, upper = interval(lifted, played)
+        lower, upper = exact(lifted, played)
         sums.append(f"- {arm.name}: {lifted} of {played} episodes ({100 * lower:.0f} to {100 * upper:.0f}%)")
     alone = {(row["algorithm"], row["steps"]): successes(row) for row in success if row["trained"] == ARMS[0].name}
     names = {arm.name for arm in ARMS if arm.fault}
     broken = [row for row in success if row["trained"] in names]
     overlapping = 0
     for row in broken:
-        (low, high), (lower, upper) = interval(*successes(row)), interval(*alone[row["algorithm"], row["steps"]])
+        (low, high), (lower, upper) = exact(*successes(row)), exact(*alone[row["algorithm"], row["steps"]])
         overlapping += low <= upper and lower <= high
     early = f"from one process, {STEPS_AN_EPOCH}"
     good = max(row[early] for row in found if row["trained"] == ARMS[1].name)

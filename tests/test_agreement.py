@@ -19,8 +19,9 @@ from torch.utils.data import Subset, TensorDataset
 
 import ddpshim
 from ddpshim.errors import DataError, SyncError, WorldError
+from ddpshim.job import devices
 from ddpshim.job.job import current
-from ddpshim.model import agreement, equality, guard
+from ddpshim.model import agreement, equality, guard, unused
 from tests.ranks import run_ranks
 
 NUM_STEPS = 24  # of three epochs
@@ -381,3 +382,88 @@ def test_on_a_gpu_what_came_is_read_some_passes_later() -> None:
         heard.append(late.read(entries))
     assert heard == [False] * 6 + [True, False]
     assert entries[:3].tolist() == [1.0] * 3
+
+
+def _rank_is_answered_later() -> list[int]:
+    net = ddpshim.wrap_parallel(nn.Linear(3, 1), broadcast_buffers=False)
+    net._agreement._is_on_cpu = False  # as on a GPU
+    begun: list[int] = []
+    start = net._equality.start
+    net._equality.start = lambda number: (begun.append(number), start(number))[1]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        if step == 20 and ddpshim.world().rank:
+            guard.ask()
+    return begun
+
+
+@pytest.mark.ranks
+def test_where_the_answer_comes_later_a_question_is_asked_once() -> None:
+    first, second = run_ranks(_rank_is_answered_later, 2)
+    assert first == second == [5, 6, 14, 26]
+
+
+class _Unread:
+    """Gradients on a GPU, which nobody may read."""
+
+
+def _rank_leaves_out() -> list[Any]:
+    here = ddpshim.world()
+    gpu, row = torch.device("meta"), torch.empty(4)
+    of_rank = unused.Unused(4, gpu, torch.distributed.group.WORLD)
+    found: list[Any] = [of_rank._told]
+    of_rank.tell(row, [here.rank])
+    found += [row.tolist(), of_rank.of_all(torch.tensor([1.0, 0.5, 1.0, 1.0]))]  # read: nobody knew of it
+    of_rank.hosts_tell = True
+    for own in ([here.rank, 3], [], [2]):
+        of_rank.tell(row, own)
+        found.append(of_rank.of_all(_Unread()))
+    agreed = agreement.Agreement("a network", torch.device("cpu"))
+    for leaves_out in (here.rank == 1, False):
+        entries = torch.zeros(agreement.NUM)
+        agreed.fill(entries, leaves_out=leaves_out)
+        torch.distributed.all_reduce(entries)
+        agreed.read(entries)
+        found.append(agreed.leave_out)
+    return found
+
+
+@pytest.mark.ranks
+def test_where_parameters_are_left_out_hosts_tell_each_other() -> None:
+    for rank, found in enumerate(run_ranks(_rank_leaves_out, 2)):
+        row = [0.0 if i == rank else 1.0 for i in range(4)]
+        assert found == [None, row, [], [3], [], [2], True, False]
+
+
+@pytest.mark.unit
+def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert devices.is_capturing(torch.device("cuda", 0))
+    assert not devices.is_capturing(torch.device("cpu"))
+    of_network = unused.Unused(2, torch.device("cuda", 0), "a group of the user's")
+    of_network.tell(torch.empty(2), [])
+    assert of_network.of_all(_Unread()) == []
+    of_network.tell(torch.empty(2), [1])
+    with pytest.raises(SyncError, match="1 parameters without gradient while a CUDA graph is captured"):
+        of_network.of_all(_Unread())
+
+
+def _rank_crosses_networks() -> str:
+    nets = [ddpshim.wrap_parallel(nn.Linear(2, 1)) for _ in range(2)]
+    sum(net(torch.ones(1, 2)).sum() for net in nets).backward()
+    try:
+        for net in nets if ddpshim.world().is_main else reversed(nets):
+            net(torch.ones(1, 2)).sum().backward()
+    except SyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_gradients_of_two_networks_are_not_averaged() -> None:
+    for text in run_ranks(_rank_crosses_networks, 2):
+        assert re.search("steps or networks met.*rank 0: .*, network 0; rank 1: .*, network 1", text)

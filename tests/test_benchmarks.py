@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Optional
 
 import pytest
 
 from benchmarks import __main__ as front
+from benchmarks import page as pictures
+from benchmarks import to_success
 from benchmarks.results import Result, alternate, median_and_quartiles, ratio
 from ddpshim.observe.ring_model import Cluster, Link, Training
 
@@ -52,7 +55,7 @@ def test_the_table_has_targets_and_notes() -> None:
         Result("step", "5M", 0.9312, "x DDP", (0.91, 0.95), at_most=1.0),
         Result("data", "low_dim", 8.0, "x", at_least=10.0, note="a profile"),
     ]
-    lines = front.table(rows).splitlines()
+    lines = pictures.table(rows).splitlines()
     assert lines[2] == "| step | 5M | 0.931 x DDP | 0.91 to 0.95 | ≤ 1 | yes |"
     assert lines[3] == "| data | low_dim | 8 x |  | ≥ 10 | **no** |"
     assert lines[-1] == "- data, low_dim: a profile"
@@ -71,9 +74,27 @@ def test_a_benchmark_that_fails_is_a_target_that_does_not_hold(tmp_path: Path) -
     (found,) = front.measure("results", quick=True)  # a module without `run`
     assert found.holds is False
     assert found.note == "FAILED: exit code 1"
-    front.draw([found, Result("b", "w", 1.0, "", at_most=1.0)], tmp_path / "a.png")
-    front.overview([found, Result("b", "w", 2.0, "", at_most=1.0)], tmp_path / "b.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_what_others_take_for_each_question(tmp_path: Path) -> None:
+    rows = [
+        Result("step", "5M", 0.5, "x raw DDP", at_most=1.0),
+        Result("step", "5M", 0.8, "x ignite"),
+        Result("step", "rate", 3.0, "x raw DDP", at_least=1.0),
+        Result("step", "memory", 4.0, "x size of the policy"),
+        Result("step", "failed", float("nan"), "x raw DDP"),
+        Result("step", "5M", 12.0, "ms"),
+    ]
+    assert pictures.compared(rows) == {"5M": {"raw DDP": 2.0, "ignite": 1.25}, "rate": {"raw DDP": 3.0}}
+    machine = {"machine": {"cores": 2}, "quick": False}
+    runs = {"step": {**machine, "results": [asdict(row) for row in rows]}, "guard_cost": {**machine, "results": []}}
+    pictures.draw_all(runs, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step.png"]
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    lines = pictures.page(runs).splitlines()
+    headings = [line for line in lines if line.startswith("## ") or line.startswith("![")]
+    question = "How long does a step take?"
+    assert headings == [f"## {question}", f"![{question}](benchmarks/step.png)", "## What else was measured"]
 
 
 CLUSTER = Cluster("of tests", inside=Link(1e9, 0.001), between=Link(1e8, 0.01), gpus_per_node=4)
@@ -111,5 +132,23 @@ def test_what_was_measured_before_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     page = (tmp_path / "benchmarks.md").read_text()
     assert "| doctor_speed | w | 2 s |  | ≤ 1.5 | **no** |" in page
     assert "| guard_cost | w | 1 s |  | ≤ 1.5 | yes |" in page
-    assert (tmp_path / "benchmarks.png").exists()
     assert front.main(["--only", "guard_cost", "--out", str(tmp_path / "new")]) == 0
+
+
+def test_the_first_checkpoint_that_succeeds_counts_and_the_page_says_how_surely() -> None:
+    named = ["model_epoch_2_Lift_success_0.5.pth", "model_epoch_10_Lift_success_0.95.pth", "last.pth"]
+    paths = [Path(name) for name in (*named, "model_epoch_4_Lift_success_0.9.pth")]
+    assert to_success.first_success(paths) == (paths[-1], 4, 0.9)
+    assert to_success.first_success(paths[:1]) is None
+    times = {"robomimic as released": 120.0, "ddpshim, 1 rank": 90.0, "ddpshim, 2 ranks": math.inf}
+    found = [
+        to_success.Found(arm, seed, seconds + seed, 60.0, 4, 0.9, "" if seconds == math.inf else "a.pth", 45)
+        for arm, seconds in times.items()
+        for seed in (1, 2, 3)
+    ]
+    text = to_success.page(found, to_success.Plan(), "python", "torch 2")
+    steps = ", ".join([str(4 * to_success.STEPS_AN_EPOCH)] * 3)
+    assert f"| robomimic as released | 2.03 | 121, 122, 123 | 60 | {steps} | 135/150 | 84 to 94% |" in text
+    assert "| ddpshim, 2 ranks | inf | inf, inf, inf | 60 | -, -, - | 0/0 | 0 to 100% |" in text
+    assert "ddpshim, 1 rank: 0.75" in text
+    assert "18 of 20 is 68 to 99%" in text

@@ -80,6 +80,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("audit",), "program"): (["absent.py"], 2),
     (("prove",), "program"): (["absent.py"], 2),
     (("audit",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
+    (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 1),
     (("report",), "folder"): (["absent"], 2),
     (("predict",), "folder"): (["absent", "--gpus", "8"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 1),

@@ -16,6 +16,7 @@ import torch
 
 import ddpshim
 from ddpshim.__main__ import main
+from ddpshim.job import machine
 from ddpshim.observe import environment
 from ddpshim.observe.environment import as_text, describe
 from tests.preloaded_commands import patience
@@ -130,6 +131,19 @@ def test_why_torch_sees_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     expected = "torch sees none: CUDA initialization: the driver is too old (found version 11040)"
     assert describe()["GPUs"] == expected
+
+
+def test_what_cannot_be_found_out_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", fail)
+    monkeypatch.setattr(machine, "memory", fail)
+    report = describe(with_names=True)
+    assert report["GPUs"] == report["machine"] == "unknown: RuntimeError: CUDA error: invalid device ordinal"
+    assert report["versions"]["Python"]
+    assert "machine: unknown: RuntimeError" in as_text(report)
 
 
 def test_gpus_and_who_reaches_whom(monkeypatch: pytest.MonkeyPatch) -> None:

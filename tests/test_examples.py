@@ -17,7 +17,6 @@ import pytest
 
 from ddpshim.tools.doctor.checking import check
 from examples import resume, two_nodes
-from tests.equivalence import copy_release, source
 from tests.examples import PAGE, ROOT, Row, printed, rows, shown, written
 from tests.preloaded import environment, preloaded
 
@@ -34,29 +33,26 @@ def commands_of(name: str) -> list[str]:
     return [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("    python ")]
 
 
-def forked(words: list[str], folder: Path, tree: Path | None = None) -> tuple[int, str]:
+def forked(words: list[str], folder: Path) -> tuple[int, str]:
     """The exit code and output of `python words…` in `folder`, forked."""
     argv = words[1:] if words[0] == "-m" else words
-    environ = {**environment(tree), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    code = preloaded(tree).start([(argv, environ)], folder).wait(DEADLINE_S)
+    environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    code = preloaded().start([(argv, environ)], folder).wait(DEADLINE_S)
     return code, (folder / "output.txt").read_text()
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Callable[[str], str]:
+def output(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """What a command of the page or of a docstring prints, the library's own lines left out; it is run once."""
     done: dict[str, str] = {}
 
     def run(command: str) -> str:
         if command not in done:
-            needs_robomimic = "rollouts.py" in command
-            if needs_robomimic and source("0.3.0") is None:
-                pytest.skip("robomimic is not installed")
             folder = tmp_path_factory.mktemp("example")
             (folder / "examples").symlink_to(FOLDER)
             python, *words = command.split()
             assert python == "python"
-            code, said = forked(words, folder, copy_release("0.3.0", releases) if needs_robomimic else None)
+            code, said = forked(words, folder)
             assert code == 0, said
             done[command] = printed(said)
         return done[command]
@@ -206,15 +202,15 @@ def test_each_item_is_decoded_once(on: Callable[[str, int], str]) -> None:
         assert lines[1].split("first")[1] != lines[n + 2].split("first")[1]
 
 
-@pytest.mark.robomimic
 def test_rollouts_have_the_statistics_of_one_rank(on: Callable[[str, int], str]) -> None:
     one, two = (on("rollouts", n).splitlines() for n in (1, 2))
     _, played, of_all, *alone = numbers(one[1])
     assert (played, of_all) == (20, 20)
-    assert [numbers(line)[:3] for line in two[1:]] == [[0, 10, 20], [1, 10, 20]]
-    assert [numbers(line)[3:] for line in two[1:]] == [alone, alone]
-    assert 0 < alone[2] < 1
-    assert alone[1] < 30
+    assert sum(numbers(line)[1] for line in two[1:3]) == 20
+    assert [numbers(line)[3:] for line in two[1:3]] == [alone, alone]
+    assert 0 < alone[1] < 1
+    assert one[2:] == two[3:]
+    assert one[3] == "in the background: the same"
 
 
 def test_an_interrupted_training_goes_on_on_one_rank_and_on_three(

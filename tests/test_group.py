@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
-from ddpshim.job import failure, rendezvous
+from ddpshim.job import devices, failure, rendezvous
 from ddpshim.job import job as jobs
-from ddpshim.job.devices import choose_backend
+from ddpshim.job.devices import backend_of, choose_backend
 from ddpshim.observe import records
 from tests.preloaded import preloaded
 from tests.preloaded_commands import patience
@@ -214,6 +214,21 @@ def test_world_before_setup_and_after_cleanup(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_choose_backend(gpus: list[Optional[str]], backend: str, reason: Optional[str]) -> None:
     assert choose_backend(gpus) == (backend, reason)
+
+
+@pytest.mark.unit
+def test_accelerators_other_than_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
+    monkeypatch.setattr(torch.distributed.Backend, "default_device_backend_map", listed)
+    assert backend_of(torch.device("xpu", 0)) == "xccl"
+    assert backend_of(torch.device("cuda", 0)) is None
+    for device in (torch.device("mps"), torch.device("hpu")):
+        with pytest.raises(LaunchError, match=f"several ranks on {device.type}, for which this torch has no backend"):
+            backend_of(device)
+    parts = SimpleNamespace(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="one of its own")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: parts)
+    gpus = [devices._gpu_identity(torch.device("cuda", 0)) for _ in range(2)]
+    assert choose_backend(gpus) == ("gloo", "2 ranks share 1 GPU")
 
 
 class _Stop(Exception):

@@ -17,6 +17,7 @@ import ddpshim
 from ddpshim.job import failure, hangs, machine, progress, watch
 from ddpshim.job.hangs import Standing, Waits, describe, judge
 from ddpshim.job.job import Job, current
+from ddpshim.job.peer_errors import is_late
 from ddpshim.job.progress import Frame, Progress, place_of
 from ddpshim.model import guard
 from tests.ranks import run_ranks
@@ -217,6 +218,37 @@ def test_a_rank_that_left_early_is_named_by_those_that_lost_it() -> None:
     assert left.splitlines()[1].startswith("  rank 1: 1 backward pass; has left the job (ranks.py:")
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "failed", "said"),
+    [
+        (99.0, None, None),
+        (99.0, 0, None),  # by itself
+        (5.0, 2, "SyncError: its GPU waits for messages of rank 2"),
+        (101.0, None, "TimeoutError: Timed out waiting 100 s for other ranks (timeout_s)"),
+    ],
+)
+def test_where_nccl_gives_no_error_a_rank_that_waits_in_vain_ends(
+    waited_s: float, failed: Optional[int], said: Optional[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[BaseException] = []
+    monkeypatch.setattr(failure, "abort", ended.append)
+    monkeypatch.setattr(failure, "first", lambda: failed)
+    monkeypatch.setattr(failure, "is_there", lambda store, key: False)
+    for is_on_gpu, gets_no_errors, site in ((False, True, "a.py:3"), (True, False, "a.py:3"), (True, True, "a.py:3")):
+        watched = watch.Watch()
+        watched._rank, watched._round, watched._store, watched._timeout_s = 0, 0, None, 100.0
+        watched._is_on_gpu, watched._gets_no_errors = is_on_gpu, gets_no_errors
+        watched._waits = hangs.Waits(100.0)
+        watched._waits.look(0.0, "state", site)
+        watched._waits._last_look = watched._waits._since + waited_s
+        monkeypatch.setattr(watched, "_see", lambda: False)
+        watched._look()
+        assert not ended or (is_on_gpu and gets_no_errors)
+    assert [f"{type(error).__name__}: {error}" for error in ended] == ([] if said is None else [said])
+    if ended:
+        assert (is_late(ended[0]), ended[0].__dict__.get("first_failure")) == (failed is None, failed)
+
+
 def test_a_watch_that_was_not_begun_says_nothing() -> None:
     idle = Job().part(watch.Watch)
     idle.end()
@@ -257,4 +289,5 @@ def test_gradients_of_different_batches_are_not_averaged(kind: str, found: tuple
         first, second = (
             f"rank {rank}: .*step {step} of epoch 0 of the loader of .*" for rank, step in enumerate(found)
         )
-        assert re.search(f"gradients of different steps met in a backward pass of Linear. {first}; {second}", error)
+        text = f"gradients of different steps or networks met in a backward pass of Linear. {first}; {second}"
+        assert re.search(text, error)

@@ -19,14 +19,15 @@ from tests.wings import CHOOSE_BY_NAME, FACES, OPEN, WINGS
 
 ROOT = Path(__file__).parent.parent
 TRAINERS = (
+    "data.replay_buffers",
     "data.tfdata",
     "droid.calls",
     "droid.rlds",
+    "evaluation.environments",
     "observe.report.charts",
     "robomimic.algo",
     "robomimic.calls",
     "robomimic.datasets",
-    "robomimic.environments",
     "robomimic.rollout",
     "robomimic.stand_ins",
     "robomimic.windows",

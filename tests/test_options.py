@@ -393,8 +393,8 @@ def test_options_that_differ_between_ranks_are_refused_on_all() -> None:
 
 
 def _gradients(steps: int) -> list[float]:
-    torch.manual_seed(0)
-    net = ddpshim.wrap_parallel(nn.Linear(3, 1))
+    with ddpshim.shared_random_streams(0):
+        net = ddpshim.wrap_parallel(nn.Linear(3, 1))
     x = torch.arange(36.0).reshape(12, 3)[ddpshim.world().rank :: 2]
     for part in ddpshim.accumulate({"x": [x], "name": "x"}, net, steps=steps):
         assert part["name"] == "x"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
+import itertools
 import pickle
 import re
 import subprocess
@@ -24,7 +26,8 @@ import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.group import ENDS_THREADS
 from ddpshim.job.job import current
-from ddpshim.model import backward, guard
+from ddpshim.model import backward, guard, order, refused
+from ddpshim.model.inputs import moved
 from ddpshim.model.parallel import BareModule, DataParallelModule, best_bucket_cap_mb
 from ddpshim.model.reducer import _Pass
 from ddpshim.model.transparent import portable_keys
@@ -387,6 +390,62 @@ def test_options_of_ddp_pass_through() -> None:
     assert run_ranks(_rank_with_comm_hook, 2) == pytest.approx([expected] * 2, abs=1e-12)
 
 
+class _LastFirst(nn.Module):
+    """Runs its layers in another order than it has them, as a U-Net does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (3, 5, 0, 4, 2, 1):
+            x = self.layers[i](x).tanh()
+        return x
+
+
+def _rank_sends_buckets() -> list[Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    came: list[int] = []
+    sent: list[tuple[int, list[int]]] = []  # how many gradients were there, and whose a bucket had
+
+    def hook(state: Any, bucket: Any) -> Any:
+        sent.append((len(came), [places.get(p.data_ptr(), -1) for p in bucket.parameters()]))
+        return allreduce_hook(None, bucket)
+
+    hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
+
+    with ddpshim.shared_random_streams(0):
+        net = _LastFirst()
+    places = {p.data_ptr(): i for i, p in enumerate(net.parameters())}
+    wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, comm_hook=hook)
+    for i, p in enumerate(net.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
+    got = []
+    for _ in range(3):
+        came.clear()
+        sent.clear()
+        net.zero_grad()
+        wrapped(torch.full((2, 64), 0.1 * (ddpshim.world().rank + 1))).sum().backward()
+        got.append((list(came), list(sent), [p.grad.clone() for p in net.parameters()]))
+    return got
+
+
+def test_buckets_leave_in_the_order_in_which_gradients_come() -> None:
+    for got in run_ranks(_rank_sends_buckets, 2):
+        order = got[0][0]
+        assert (order[0] // 2, order[-1] // 2) == (1, 3)  # not that of the network's layers
+        for came, sent, gradients in got[1:]:
+            assert came == order
+            assert [i for _, bucket in sent for i in bucket] == [*order, -1]
+            # Each leaves when its own gradients are there; the hook that counts may run after the one that sends.
+            ends = [sum(len(bucket) for _, bucket in sent[: k + 1]) for k in range(len(sent) - 1)]
+            assert len(ends) >= 5
+            assert all(end - there in (0, 1) for (there, _), end in zip(sent, ends))
+            for gradient, first in zip(gradients, got[0][2]):
+                assert torch.equal(gradient, first)
+
+
 def _rank_builds_different(kind: str) -> list[float]:
     here = ddpshim.world()
     torch.manual_seed(here.rank)
@@ -457,6 +516,7 @@ def test_after_cleanup_the_module_is_bare_again() -> None:
 
 
 _LEAVES = """
+import collections
 import contextlib
 import pathlib
 import torch
@@ -527,6 +587,85 @@ def test_networks_in_one_backward_pass_do_not_mix() -> None:
     for alone, a, b in zip(optimizer.param_groups[0]["params"], *ranks):
         assert torch.equal(a, b)
         assert (alone - a).abs().max() < 1e-12
+
+
+class _Critic(nn.Module):
+    """The gradients of one head come first, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_head, self.trunk, self.head = nn.Linear(D_IN, 1), nn.Linear(D_IN, D_IN), nn.Linear(D_IN, 1)
+
+    def forward(self, x: torch.Tensor, has_head: bool) -> torch.Tensor:
+        x = self.trunk(x).tanh()
+        found = self.other_head(x).pow(2).mean()
+        return found + self.head(x).pow(2).mean() if has_head else found
+
+
+def _actor_and_critics(wrap: Callable[[nn.Module, str], Any], ranks: list[int]) -> list[torch.Tensor]:
+    """Critics alone, then an actor through one of them, of which rank 1 leaves out a head."""
+    torch.manual_seed(3)
+    actor, critics = nn.Linear(D_IN, D_IN).double(), [_Critic().double() for _ in range(2)]
+    wrapped = [wrap(net, name) for net, name in zip([actor, *critics], ["actor", "first", "second"])]
+    optimizer = torch.optim.SGD([p for net in (actor, *critics) for p in net.parameters()], lr=0.1)
+    for whole, _ in _batches(5):
+        for critic, inputs in ((critics[0], lambda x: x), (critics[1], lambda x: x), (critics[0], actor)):
+            optimizer.zero_grad()
+            for rank in ranks:
+                has_head = not rank or inputs is not actor
+                (critic(inputs(whole[rank::2]), has_head) / len(ranks)).backward()
+            optimizer.step()
+    assert len(wrapped) == 3
+    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+
+def _rank_trains_actor_and_critics() -> tuple[list[Any], list[torch.Tensor]]:
+    left = []
+
+    def note(name, bucket):
+        left.append((name, bucket.index(), current().progress.is_reducing))
+        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def wrap(net: nn.Module, name: str) -> Any:
+        wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=0.0001, comm_hook=note, comm_hook_state=name)
+        assert wrapped.process_group is torch.distributed.group.WORLD
+        return wrapped
+
+    return left, _actor_and_critics(wrap, [ddpshim.world().rank])
+
+
+def test_networks_of_one_group_send_in_one_order_and_overlap_backward() -> None:
+    (left, weights), (lefts, others) = run_ranks(_rank_trains_actor_and_critics, 2)
+    assert [place[:2] for place in left] == [place[:2] for place in lefts]
+    num = len(left) // 5
+    assert all(is_late for _, _, is_late in left[:num])  # nothing is known of the passes yet
+    last = left[-num:]
+    assert [name for name, _ in itertools.groupby(name for name, _, _ in last)] == ["first", "second", "first", "actor"]
+    at_once = {name for name, index, is_late in last if not index and not is_late}
+    assert at_once == {"first", "second"}
+    for alone, a, b in zip(_actor_and_critics(lambda net, name: net, [0, 1]), weights, others):
+        assert torch.equal(a, b)
+        assert (alone - a).abs().max() < 1e-12
+
+
+def _rank_checkpoints() -> tuple[int, list[torch.Tensor]]:
+    from torch.utils.checkpoint import checkpoint
+
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    wrapped = ddpshim.wrap_parallel(net)
+    x = torch.full((2, 4), 1.0 + ddpshim.world().rank, requires_grad=True)
+    for layer in net:
+        x = checkpoint(layer, x, use_reentrant=True)
+    x.sum().backward()
+    return wrapped.num_reductions, [p.grad for p in net.parameters()]
+
+
+def test_reentrant_checkpoints_are_reduced_once() -> None:
+    (num, gradients), (_, others) = run_ranks(_rank_checkpoints, 2)
+    assert num == 1
+    assert all(map(torch.equal, gradients, others))
+    assert gradients[-1].tolist() == [2.0] * 4
 
 
 def _freeze_and_thaw(net: nn.Module, rank: int, size: int) -> nn.Module:
@@ -1149,6 +1288,68 @@ def test_one_process_passes_everything_through(one: BareModule) -> None:
     assert one.double() is one
 
 
+class _WithNamesOfDataParallel(nn.Linear):
+    """Has attributes and methods that torch's DataParallel has, too."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.dim, self.device_ids, self.src_device_obj, self.output_device = "mine", "mine", "mine", "mine"
+
+    def _mine(self, *args: Any) -> str:
+        return "mine"
+
+    scatter = gather = replicate = parallel_apply = _mine
+
+
+@pytest.mark.unit
+def test_dataparallel_and_its_module_do_not_take_each_others_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = DataParallelModule(_WithNamesOfDataParallel())
+    assert {spread.dim, spread.device_ids, spread.src_device_obj, spread.gather(), spread.scatter()} == {"mine"}
+    spread.dim = spread.gather = "changed"
+    assert [spread.module.dim, spread.module.gather, spread.dim, spread.gather] == ["changed"] * 4
+    seen = []
+    monkeypatch.setattr(DataParallel, "forward", lambda self, x: (seen.append(self.device_ids), x)[1])
+    assert spread(torch.ones(1)).item() == 1
+    assert seen == [[]]
+    assert list(spread.state_dict()) == ["weight", "bias"]
+    assert [name for name, _ in spread.named_modules()] == [""]
+
+
+@pytest.mark.unit
+def test_inputs_follow_to_the_device_and_what_is_there_is_left_alone() -> None:
+    there, scalar = torch.device("meta"), torch.tensor(2.0)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
+    point = collections.namedtuple("point", "x y")(scalar, "text")
+    by_name = collections.defaultdict(list, a=[scalar, (1, None)])
+    found = moved((scalar, packed, point, by_name, 3), there)
+    assert [found[0].device, found[1].data.device, found[2].x.device, found[3]["a"][0].device] == [there] * 4
+    assert (type(found[2]), found[2].y, found[3]["a"][1], found[4]) == (type(point), "text", (1, None), 3)
+    assert (type(found[3]), found[3]["new"]) == (collections.defaultdict, [])
+    assert by_name == {"a": [scalar, (1, None)]}  # the caller's own
+    assert moved(found, there) is found
+    assert (moved((), there), moved({}, there)) == ((), {})
+    leaf = torch.ones(2, requires_grad=True)
+    moved(leaf, torch.device("cpu")).add(1).sum().backward()
+    assert moved(leaf, torch.device("cpu")) is leaf
+    assert leaf.grad is not None
+
+
+@pytest.mark.unit
+def test_gloo_on_a_stream_of_ones_own_is_refused_where_torch_loses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for version, needs in (("2.1.0+cu121", True), ("2.10.1", True), ("2.11.0+cu130", False), ("2.15.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert refused.needs_default_stream(gpu, "gloo") is needs
+        assert not refused.needs_default_stream(gpu, "nccl")
+        assert not refused.needs_default_stream(torch.device("cpu"), "gloo")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 0)
+    refused.check_stream(gpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: 7)
+    with pytest.raises(SyncError, match=r"on a CUDA stream of its own, through gloo.*Upgrade to torch 2.11"):
+        refused.check_stream(gpu)
+
+
 @pytest.mark.unit
 def test_indexing_reaches_containers() -> None:
     nets = ddpshim.wrap_parallel(nn.ModuleDict({"policy": nn.Linear(2, 2)}))
@@ -1426,6 +1627,7 @@ def _rank_cannot_reduce() -> list[str]:
         with torch.random.fork_rng():
             torch.manual_seed(3)
             net = make()
+        current().part(order.Orders).__init__()  # each network is the only one
         ddpshim.wrap_parallel(net)
         try:
             act(net)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections import UserDict
 from pathlib import Path
 from typing import Any, Callable, Optional
 
 import pytest
 import torch
 
+from ddpshim.data.transfer import OnDevice
+from ddpshim.robomimic import reads
 from ddpshim.trainers.patching import files as patching
+from ddpshim.trainers.session import Session
 from tests.equivalence import (
     VALIDATION,
     Run,
@@ -21,6 +27,7 @@ from tests.equivalence import (
     source,
     train,
 )
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.robomimic
 RELEASE = "0.3.0"
@@ -71,6 +78,113 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, releases: Path) -> Trainer
 
     _require(RELEASE)
     return run
+
+
+def _transformer(device: str = "cpu") -> Any:
+    """A bc_transformer_gmm of robomimic's, and a batch for it, as its loader makes them."""
+    import robomimic.utils.obs_utils as ObsUtils
+    from robomimic.algo import algo_factory
+    from robomimic.config import config_factory
+
+    config = config_factory("bc")
+    with config.values_unlocked():
+        config.algo.transformer.update(enabled=True, context_length=3, embed_dim=8, num_layers=6, num_heads=2)
+        config.algo.gmm.enabled = True
+        config.algo.actor_layer_dims = ()
+        config.observation.modalities.obs.low_dim = ["object"]
+        config.train.frame_stack = 3
+    ObsUtils.initialize_obs_utils_with_config(config)
+    torch.manual_seed(1)
+    model = algo_factory("bc", config, {"object": [5]}, 4, torch.device(device))
+    model.set_train()
+    draw = torch.Generator().manual_seed(1)
+    obs, actions = torch.randn(6, 3, 5, generator=draw), torch.rand(6, 3, 4, generator=draw)
+    return model, {"obs": {"object": obs}, "actions": actions}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchvision, and of what robomimic calls
+def test_a_step_reads_one_number_where_upstream_reads_one_for_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    _require(RELEASE)
+    reads_of: dict[str, int] = {"item": 0, "tolist": 0}
+
+    def count(name: str) -> None:
+        read = getattr(torch.Tensor, name)
+
+        def counted(tensor: torch.Tensor) -> Any:
+            reads_of[name] += 1
+            return read(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+    def three_steps(is_ours: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        (model, batch), logs = _transformer(), []
+        batch = model.process_batch_for_training(batch)
+        for number in range(3):
+            torch.manual_seed(number)  # dropout
+            with reads.all_at_once() if is_ours else contextlib.nullcontext():
+                reads_of.update(item=0, tolist=0)
+                info = model.train_on_batch(batch, epoch=1)
+                said.append(dict(reads_of))
+            logs.append(reads.later(model.log_info, info) if is_ours else model.log_info(info))
+            said.append(dict(reads_of))
+            for group in model.optimizers["policy"].param_groups:
+                group["lr"] *= 0.5  # a number that is looked at a step later must not be another one
+        return logs, model.nets.state_dict()
+
+    said: list[dict[str, int]] = []
+    for name in reads_of:
+        count(name)
+    theirs, their_weights = three_steps(False)
+    num_gradients = sum(p.requires_grad for p in _transformer()[0].nets.parameters())
+    of_adam = num_gradients  # it reads its counters, which never are on a GPU
+    assert num_gradients == 79
+    assert said[0] == {"item": num_gradients + of_adam, "tolist": 0}
+    said.clear()
+    ours, our_weights = three_steps(True)
+    assert said[:2] == [{"item": of_adam, "tolist": 1}] * 2, "of a GPU not even the one, before somebody looks"
+    assert [dict(log) for log in ours] == [dict(log) for log in theirs]
+    assert all(torch.equal(our_weights[key], their_weights[key]) for key in their_weights)
+
+
+def _steps_on_a_gpu() -> tuple[list[str], list[str], list[float]]:
+    from tests.simulated_gpus import recorded
+
+    warnings.simplefilter("ignore")  # of torchvision, and of what robomimic calls
+    model, batch = _transformer("cuda:0")
+    pinned = {"obs": {"object": batch["obs"]["object"].pin_memory()}, "actions": batch["actions"].pin_memory()}
+    logs: list[Any] = []
+    with recorded() as log, reads.all_at_once():
+        for sent in OnDevice([pinned] * 3, model.device):
+            info = model.train_on_batch(model.process_batch_for_training(sent), epoch=1)
+            logs.append(reads.later(model.log_info, info))
+    return [str(event) for event in log.syncs], [event.what for event in log.races], [row["Loss"] for row in logs]
+
+
+def test_a_step_on_a_gpu_waits_for_nothing_but_upstreams_own_checks() -> None:
+    simulated_gpus = pytest.importorskip("tests.simulated_gpus")
+    if simulated_gpus.why_not() is not None:
+        pytest.skip(simulated_gpus.why_not())
+    _require(RELEASE)
+    ((syncs, races, losses),) = run_ranks(_steps_on_a_gpu, 1, on_gpus=True)
+    assert races == []
+    assert [each for each in syncs if not ("distribution.py" in each or "embed_timesteps" in each)] == []
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_metrics_that_come_a_step_later_are_all_in_the_mean() -> None:
+    training, looked = Session(), []
+
+    class Late(UserDict[str, float]):
+        def items(self) -> Any:
+            looked.append(self["Loss"])
+            return super().items()
+
+    for loss in (1.0, 2.0, 6.0):
+        training.note_step(Late(Loss=loss))
+    assert looked == [1.0, 2.0], "the last one is on its way"
+    assert training.end_epoch({"Loss": 3.0}) == {"Loss": 3.0}
+    assert looked == [1.0, 2.0, 6.0]
+    assert training._metrics.joined(None) == {"Loss": (3.0, 3)}
 
 
 def _check_equal(one: Run, many: Run, tolerance: float) -> None:
@@ -205,7 +319,7 @@ GUARDED = [
     ("target", "td3_bc", "hold different weights: network 0 of those that are not trained"),
     ("noise", "bc", "ranks [0, 1] draw from the same random stream"),
     ("unfrozen", "bc", "' of ActorNetwork) has a gradient that is this rank's alone"),
-    ("skip", "bc", "gradients of different steps met in a backward pass of ActorNetwork"),
+    ("skip", "bc", "gradients of different steps or networks met in a backward pass of ActorNetwork"),
     ("by_hand", "bc", "the gradients of ActorNetwork never went through a backward pass"),
 ]
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from ddpshim.evaluation import dealing, environments
 from ddpshim.job.world import World
 from ddpshim.options import Options
-from ddpshim.robomimic import environments, rollout
+from ddpshim.robomimic import rollout
 from tests.equivalence import Run, copy_release, make_config, make_data, source, train
 from tests.ranks import run_ranks
 
@@ -321,7 +322,7 @@ def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
         sys.modules[module.__name__] = module
         setattr(sys.modules["robomimic.utils"], name, module)
     said: list[str] = []
-    rollout.say_once = said.append  # type: ignore[assignment]
+    environments.say_once = said.append  # type: ignore[assignment]
     played = []
     for number, make in enumerate({"seeded": SEEDED, "named": NAMED}[envs]):
         made = make()
@@ -369,10 +370,10 @@ def test_renderers_use_the_gpu_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: int, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    rollout._render_on(gpu)
+    dealing.render_on(gpu)
     assert os.environ.get("MUJOCO_EGL_DEVICE_ID") == os.environ.get("EGL_DEVICE_ID") == expected
     os.environ["MUJOCO_EGL_DEVICE_ID"] = "9"
-    rollout._render_on(gpu)
+    dealing.render_on(gpu)
     assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "9", "what the user set is gone"
 
 
@@ -381,5 +382,5 @@ def test_renderers_use_the_gpu_of_the_rank(
 def test_the_option_says_who_plays(monkeypatch: pytest.MonkeyPatch, which: str, plays: list[bool]) -> None:
     options = Options(rollouts=which)
     for rank in (0, 1):
-        monkeypatch.setattr(rollout, "world", lambda r=rank: World(launcher="torchrun", rank=r, options=options))
-        assert rollout.plays_rollouts() is plays[rank]
+        monkeypatch.setattr(dealing, "world", lambda r=rank: World(launcher="torchrun", rank=r, options=options))
+        assert dealing.plays_rollouts() is plays[rank]

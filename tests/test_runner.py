@@ -7,6 +7,7 @@ second.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import re
@@ -28,8 +29,8 @@ import ddpshim.__main__ as command_line
 from ddpshim import variables
 from ddpshim.errors import LaunchError
 from ddpshim.job import failure_notes, rank_log
-from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.launch import runner, warm
+from ddpshim.job.launch_env import EXIT_REQUEUE, read_launch_env
+from ddpshim.launch import alone, runner, warm
 from ddpshim.launch.runner import Launch
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
@@ -253,12 +254,19 @@ def test_who_lost_a_peer_is_not_blamed_and_who_has_a_reason_is(tmp_path: Path, n
         ({0: (10.3, 1, False), 1: (10.2, 3, False)}, {0: (10, 1), 1: (12, -15)}, (1, 3)),
         ({0: (10.3, 1, False), 1: (10.2, 3, True)}, {0: (10, 1), 1: (12, -15)}, (0, 1)),
         ({}, {0: (10, -15), 1: (11, 4)}, (1, 4)),
+        # nccl's watchdog has ended ranks 0 and 3, and not rank 2, in which something of its own aborts.
+        ({}, {0: (10, -6), 1: (10, -9)}, (1, -9)),
+        ({}, {0: (10, -6), 2: (11, -6)}, (2, -6)),
+        ({}, {0: (11, -6), 3: (10, -6)}, (3, -6)),
     ],
 )
-def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int]) -> None:
+def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int], tmp_path: Path) -> None:
+    watchdog = "[E ProcessGroupNCCL.cpp:605] [Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7"
+    for number in (0, 3):
+        (tmp_path / f"rank_{number}.log").write_text(watchdog.format(number))
     own = {number: failure_notes.Note(*what, "") for number, what in said.items()}
     ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
-    assert runner._first(ends, own) == first
+    assert failure_notes.first(ends, own, tmp_path) == first
 
 
 @pytest.mark.unit
@@ -352,6 +360,56 @@ def test_ranks_that_do_not_end_are_killed_when_their_time_is_over(tmp_path: Path
     assert 1 <= time.monotonic() - start < 20
     assert "ddpshim: ranks still run 1 s after SIGTERM: killed" in job.screen
     assert job.log(0).count("got SIGTERM") == 1
+
+
+def test_a_rank_that_is_alone_is_started_without_torch(tmp_path: Path) -> None:
+    """Its agent takes seconds to import; the rank finds the same variables."""
+    (tmp_path / "train.py").write_text("import json, os, sys\nprint(json.dumps(dict(os.environ)))\nsys.exit(5)\n")
+    (tmp_path / "run.py").write_text(
+        "import sys\nfrom ddpshim.launch import runner\n"
+        "code = runner.run(runner.Launch('train.py', nproc='1', has_logs=False))\n"
+        "print(code, 'torch' in sys.modules, flush=True)\n"
+    )
+    command = [sys.executable, "run.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    first, *said = ran.stdout.splitlines()
+    assert said == ["5 False"], ran.stderr
+    assert "rank 0 failed first: it ended with exit code 5" in ran.stderr
+    found = json.loads(first)
+    numbers = {name: found[name] for name in found if name.endswith(("RANK", "WORLD_SIZE"))}
+    kinds = {f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")}
+    assert numbers == {name: str(int(name.endswith("SIZE"))) for name in kinds}
+    assert (found["MASTER_ADDR"], found["TORCHELASTIC_RESTART_COUNT"]) == ("127.0.0.1", "0")
+    assert read_launch_env(found).master_port == int(found["MASTER_PORT"])
+
+
+def test_signals_reach_a_rank_that_is_alone(tmp_path: Path) -> None:
+    with running(tmp_path, "ignore", options=("--nproc=1", "--grace=1")) as job:
+        job.wait_for("ready_0")
+        os.kill(job.process.pid or 0, signal.SIGUSR1)
+        os.kill(job.process.pid or 0, signal.SIGTERM)
+        assert job.exit_code() == 137
+        assert working_in(tmp_path) == []
+    assert re.findall("got .*", job.log(0)) == ["got SIGUSR1", "got SIGTERM"]
+    assert "ddpshim: ranks still run 1 s after SIGTERM: killed" in job.screen
+
+
+def test_a_signal_that_comes_while_a_rank_that_is_alone_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    popen = subprocess.Popen
+
+    def signalled(command: list[str], **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+
+    monkeypatch.setattr(alone.subprocess, "Popen", signalled)
+    before = signal.getsignal(signal.SIGTERM)
+    failures, received = alone.run(["train.py"], grace_s=60.0)
+    assert (failures[0].exitcode, received) == (-signal.SIGTERM, [signal.SIGTERM])
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "SIGTERM, passed on to the ranks" in capfd.readouterr().err
 
 
 def test_a_restarted_rank_goes_on_in_its_log(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ LOADER = "torch/utils/data/dataloader.py"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 SEAMS = [
     Seam("_autograd_hook _check_reducer_finalized", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
-    Seam("_push_all_rebuilt_params _rebuild_buckets", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
+    Seam("_rebuild_buckets", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam("_remove_autograd_hooks", "model/reducer.py", "test_torchs_reducer_armed_by_hand", REDUCER),
     Seam(
         "_C _distributed_c10d", "model/seams.py", "test_torchs_reducer_armed_by_hand", "torch/distributed/__init__.py"
@@ -65,8 +65,10 @@ SEAMS = [
     Seam("_ddp_params_and_buffers_to_ignore", "model/seams.py", "test_ignored_parameters", WRAPPER),
     Seam("_build_params_for_reducer", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
     Seam("_build_debug_param_to_name_mapping", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
+    Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
     Seam("_execution_engine", "model/seams.py", "test_a_callback_runs_at_the_end", "torch/autograd/graph.py"),
     Seam("_foreach_copy_", "model/seams.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
+    Seam("_foreach_norm", "robomimic/reads.py", "test_norms_in_one_call", "torch/nn/utils/clip_grad.py"),
     Seam("_BatchNorm", "model/batchnorm.py", "test_batch_norms", "torch/nn/modules/batchnorm.py"),
     Seam(
         "_get_default_store",
@@ -94,7 +96,7 @@ SEAMS = [
     Seam("_apply _load_from_state_dict", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
     Seam(
         "_start",
-        "launch/runner.py",
+        "launch/signals.py",
         "test_the_agent_starts_ranks_by",
         "torch/distributed/elastic/multiprocessing/api.py",
     ),
@@ -193,8 +195,6 @@ def _arm_by_hand() -> list[Any]:
     parameters, are_sparse = wrapped._build_params_for_reducer()
     names = wrapped._build_debug_param_to_name_mapping(parameters)
     reducer: Any = wrapped.reducer
-    reducer._push_all_rebuilt_params()
-    reducer._rebuild_buckets()
     reducer.prepare_for_backward([])
     x = torch.full((2, 4), float(dist.get_rank() + 1))
     net[:2](x).sum().backward()  # not through the wrapper, and not the last layer
@@ -247,6 +247,32 @@ def test_ignored_parameters_are_left_out_while_the_wrapper_is_made() -> None:
     assert run_ranks(_ignore, 2)[0] == ["0.bias", "2.weight", "2.bias", "False"]
 
 
+class _Compiled(nn.Linear):
+    """As torch.compile returns a network, which asks when it is called where graphs are to be split."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._orig_mod = None
+        self.asked: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked.append(DistributedDataParallel._get_active_ddp_module())
+        return super().forward(x)
+
+
+def _call_compiled_networks() -> list[bool]:
+    net, small, raw = _Compiled(), _Compiled(), _Compiled()
+    wrapped, raw_ddp = ddpshim.wrap_parallel(net), DistributedDataParallel(raw)
+    for call in (wrapped, ddpshim.wrap_parallel(small, bucket_cap_mb=0.1), raw_ddp):
+        call(torch.ones(1, 2)).sum().backward()
+    return [net.asked == [wrapped], wrapped.bucket_bytes_cap >= 2**20, small.asked == [None], raw.asked == [raw_ddp]]
+
+
+@pytest.mark.skipif(public_api.is_asked_for(), reason="torch's DDP is not beneath")
+def test_graphs_are_split_inside_of_ddps_forward() -> None:
+    assert run_ranks(_call_compiled_networks, 2)[0] == [True] * 4
+
+
 @pytest.mark.unit
 def test_a_callback_runs_at_the_end_of_the_backward_pass() -> None:
     order: list[str] = []
@@ -269,6 +295,12 @@ def test_copies_in_one_call_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -
         seams.copy_all(targets, [torch.ones(2), torch.full((1, 3), 2.0)])
         assert [t.tolist() for t in targets] == [[1, 1], [[2, 2, 2]]]
         monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
+
+
+@pytest.mark.unit
+def test_norms_in_one_call_are_those_of_many() -> None:
+    tensors = [torch.linspace(-1, 3, 7), torch.linspace(0, 1, 6).reshape(2, 3), torch.tensor(2.0)]
+    assert [norm.item() for norm in torch._foreach_norm(tensors, 2)] == [t.norm(2).item() for t in tensors]
 
 
 @pytest.mark.unit

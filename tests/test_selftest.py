@@ -78,13 +78,13 @@ def _with_a_step_of_its_own(place: Place, out: Any) -> None:
                 group["lr"] = 0.2
             step(self, closure)
 
-        alone = checks._Rank._train
+        alone = checks.Rank._train
 
         def train(self: Any, net: Any, world: Any, device: Any) -> None:
             torch.optim.SGD.step = larger if world.world_size > 1 else step  # type: ignore[method-assign]
             alone(self, net, world, device)
 
-        checks._Rank._train = train  # type: ignore[method-assign]
+        checks.Rank._train = train  # type: ignore[method-assign]
     os.environ["DDPSHIM_GUARD"] = "0"  # which would name it first
     run_rank(place, out)
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_comes_back_changed() -> None:
 
 def _with_one_rank_killed(place: Place, out: Any) -> None:
     if place.rank == 1:
-        checks._CHECKS["all-reduce"] = lambda rank: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value,func-returns-value]
+        checks.CHECKS["all-reduce"] = lambda rank: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value,func-returns-value]
     run_rank(place, out)
 
 
@@ -143,7 +143,7 @@ def test_blame_goes_past_a_rank_that_only_lost_or_awaited_another(
 ) -> None:
     monkeypatch.setattr(selftest, "_GRACE_S", 0.1)
     ranks = selftest._Ranks(None, [], run_rank)
-    ranks._places = [Place(rank, 2, rank, 2, 0, "127.0.0.1", 1, "cpu", 1.0, "") for rank in range(2)]
+    ranks.places = [Place(rank, 2, rank, 2, 0, "127.0.0.1", 1, "cpu", 1.0, "") for rank in range(2)]
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
     ranks._pipes = [receive for receive, _ in pipes]
     pipes[0][1].send(Outcome(0, 1.0, 0.0, error="closed by peer", is_consequence=True))
@@ -156,7 +156,7 @@ def test_blame_goes_past_a_rank_that_only_lost_or_awaited_another(
 
 def _with_one_rank_stuck(place: Place, out: Any) -> None:
     if place.rank == 1:
-        checks._CHECKS["collectives"] = _sleeps_for_ever
+        checks.CHECKS["collectives"] = _sleeps_for_ever
     run_rank(place, out)
 
 
@@ -218,7 +218,7 @@ def _with_a_fault_of_this_node(place: Place, out: Any) -> None:
     def fail(rank: Any) -> str:
         raise WorldError("a made-up fault")
 
-    checks._CHECKS["noise"] = fail
+    checks.CHECKS["noise"] = fail
     run_rank(place, out)
 
 
@@ -310,17 +310,17 @@ def test_the_place_of_a_node_comes_from_its_launcher() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         "SLURM_JOB_NODELIST": "gpu[1-2]",
     }
-    found = selftest._completed(Plan(nnodes=2), step)
+    found = selftest.completed(Plan(nnodes=2), step)
     assert (found.node_rank, found.master_addr) == (1, "gpu1")
     assert found.master_port is not None
-    given = selftest._completed(Plan(nnodes=2, node_rank=0, master_addr="a"), step)
+    given = selftest.completed(Plan(nnodes=2, node_rank=0, master_addr="a"), step)
     assert (given.node_rank, given.master_addr, given.master_port) == (0, "a", 29500)
     with pytest.raises(LaunchError, match="no launcher that started one process on each node"):
-        selftest._completed(Plan(nnodes=3), step)
+        selftest.completed(Plan(nnodes=3), step)
     with pytest.raises(LaunchError, match="--node-rank 2 is none of 2 nodes"):
-        selftest._completed(Plan(nnodes=2, node_rank=2, master_addr="a"), {})
+        selftest.completed(Plan(nnodes=2, node_rank=2, master_addr="a"), {})
     with pytest.raises(LaunchError, match="nproc=0"):
-        selftest._completed(Plan(nproc=0), {})
+        selftest.completed(Plan(nproc=0), {})
 
 
 def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_copies_between_gpus_are_compared_by_value(damaged: Any, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: OnGpu(self, int(device.split(":")[1])))
     monkeypatch.setattr(torch, "arange", lambda *args, **options: make(10))
-    rank = checks._Rank(Place(0, 1, 0, 1, 0, "127.0.0.1", 1, "cuda", 1.0, ""))
+    rank = checks.Rank(Place(0, 1, 0, 1, 0, "127.0.0.1", 1, "cuda", 1.0, ""))
     rank.world = checks._ALONE
     if damaged is None:
         assert rank.peer_to_peer() == "4 of 6 pairs direct, every copy whole"

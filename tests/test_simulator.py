@@ -17,21 +17,12 @@ from tests.simulator import (
     RELEASE,
     Arm,
     equal_weights,
-    interval,
     page,
     rollouts,
     success_rows,
 )
 
 INSTALLED = "0.3.0"
-
-
-@pytest.mark.parametrize(
-    ("successes", "episodes", "expected"),
-    [(0, 20, (0.0, 0.1684)), (10, 20, (0.2720, 0.7280)), (20, 20, (0.8316, 1.0)), (57, 60, (0.8608, 0.9896))],
-)
-def test_the_exact_interval(successes: int, episodes: int, expected: tuple[float, float]) -> None:
-    assert interval(successes, episodes) == pytest.approx(expected, abs=1e-4)
 
 
 def _found() -> list[tuple[str, int, str, int, int]]:

@@ -1,9 +1,21 @@
 """The order of the package's folders; tests/test_layout.py holds it."""
 
 # Each folder imports only those above it, and itself.
-WINGS = ["job", "model", "data", "checkpoint", "observe", "trainers", "robomimic", "droid", "launch", "tools"]
+WINGS = [
+    "job",
+    "model",
+    "data",
+    "checkpoint",
+    "observe",
+    "evaluation",
+    "trainers",
+    "robomimic",
+    "droid",
+    "launch",
+    "tools",
+]
 # The files beside them that are open to all, and import only each other.
-OPEN = ["adapters", "config_files", "errors", "lazy", "options", "reading", "variables", "version"]
+OPEN = ["adapters", "argument_types", "config_files", "errors", "lazy", "options", "reading", "variables", "version"]
 # These may import anything, inside functions.
 FACES = ["__init__", "__main__", "auto"]
 CHOOSE_BY_NAME = {"launch.rank": {"tools"}}  # inside functions

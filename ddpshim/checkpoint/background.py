@@ -39,9 +39,46 @@ os.nice({nice})
 for name in {names}:
     hasattr(signal, name) and signal.signal(getattr(signal, name), signal.SIG_IGN)
 sys.path[:] = {path}
-from ddpshim.checkpoint import background
-background._serve({module!r}, {descriptor}, {parent})
+import importlib
+importlib.import_module({module!r}).{function}({arguments})
 """
+
+
+def start_process(
+    serve: Callable[..., None],
+    *arguments: Any,
+    nice: int = _NICE,
+    environ: Optional[dict[str, str]] = None,
+    descriptors: Iterable[int] = (),
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A new Python that calls `serve(descriptor, parent, *arguments)`, and this side's end of the connection. Local.
+
+    It is deaf to the signals that a job is sent, and prints what it says among the errors.
+
+    Args:
+        serve: a function of a module, called with the descriptor of its end and the number of this process.
+        arguments: what has a literal.
+        environ: variables beside those of this process.
+        descriptors: open files that it has, too.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    program = _PROGRAM.format(
+        nice=nice,
+        names=("SIGINT", *SIGNALS),
+        path=sys.path,
+        module=serve.__module__,
+        function=serve.__name__,
+        arguments=", ".join(map(repr, (theirs.fileno(), os.getpid(), *arguments))),
+    )
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=(theirs.fileno(), *descriptors),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **(environ or {})},
+        )
+    return process, ours
 
 
 class JobFailed(Exception):
@@ -65,23 +102,8 @@ class Background:
         self._failed: list[str] = []  # why a job failed, and what was left out because of it
         self._is_ready = False
         self.did_not_start = False
-        self._ours, theirs = multiprocessing.Pipe()
-        program = _PROGRAM.format(
-            nice=_NICE,
-            names=("SIGINT", *SIGNALS),
-            path=sys.path,
-            module=module,
-            descriptor=theirs.fileno(),
-            parent=self._owner,
-        )
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                pass_fds=(theirs.fileno(), *descriptors),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            )
+        environ = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._process, self._ours = start_process(_serve, module, environ=environ, descriptors=descriptors)
 
     @property
     def is_here(self) -> bool:
@@ -167,7 +189,7 @@ class Background:
             job()
 
 
-def _serve(module: str, descriptor: int, parent: int) -> None:
+def _serve(descriptor: int, parent: int, module: str) -> None:
     """What the process does."""
     connection = Connection(descriptor)
     importlib.import_module(module)

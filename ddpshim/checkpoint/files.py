@@ -59,19 +59,14 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     """`obj` as it is now in the file `path`, a moment later: the main rank waits for a copy in memory alone. Local.
 
     A process of its own writes the file, the one that :func:`save` would have written. One is written at a time: the
-    next call waits for it, and so do `flush`, whoever looks at files through this module, `ddpshim.cleanup` and the end
-    of the program. A program that is killed has the file as far as its machine lives on. `save` itself where `obj`
-    is small, where memory is short, or where the system has no such memory (it is Linux's).
+    next call waits for it, and so do `flush`, whoever looks at files through this module, `cleanup` and the end of the
+    program. The file outlives a program that is killed. `save` itself where `obj` is small, or there is no memory.
 
     Raises:
         CheckpointError: on the main rank, the file before this one could not be written, or this one visibly cannot.
     """
-    if world().is_main:
-        with events.counted("save"):
-            _save_in_background(obj, path)
-
-
-def _save_in_background(obj: Any, path: PathLike) -> None:
+    if not world().is_main:
+        return
     start = time.perf_counter()
     flush()
     num_bytes = _num_bytes(obj)
@@ -86,13 +81,12 @@ def _save_in_background(obj: Any, path: PathLike) -> None:
         warnings.warn(
             f"{os.fspath(path)} was written while training waited, as its content could not be copied into shared "
             f"memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no does not try.",
-            stacklevel=3,
+            stacklevel=2,
         )
         return
     final = os.path.abspath(path)
     background.do(functools.partial(_write_snapshot, taken, final, num_bytes), final)
-    seconds = time.perf_counter() - start
-    events.note("checkpoint", path=final, bytes=num_bytes, seconds=seconds, in_background=True)
+    events.note("checkpoint", path=final, bytes=num_bytes, seconds=time.perf_counter() - start, in_background=True)
 
 
 def get_ready(obj: Any) -> None:
@@ -124,7 +118,8 @@ def flush() -> None:
     Raises:
         CheckpointError: something of it could not be written; what was there before is as it was.
     """
-    _writer.wait()
+    with events.counted("save"):
+        _writer.wait()
 
 
 def copy(source: PathLike, path: PathLike) -> None:

@@ -16,6 +16,8 @@ from typing import Any, Optional
 
 import torch
 
+from ddpshim.job import events
+
 _ALIGNMENT = 64  # of a record in the buffer: whole cache lines
 
 
@@ -99,9 +101,10 @@ def take(obj: Any, buffer: Buffer, num_bytes: int) -> Snapshot:
 
     Raises what `torch.save` would raise, OSError where there is no memory, and others where torch has changed.
     """
-    buffer.grow(size(num_bytes))
-    records = _Records(buffer)
-    torch.serialization._save(obj, records, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    with events.counted("save"):
+        buffer.grow(size(num_bytes))
+        records = _Records(buffer)
+        torch.serialization._save(obj, records, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
     packed = bytearray(pickle.dumps(records.index))
     held = (ctypes.c_char * len(packed)).from_buffer(packed)
     return Snapshot(buffer.descriptor, records.put(ctypes.addressof(held), len(packed)))

@@ -7,6 +7,7 @@ import socket
 from typing import Any, Optional, Union
 
 import torch
+import torch.distributed as dist
 
 from ddpshim.errors import LaunchError
 from ddpshim.job import messages
@@ -42,11 +43,29 @@ def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.devic
     return backend
 
 
+def backend_of(device: torch.device) -> Optional[str]:
+    """The backend for ranks on an accelerator other than CUDA's, by torch's own list; None for CPUs and CUDA. Local.
+
+    Raises LaunchError where torch has none that moves its memory.
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return None
+    listed: Optional[str] = getattr(dist.Backend, "default_device_backend_map", {}).get(device.type)
+    if listed in (None, "gloo"):  # which moves the memory of CPUs and of CUDA's GPUs
+        raise LaunchError(
+            f"several ranks on {device.type}, for which this torch has no backend: the first collective would fail. "
+            f"Train in one process on {device.type}, or give setup(device='cpu'), or setup(backend=...) of a plugin."
+        )
+    return listed
+
+
 def _gpu_identity(device: torch.device) -> Optional[str]:
     """A name for the physical GPU that is the same in every process that sees it."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
+    if " MIG " in properties.name:  # nccl refuses two parts of one GPU, and which are of one is not said
+        return f"{socket.gethostname()}/MIG"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{visible}[{device.index}]')}"
 
@@ -77,3 +96,9 @@ def single_device(device: Union[str, torch.device, None] = None) -> torch.device
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is computed on `device` now goes into a CUDA graph, and nothing may be read from it. Local."""
+    # A torch without CUDA has the function, too, and it raises.
+    return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

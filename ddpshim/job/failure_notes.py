@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from ddpshim import variables
-from ddpshim.job.peer_errors import lost_a_peer
+from ddpshim.job.peer_errors import lost_a_peer, meaning_of
 from ddpshim.job.say import say
+
+_NUM_LINES_SHOWN = 20
+_NUM_LINES_OF_WATCHDOG = 200  # nccl's says what it found before it prints some stacks
 
 
 class Note(NamedTuple):
@@ -64,3 +69,40 @@ def forget(run_dir: str) -> None:
     """Remove all notes: the ranks are about to be restarted, and some may never write one. Local."""
     for file in Path(run_dir).glob("failed.*"):
         file.unlink()
+
+
+def first(seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[Path] = None) -> tuple[int, int]:
+    """The rank that failed first, and its exit code, by what the agent has seen and what ranks wrote themselves. Local.
+
+    Args:
+        seen: torch's `ProcessFailure` of each rank that ended otherwise than well.
+        log_dir: where the ranks' logs are.
+    """
+
+    def order(rank: int) -> tuple[int, int, bool, float]:
+        # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
+        # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
+        # same one it was the rank that had something to say.
+        own = notes.get(rank)
+        if own is not None:
+            return int(own.lost_a_peer), int(own.moment), False, own.moment
+        code = seen[rank].exitcode
+        # nccl's watchdog: torch ends a process that waits for another one by SIGABRT.
+        waited = code == -signal.SIGABRT and (log_dir is None or _ends_with_a_sign(log_dir / f"rank_{rank}.log"))
+        return 2 if code == -signal.SIGTERM else int(waited), int(seen[rank].timestamp), True, 0.0
+
+    first = min({*seen, *notes}, key=order)
+    return first, notes[first].exit_code if first in notes else seen[first].exitcode
+
+
+def _ends_with_a_sign(log: Path) -> bool:
+    return meaning_of(end_of(log, _NUM_LINES_OF_WATCHDOG)) is not None
+
+
+def end_of(log: Path, num_lines: int = _NUM_LINES_SHOWN) -> str:
+    """The last lines of `log`; empty where there is none. Local."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (1 << 16)))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])

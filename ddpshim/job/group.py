@@ -6,6 +6,7 @@ Other modules call torch's process group for networks alone: gradients, weights,
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import os
 import socket
@@ -21,7 +22,7 @@ from packaging.version import Version
 from ddpshim.errors import LaunchError, OptionsError, WorldError
 from ddpshim.job import failure, messages, rendezvous, unshared, watch
 from ddpshim.job.alike import compute_alike
-from ddpshim.job.devices import agree_on_backend, bind_device, single_device
+from ddpshim.job.devices import agree_on_backend, backend_of, bind_device, single_device
 from ddpshim.job.job import Job, begin_next, current
 from ddpshim.job.launch_env import LaunchEnv, read_launch_env, read_num_restarts
 from ddpshim.job.random_streams import derive_seed, seed_everything, seed_own_streams
@@ -116,7 +117,8 @@ def setup(
     else:
         env = read_launch_env(os.environ, **place, master_addr=master_addr, master_port=master_port)
         if env.is_launched:
-            made = _join(job, env, backend or options.backend, device, timeout_s, side_timeout_s)
+            backend = backend or options.backend
+            made = _join(job, env, backend, device, timeout_s, side_timeout_s, is_watched=options.guard)
             made = replace(made, options=options)
         else:
             made = World(device=single_device(device), options=options, _job=job)
@@ -136,7 +138,7 @@ def setup(
         unshared.begin()
         failure.arm(made.rank, job.store, made.world_size)
         if options.guard:
-            watch.begin(job, made.rank, made.world_size, timeout_s)
+            watch.begin(job, made.rank, made.world_size, timeout_s, gets_no_errors=made.backend == "nccl")
     if made.is_launched and made.is_main:
         nodes, odd = divmod(made.world_size, made.local_world_size)
         spread = "unequal nodes" if odd else f"{count(nodes, 'node')} x {made.local_world_size}"
@@ -234,11 +236,11 @@ def use_own_batches() -> None:
         split_random_streams()
 
 
-def new_group() -> Any:
-    """Another process group of all ranks, with the backend and timeout of the first (collective)."""
+def new_group(backend: Optional[str] = None) -> Any:
+    """Another process group of all ranks, with the timeout and (if not given) the backend of the first (collective)."""
     timeout = current().timeout
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    return dist.new_group(**options)
+    return dist.new_group(backend=backend, **options)
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:
@@ -302,6 +304,7 @@ def _join(
     device: Union[str, torch.device, None],
     timeout_s: float,
     side_timeout_s: float,
+    is_watched: bool,
 ) -> World:
     """Bind the device, meet the others, agree on a backend, and make the two groups."""
     bound = bind_device(env.rank, env.local_rank, device)
@@ -312,19 +315,29 @@ def _join(
         )
     # A second world finds the first one's keys in the store, and must not take them for its own.
     store = rendezvous.meet(env, f"ddpshim/{next(_worlds)}", timeout_s)
+    backend = backend or backend_of(bound)
     if backend is None:
         backend = agree_on_backend(store, env.rank, env.world_size, bound)
     # Its default arguments are the group that is there when it is imported (by torch's DDP, for one), for good.
     importlib.import_module("torch.distributed.nn.functional")
+    if backend == "nccl" and is_watched:
+        # torch's watchdog kills the process without a word of who did not come: `watch` ends the job before.
+        timeout_s += watch.NCCL_GRACE_S
+    # Of the rank's device nccl makes its communicator now: what cannot work (two ranks on one GPU, no way between them)
+    # is an error of `setup` and not of the first collective. Other groups are split from it, which saves memory.
+    takes_device = "device_id" in inspect.signature(dist.init_process_group).parameters  # torch 2.3 and later
+    options: dict[str, Any] = {"device_id": bound} if backend == "nccl" and takes_device else {}
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=timeout_s),
+        **options,
     )
     job.group, job.timeout, job.store = dist.group.WORLD, timedelta(seconds=timeout_s), store
-    job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
+    if env.world_size > 1:  # one rank has nobody to talk to, and a thread of gloo's wakes it 100 times a second
+        job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
     return World(
         rank=env.rank,
         local_rank=env.local_rank,

@@ -78,6 +78,10 @@ class Waits:
         return site is not None and self.waited_s > self.deadline_s(site)
 
     @property
+    def is_waiting(self) -> bool:
+        return self._site is not None
+
+    @property
     def waited_s(self) -> float:
         return self._last_look - self._since
 

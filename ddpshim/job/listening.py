@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
+from ddpshim.job.port import stay_on_this_machine
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 
 _LOOPBACK = re.compile(r"localhost(\.localdomain)?", re.IGNORECASE)
-_INTERFACE = "lo"  # of Linux: the loopback
 _BACKLOG = 4096
 
 
@@ -66,8 +65,8 @@ def narrowed(is_one_node: bool) -> Iterator[None]:
     """
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 
-    if is_one_node and _INTERFACE in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _INTERFACE)
+    if is_one_node:
+        stay_on_this_machine()
     narrow = stores(is_one_node)
     with contextlib.ExitStack() as undo:
         for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):

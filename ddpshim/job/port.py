@@ -13,6 +13,13 @@ from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import LaunchEnv
 
 _NAME_SERVER_S = 5.0  # for one that does not answer at the moment
+_LOOPBACK = "lo"  # of Linux
+
+
+def stay_on_this_machine() -> None:
+    """Have gloo groups of this process's children listen at the loopback, unless GLOO_SOCKET_IFNAME says where."""
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
 
 
 def why_unknown(host: str) -> Optional[Exception]:

@@ -31,6 +31,7 @@ _STORE_S = 10.0
 _GPU_AFTER_S = 10.0  # a GPU is not asked in the middle of steps: that breaks the capture of a graph
 _MOST_PRINT = 8  # in larger worlds the main rank and those that are named print, and not all
 _RANKS_PER_S = 128  # that ask the store whether somebody wants to know something
+NCCL_GRACE_S = 60.0  # by which nccl's watchdog waits longer than this one
 
 
 class Watch:
@@ -40,8 +41,11 @@ class Watch:
         self._thread: Optional[threading.Thread] = None
         self._ended = threading.Event()
 
-    def begin(self, rank: int, world_size: int, store: Any, timeout_s: float) -> None:
-        """Watch over the thread that calls this, until `end`. Local."""
+    def begin(self, rank: int, world_size: int, store: Any, timeout_s: float, gets_no_errors: bool = False) -> None:
+        """Watch over the thread that calls this, until `end`. Local.
+
+        `gets_no_errors`: as under nccl, where a rank whose GPU waits in vain is killed some time later, and blamed.
+        """
         import torch.distributed as dist
 
         if hasattr(store, "clone"):  # a newer torch's: a connection of its own, which no wait of the rank's holds up
@@ -50,6 +54,8 @@ class Watch:
         self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
         self._job, self._watched = current(), threading.get_ident()
         self._waits, self._round = Waits(timeout_s), 0
+        self._timeout_s, self._gets_no_errors = timeout_s, gets_no_errors
+        self._is_on_gpu = False  # it is its GPU that waits
         self._cpu_s = 0.0  # of the thread that is watched
         self._counted: Any = None
         self._store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
@@ -77,7 +83,8 @@ class Watch:
         if self._thread is None:
             return ""
         self._ended.set()
-        self._thread.join(_STORE_S)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_STORE_S)
         self._ended.clear()
         try:
             asked = self._ask()
@@ -103,12 +110,24 @@ class Watch:
 
     def _look(self) -> None:
         is_late = self._see()
+        if self._gets_no_errors and self._is_on_gpu and self._waits.is_waiting:
+            self._end_in_vain()
         if failure.is_there(self._store, f"asked/{self._round + 1}"):
             self._round += 1
             self._store.set(f"stands/{self._round}/{self._rank}", json.dumps(self._answer()))
             self._hear()
         elif is_late and self._ask() == self._round:
             self._find_out()
+
+    def _end_in_vain(self) -> None:
+        """End this rank where it waits for one that has failed, or has waited for `timeout_s`."""
+        first = failure.first()
+        if first is not None and first != self._rank:
+            self._ended.set()
+            failure.abort(failure.caused_by(first, SyncError(f"its GPU waits for messages of rank {first}")))
+        if self._waits.waited_s > self._timeout_s:
+            self._ended.set()
+            failure.abort(TimeoutError(f"Timed out waiting {self._timeout_s:g} s for other ranks (timeout_s)"))
 
     def _see(self) -> bool:
         """Whether the rank waits for too long."""
@@ -128,8 +147,8 @@ class Watch:
     def _place(self, frames: list[FrameType]) -> Place:
         progress = self._job.progress
         stack = [Frame(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_name) for f in frames]
-        on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
-        return place_of(stack, progress, on_gpu)
+        self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
+        return place_of(stack, progress, self._is_on_gpu)
 
     def _standing(self) -> Standing:
         progress, place = self._job.progress, self._place(frames_of(self._watched))
@@ -235,10 +254,10 @@ class Watch:
         failure.abort(error)
 
 
-def begin(job: Job, rank: int, world_size: int, timeout_s: float) -> None:
+def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool = False) -> None:
     """Watch over this rank from here to the end of its job. Local."""
     watch = job.part(Watch)
-    watch.begin(rank, world_size, job.store, timeout_s)
+    watch.begin(rank, world_size, job.store, timeout_s, gets_no_errors)
     if job.watched is not None:
         job.watched.watch = watch
     job.at_end.callback(watch.end)

@@ -1,7 +1,8 @@
 """Implements `python -m ddpshim run`: torchrun with a preflight, a log for each rank, the first failure last.
 
-torchrun's agent, in this process, launches and watches; nothing here does. Exit code: that of the first failing
-rank, 128 + N where signal N ended it; 1 where the preflight refused; 0 where every rank ended well.
+torchrun's agent, in this process, launches and watches; nothing here does (of a job of one rank: `alone`). Exit code:
+that of the first failing rank, 128 + N where signal N ended it; 1 where the preflight refused; 0 where every rank ended
+well.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import tempfile
 import threading
 import time
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType
 from typing import Any, Optional
 
 from ddpshim import variables
@@ -31,9 +31,7 @@ from ddpshim.job import failure_notes
 from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.job.port import check_port, why_unknown
 from ddpshim.job.say import say
-from ddpshim.launch import warm
-
-_NUM_LINES_SHOWN = 20
+from ddpshim.launch import alone, signals, warm
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,11 @@ def run(job: Launch) -> int:
     job = _nodes_of_scheduler(job, os.environ)
     check(job, os.environ)
     log_dir = _make_log_dir(job) if job.has_logs else None
-    from torch.distributed import run as torchrun  # seconds, so after what can be found out without it
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from ddpshim.job.listening import narrowed
-
-    _check_gpus(job.nproc)
+    if os.environ.get("DDPSHIM_EXACT"):  # its virtual ranks may share GPUs, on which they are to add in one order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    is_alone = job.nproc == "1" and (job.nnodes or 1) == 1 and not job.max_restarts
+    if not is_alone:
+        _check_gpus(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
         _tell_conversion(job)
@@ -85,20 +82,14 @@ def run(job: Launch) -> int:
             say(f"each rank's output goes to {log_dir}/rank_N.log")
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
-        logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
-        again = warm.restarts() if job.max_restarts else contextlib.nullcontext()
-        store = narrowed(is_one_node=(job.nnodes or 1) == 1)
-        with _signals_passed_on(job.grace_s) as received, store, screen, again:
-            try:
-                options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
-                # Not through its parser, which finds `--nproc` or `--log` of the program's own ambiguous.
-                options.training_script_args = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
-                torchrun.run(options)
-                return 0
-            except ChildFailedError as error:
-                failures = error.failures
+        # Not through torchrun's parser, which finds `--nproc` or `--log` of the program's own ambiguous.
+        program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
+        with screen:
+            failures, received = alone.run(program, job.grace_s) if is_alone else _run_ranks(job, run_dir, program)
+        if not failures:
+            return 0
         notes = failure_notes.read(run_dir)
-        first, code = _first(failures, notes)
+        first, code = failure_notes.first(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
             say(f"the ranks have saved and left, to be started again (exit code {code})")
         elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
@@ -108,6 +99,25 @@ def run(job: Launch) -> int:
         else:
             _report(first, code, log_dir, notes[first].traceback if first in notes else "")
         return 128 - code if code < 0 else code
+
+
+def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mapping[int, Any], list[int]]:
+    """How ranks failed under torch's agent, by rank, and the signals that came."""
+    from torch.distributed import run as torchrun  # seconds, so after what can be found out without it
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ddpshim.job.listening import narrowed
+
+    logging.disable(logging.ERROR)  # the agent's own reports: they would come after the traceback
+    again = warm.restarts() if job.max_restarts else contextlib.nullcontext()
+    with signals.passed_on_by_agent(job.grace_s) as received, narrowed((job.nnodes or 1) == 1), again:
+        try:
+            options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
+            options.training_script_args = [*program]
+            torchrun.run(options)
+        except ChildFailedError as error:
+            return error.failures, received
+    return {}, received
 
 
 def check(job: Launch, environ: Mapping[str, str]) -> None:
@@ -277,9 +287,7 @@ def _check_gpus(nproc: str) -> None:
             "--nproc=gpu, but torch sees no GPU: no rank could start. Check the driver and CUDA_VISIBLE_DEVICES, or "
             "give --nproc a number to train on the CPU."
         )
-    if os.environ.get("DDPSHIM_EXACT"):  # its virtual ranks may share GPUs, on which they are to add in one order
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    elif nproc.isdecimal() and 0 < num_gpus < int(nproc):
+    if not os.environ.get("DDPSHIM_EXACT") and nproc.isdecimal() and 0 < num_gpus < int(nproc):
         raise LaunchError(
             f"--nproc={nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, slower than "
             f"fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
@@ -328,104 +336,6 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
         thread.join()
 
 
-@contextlib.contextmanager
-def _signals_passed_on(grace_s: float) -> Iterator[list[int]]:
-    """Meanwhile signals go to the ranks themselves, and torch's agent goes on watching them until they have ended.
-
-    Yields the signals that came, a list that grows.
-
-    The agent by itself would end in a traceback at SIGTERM, give the ranks half a minute, and drop their exit codes; at
-    SIGUSR1 it would die and leave them alone. Only the ranks: their data workers would die of it, and then the ranks.
-    """
-    from torch.distributed.elastic.multiprocessing import PContext
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    agents_start = PContext.start
-    running: list[PContext] = []  # the ranks that there are, or were before a restart
-    received: list[int] = []
-    too_early: list[int] = []  # for ranks that were not there yet
-
-    def pass_on(signum: int, frame: Optional[FrameType]) -> None:
-        name = signal.Signals(signum).name
-        if signum in received:
-            if signum == signal.SIGINT:
-                _signal_ranks(running[-1], signal.SIGKILL)
-            return
-        received.append(signum)
-        asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # of these the ranks make what they like
-        patience = f", which have {grace_s:g} s to end" if asks_to_end else ""
-        say(f"{name}, passed on to the ranks{patience}")
-        if running[-1].pids():
-            _signal_ranks(running[-1], signum)
-        else:  # they are only just being started
-            too_early.append(signum)
-        if asks_to_end:
-            timer = threading.Timer(grace_s, give_up, [name])
-            timer.daemon = True
-            timer.start()
-
-    def give_up(name: str) -> None:
-        say(f"ranks still run {grace_s:g} s after {name}: killed")
-        _signal_ranks(running[-1], signal.SIGKILL)
-
-    def start(context: PContext) -> None:
-        if running:  # the agent is about to restart the ranks
-            ended = running[-1].wait(0)
-            failures = ended.failures if ended is not None else {}
-            if received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
-                by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
-                raise ChildFailedError(context.name, by_rank)
-            failure_notes.forget(os.environ[variables.RUN_DIR])
-        launch = context._start
-
-        def listen_and_launch() -> None:
-            running.append(context)
-            for signum, handler in before.items():  # over the agent's own handlers, which it has just set
-                # Under nohup, SIGHUP stays ignored: the agent's handler would end the job at the logout.
-                signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else pass_on)
-            launch()  # at a signal in the middle of it the agent would leave the ranks that there are alone
-            for signum in too_early:
-                _signal_ranks(context, signum)
-
-        context._start = listen_and_launch  # type: ignore[method-assign]
-        agents_start(context)
-
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-    before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in names)}
-    # Until there are ranks: torch waits for other nodes in C++, where Python's own handler of Ctrl-C is not reached.
-    if before[signal.SIGINT] == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    PContext.start = start  # type: ignore[method-assign,assignment]
-    try:
-        yield received
-    finally:
-        PContext.start = agents_start  # type: ignore[method-assign]
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _signal_ranks(context: Any, signum: int) -> None:
-    for pid in context.pids().values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
-
-
-def _first(seen: Mapping[int, Any], notes: Mapping[int, failure_notes.Note]) -> tuple[int, int]:
-    """The rank that failed first, and its exit code, from what the agent has seen and what ranks wrote themselves."""
-
-    def order(rank: int) -> tuple[int, int, bool, float]:
-        # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
-        # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
-        # same one it was the rank that had something to say.
-        own = notes.get(rank)
-        if own is not None:
-            return int(own.lost_a_peer), int(own.moment), False, own.moment
-        return 2 * (seen[rank].exitcode == -signal.SIGTERM), int(seen[rank].timestamp), True, 0.0
-
-    first = min({*seen, *notes}, key=order)
-    return first, notes[first].exit_code if first in notes else seen[first].exitcode
-
-
 def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> None:
     """Say which rank failed first, and end with its traceback, or else with the end of its log."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -435,14 +345,6 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> No
     log = log_dir / f"rank_{rank}.log"
     if rank > 0:
         say(f"rank {rank} failed first: it {said}; {log} ends:")
-        print(traceback.rstrip() or _end_of(log), file=sys.stderr, flush=True)
+        print(traceback.rstrip() or failure_notes.end_of(log), file=sys.stderr, flush=True)
     elif not traceback:  # else it is the last thing on the screen already
         say(f"rank 0 failed first: it {said} (above, and in {log})")
-
-
-def _end_of(log: Path) -> str:
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - (1 << 16)))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-_NUM_LINES_SHOWN:])

@@ -1,4 +1,4 @@
-"""Adds a few numbers to each reduction of gradients: who asks for a comparison, and whether ranks are at one step.
+"""Adds a few numbers to each reduction of gradients: who asks for what, and whether ranks are at one step.
 
 They are zeros and ones, of which any kind of number and any rounding leaves a zero a zero: a rank sends each bit and
 its opposite, and where both have come as more than zero, ranks disagree. No message is sent for them.
@@ -21,7 +21,7 @@ from ddpshim.job.say import count
 from ddpshim.model.equality import OPT_OUT
 
 _NUM_BITS = 16
-NUM = 1 + 2 * _NUM_BITS
+NUM = 2 + 2 * _NUM_BITS
 _DELAY = 4  # passes, on GPUs: what came is read when the GPU is through with it, without waiting for it
 _MEETING_DEADLINE_S = 20.0
 
@@ -42,22 +42,33 @@ class _Sent(NamedTuple):
 
 
 class Agreement:
-    """The numbers of one wrapper's reductions."""
+    """The numbers of one wrapper's reductions.
 
-    def __init__(self, network: str, device: torch.device) -> None:
-        self._network, self._is_on_cpu = network, device.type == "cpu"
+    Attributes:
+        leave_out: whether a rank left a parameter out in the pass that was read last.
+    """
+
+    def __init__(self, network: str, device: torch.device, number: int = 0) -> None:
+        """Of the network of this `number` among those that share a process group: in it they must not cross."""
+        self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
         self._sent_for = _Sent([], None, ())
         self._coming: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
+        self.leave_out = False
 
     def fill(
-        self, entries: torch.Tensor, asks: bool = False, num_steps: Optional[int] = None, rates: Sequence[float] = ()
+        self,
+        entries: torch.Tensor,
+        asks: bool = False,
+        num_steps: Optional[int] = None,
+        rates: Sequence[float] = (),
+        leaves_out: bool = False,
     ) -> None:
-        """Write into the last `NUM` of `entries` what this rank has to say. Local."""
+        """Write into the last `NUM` of `entries`, which are on the CPU, what this rank has to say. Local."""
         where = shares.positions()
         self._sent_for = _Sent(where, num_steps, rates)
-        number = zlib.crc32(repr(([position for position, _ in where], num_steps, list(rates))).encode())
+        number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
         bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
-        entries[-NUM:].copy_(torch.tensor([float(asks), *bits, *(1 - bit for bit in bits)]))
+        entries[-NUM:].copy_(torch.tensor([float(asks), float(leaves_out), *bits, *(1 - bit for bit in bits)]))
 
     def read(self, entries: torch.Tensor) -> bool:
         """Whether a rank has asked; `entries` are the reduced ones.
@@ -75,20 +86,21 @@ class Agreement:
         if len(self._coming) <= _DELAY:
             return False
         arrived, came, sent_for = self._coming.popleft()
-        if arrived is not None:
+        if arrived is not None and not arrived.query():  # the host is that many passes ahead
             arrived.synchronize()
         return self._judge(came.tolist(), sent_for)
 
     def _judge(self, came: list[float], sent_for: _Sent) -> bool:
-        asks, bits, opposites = came[0], came[1 : 1 + _NUM_BITS], came[1 + _NUM_BITS :]
+        asks, leave_out, bits, opposites = came[0], came[1], came[2 : 2 + _NUM_BITS], came[2 + _NUM_BITS :]
+        self.leave_out = leave_out > 0
         if any(map(mul, bits, opposites)):
             here = world()
-            of_ranks = here.meet("positions", str(sent_for), _MEETING_DEADLINE_S)
+            of_ranks = here.meet("positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S)
             where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
             raise SyncError(
-                f"gradients of different steps met in a backward pass of {self._network}. {where}. Iterate over the "
-                "loaders of make_loader on every rank alike, and skip no batch and no step on one rank alone, and "
-                "let schedulers step on numbers of all ranks; for a "
+                f"gradients of different steps or networks met in a backward pass of {self._network}. {where}. Iterate "
+                "over the loaders of make_loader on every rank alike, and skip no batch, no step and no network on one "
+                "rank alone, and let schedulers step on numbers of all ranks; for a "
                 f"look at data on one rank give it a DataLoader of its own ({OPT_OUT})."
             )
         return asks > 0

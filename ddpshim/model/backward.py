@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable
@@ -23,11 +24,30 @@ class Passes:
 
     def __init__(self) -> None:
         self.is_watched = False
-        self.depth = 0  # a reentrant checkpoint makes one inside another
+        self.depth = 0  # a reentrant checkpoint makes them inside of one another
         self.at_end: list[Callable[[], None]] = []  # where the engine takes no callbacks
+        self.at_outer_end: list[Callable[[], None]] = []
+        self.has_outer_end = False  # the engine calls `end` when the outermost pass ends
         self.unfinished: Callable[[], Optional[str]] = lambda: None
         self.left: Optional[str] = None  # the pass that an exception has ended in the middle
         self.has_refused = False
+
+    def queue_end(self) -> None:
+        """Have the engine call `end` when the pass that goes on in this thread ends, if it will not yet."""
+        if not self.has_outer_end:
+            at_end(self.end)
+            self.has_outer_end = True
+
+    def end(self) -> None:
+        calls, self.at_outer_end, self.has_outer_end = self.at_outer_end, [], False
+        for call in calls:
+            call()
+
+    def drop(self) -> None:
+        """Forget what was to be called: an exception ends the pass."""
+        self.at_end.clear()
+        self.at_outer_end.clear()
+        self.has_outer_end = False
 
 
 def watch(unfinished: Callable[[], Optional[str]]) -> None:
@@ -72,6 +92,19 @@ def at_end(call: Callable[[], None]) -> None:
     current().part(Passes).at_end.append(call) if queue is None else queue(call)
 
 
+def at_outer_end(call: Callable[[], None]) -> bool:
+    """The same, once, at the end of the outermost pass, where a checkpoint makes passes inside of one another. Local.
+
+    Whether it is the first time in this pass.
+    """
+    passes = current().part(Passes)
+    if call in passes.at_outer_end:
+        return False
+    passes.queue_end()
+    passes.at_outer_end.append(call)
+    return True
+
+
 def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
@@ -79,13 +112,16 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
         if not passes.depth:
             _check(passes)
             clock = events.running
+        else:
+            with contextlib.suppress(RuntimeError):  # the outer pass is another thread's
+                passes.queue_end()  # to the outer one: the engine takes callbacks for the innermost alone
         if clock is not None:
             clock.begin("backward")
         passes.depth += 1
         try:
             original(*args, **kwargs)
         except BaseException as error:
-            passes.at_end.clear()
+            passes.drop()
             if passes.depth == 1 and isinstance(error, Exception):
                 _explain(passes, error)
             raise

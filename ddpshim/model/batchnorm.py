@@ -86,11 +86,11 @@ class _Normalise(torch.autograd.Function):
         mean = wide.mean(dimensions)
         squares = (wide - _like(mean, x)).square().sum(dimensions)
         count = x.numel() // x.shape[1]
-        own = torch.cat([mean, squares, mean.new_tensor([float(count)])])
+        own = torch.cat([mean, squares, mean.new_full((1,), float(count))])
         table = torch.stack(exchange.gather(own, group, "the statistics of a batch"))
         counts, means = table[:, -1:], table[:, : x.shape[1]]
         total = counts.sum()
-        if total <= 1:
+        if count <= 1 and total <= 1:  # with more here a GPU need not be asked
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         mean = (means * counts).sum(0) / total
         variance = (table[:, x.shape[1] : -1].sum(0) + ((means - mean).square() * counts).sum(0)) / total

@@ -21,10 +21,10 @@ from ddpshim.job.alike import computes_on
 from ddpshim.job.group import draws_alike, world
 from ddpshim.job.random_streams import digest, rank_states, restore_rank_states
 from ddpshim.job.say import say
+from ddpshim.model.checksums import Named, bits_of_rows, numbers_of, sent
 from ddpshim.model.generators import PrivateGenerators, states_of_others
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _MEETING_DEADLINE_S = 20.0
 # Of a tensor's norm: what rounding on different devices makes of a thousand steps.
 _ROUNDING = 1e-3
@@ -32,7 +32,6 @@ _ROUNDING = 1e-3
 _SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # whose statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
-Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 Row = tuple[str, Union[int, Named]]  # what is compared: its name, and a number or tensors
 Companions = Mapping[str, Named]
 
@@ -52,6 +51,8 @@ class Equality:
         is_on: whether all ranks want it.
         covers_all: whether the group has all ranks of the job.
         num_mended: how often weights that differed by rounding became the main rank's.
+        sent: a comparison that is on its way: (work, names of rows that have to differ, of all others, what each rank
+            sent, num_reductions).
     """
 
     def __init__(
@@ -79,9 +80,8 @@ class Equality:
         self._unsynced = [(home, name) for home, name in self._buffers if not isinstance(home, _SYNCED)]
         self._names = [name for name, _ in module.named_parameters()]
         self._ranks: list[int] = dist.get_process_group_ranks(group)
-        # (work, names of rows that have to differ, of all others, what each rank sent, num_reductions), on their way.
-        self._sent: Any = None
-        self._before_broadcast: list[torch.Tensor] = []
+        self.sent: Any = None
+        self._before_broadcast: Optional[torch.Tensor] = None
         self._is_told = False
         self._private = PrivateGenerators()
         self.num_mended = 0
@@ -97,27 +97,26 @@ class Equality:
     def look_at_own_buffers(self) -> None:
         """Take note of the buffers as this rank's samples left them, before they become the main rank's. Local."""
         own = (home._buffers.get(name) for home, name in self._unsynced)
-        self._before_broadcast = [bits_of(buffer, self._device) for buffer in own]
+        self._before_broadcast = bits_of_rows([[("", buffer)] for buffer in own], self._device)
 
     def start(self, num_reductions: int) -> None:
         """Send this rank's checksums (collective, does not wait)."""
         differing, equal = list(self._differing_rows()), list(self._equal_rows())
-        before = self._before_broadcast or [bits_of(None, self._device)] * len(self._unsynced)
-        self._before_broadcast = []
-        with torch.no_grad():
-            drawn = torch.tensor(self._private.states_if_used(self._module), device=self._device)
-            rows = (bits_in(row, self._device) for _, row in (*differing, *equal))
-            mine = torch.stack([*rows, *before, drawn])
+        before, self._before_broadcast = self._before_broadcast, None
+        if before is None:
+            before = sent([0] * len(self._unsynced), self._device)
+        drawn = sent([self._private.states_if_used(self._module)], self._device)
+        mine = torch.cat([bits_of_rows([row for _, row in (*differing, *equal)], self._device), before, drawn])
         everyones = [torch.empty_like(mine) for _ in self._ranks]
         work = dist.all_gather(everyones, mine, group=self._group, async_op=True)
         names = [[name for name, _ in rows] for rows in (differing, equal)]
-        self._sent = (work, *names, [mine, *everyones], num_reductions)
+        self.sent = (work, *names, [mine, *everyones], num_reductions)
 
     def finish(self) -> None:
         """Raise SyncError, on all ranks, where what `start` sent was not as it should be."""
-        if self._sent is None:
+        if self.sent is None:
             return
-        (work, differing, equal, (_, *everyones), num_reductions), self._sent = self._sent, None
+        (work, differing, equal, (_, *everyones), num_reductions), self.sent = self.sent, None
         work.wait()
         kind = type(self._module).__name__
         compared = {
@@ -127,7 +126,7 @@ class Equality:
             "tensors": len(differing) + len(equal),
         }
         try:
-            self._compare(differing, equal, [everyone.tolist() for everyone in everyones], num_reductions)
+            self._compare(differing, equal, torch.stack(everyones).tolist(), num_reductions)
         except SyncError as error:
             events.note("guard", passed=False, said=str(error), **compared)
             raise
@@ -375,67 +374,6 @@ def shown(fact: Any) -> str:
         return str(fact)
     total = struct.unpack("d", struct.pack("q", fact[1]))[0]
     return f"sums to {total!r} (#{fact[0] % 65521:04x})"
-
-
-def bits_in(row: Union[int, Named], device: torch.device) -> torch.Tensor:
-    """An int64 by which rows are compared: another one may still be equal, where a NaN has other bits. Local."""
-    if isinstance(row, int):
-        return torch.tensor(row, device=device)
-    bits = torch.zeros((), dtype=torch.int64, device=device)
-    for name, tensor in row:
-        bits = bits * 31 + bits_of(tensor, device) + zlib.crc32(name.encode())
-    return bits
-
-
-def bits_of(tensor: Optional[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """An int64: the sum of the bits, eight bytes at a time, as fast as memory is read. 0 for None. Local."""
-    if tensor is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        return checksum(tensor, device)[0]
-    t = tensor.detach()
-    t = (torch.view_as_real(t) if t.is_complex() else t).contiguous().reshape(-1)
-    size = t.element_size()
-    num = len(t) - len(t) % (8 // size) if t.storage_offset() * size % 8 == 0 else 0
-    bits = t[:num].view(torch.int64).sum() + t[num:].view(_INTEGERS[size]).sum(dtype=torch.int64)
-    return (bits + _kind_of(tensor)).to(device)
-
-
-def numbers_of(row: Union[int, Named]) -> list[int]:
-    """Two ints: what decides whether rows are equal, and what is shown of them. Local."""
-    if isinstance(row, int):
-        return [row, 0]
-    cpu = torch.device("cpu")
-    numbers = checksum(row[0][1], cpu) if len(row) == 1 and not row[0][0] else _checksum_of_all(row, cpu)
-    return [int(number) for number in numbers]
-
-
-def _kind_of(tensor: torch.Tensor) -> int:
-    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
-
-
-def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Two int64: a sum over the bits, dtype and shape included, and the bits of the float64 sum. Zeros for None."""
-    if tensor is None:
-        return [torch.zeros((), dtype=torch.int64, device=device)] * 2
-    t, kind = tensor.detach(), _kind_of(tensor)
-    if t.layout != torch.strided or t.is_meta or t.is_quantized:
-        return [torch.tensor(kind, device=device), torch.zeros((), dtype=torch.int64, device=device)]
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    if t.is_floating_point() and t.element_size() > 1:
-        t = torch.nan_to_num(t)  # one NaN is as good as another, whatever its payload
-    bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) + kind
-    shown = t.to(torch.float64) if t.element_size() == 1 else t
-    return [bits.to(device), shown.sum(dtype=torch.float64).view(torch.int64).to(device)]
-
-
-def _checksum_of_all(tensors: Named, device: torch.device) -> list[torch.Tensor]:
-    """The same for any number of named tensors, in one."""
-    bits, shown = checksum(None, device)
-    for name, tensor in tensors:
-        one, total = checksum(tensor, device)
-        bits = bits * 31 + one + zlib.crc32(name.encode())
-        shown = (shown.view(torch.float64) + total.view(torch.float64)).view(torch.int64)
-    return [bits, shown]
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -26,7 +26,8 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.model import backward
-from ddpshim.model.equality import OPT_OUT, Equality, bits_in, first_difference, numbers_of
+from ddpshim.model.checksums import bits_of_rows, numbers_of
+from ddpshim.model.equality import OPT_OUT, Equality, first_difference
 
 _END_DEADLINE_S = 120.0
 _STEPS_DEADLINE_S = 120.0  # after a step that they made together ranks are seconds apart
@@ -83,7 +84,7 @@ class _Steps:
         self.owner: Optional[Reduced] = None  # the one that reduces all of its parameters, if there is one
         self._params: list[Any] = []
         self._num_changes = 0
-        self._version = 0  # of all gradients together, at the last step
+        self._versions: dict[int, int] = {}  # of all gradients together, at the last step that had as many
         self._writes: set[int] = set()  # by how much it was seen to grow from one step to the next
 
     def is_known(self, params: list[Any]) -> bool:
@@ -99,8 +100,10 @@ class _Steps:
 
     def look_at_writes(self, gradients: Iterable[torch.Tensor]) -> None:
         """Ask for a comparison where gradients were written in place otherwise than before. Local."""
-        before, self._version = self._version, sum(map(attrgetter("_version"), gradients))
-        written = self._version - before
+        versions = list(map(attrgetter("_version"), gradients))
+        # They are views of buckets: a step that leaves some out is no other way to write, and has a sum of its own.
+        now, num = sum(versions), len(versions)
+        written, self._versions[num] = now - self._versions.get(num, 0), now
         if written not in self._writes and len(self._writes) < _MOST_WAYS_TO_WRITE:
             self._writes.add(written)
             if len(self._writes) > 2:  # the first two steps are compared in any case, and begin a habit
@@ -251,9 +254,8 @@ def _refuse_unequal(hashes: list[int], what: str) -> None:
 def _hash_of_all() -> int:
     """A hash of all that has to be equal on all ranks of the job."""
     rows = _rows()
-    with torch.no_grad():
-        bits = [bits_in(row, torch.device("cpu")) for row in rows.values()]
-    return zlib.crc32(repr([_settings(), [*rows], torch.stack(bits).tolist() if bits else []]).encode())
+    bits = bits_of_rows(list(rows.values()), torch.device("cpu"))
+    return zlib.crc32(repr([_settings(), [*rows], bits.tolist()]).encode())
 
 
 def _rows() -> dict[str, Any]:

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job.group import current_or_new_world, new_group, split_random_streams
+from ddpshim.job.group import current_or_new_world, split_random_streams
 from ddpshim.job.job import current
 from ddpshim.job.pace import Pace
 from ddpshim.job.world import World
 from ddpshim.model import batchnorm, closures, exact, guard
 from ddpshim.model.broadcasting import broadcast_state
-from ddpshim.model.reducer import DistributedModule, is_first
+from ddpshim.model.reducer import DistributedModule
 from ddpshim.model.refused import check_device, check_kind, check_same_structure, watch_wrapping
 from ddpshim.model.transparent import BareModule, Transparent
 
@@ -125,7 +125,7 @@ def wrap_parallel(
             is_guarded=given.guard,
             comm_hook=comm_hook,
             comm_hook_state=comm_hook_state,
-            process_group=process_group if process_group is not None else _group_of_its_own(),
+            process_group=process_group if process_group is not None else dist.group.WORLD,
             gradient_as_bucket_view=_either(gradient_as_bucket_view, given.gradient_as_bucket_view),
             **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
         )
@@ -153,22 +153,16 @@ def _nothing_to_reduce(module: nn.Module) -> bool:
     return all(not p.requires_grad or guard.is_owned(p) for p in module.parameters())
 
 
-def _group_of_its_own() -> Any:
-    """The default group for the first network, another for each further one.
+class DataParallelModule(BareModule):
+    """One process on several GPUs: `forward` is spread over them, any other method runs on the first.
 
-    Where two networks share a backward pass, and one rank leaves a branch out, the order in which their
-    buckets go out differs between ranks: in one group they would be added to each other.
+    torch's DataParallel is kept beside the module rather than being a base class: it looks up `dim`, `gather` and
+    others on itself, and a module may have attributes of these names.
     """
-    return dist.group.WORLD if is_first() else new_group()
-
-
-class DataParallelModule(Transparent, DataParallel):  # type: ignore[type-arg]
-    """One process on several GPUs: `forward` is spread over them, any other method runs on the first."""
 
     def __init__(self, module: nn.Module) -> None:
-        DataParallel.__init__(self, module)
-        self._modules.pop("module")
-        self._show(module)
+        super().__init__(module)
+        self.__dict__["_spread"] = DataParallel(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return DataParallel.forward(self, *args, **kwargs)
+        return self._spread(*args, **kwargs)

@@ -6,7 +6,8 @@ gradients are equal to the last bit. It is slower: its part of a step runs in Py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable, Optional
 
 import torch
@@ -75,18 +76,34 @@ class PublicReducer:
         has_views: bool,
     ) -> None:
         self._parameters, self._group, self._has_views = list(parameters), group, has_views
+        self._are_sparse = list(are_sparse)
         self._size = dist.get_world_size(group)
         self._hook: Optional[Callable[[Any, Any], Any]] = None
         self._hook_state: Any = None
         cap = int((_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 1024 * 1024)
-        limits = [_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
+        self._limits = [_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
+        self._arrived: list[int] = []  # in this pass
+        every = range(len(self._parameters))
+        self._make_buckets(reversed(assign(self._parameters, self._are_sparse, every, [sys.maxsize])))
+
+    def _make_buckets(self, places: Iterable[Sequence[int]]) -> None:
         self._buckets = [
-            Bucket(number, [self._parameters[i] for i in indices], are_sparse[indices[0]])
-            for number, indices in enumerate(assign(self._parameters, are_sparse, limits))
+            Bucket(number, [self._parameters[i] for i in indices], self._are_sparse[indices[0]])
+            for number, indices in enumerate(places)
         ]
         self._buckets[-1].is_the_last = True
         self._places = {id(p): (b, i) for b in self._buckets for i, p in enumerate(b.parameters())}
         self._next = len(self._buckets)  # the first bucket that has not been sent; none is on its way
+
+    def _rebuild_buckets(self) -> None:
+        """Have buckets in the order in which the first rank's gradients came in the last pass (collective)."""
+        order = torch.tensor(self._arrived, device=self._buckets[0].flat.device)
+        dist.broadcast(order, dist.get_global_rank(self._group, 0) if self._group is not None else 0, self._group)
+        self._make_buckets(assign(self._parameters, self._are_sparse, order.tolist(), self._limits))
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters(), bucket.views):
+                if self._has_views and parameter.grad is not None:
+                    parameter.grad = view.copy_(parameter.grad)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """As DDP's: `hook(state, bucket)` gives a Future of what the bucket is to hold."""
@@ -96,6 +113,7 @@ class PublicReducer:
         """Expect the gradient of every parameter."""
         for bucket in self._buckets:
             bucket.missing, bucket.work = set(range(len(bucket.parameters()))), None
+        self._arrived.clear()
         self._next = 0
 
     def _autograd_hook(self, index: int) -> None:
@@ -106,6 +124,7 @@ class PublicReducer:
         bucket, place = self._places[id(parameter)]
         if place not in bucket.missing:
             raise RuntimeError("a parameter was marked ready twice in one backward pass; its gradient was sent already")
+        self._arrived.append(index)
         if not bucket.is_sparse:
             view = bucket.views[place]
             if (parameter.dtype, parameter.device) != (view.dtype, view.device):
@@ -165,7 +184,9 @@ class PublicReducer:
         """They are `DistributedModule`'s, which removes them."""
 
 
-def assign(parameters: Sequence[torch.Tensor], are_sparse: Sequence[bool], limits: Sequence[int]) -> list[list[int]]:
+def assign(
+    parameters: Sequence[torch.Tensor], are_sparse: Sequence[bool], order: Iterable[int], limits: Sequence[int]
+) -> list[list[int]]:
     """Which parameters share a bucket: by dtype and device, up to the next of `limits` bytes each, the last for all.
 
     As torch's `compute_bucket_assignment_by_size` has it.
@@ -173,7 +194,8 @@ def assign(parameters: Sequence[torch.Tensor], are_sparse: Sequence[bool], limit
     done: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     num_done: dict[Any, int] = {}
-    for index, parameter in enumerate(parameters):
+    for index in order:
+        parameter = parameters[index]
         if are_sparse[index]:
             done.append([index])
             continue

@@ -14,6 +14,7 @@ which ones a rank used is one more gradient in the last bucket.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -25,26 +26,43 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim.errors import SyncError
-from ddpshim.job import events, exchange, noise
+from ddpshim.job import devices, events, exchange, noise
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say
-from ddpshim.model import agreement, backward, guard, seams
+from ddpshim.model import agreement, backward, guard, inputs, order, refused, seams
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
 from ddpshim.model.transparent import Transparent, note_call
+from ddpshim.model.unused import Unused
 
-_HOLD_THE_GROUP = {"process_group", "reducer", "_reducer", "logger", "_buffers_to_send", "_equality"}
+_OF_TORCH = {"process_group", "reducer", "_reducer", "logger"}
+_HOLD_THE_GROUP = _OF_TORCH | {"_buffers_to_send", "_equality", "_order", "_unused"}
 
 
 class Wrapped(weakref.WeakSet["DistributedModule"]):
     """The networks that are wrapped in a job."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_first_buckets: list[DistributedModule] = []  # after their first pass
+
     def unwrap_all(self) -> None:
         for wrapped in list(self):
             DistributedModule._detach(wrapped)
         self.clear()
+
+    def rebuild_buckets(self) -> None:
+        """Give the networks whose first pass is over buckets in the order of its gradients (collective).
+
+        torch does so before the second forward, which one rank alone may run. Here it is at the end of a backward pass,
+        of all its networks: ranks may have met them in different orders.
+        """
+        if self.unfinished() is None:
+            for wrapped in sorted(self.with_first_buckets, key=lambda wrapped: wrapped._number):
+                wrapped._reducer._rebuild_buckets()
+            self.with_first_buckets.clear()
 
     def unfinished(self) -> Optional[str]:
         """The network whose gradients are on their way in a backward pass that goes on, or was left."""
@@ -107,14 +125,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
                 "ranks would add up the wrong ones. Use a hook of one message (allreduce, bf16 compression)."
             )
         mine = self.__dict__
-        mine["_reducer"], mine["_on_cuda"] = self.reducer, self.device.type == "cuda"
+        mine["_reducer"], mine["_device"] = self.reducer, self.device
         if comm_hook is not None:
             (self._reducer if lacking else self).register_comm_hook(comm_hook_state, comm_hook)
-        if not lacking:
-            # torch builds its buckets anew before the second forward, which is collective: one rank alone could not
-            # run it. Here it has the order in which gradients come (nearly) from the start.
-            self._reducer._push_all_rebuilt_params()
-            self._reducer._rebuild_buckets()
         self._modules.pop("module")
         self._show(module)
         reduced: list[nn.Parameter] = self._reduced
@@ -124,13 +137,20 @@ class DistributedModule(Transparent, DistributedDataParallel):
         homes = [] if buffers is None else buffers.homes
         mine["_buffers_to_send"] = buffers if homes else None
         mine["_usual"] = None  # with static_graph: the parameters that the first backward pass left out
-        mine["_unused"] = []  # in the pass that ends, on this rank, and without a gradient
+        mine["_unused"] = Unused(len(reduced), self._device, process_group)
+        needs = not lacking and refused.needs_default_stream(self._device, dist.get_backend(process_group))
+        mine["_needs_default_stream"] = needs
+        # torch.compile then ends a graph where a bucket ends. It refuses buckets below DDP's first one.
+        mine["_splits_graphs"] = hasattr(module, "_orig_mod") and not lacking and self.bucket_bytes_cap >= 1024 * 1024
+        mine["_captured"] = []  # from where CUDA graphs copy
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
-        mine["_pass"] = _Pass(self._arm)
+        mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
+        mine["num_bytes"] = sum(p.numel() * p.element_size() for p in reduced)
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
         mine["_versions"] = []  # of the parameters, in the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
-        mine["num_reductions"] = 0
+        mine["num_reductions"] = mine["_num_passes"] = 0  # the passes that ended, and all that were to be reduced
+        mine["_number"] = current().next_number("networks")
         mine["_num_steps"], mine["_rates"] = 0, []  # of optimizers, and the learning rates of the last one
         mine["_num_answered"] = guard.num_asked()  # of what this rank has asked for
         mine["_at_steps"] = None  # how many there had been when weights were compared last
@@ -138,17 +158,19 @@ class DistributedModule(Transparent, DistributedDataParallel):
         optimizers = functools.partial(guard.optimizers_of, self)
         device = reduced[0].device
         mine["_equality"] = Equality(module, homes, process_group, device, is_guarded, optimizers, companions)
-        mine["_agreement"] = Agreement(type(module).__name__, device) if self._equality.is_on else None
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
         # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
         if lacking:
-            for i, parameter in enumerate(reversed(reduced)):
-                tell = functools.partial(_tell, self._reducer, i)
+            for i, parameter in enumerate(reduced):
+                tell = functools.partial(_tell, self._reducer, i + 1)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(tell))
         broadcast_state(module, process_group)
         guard.own(self, reduced)
+        mine["_order"] = order.of(process_group)
+        place = mine["_place"] = self._order.add(self)
+        mine["_agreement"] = Agreement(type(module).__name__, device, place) if self._equality.is_on else None
         if is_first():
             on_cleanup(current().part(Wrapped).unwrap_all)
             backward.watch(current().part(Wrapped).unfinished)
@@ -177,8 +199,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_reduced"], mine["_presence"] = reduced, nn.Parameter(reduced[0].new_zeros(len(reduced) + agreement.NUM))
         mine["device"] = reduced[0].device
         mine["reducer"] = public_reducer.PublicReducer(
-            [*reversed(reduced), self._presence],
-            [*reversed(are_sparse), False],
+            [self._presence, *reduced],
+            [False, *are_sparse],
             process_group,
             ddp_options.get("bucket_cap_mb"),
             ddp_options["gradient_as_bucket_view"],
@@ -191,13 +213,13 @@ class DistributedModule(Transparent, DistributedDataParallel):
             )
 
     def _build_params_for_reducer(self) -> Any:
-        """What torch's constructor gives its reducer: parameters in the order of their gradients, then one more."""
+        """What torch's constructor gives its reducer, which turns the order round: one more, then the parameters."""
         parameters, are_sparse = DistributedDataParallel._build_params_for_reducer(self)
         mine = self.__dict__
         mine["_reduced"] = parameters
         # Its gradient tells which parameters this rank used.
         mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + agreement.NUM))
-        return [*reversed(parameters), self._presence], [*reversed(are_sparse), False]
+        return [self._presence, *parameters], [False, *are_sparse]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
         """What torch's reducer prints: it does not know the additional parameter."""
@@ -216,13 +238,11 @@ class DistributedModule(Transparent, DistributedDataParallel):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._on_cuda:
-            from torch.nn.parallel.scatter_gather import scatter_kwargs
-
-            # Inputs on the CPU follow to the GPU, as under DataParallel.
-            (args,), (kwargs,) = scatter_kwargs(args, kwargs, [self._reduced[0].device.index])
+        if self._device.type != "cpu":  # inputs follow, as under DataParallel
+            args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
         note_call()
-        return self.module(*args, **kwargs)
+        with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
+            return self.module(*args, **kwargs)
 
     def _detach(self) -> None:
         """Stop reducing: the module is bare again. Local."""
@@ -231,6 +251,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._handles.clear()
         guard.disown(self._reduced)
         self._reducer._remove_autograd_hooks()
+        self._order.remove(self._place)
         for name in _HOLD_THE_GROUP & self.__dict__.keys():  # whose threads cleanup() ends
             del self.__dict__[name]
 
@@ -245,19 +266,23 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if not self.require_backward_grad_sync:
             self.__dict__["has_unreduced_gradients"] = True
             return False
-        self.check_equality()
+        mine = self.__dict__
+        mine["_sends_at_once"] = self._order.join(self._place)
         if not self.num_reductions:
             noise.begin_training(type(self.module).__name__)
             if self._equality.is_on:
-                self.__dict__["_versions"] = [p._version for p in self._reduced]
-        self._reducer.prepare_for_backward([])
-        backward.at_end(self._finish)
+                mine["_versions"] = [p._version for p in self._reduced]
+        if self._sends_at_once:
+            self._reducer.prepare_for_backward([])
+        mine["_num_passes"] += 1
         return True
 
     def _finish(self) -> None:
         """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
+        if self._needs_default_stream:
+            refused.check_stream(self._device)
         current().progress.is_reducing = True
         mine["_is_completing"] = True
         if profiled is not None:
@@ -271,12 +296,15 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._versions:
             backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
             self._versions.clear()
-        self._tell_unused([i for i in missed if reduced[i].grad is None])
-        for index in missed:
-            self._reducer._autograd_hook(len(reduced) - 1 - index)
-        if self._agreement is not None:
-            self._agreement.fill(self._presence.grad, self._asks(), self._num_steps, self._rates)
-        self._reducer._autograd_hook(len(reduced))
+        ready = missed
+        if not self._sends_at_once:
+            self._reducer.prepare_for_backward([])
+            places = {id(p): i for i, p in enumerate(reduced)}
+            ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # as they came
+        for index in ready:
+            self._reducer._autograd_hook(index + 1)
+        self._tell_others([i for i in missed if reduced[i].grad is None])
+        self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1
         if self._same_every_time and self._usual is None:
@@ -290,15 +318,23 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if profiled is not None:
             backward.at_end(profiled.end)
 
-    def _tell_unused(self, unused: list[int]) -> None:
-        """Make the additional gradient one for each parameter, zero for those that are `unused` here."""
-        self.__dict__["_unused"] = unused
-        if self._presence.grad is None:
-            self._presence.grad = torch.ones_like(self._presence)
-        else:
-            self._presence.grad.fill_(1)
-        if unused:
-            self._presence.grad[unused] = 0
+    def _tell_others(self, unused: list[int]) -> None:
+        """Fill the additional gradient: `unused` parameters have none here."""
+        presence = self._presence
+        gradient = presence.grad if presence.grad is not None else torch.empty_like(presence)
+        # What travels to a GPU is copied from memory that is pinned: nobody waits for that.
+        on_cpu = gradient.device.type == "cpu"
+        row = gradient if on_cpu else torch.empty(len(gradient), dtype=gradient.dtype, pin_memory=gradient.is_cuda)
+        self._unused.tell(row, unused)
+        if self._agreement is not None:
+            if asks := self._asks():  # once: on a GPU the answer comes some passes later
+                self.__dict__.update(_num_answered=guard.num_asked(), _at_steps=self._num_steps)
+            self._agreement.fill(row, asks, self._num_steps, self._rates, bool(unused))
+        if not on_cpu:
+            gradient.copy_(row, non_blocking=True)
+            if devices.is_capturing(gradient.device):
+                self._captured.append(row)
+        presence.grad = gradient
 
     def _complete(self) -> None:
         """After the reduction: what no rank used has no gradient, and buffers become the main rank's."""
@@ -306,19 +342,22 @@ class DistributedModule(Transparent, DistributedDataParallel):
             self._reducer._check_reducer_finalized()
         except RuntimeError as error:
             self._refuse_stale(error)
-        if self._unused:
-            used = self._presence.grad.tolist()
-            for i in self._unused:
-                if not used[i]:
-                    self._reduced[i].grad = None
+        for i in self._unused.of_all(self._presence.grad):
+            self._reduced[i].grad = None
         if self._buffers_to_send is not None:
             self._buffers_to_send.finish()
-        self.__dict__["_is_completing"] = False
-        current().progress.end_pass(self._on_cuda)
-        if self._agreement is not None and self._agreement.read(self._presence.grad):
-            mine = self.__dict__
-            mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
-            self._equality.start(self.num_reductions)
+        mine, all_wrapped = self.__dict__, current().part(Wrapped)
+        mine["_is_completing"] = False
+        if self._num_passes == 1:
+            all_wrapped.with_first_buckets.append(self)
+        current().progress.end_pass(self._device.type == "cuda" and not devices.is_capturing(self._device))
+        if self._agreement is not None and not devices.is_capturing(self._device):
+            if self._agreement.read(self._presence.grad):
+                mine["_num_answered"], mine["_at_steps"] = guard.num_asked(), self._num_steps
+                self._equality.start(self.num_reductions)
+            self._unused.hosts_tell = self._unused.hosts_tell or self._agreement.leave_out
+        if all_wrapped.with_first_buckets:
+            all_wrapped.rebuild_buckets()
 
     def _asks(self) -> bool:
         """Whether this rank wants weights compared after the backward pass that ends: before a step that is due."""
@@ -356,7 +395,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
 
     def check_equality(self) -> None:
         """Raise SyncError where the last comparison found that ranks differ."""
-        self._equality.finish()
+        if not devices.is_capturing(self._device):
+            self._equality.finish()
 
 
 def _tell(reducer: Any, index: int, parameter: torch.Tensor) -> None:

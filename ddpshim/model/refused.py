@@ -7,6 +7,7 @@ import warnings
 from typing import Any, Optional
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -118,6 +119,26 @@ def watch_wrapping() -> None:
         original(self, *args, **kwargs)
 
     current().at_end.enter_context(replaced(DistributedDataParallel, "__init__", init))
+
+
+def needs_default_stream(device: torch.device, backend: str) -> bool:
+    """Whether gradients on `device` are right on its default stream alone. Local.
+
+    gloo copies them back on streams of its own, and torch's reducer waits for a future that knows no stream: only the
+    default one waits for the copies. Mended in torch 2.11 (https://github.com/pytorch/pytorch/pull/170812).
+    """
+    return device.type == "cuda" and backend == "gloo" and Version(torch.__version__).release < (2, 11)
+
+
+def check_stream(device: torch.device) -> None:
+    """Raise SyncError where a backward pass ends on another stream than the default one of `device`. Local."""
+    if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+        raise SyncError(
+            f"a backward pass on a CUDA stream of its own, through gloo, with torch {torch.__version__}: gradients "
+            "would be read before they are copied back from the other ranks, and ranks would train different models. "
+            "Upgrade to torch 2.11, give each rank a GPU of its own (then it is nccl), or call backward() outside of "
+            "torch.cuda.stream(...)."
+        )
 
 
 def check_device(module: nn.Module, here: World) -> None:

@@ -14,7 +14,6 @@ REDUCER = (
     "prepare_for_backward",
     "_autograd_hook",
     "_remove_autograd_hooks",
-    "_push_all_rebuilt_params",
     "_rebuild_buckets",
     "_check_reducer_finalized",
 )

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from ddpshim import adapters
 from ddpshim.errors import LaunchError
@@ -42,23 +42,27 @@ _LOOPBACK = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
 def describe(with_names: bool = False) -> dict[str, Any]:
     """Versions, GPUs, launcher, variables and machine, in sections of JSON's types. Local; starts no group.
 
-    Does not import what it tells the version of, but for torch. With `with_names` False (a report is public) the
+    Does not import what it tells the version of, but for torch. What cannot be found out is told in its place: no
+    training ends because of it. With `with_names` False (a report is public) the
     names of machines and of the user and the home folder are replaced, wherever they occur; variables that look
     like secrets are left out in any case.
     """
     relevant = (name for name in sorted(os.environ) if _RELEVANT.fullmatch(name) and not _SECRET.search(name))
     report: dict[str, Any] = {
-        "versions": _versions(),
+        "versions": _found(_versions),
         **_patch_states(),
-        "GPUs": _gpus(),
-        "launch": _launch(),
+        "GPUs": _found(_gpus),
+        "launch": _found(_launch),
         "variables": {name: os.environ[name] for name in relevant},
-        "machine": _machine(),
+        "machine": _found(lambda: {**_machine(), **({"host": socket.gethostname()} if with_names else {})}),
     }
-    if with_names:
-        report["machine"]["host"] = socket.gethostname()
     hidden = {} if with_names else _private(os.environ)
     return {section: _without(hidden, content) for section, content in report.items()}
+
+
+def without_names(text: str) -> str:
+    """`text` with the names of machines and of the user and the home folder replaced. Local."""
+    return str(_without(_private(os.environ), text))
 
 
 def as_text(report: Mapping[str, Any]) -> str:
@@ -72,6 +76,14 @@ def as_text(report: Mapping[str, Any]) -> str:
         else:
             lines.append(f"{section}: {shown(content)}")
     return "\n".join(lines)
+
+
+def _found(section: Callable[[], Any]) -> Any:
+    """What `section` returns, or why it cannot be had: drivers and containers have errors of their own."""
+    try:
+        return section()
+    except Exception as error:
+        return f"unknown: {type(error).__name__}: {error}"
 
 
 def _versions() -> dict[str, Optional[str]]:
@@ -113,7 +125,7 @@ def _torch_versions() -> dict[str, Optional[str]]:
 def _patch_states() -> dict[str, str]:
     """For each codebase whose adapter knows patches, whether what is installed has them."""
     asked = {package: adapters.function(package, "state_of_files") for package in adapters.packages()}
-    return {f"{package} patch": state() for package, state in asked.items() if state is not None}
+    return {f"{package} patch": _found(state) for package, state in asked.items() if state is not None}
 
 
 def _gpus() -> Any:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional, TypeVar, Union
 
@@ -22,6 +22,7 @@ from torch import nn
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.resume import find_progress, leave_if_finished
 from ddpshim.data.loader import scale_lr
+from ddpshim.data.transfer import OnDevice
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job import events, exchange, machine, preemption
 from ddpshim.job.failure import abort
@@ -36,11 +37,11 @@ from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION, Options
-from ddpshim.robomimic import rollout, virtual_ranks
+from ddpshim.robomimic import reads, rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.trainers import import_hook
-from ddpshim.trainers.session import FOLDER, session, wants_to_go_on
+from ddpshim.trainers.session import FOLDER, Session, session, wants_to_go_on
 from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
@@ -319,18 +320,31 @@ def run_epoch(
         _restore_counters(model, epoch, len(data_loader) if num_steps is None else num_steps)
     if trains and state is not None:
         state.release()
-    log_info = model.log_info
-    noting: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if world().options.exact is not None:
-        noting = virtual_ranks.playing(model, training.note_step)
-    elif world().is_launched:
-        noting = replaced(model, "log_info", lambda info: training.note_step(log_info(info)))
-    with world().autocast() if world().options.exact is None else contextlib.nullcontext(), noting:
+    with contextlib.ExitStack() as meanwhile:
+        if world().options.exact is not None:
+            meanwhile.enter_context(virtual_ranks.playing(model, training.note_step))
+        else:
+            meanwhile.enter_context(world().autocast())
+            if world().is_launched:
+                batches = OnDevice(batches, model.device) if model.device.type == "cuda" else batches
+                meanwhile.enter_context(_noting(model, training))
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
     log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
     if trains and state is not None:
         state.hold()
     return log
+
+
+@contextlib.contextmanager
+def _noting(model: Any, training: Session) -> Iterator[None]:
+    """Meanwhile `training` takes note of what `model` logs, and no step waits for a GPU only to log a number."""
+    log_info, waits = model.log_info, model.device.type == "cuda"
+
+    def noted(info: Any) -> Any:
+        return training.note_step(reads.later(log_info, info) if waits else log_info(info))
+
+    with replaced(model, "log_info", noted), reads.all_at_once():
+        yield
 
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:

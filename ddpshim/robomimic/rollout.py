@@ -25,30 +25,14 @@ from typing import Any, Callable, Optional, Union
 import torch
 
 from ddpshim.errors import RolloutError
+from ddpshim.evaluation import environments
+from ddpshim.evaluation.dealing import Deal, plays_rollouts
 from ddpshim.job import plain
-from ddpshim.job.failure import caused_by
 from ddpshim.job.group import world
-from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, seed_everything, shared_random_streams
 from ddpshim.job.replaced import replaced
-from ddpshim.job.say import described, say, say_once
+from ddpshim.job.say import say
 from ddpshim.job.world import World
-from ddpshim.robomimic import environments
-
-
-def plays_rollouts() -> bool:
-    """Whether this rank plays episodes, and needs environments; call it before they are made. Local.
-
-    All ranks do, unless the option `rollouts` is "main". Where the rank computes on a GPU, renderers
-    that open a display through EGL are pointed at the same one (MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID are set
-    in `os.environ`, where nobody has set them).
-    """
-    here = world()
-    if not here.is_launched:
-        return True
-    if here.device.type == "cuda":
-        _render_on(here.device.index or 0)
-    return _on_all_ranks() or here.is_main
 
 
 def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
@@ -203,65 +187,49 @@ class _Evaluation:
         here, num_episodes = self.here, self.num_episodes
         num_at_once = len(env) if _is_vector(env) else 1
         num_turns = math.ceil(num_episodes / num_at_once)
-        counter = f"rollouts/{current().next_number('rollouts')}"
         print(
             f"rollout: env={name}, horizon={horizon}, use_goals={self.use_goals}, "
             f"num_episodes={num_episodes}, ranks={here.world_size}"
         )
-        results: dict[int, list[dict[str, float]]] = {}
         packing: dict[int, Future[bytes]] = {}
         packer = ThreadPoolExecutor(1)  # while the next turn is played
-        found: Optional[Exception] = None
-        failed_at, text = num_turns, ""
         bar = LogUtils.custom_tqdm(total=num_turns, disable=self.verbose or not here.is_main)
-        for turn in range(here.rank, num_turns, here.world_size):
-            if here.count(f"{counter}/told to end", self.is_told_to_end()):
-                break
-            # In turn, the turns before the one that failed are still wanted.
-            if here.count(f"{counter}/failed") and not in_turn:
-                break
-            try:
-                own = derive_seed(seed, "rollout", str(self.epoch), name, turn)
-                of_env = _seed_of_environment(seed, name, turn) if in_turn else own
-                results[turn], shown = self._play_turn(env, horizon, own, of_env, turn < here.world_size)
-                if shown:
-                    packing[turn] = packer.submit(_pack, shown)
-            except Exception as error:
-                here.count(f"{counter}/failed", 1)
-                found, failed_at = error, turn
-                text = (
-                    f"environment {name!r}, episode {turn * num_at_once} failed on rank {here.rank} "
-                    f"({described(error)}); statistics without it would not be those of "
-                    f"{num_episodes} episodes. See that rank's traceback."
-                )
-                break
-            bar.update(here.count(f"{counter}/played", 1) - bar.n)
+
+        def play(turn: int) -> list[dict[str, float]]:
+            own = derive_seed(seed, "rollout", str(self.epoch), name, turn)
+            of_env = _seed_of_environment(seed, name, turn) if in_turn else own
+            result, shown = self._play_turn(env, horizon, own, of_env, turn < here.world_size)
+            if shown:
+                packing[turn] = packer.submit(_pack, shown)
+            return result
+
+        # The parts of a vector environment know which episodes are theirs.
+        deal = Deal(here, num_turns, is_fixed=True)
+        gathered = deal.play(
+            play,
+            lambda turn: f"environment {name!r}, episode {turn * num_at_once}",
+            is_told_to_end=self.is_told_to_end,
+            ends_at_failure=not in_turn,  # in turn, the turns before the one that failed are still wanted
+            played=lambda so_far: bar.update(so_far - bar.n),
+        )
         packer.shutdown()
         frames = {turn: packed.result() for turn, packed in packing.items()}
         shown, self._shown = self._shown, []
-        outcomes = here.gather((results, failed_at, text))
-        if environments.differ_without_reason(itertools.chain(*here.gather(shown))) and here.is_main:
-            say_once(
-                f"environment {name!r} draws from a generator that nobody seeds, or remembers earlier episodes: its "
-                f"statistics depend on the number of ranks, here {here.world_size}. Let its reset take a seed, or give "
-                "it a method seed(n), or keep its generator (numpy's, random.Random) in an attribute"
-            )
-        failed = [rank for rank, (_, _, said) in enumerate(outcomes) if said]
-        bar.update(0 if failed else num_turns - bar.n)
+        dealt = gathered()
+        environments.name_unseeded(f"environment {name!r}", itertools.chain(*here.gather(shown)), here)
+        bar.update(0 if dealt.text else num_turns - bar.n)
         bar.close()
-        if failed and not in_turn:
-            failure = RolloutError(outcomes[failed[0]][2])
-            raise (failure if failed[0] == here.rank else caused_by(failed[0], failure)) from found
-        if here.count(f"{counter}/told to end"):
+        if not in_turn:
+            dealt.raise_failure(here.rank)
+        if deal.is_told_to_end():
             raise Interrupted(f"a signal during the rollouts in {name!r}")
-        if found is not None:
-            traceback.print_exception(type(found), found, found.__traceback__)
-        num_kept = min(before for _, before, _ in outcomes)
-        if num_kept < num_turns and here.is_main:
-            said = next(said for _, before, said in outcomes if before == num_kept)
-            say(f"{said} As without ddpshim, they are of the {num_kept * num_at_once} before it.", directly=True)
-        results = {turn: result for part, _, _ in outcomes for turn, result in part.items()}
-        ordered = [results[turn] for turn in range(num_kept)]
+        if dealt.own is not None:
+            traceback.print_exception(type(dealt.own), dealt.own, dealt.own.__traceback__)
+        num_kept = dealt.failed_at
+        if dealt.text and here.is_main:
+            text = f"{dealt.text} As without ddpshim, they are of the {num_kept * num_at_once} before it."
+            say(text, directly=True)
+        ordered = [dealt.results[turn] for turn in range(num_kept)]
         if self.verbose:
             for number, result in enumerate(itertools.chain(*ordered)):
                 print(f"Episode {number + 1}", json.dumps(result, sort_keys=True, indent=4, default=float))
@@ -370,12 +338,3 @@ def _seed_of_environment(seed: int, name: str, episode: int) -> int:
 
 def _on_all_ranks() -> bool:
     return world().options.rollouts == "all"
-
-
-def _render_on(gpu: int) -> None:
-    """Point EGL renderers at the GPU that torch numbers `gpu`; they count as if all were visible."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    number = visible[gpu].strip() if gpu < len(visible) and visible[0].strip() else str(gpu)
-    if number.isascii() and number.isdigit():  # not a UUID, which EGL does not know
-        os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", number)
-        os.environ.setdefault("EGL_DEVICE_ID", number)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from ddpshim.job.turns import in_order_of_numbers
 from ddpshim.model import guard
 from ddpshim.observe.recording import Recorder
 from ddpshim.trainers.same_experiment import check_same_experiment
+
+M = TypeVar("M", bound=Mapping[str, Any])
 
 FOLDER = "resume"  # of the progress, in that of the run
 STREAMS = "streams.pt"  # in it
@@ -69,6 +71,7 @@ class Session:
         self._loggers: list[Any] = []
         self._metrics, self._validation = _Metrics({}), _Metrics({})
         self._epoch = _Epoch(0, "training", None, None)
+        self._noted: tuple[Mapping[str, Any], ...] = ()  # of the last step, if nobody has looked at it yet
 
     def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
         """Compare the config and the code between ranks, then seed this one (collective, once, before networks).
@@ -182,7 +185,7 @@ class Session:
             if isinstance(loader, Enterable):
                 loader.set_epoch((epoch - self.first_epoch) * math.ceil(num_steps / len(loader)))
             here.barrier()
-        self._epoch = _Epoch(epoch, phase, num_steps, getattr(loader, "batch_size", None))
+        self._epoch, self._noted = _Epoch(epoch, phase, num_steps, getattr(loader, "batch_size", None)), ()
         if validates:
             self._validation = _Metrics({})
         else:
@@ -204,17 +207,28 @@ class Session:
             batches, num_steps = _Batches(loader, lambda: training.steps(loader, number, total)), total - start
         return batches, num_steps
 
-    def note_step(self, metrics: dict[str, Any], *of_others: Mapping[str, Any]) -> dict[str, Any]:
+    def note_step(self, metrics: M, *of_others: Mapping[str, Any]) -> M:
         """Take note of the metrics of a step, and return them. Local.
+
+        A mapping that is no dict is looked at in the next step, or where it is needed: its numbers may still be on
+        their way from a GPU.
 
         Args:
             of_others: of the further virtual ranks of this process, in their order (option exact).
         """
-        trains = self._epoch.phase == "training"
-        (self._metrics if trains else self._validation).take(metrics, *of_others)
-        if trains and self.progress is not None and self.recorder is not None:
-            self.recorder.step_of(metrics)
+        self._look_at_noted()
+        self._noted = (metrics, *of_others)
+        if isinstance(metrics, dict):
+            self._look_at_noted()
         return metrics
+
+    def _look_at_noted(self) -> None:
+        noted, self._noted = self._noted, ()
+        if noted:
+            trains = self._epoch.phase == "training"
+            (self._metrics if trains else self._validation).take(*noted)
+            if trains and self.progress is not None and self.recorder is not None:
+                self.recorder.step_of(noted[0])
 
     def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
         """The metrics of the epoch in `log`, averaged over the ranks where it is time to (collective).
@@ -224,6 +238,7 @@ class Session:
         """
         here, epoch, own = world(), self._epoch, log
         trains = epoch.phase == "training"
+        self._look_at_noted()
         if self.recorder is not None:
             self.recorder.stop_counting()
         if trains:
@@ -253,6 +268,7 @@ class Session:
             self.progress.finish()
 
     def _join_metrics(self) -> None:
+        self._look_at_noted()
         self.values["metrics"] = self._metrics.joined(self._epoch.batch_size)
 
     def _close_loggers(self) -> None:

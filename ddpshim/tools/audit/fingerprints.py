@@ -22,7 +22,7 @@ def checksums(tensors: Sequence[Any]) -> list[Any]:
     """
     import torch
 
-    from ddpshim.model import equality
+    from ddpshim.model import checksums
 
     out: list[Any] = [None] * len(tensors)
     by_device: dict[Any, list[int]] = {}
@@ -32,7 +32,7 @@ def checksums(tensors: Sequence[Any]) -> list[Any]:
         elif tensor is not None:
             by_device.setdefault(tensor.device, []).append(i)
     for device, places in by_device.items():
-        rows = torch.stack([torch.stack(equality.checksum(tensors[i], device)) for i in places]).cpu()
+        rows = torch.stack([torch.stack(checksums.checksum(tensors[i], device)) for i in places]).cpu()
         totals = rows[:, 1].contiguous().view(torch.float64).tolist()
         for i, bits, total in zip(places, rows[:, 0].tolist(), totals):
             out[i] = [bits, total]

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Callable, NamedTuple, NoReturn, Optional
@@ -32,6 +33,7 @@ from ddpshim.model.parallel import wrap_parallel
 _SEED = 1
 _NUM_STEPS = 5
 _BATCH_SIZE_PER_RANK = 4
+_MOST_S = 0.1  # that an all-reduce may take: larger ones are not measured
 _LIMIT = 1e-12  # float64 rounding over a few steps; a gradient that is not reduced differs by 1e-3
 WATCHDOG_S = 2.0  # after torch's own timeout, which has the better words
 _ALONE = World(launcher="selftest")  # a launched world of one: what the ranks together are to equal
@@ -39,7 +41,12 @@ _ALONE = World(launcher="selftest")  # a launched world of one: what the ranks t
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in the self-test; `folder` is its node's, for log files and a checkpoint."""
+    """One rank's place in the self-test; `folder` is its node's, for log files and a checkpoint.
+
+    Attributes:
+        checks: what it does, in order; empty: all that its device has.
+        num_ranks: how many the other checks of an acceptance have, for those that one process or fewer ranks do.
+    """
 
     rank: int
     world_size: int
@@ -51,6 +58,9 @@ class Place:
     device: str
     timeout_s: float
     folder: str
+    checks: tuple[str, ...] = ()
+    num_ranks: int = 0
+    is_quick: bool = True
 
     @property
     def log(self) -> str:
@@ -73,6 +83,10 @@ class Place:
         }
 
 
+class NotRun(str):
+    """What a check returns, on all ranks, in place of its detail where it cannot run here: the reason."""
+
+
 class Outcome(NamedTuple):
     """What one rank says of one check: a `detail` to print, or an `error`."""
 
@@ -82,29 +96,37 @@ class Outcome(NamedTuple):
     detail: str = ""
     error: Optional[str] = None
     is_consequence: bool = False  # it only says that another rank did not come, or left
+    is_not_run: bool = False  # `detail` is the reason
 
 
 def names(device: str) -> list[str]:
     """The checks, in their order."""
-    return [name for name in _CHECKS if name != "peer-to-peer" or device == "cuda"]
+    return [name for name in CHECKS if name != "peer-to-peer" or device == "cuda"]
 
 
 def run_rank(place: Place, out: Connection) -> None:
     """Run every check and send an Outcome of each, the last of them the first that failed. For its own process."""
+    run_checks(Rank, CHECKS, place, out)
+
+
+def run_checks(kind: type[Rank], table: Mapping[str, Callable[[Any], str]], place: Place, out: Connection) -> None:
+    """What `run_rank` does, with the checks of `table`."""
     log = open(place.log, "w")  # noqa: SIM115 - for as long as the process lives
     for stream in (1, 2):  # of libraries in other languages as well
         os.dup2(log.fileno(), stream)
     os.environ.update(place.variables())
     torch.set_num_threads(1)
-    rank = _Rank(place)
-    for name in names(place.device):
+    rank = kind(place)
+    for name in place.checks or names(place.device):
         faulthandler.dump_traceback_later(place.timeout_s + WATCHDOG_S, exit=True, file=log)
         started = time.perf_counter()
         try:
-            detail = _CHECKS[name](rank)
+            detail = table[name](rank)
+            rank.settle()
         except BaseException as error:
             _fail(place, out, error, time.perf_counter() - started)
-        out.send(Outcome(place.rank, time.time(), time.perf_counter() - started, detail))
+        is_not_run, seconds = isinstance(detail, NotRun), time.perf_counter() - started
+        out.send(Outcome(place.rank, time.time(), seconds, str(detail), is_not_run=is_not_run))
     rank.world.barrier()
     cleanup()
     faulthandler.cancel_dump_traceback_later()
@@ -132,7 +154,7 @@ class _Net(nn.Module):
         return nn.functional.mse_loss(self.layers(inputs), targets)
 
 
-class _Rank:
+class Rank:
     """What the checks of one rank hand on to each other."""
 
     world: World
@@ -140,6 +162,11 @@ class _Rank:
 
     def __init__(self, place: Place) -> None:
         self.place = place
+
+    def settle(self) -> None:
+        """Wait for what a check has left on the GPU: its errors are its own."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def rendezvous(self) -> str:
         timeout_s = self.place.timeout_s
@@ -163,8 +190,12 @@ class _Rank:
     def all_reduce(self) -> str:
         here, size = self.world, self.world.world_size
         latency_s = self._seconds_each(torch.zeros(1, device=here.device), 20)
-        measured = []
-        for megabytes in (64, 256) if here.backend == "nccl" else (4,):
+        measured: list[str] = []
+        before, seconds = 4, 0.0
+        for megabytes in (4, 64, 256) if here.backend == "nccl" else (4,):
+            if max(here.gather(seconds)) * megabytes / before > _MOST_S:
+                break
+            before = megabytes
             # Whole numbers far below 2**24: their sums are exact in float32.
             pattern = (torch.arange(megabytes * 250_000, device=here.device) % 251).float()
             reduced = pattern * (here.rank + 1)
@@ -176,7 +207,7 @@ class _Rank:
                     f"{len(pattern)}; gradients would be garbage. Try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to "
                     "find the link."
                 )
-            seconds = self._seconds_each(pattern.zero_(), 10 if here.backend == "nccl" else 3)
+            seconds = self._seconds_each(pattern.zero_(), 3 if megabytes == 4 else 10)
             # nccl-tests' bus bandwidth: what each link carries, comparable for any number of ranks.
             bandwidth = 2 * (size - 1) / size * 4 * len(pattern) / seconds / 1e9
             measured.append(f"{bandwidth:.1f} GB/s at {megabytes} MB")
@@ -297,15 +328,15 @@ class _Rank:
         return "saved by rank 0, loaded strictly into the bare network"
 
 
-_CHECKS: dict[str, Callable[[_Rank], str]] = {
-    "rendezvous": _Rank.rendezvous,
-    "collectives": _Rank.collectives,
-    "all-reduce": _Rank.all_reduce,
-    "peer-to-peer": _Rank.peer_to_peer,
-    "sharding": _Rank.sharding,
-    "training": _Rank.training,
-    "noise": _Rank.noise,
-    "checkpoint": _Rank.checkpoint,
+CHECKS: dict[str, Callable[[Rank], str]] = {
+    "rendezvous": Rank.rendezvous,
+    "collectives": Rank.collectives,
+    "all-reduce": Rank.all_reduce,
+    "peer-to-peer": Rank.peer_to_peer,
+    "sharding": Rank.sharding,
+    "training": Rank.training,
+    "noise": Rank.noise,
+    "checkpoint": Rank.checkpoint,
 }
 
 

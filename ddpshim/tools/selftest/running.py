@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, Optional
@@ -60,6 +60,7 @@ class SelfTestFailed(DdpShimError):
     """A check failed; the text names it, the rank, and what to do."""
 
     is_consequence = False  # perhaps of a failure on another node
+    rank: Optional[int] = None  # to blame
 
 
 def run(
@@ -73,9 +74,9 @@ def run(
     Local for one node; with `nnodes` every node calls it. `run_rank` is what each rank does, else `checks.run_rank`.
     Raises SelfTestFailed, and LaunchError where the nodes do not find each other or the options are impossible.
     """
-    started = time.monotonic()
-    options = _completed(options, environ)
-    context = _preloading_context()  # it imports torch while this process does
+    begun = time.monotonic()
+    options = completed(options, environ)
+    context = preloading_context()  # it imports torch while this process does
     import torch
 
     from ddpshim.tools.selftest import checks
@@ -83,34 +84,45 @@ def run(
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     nproc = options.nproc or (max(1, torch.cuda.device_count()) if device == "cuda" else 2)
     options = replace(options, device=device, nproc=nproc)
-    with tempfile.TemporaryDirectory() as folder:
-        nodes = _Nodes(options)
+    do_checks = run_rank or checks.run_rank
+    with tempfile.TemporaryDirectory() as folder, started(options, context, folder, do_checks) as (nodes, ranks):
+        num_nodes = f"{options.nnodes} node{'s' * (options.nnodes > 1)}"
+        num_ranks = ranks.places[0].world_size
+        say(f"ddpshim selftest: {num_ranks} ranks on {num_nodes}, {device}")
+        if options.nnodes > 1:
+            came = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.came.items()))
+            say(_line("nodes", time.monotonic() - begun, f"came: {', '.join(came)}"))
         try:
-            nodes.call(options)
-            places = nodes.places(device, folder)
-            num_nodes = f"{options.nnodes} node{'s' * (options.nnodes > 1)}"
-            say(f"ddpshim selftest: {places[0].world_size} ranks on {num_nodes}, {device}")
-            if options.nnodes > 1:
-                came = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.came.items()))
-                say(_line("nodes", time.monotonic() - started, f"came: {', '.join(came)}"))
-            ranks = _Ranks(context, places, run_rank or checks.run_rank)
-            try:
-                for name in checks.names(device):
-                    reports = ranks.reports_of(name, options.timeout_s)
-                    detail = next((report.detail for report in reports if report.detail), "")
-                    say(_line(name, max(report.seconds for report in reports), detail))
-                ranks.join(options.timeout_s)
-            except SelfTestFailed as failure:
-                raise nodes.first_failure(failure) from None
-            finally:
-                ranks.end()
+            for name in checks.names(device):
+                reports = ranks.reports_of(name, options.timeout_s)
+                detail = next((report.detail for report in reports if report.detail), "")
+                say(_line(name, max(report.seconds for report in reports), detail))
+            ranks.join(options.timeout_s)
+        except SelfTestFailed as failure:
+            raise nodes.first_failure(failure) from None
+    took = f"{len(checks.names(device))} checks, {time.monotonic() - begun:.1f} s"
+    return f"selftest passed: {num_ranks} ranks on {num_nodes}, {device}, {took}"
+
+
+@contextlib.contextmanager
+def started(
+    options: Plan, context: Any, folder: str, run_rank: Callable[[Place, Any], None], **place: Any
+) -> Iterator[tuple[_Nodes, _Ranks]]:
+    """The ranks of a plan that is complete, while the block lasts; `place` is more for each one's Place."""
+    nodes = _Nodes(options)
+    try:
+        nodes.call(options)
+        places = [replace(here, **place) for here in nodes.places(str(options.device), folder)]
+        ranks = _Ranks(context, places, run_rank)
+        try:
+            yield nodes, ranks
         finally:
-            nodes.leave()
-    took = f"{len(checks.names(device))} checks, {time.monotonic() - started:.1f} s"
-    return f"selftest passed: {places[0].world_size} ranks on {num_nodes}, {device}, {took}"
+            ranks.end()
+    finally:
+        nodes.leave()
 
 
-def _completed(options: Plan, environ: Mapping[str, str]) -> Plan:
+def completed(options: Plan, environ: Mapping[str, str]) -> Plan:
     """`options` with the node's rank and the master of a launcher, where they are not given."""
     if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or not 0 < options.timeout_s < 1e7:
         raise LaunchError(
@@ -141,14 +153,16 @@ def _completed(options: Plan, environ: Mapping[str, str]) -> Plan:
     return replace(options, master_port=options.master_port or _DEFAULT_PORT)
 
 
-def _preloading_context() -> Any:
-    """Where ranks start in a fraction of a second, as copies of a process that has imported everything."""
+def preloading_context(*modules: str) -> Any:
+    """Where ranks start in a fraction of a second, as copies of a process that has imported all, and `modules`."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddpshim.tools.selftest.checks", "torch._dynamo", "torch.nn.parallel.distributed"])
+    context.set_forkserver_preload(
+        [*modules, "ddpshim.tools.selftest.checks", "torch._dynamo", "torch.nn.parallel.distributed"]
+    )
     forkserver.ensure_running()
     return context
 
@@ -310,7 +324,7 @@ class _Ranks:
     """The processes of this node's ranks, and what they report."""
 
     def __init__(self, context: Any, places: list[Place], run_rank: Callable[[Place, Any], None]) -> None:
-        self._places = places
+        self.places = places
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         for place in places:
@@ -327,7 +341,7 @@ class _Ranks:
 
         reports: dict[int, Outcome] = {}
         end = time.monotonic() + timeout_s + 2 * _GRACE_S
-        while len(reports) < len(self._places) and time.monotonic() < end:
+        while len(reports) < len(self.places) and time.monotonic() < end:
             waiting = {pipe: local for local, pipe in enumerate(self._pipes) if local not in reports}
             for pipe in multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic())):
                 local = waiting[pipe]
@@ -335,10 +349,10 @@ class _Ranks:
                     reports[local] = self._pipes[local].recv()
                 except (EOFError, OSError):
                     said = self._last_words(local)
-                    reports[local] = Outcome(self._places[local].rank, time.time(), 0.0, error=said)
+                    reports[local] = Outcome(self.places[local].rank, time.time(), 0.0, error=said)
                 if reports[local].error is not None:
                     end = min(end, time.monotonic() + _GRACE_S)
-        silent = [place.rank for local, place in enumerate(self._places) if local not in reports]
+        silent = [place.rank for local, place in enumerate(self.places) if local not in reports]
         # A rank that only lost another, or waited for it, is not to blame while there is another to be blamed.
         failures = (report for report in reports.values() if report.error is not None)
         first = min(failures, key=lambda report: (report.is_consequence, report.moment), default=None)
@@ -347,21 +361,23 @@ class _Ranks:
             foreign = name == "rendezvous" and str(first.error).startswith("Traceback")
             hint = f"\n{_UNREACHED}." if foreign or first.is_consequence else ""
             failed = SelfTestFailed(f"{name}, rank {first.rank}: {first.error}{hint}")
-            failed.is_consequence = first.is_consequence
+            failed.is_consequence, failed.rank = first.is_consequence, first.rank
             raise failed
         if silent:
             others = f" ({first.error})" if first is not None else ""
-            raise SelfTestFailed(
+            failed = SelfTestFailed(
                 f"{name}, rank {silent[0]}: no answer for {timeout_s:g} s{others}; a job would hang here. Run it again "
                 "with a longer --timeout, and with TORCH_DISTRIBUTED_DEBUG=DETAIL or NCCL_DEBUG=INFO."
             )
-        return [reports[local] for local in range(len(self._places))]
+            failed.rank = silent[0]
+            raise failed
+        return [reports[local] for local in range(len(self.places))]
 
     def _last_words(self, local: int) -> str:
         """Of a rank that ended without a report."""
         self._processes[local].join(_GRACE_S)
         code = self._processes[local].exitcode
-        with open(self._places[local].log, errors="replace") as file:
+        with open(self.places[local].log, errors="replace") as file:
             _, hung, stack = file.read().rpartition("Timeout (")
         if hung:
             return f"no answer; a job would hang where its stack was:\n{hung}{stack}".strip()
@@ -375,7 +391,7 @@ class _Ranks:
         for local, process in enumerate(self._processes):
             process.join(max(0.0, end - time.monotonic()))
             if process.exitcode != 0:
-                raise SelfTestFailed(f"teardown, rank {self._places[local].rank}: {self._last_words(local)}")
+                raise SelfTestFailed(f"teardown, rank {self.places[local].rank}: {self._last_words(local)}")
 
     def end(self) -> None:
         """Leave no process behind."""

@@ -19,6 +19,8 @@ import torch
 
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.replaced import replaced
+from ddpshim.job.say import say_once
+from ddpshim.job.world import World
 
 _INSIDE = ("env", "_env", "_environment")  # where a wrapper has the environment that it wraps
 _FIRST = ("rng", "np_random")  # robosuite 1.5, gymnasium; the latter makes its generator when it is asked for
@@ -56,6 +58,16 @@ def differ_without_reason(episodes: Iterable[Shown]) -> bool:
     outcomes = {(one.start, one.outcome) for one in kept if not one.outcome_is_known and one.outcome is not None}
     from_one_start = len(outcomes) > len({start for start, _ in outcomes})
     return len(starts) > 1 or from_one_start or not all(one.is_repeatable for one in kept)
+
+
+def name_unseeded(name: str, episodes: Iterable[Shown], here: World) -> None:
+    """Say so on the main rank, once, where episodes, of all ranks, differ by what nobody has seeded. Local."""
+    if differ_without_reason(episodes) and here.is_main:
+        say_once(
+            f"{name} draws from a generator that nobody seeds, or remembers earlier episodes: its statistics depend on "
+            f"the number of ranks, here {here.world_size}. Let its reset take a seed, or give it a method seed(n), or "
+            "keep its generator (numpy's, random.Random) in an attribute"
+        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,229 @@
+"""Plays an episode of an environment with gym's or gymnasium's conventions, from a seed of its own.
+
+numpy is imported inside the functions only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+import torch
+
+from ddpshim.errors import RolloutError
+from ddpshim.evaluation import environments
+from ddpshim.job.random_streams import derive_seed, shared_random_streams
+from ddpshim.model.transparent import unwrap
+
+IsSuccess = Callable[[Any, Mapping[str, Any]], bool]
+_SUCCESS_KEYS = ("success", "is_success")  # of the information that a step returns: metaworld, gymnasium-robotics
+_BEGINS_EPISODE = ("reset", "start_episode")  # diffusion_policy's and LeRobot's policies, robomimic's
+_MOST_STEPS = 100_000
+_DEPTH, _NUM_HELD = 4, 100  # as far as a policy is searched for networks
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode of an evaluation.
+
+    Attributes:
+        number: counted from 0.
+        seed: what the environment's `reset` got, and all random generators began from.
+        success: whether the task was done in any of its steps.
+        reward: the sum of what its steps returned.
+        num_steps: how long it was.
+        seconds: how long it took.
+    """
+
+    number: int
+    seed: int
+    success: bool
+    reward: float
+    num_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How episodes are played.
+
+    Attributes:
+        seed: of the evaluation.
+        horizon: steps of an episode at most; None: the environment ends it.
+        ends_at_success: whether an episode ends with the step in which the task is done.
+        is_success: called with the environment and what its last step told of it; None: see `_says_success`.
+    """
+
+    seed: int
+    horizon: Optional[int] = None
+    ends_at_success: bool = True
+    is_success: Optional[IsSuccess] = None
+
+
+def play(env: Any, policy: Any, rules: Rules, number: int, is_checked: bool) -> tuple[Episode, environments.Shown]:
+    """Episode `number`, and what it showed of the environment's randomness. Local.
+
+    The process's random streams, the modes of networks and the number of threads are afterwards as they were.
+
+    Args:
+        policy: see `ddpshim.evaluate`.
+        is_checked: see `environments.seeded`.
+    """
+    seed = derive_seed(rules.seed, "episode", number) % 2**31  # as small as environments want it
+    start = time.perf_counter()
+    with shared_random_streams(seed), acting(policy) as act, environments.seeded(env, seed, is_checked) as shown:
+        success, rewards = _play(env, act, rules)
+    shown.take({"success": success, "reward": sum(rewards)})
+    return Episode(number, seed, success, sum(rewards), len(rewards), time.perf_counter() - start), shown
+
+
+def _play(env: Any, act: Callable[[Any], Any], rules: Rules) -> tuple[bool, list[float]]:
+    observation, rewards, has_succeeded = env.reset(), [], False
+    if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
+        observation = observation[0]  # gymnasium's, and gym's from 0.26 on
+    horizon = _MOST_STEPS if rules.horizon is None else rules.horizon
+    for _ in range(horizon):
+        observation, reward, *ends, info = _checked(env, env.step(act(observation)))
+        rewards.append(float(reward))
+        has_succeeded |= bool(rules.is_success(env, info)) if rules.is_success else _says_success(env, info)
+        if any(map(bool, ends)) or (has_succeeded and rules.ends_at_success):
+            break
+    else:
+        if rules.horizon is None:
+            raise RolloutError(
+                f"an episode did not end in {_MOST_STEPS} steps; the evaluation might not either. Give it a horizon."
+            )
+    return has_succeeded, rewards
+
+
+def _checked(env: Any, step: Any) -> Any:
+    if type(step) is tuple and len(step) in (4, 5) and isinstance(step[-1], Mapping):
+        return step
+    raise RolloutError(
+        f"a step of the environment ({type(env).__name__}) returned {type(step).__name__}, and not observation, "
+        "reward, done (or terminated, truncated) and a dictionary; one would be taken for the other. Wrap it as gym "
+        "or gymnasium has it."
+    )
+
+
+def _says_success(env: Any, info: Mapping[str, Any]) -> bool:
+    """What the environment's method `is_success` says, or what its last step told under a name that is in use."""
+    method = getattr(env, "is_success", None)
+    if callable(method):
+        said = method()
+        return bool(said["task"] if isinstance(said, Mapping) else said)  # robomimic's has parts of the task, too
+    for key in _SUCCESS_KEYS:
+        if key in info:
+            return bool(info[key])
+    raise RolloutError(
+        f"the environment ({type(env).__name__}) has no method is_success, and its step tells "
+        f"{', '.join(map(repr, info)) or 'nothing'}, none of {_SUCCESS_KEYS}; there would be no rate of success. Give "
+        "evaluate is_success=lambda env, info: ..."
+    )
+
+
+@contextlib.contextmanager
+def acting(policy: Any) -> Iterator[Callable[[Any], Any]]:
+    """What turns an observation into an action while the policy's networks are in evaluation mode. Local.
+
+    On one thread: what a sum of several threads comes to depends on how many there are, and they on the launcher.
+    """
+    networks = networks_of(policy)
+    modes = [(part, part.training) for network in networks for part in network.modules()]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for network in networks:
+        network.eval()
+    try:
+        with torch.no_grad():
+            _begin_episode(policy, networks)
+            yield _of_network(unwrap(policy)) if isinstance(policy, torch.nn.Module) else policy
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        torch.set_num_threads(num_threads)
+
+
+def _begin_episode(policy: Any, networks: list[torch.nn.Module]) -> None:
+    """Tell a policy with a memory that an episode begins."""
+    owner = getattr(policy, "__self__", policy)
+    method = next((getattr(owner, name) for name in _BEGINS_EPISODE if callable(getattr(owner, name, None))), None)
+    if method is not None:
+        before = _num_writes(networks)
+        method()
+        if _num_writes(networks) != before:
+            raise RolloutError(
+                f"{type(owner).__name__}.{method.__name__}() wrote to its parameters when an episode began; something "
+                "else than what was trained would be evaluated. It should forget the last episode, and no more; give "
+                "evaluate a function if it is for something else."
+            )
+
+
+def _num_writes(networks: list[torch.nn.Module]) -> int:
+    return sum(parameter._version for network in networks for parameter in network.parameters())
+
+
+def networks_of(policy: Any) -> list[torch.nn.Module]:
+    """The policy, or what it is a method of or calls, and what that holds, as far as they are networks. Local."""
+    found: dict[int, torch.nn.Module] = {}
+    seen: set[int] = set()
+    left = [(policy, 0)]
+    while left:
+        held, depth = left.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, torch.nn.Module):
+            found[id(unwrap(held))] = unwrap(held)
+        elif depth < _DEPTH:
+            left += [(value, depth + 1) for value in _held_by(held)]
+    return list(found.values())
+
+
+def _held_by(holder: Any) -> list[Any]:
+    if inspect.ismethod(holder):
+        return [holder.__self__]
+    if inspect.isfunction(holder):
+        used = inspect.getclosurevars(holder)
+        return [*used.nonlocals.values(), *used.globals.values()]
+    if isinstance(holder, functools.partial):
+        return [holder.func, *holder.args, *holder.keywords.values()]
+    if isinstance(holder, (dict, list, tuple)):
+        return list(holder.values() if isinstance(holder, dict) else holder)[:_NUM_HELD]
+    is_plain = isinstance(holder, (type, types.ModuleType, torch.Tensor))
+    return [] if is_plain else list(getattr(holder, "__dict__", {}).values())[:_NUM_HELD]
+
+
+def _of_network(network: torch.nn.Module) -> Callable[[Any], Any]:
+    """A network's forward for one observation: (...) in arrays, an array (...) out; (1, ...) in tensors inside."""
+    first = next(iter(network.parameters()), torch.empty(0))
+
+    def act(observation: Any) -> Any:
+        action = network(_batch(observation, first))
+        if not isinstance(action, torch.Tensor) or len(action) != 1:
+            got = tuple(action.shape) if isinstance(action, torch.Tensor) else type(action).__name__
+            raise RolloutError(
+                f"{type(network).__name__} returned {got} for one observation, and not actions (1, ...); the "
+                "environment would be stepped by something else. Give evaluate a function from observation to action."
+            )
+        return action[0].float().cpu().numpy() if action.dtype == torch.bfloat16 else action[0].cpu().numpy()
+
+    return act
+
+
+def _batch(observation: Any, like: torch.Tensor) -> Any:
+    """An observation as a batch of one, on the network's device, floats as its parameters are."""
+    if isinstance(observation, Mapping):
+        return {key: _batch(value, like) for key, value in observation.items()}
+    if isinstance(observation, (tuple, list)) and not all(isinstance(value, (int, float)) for value in observation):
+        return type(observation)(_batch(value, like) for value in observation)
+    if isinstance(observation, str):  # an instruction
+        return [observation]
+    tensor = torch.as_tensor(observation)
+    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)[None]

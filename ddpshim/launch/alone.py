@@ -1,0 +1,77 @@
+"""Starts the one rank of a job of one and waits for it, without torch's agent: that takes seconds to import.
+
+The rank finds the variables that torchrun would set. The agent serves a store, and restarts ranks; one that is alone
+meets nobody, and is not restarted.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ddpshim.job.port import stay_on_this_machine
+from ddpshim.launch.signals import Passing
+
+_NUMBERS = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "ROLE_RANK": 0}
+_SIZES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": 1}
+_RESTARTS = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+
+
+class End(NamedTuple):
+    """How a rank failed, as torch's agent calls it."""
+
+    exitcode: int
+    timestamp: int
+
+
+def run(program: Sequence[str], grace_s: float) -> tuple[dict[int, End], list[int]]:
+    """How the rank that runs `program` failed, if it did, and the signals that came, when it has ended."""
+    stay_on_this_machine()
+    ranks: list[subprocess.Popen[bytes]] = []
+    passing = Passing(lambda: [rank.pid for rank in ranks if rank.returncode is None], grace_s)
+    passing.begin()
+    try:
+        command = [sys.executable, "-u", "-m", "ddpshim.launch.rank", *program]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **_variables()}, start_new_session=True))
+        passing.catch_up()
+        code = _ended(ranks[0])
+    finally:
+        passing.end()
+    return {0: End(code, int(time.time()))} if code else {}, passing.received
+
+
+def _ended(rank: subprocess.Popen[bytes]) -> int:
+    """The exit code of the rank, when it has ended; signals are heard meanwhile."""
+    hears, tells = os.pipe()
+    os.set_blocking(tells, False)
+    # Not `Popen.wait`: a signal that the system gives to another thread does not wake it.
+    told, on_child = signal.set_wakeup_fd(tells), signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    try:
+        while (code := rank.poll()) is None:
+            select.select([hears], [], [])
+            os.read(hears, 1 << 12)
+        return code
+    finally:
+        signal.set_wakeup_fd(told)
+        signal.signal(signal.SIGCHLD, on_child)
+        os.close(hears)
+        os.close(tells)
+
+
+def _variables() -> dict[str, str]:
+    with socket.socket() as free:  # for a program that makes a process group of its own: ddpshim's takes none
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        **{name: str(number) for name, number in {**_NUMBERS, **_SIZES, **_RESTARTS}.items()},
+        **{"ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"TORCHELASTIC_RUN_ID": secrets.token_hex(8), "TORCHELASTIC_USE_AGENT_STORE": "False"},
+    }

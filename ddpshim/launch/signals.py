@@ -1,0 +1,125 @@
+"""Passes signals that `run` gets on to the ranks, once each, and ends ranks that take too long to end by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Callable, Optional
+
+from ddpshim import variables
+from ddpshim.job import failure_notes
+from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.job.say import say
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+class Passing:
+    """What is passed on to the ranks that `pids` names: only to them. Their data workers would die of it.
+
+    Attributes:
+        received: the signals that came, a list that grows.
+    """
+
+    def __init__(self, pids: Callable[[], list[int]], grace_s: float) -> None:
+        self._pids, self._grace_s = pids, grace_s
+        self.received: list[int] = []
+        self._too_early: list[int] = []  # for ranks that were not there yet
+        self._before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in _NAMES)}
+
+    def begin(self) -> None:
+        """Take the signals, over whatever handlers there are. Local."""
+        for signum, handler in self._before.items():
+            # Under nohup, SIGHUP stays ignored: another handler would end the job at the logout.
+            signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else self._pass_on)
+
+    def catch_up(self) -> None:
+        """The ranks are there: they get what came before. Local."""
+        for signum in self._too_early:
+            self._send(signum)
+
+    def end(self) -> None:
+        """Give the signals back. Local."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _pass_on(self, signum: int, frame: Optional[FrameType]) -> None:
+        name = signal.Signals(signum).name
+        if signum in self.received:
+            if signum == signal.SIGINT:
+                self._send(signal.SIGKILL)
+            return
+        self.received.append(signum)
+        asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # of these the ranks make what they like
+        patience = f", which have {self._grace_s:g} s to end" if asks_to_end else ""
+        say(f"{name}, passed on to the ranks{patience}")
+        if self._pids():
+            self._send(signum)
+        else:  # they are only just being started
+            self._too_early.append(signum)
+        if asks_to_end:
+            timer = threading.Timer(self._grace_s, self._give_up, [name])
+            timer.daemon = True
+            timer.start()
+
+    def _give_up(self, name: str) -> None:
+        say(f"ranks still run {self._grace_s:g} s after {name}: killed")
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+
+@contextlib.contextmanager
+def passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
+    """Meanwhile signals go to the ranks themselves, and torch's agent goes on watching them until they have ended.
+
+    Yields the signals that came, a list that grows.
+
+    The agent by itself would end in a traceback at SIGTERM, give the ranks half a minute, and drop their exit codes; at
+    SIGUSR1 it would die and leave them alone.
+    """
+    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    agents_start = PContext.start
+    running: list[PContext] = []  # the ranks that there are, or were before a restart
+    passing = Passing(lambda: list(running[-1].pids().values()), grace_s)
+
+    def start(context: PContext) -> None:
+        if running:  # the agent is about to restart the ranks
+            ended = running[-1].wait(0)
+            failures = ended.failures if ended is not None else {}
+            if passing.received or any(failure.exitcode == EXIT_REQUEUE for failure in failures.values()):
+                by_rank = {int(running[-1].envs[local]["RANK"]): failure for local, failure in failures.items()}
+                raise ChildFailedError(context.name, by_rank)
+            failure_notes.forget(os.environ[variables.RUN_DIR])
+        launch = context._start
+
+        def listen_and_launch() -> None:
+            running.append(context)
+            passing.begin()  # over the agent's own handlers, which it has just set
+            launch()  # at a signal in the middle of it the agent would leave the ranks that there are alone
+            passing.catch_up()
+
+        context._start = listen_and_launch  # type: ignore[method-assign]
+        agents_start(context)
+
+    # Until there are ranks: torch waits for other nodes in C++, where Python's own handler of Ctrl-C is not reached.
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    PContext.start = start  # type: ignore[method-assign,assignment]
+    try:
+        yield passing.received
+    finally:
+        PContext.start = agents_start  # type: ignore[method-assign]
+        passing.end()

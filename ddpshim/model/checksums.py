@@ -1,0 +1,103 @@
+"""Sums up the bits of tensors, so that ranks can be compared by a few numbers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Optional, Union
+
+import torch
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_ALL_BITS = 2**64
+
+Named = Sequence[tuple[str, Optional[torch.Tensor]]]
+
+
+def sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """`numbers` as int64 on `device`, for whose arrival the host does not wait. Local."""
+    signed = [(number + _ALL_BITS // 2) % _ALL_BITS - _ALL_BITS // 2 for number in numbers]
+    return _to(torch.tensor(signed, dtype=torch.int64, device="cpu"), device)
+
+
+def _to(here: torch.Tensor, device: torch.device) -> torch.Tensor:
+    is_pinned = device.type == "cuda" and here.device.type == "cpu"
+    return (here.pin_memory() if is_pinned else here).to(device, non_blocking=is_pinned)
+
+
+@torch.no_grad()
+def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> torch.Tensor:
+    """An int64 on `device` for each row, by which rows are compared. Local.
+
+    Another number may still be equal, where a NaN has other bits. On a GPU it is a kernel or two for each tensor, and a
+    handful for all of them together.
+    """
+    constants, parts = [], dict[torch.device, list[tuple[torch.Tensor, int, int]]]()
+    for number, row in enumerate(rows):
+        total, weight = row if isinstance(row, int) else 0, 1
+        for name, tensor in () if isinstance(row, int) else row:
+            total += weight * (zlib.crc32(name.encode()) + _kind_of(tensor))
+            for sum_ in _sums_of(tensor):
+                parts.setdefault(sum_.device, []).append((sum_, weight, number))
+            weight = weight * 31 % _ALL_BITS
+        constants.append(total)
+    bits = sent(constants, device)
+    for part in parts.values():
+        sums, weights, numbers = zip(*part)
+        weighted = _to(torch.stack(sums), device) * sent(weights, device)
+        bits.index_add_(0, sent(numbers, device), weighted)
+    return bits
+
+
+def _sums_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of the bits, eight bytes at a time, as fast as memory is read, and that of the rest: int64."""
+    if tensor is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return []
+    t = tensor.detach()
+    t = (torch.view_as_real(t) if t.is_complex() else t).contiguous().reshape(-1)
+    size = t.element_size()
+    num = len(t) - len(t) % (8 // size) if t.storage_offset() * size % 8 == 0 else 0
+    rest = t[num:].view(_INTEGERS[size])
+    return [part.sum(dtype=torch.int64) for part in (t[:num].view(torch.int64), rest) if len(part)]
+
+
+def numbers_of(row: Union[int, Named]) -> list[int]:
+    """Two ints: what decides whether rows are equal, and what is shown of them. Local."""
+    if isinstance(row, int):
+        return [row, 0]
+    cpu = torch.device("cpu")
+    numbers = checksum(row[0][1], cpu) if len(row) == 1 and not row[0][0] else _checksum_of_all(row, cpu)
+    return [int(number) for number in numbers]
+
+
+def _kind_of(tensor: Optional[torch.Tensor]) -> int:
+    """What tells tensors of other dtypes and shapes apart; 0 for None."""
+    if tensor is None:
+        return 0
+    return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
+
+
+def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Two int64: a sum over the bits, dtype and shape included, and the bits of the float64 sum. Zeros for None."""
+    if tensor is None:
+        return [torch.zeros((), dtype=torch.int64, device=device)] * 2
+    t, kind = tensor.detach(), _kind_of(tensor)
+    if t.layout != torch.strided or t.is_meta or t.is_quantized:
+        return [torch.tensor(kind, device=device), torch.zeros((), dtype=torch.int64, device=device)]
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if t.is_floating_point() and t.element_size() > 1:
+        t = torch.nan_to_num(t)  # one NaN is as good as another, whatever its payload
+    bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) + kind
+    shown = t.to(torch.float64) if t.element_size() == 1 else t
+    return [bits.to(device), shown.sum(dtype=torch.float64).view(torch.int64).to(device)]
+
+
+def _checksum_of_all(tensors: Named, device: torch.device) -> list[torch.Tensor]:
+    """The same for any number of named tensors, in one."""
+    bits, shown = checksum(None, device)
+    for name, tensor in tensors:
+        one, total = checksum(tensor, device)
+        bits = bits * 31 + one + zlib.crc32(name.encode())
+        shown = (shown.view(torch.float64) + total.view(torch.float64)).view(torch.int64)
+    return [bits, shown]

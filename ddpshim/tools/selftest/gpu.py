@@ -1,0 +1,310 @@
+"""Accepts a machine with GPUs: runs every check that it can, whatever fails before, and writes what came of each."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+from ddpshim.errors import LaunchError
+from ddpshim.job.say import count
+from ddpshim.tools.selftest.running import Plan, SelfTestFailed, completed, preloading_context, started
+from ddpshim.version import __version__
+
+_MOST_GPUS = 8
+# What a driver puts there: of NVIDIA's, of a Jetson, of Windows' Linux, of AMD's.
+_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidia-caps", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
+_NAME = r"[^\s/\"'<>:,;()]+"
+_FOLDERS = rf"(?<![\w:/.])(?:~|\.{{1,2}})?(?:/{_NAME})+/({_NAME})"
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+
+
+class Check(NamedTuple):
+    """One check.
+
+    Attributes:
+        proves: what is true of the machine where it passes.
+        stage: the checks of one stage share their ranks.
+        num_gpus: how many it needs.
+        is_quick: whether --quick has it, too.
+        after: the checks that must have passed before.
+    """
+
+    name: str
+    proves: str
+    stage: str = "ranks"
+    num_gpus: int = 2
+    is_quick: bool = True
+    after: tuple[str, ...] = ()
+
+
+_SAME = "several ranks train as one process does, both on GPUs"
+CHECKS = (
+    Check("rendezvous", "a process starts on a GPU", "one process", 1),
+    Check("one process", "plain torch trains on a GPU: what the ranks are to equal", "one process", 1),
+    Check("rendezvous", "ranks start, and reach each other"),
+    Check("facts", "each rank has a GPU of its own", num_gpus=1),
+    Check("collectives", "values travel between ranks unchanged"),
+    Check("all-reduce", "sums over all ranks are right, and how fast they are"),
+    Check("links", "each pair of GPUs adds and copies right, and how fast"),
+    Check("U-Net", _SAME, after=("one process",)),
+    Check("transformer", _SAME, after=("one process",)),
+    Check("ResNet", f"{_SAME}, with BatchNorm", after=("one process",)),
+    Check("RNN", _SAME, after=("one process",)),
+    Check("other methods", f"{_SAME}, with methods other than forward and unused parameters", after=("one process",)),
+    Check("streams", "no gradient is read before it is there", after=("one process",)),
+    Check("noise", "each rank draws what one process draws for its samples"),
+    Check("sharding", "each sample is seen once in a pass, also from data workers"),
+    Check("save", "progress is saved"),
+    # Of ranks that train without a loader: from there on each draws for itself.
+    Check("rendezvous", "ranks start", "networks"),
+    Check("memory", "a further network costs no communicator", "networks"),
+    Check("odd calls", "unusual arguments reach the network", "networks"),
+    Check("branches", "ranks may leave out different branches of several networks", "networks"),
+    Check("no syncs", "no usual step waits for the GPU", "networks"),
+    Check("overlap", "a step takes no longer than raw DDP's", "networks"),
+    Check("rendering", "each rank renders on its own GPU", "networks", num_gpus=1),
+    Check("rendezvous", "fewer ranks start", "fewer", after=("save",)),
+    Check(
+        "resume", "another number of ranks goes on where the first ones stopped", "fewer", after=("save", "one process")
+    ),
+    Check("rendezvous", "ranks start", "weights"),
+    Check("guard: weights", "a weight that differs on one rank is told", "weights"),
+    Check("rendezvous", "ranks start", "steps"),
+    Check("guard: steps", "an optimizer step that one rank makes alone is told", "steps"),
+    Check("exception", "a rank that raises ends the job, and is named", "failures"),
+    Check("out of memory", "a rank without memory ends the job, and is named", "failures"),
+    Check("stop", "a rank that stands still is named", "failures"),
+    Check("kill", "a rank that is killed ends the job, and is named", "failures"),
+    Check("robomimic", "robomimic itself trains on several ranks as in one process", "robomimic", is_quick=False),
+)
+
+
+@dataclass
+class Result:
+    """What came of one check; `rank` and `device` are the culprit's."""
+
+    name: str
+    stage: str
+    proves: str
+    outcome: str
+    seconds: float = 0.0
+    detail: str = ""
+    rank: Optional[int] = None
+    device: Optional[str] = None
+
+
+# Yields what came of each check of a stage that is no set of ranks; arguments: the plan, a folder, the checks.
+Program = Callable[[Plan, Path, list[Check]], Iterator[Result]]
+
+
+def accept(
+    options: Plan,
+    is_quick: bool = False,
+    file: Optional[Path] = None,
+    say: Callable[[str], None] = print,
+) -> tuple[str, bool]:
+    """The last line, and whether no check failed. Prints what each check proves, and its time, through `say`.
+
+    For one machine. Raises LaunchError where there is no GPU, or `file` cannot be written: before anything starts.
+    """
+    begun = time.monotonic()
+    if options.nnodes != 1 or options.device == "cpu":
+        raise LaunchError(
+            f"--gpu with --nnodes {options.nnodes} and --device {options.device}: it accepts one machine with GPUs. "
+            "Run it on each node, and `selftest --nnodes` for what is between them."
+        )
+    _check_writable(file)
+    refuse_without_gpu()
+    options = completed(options, os.environ)
+    context = preloading_context("ddpshim.tools.selftest.gpu_checks")  # it imports torch while this process does
+    import torch
+
+    num_gpus = _number_of_gpus(torch)
+    num_ranks = options.nproc or min(num_gpus, _MOST_GPUS)
+    if num_ranks > num_gpus:
+        raise LaunchError(
+            f"--nproc {num_ranks}, and torch sees {count(num_gpus, 'GPU')}: ranks would share one, which nccl refuses. "
+            f"Use --nproc {num_gpus} or less."
+        )
+    options = replace(options, device="cuda", nproc=num_ranks)
+    say(f"ddpshim selftest: {count(num_ranks, 'rank')} on {count(num_gpus, 'GPU')}{', quick' if is_quick else ''}")
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for result in _run(options, is_quick, Path(folder), context):
+            results.append(result)
+            say(as_line(result))
+    told = {outcome: sum(result.outcome == outcome for result in results) for outcome in (PASSED, FAILED, NOT_RUN)}
+    seconds = time.monotonic() - begun
+    if file is not None:
+        described = _described(results, num_ranks, is_quick, seconds)
+        file.write_text(json.dumps(described, indent=1) + "\n")
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in told.items())
+    where = f"; written to {file}" if file is not None else ""
+    return f"selftest on GPUs: {counts}, {seconds:.0f} s{where}", not told[FAILED]
+
+
+def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[Result]:
+    from ddpshim.tools.selftest import gpu_programs
+
+    programs: Mapping[str, Program] = {"failures": gpu_programs.failures, "robomimic": gpu_programs.robomimic}
+    num_ranks = options.nproc or 1
+    fewer = max((n for n in range(1, num_ranks) if num_ranks % n == 0), default=1)
+    sizes = {"one process": 1, "fewer": fewer}
+    passed: set[str] = set()
+    for stage in dict.fromkeys(check.stage for check in CHECKS):
+        left = []
+        for check in [check for check in CHECKS if check.stage == stage]:
+            why = _why_not(check, num_ranks, is_quick, passed)
+            if why is None:
+                left.append(check)
+            elif check.name != "rendezvous":
+                yield Result(check.name, stage, check.proves, NOT_RUN, detail=why)
+        if [check.name for check in left] in ([], ["rendezvous"]):
+            continue
+        if stage in programs:
+            found = programs[stage](options, folder, left)
+        else:
+            place = {"num_ranks": num_ranks, "is_quick": is_quick}
+            found = _on_ranks(replace(options, nproc=sizes.get(stage, num_ranks)), folder, context, left, place)
+        for result in found:
+            if result.outcome == PASSED:
+                passed.add(result.name)
+            yield result
+
+
+def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str]) -> Optional[str]:
+    """Why a check is not run, or None."""
+    if check.num_gpus > num_ranks and check.name != "rendezvous":
+        return f"it needs {count(check.num_gpus, 'GPU')}, and has {num_ranks}"
+    if is_quick and not check.is_quick:
+        return "only without --quick"
+    missing = [name for name in check.after if name not in passed]
+    if missing:
+        return f"it needs what the check '{missing[0]}' gives, which did not pass"
+    return None
+
+
+def _on_ranks(
+    options: Plan, folder: Path, context: Any, checks: list[Check], place: Mapping[str, Any]
+) -> Iterator[Result]:
+    """Run checks on ranks; after one that fails the others are run on new ranks."""
+    from ddpshim.tools.selftest import gpu_checks
+
+    meets, *left = checks
+    have_met = False
+    while left:
+        names = tuple(check.name for check in (meets, *left))
+        with started(options, context, str(folder), gpu_checks.run_rank, checks=names, **place) as (_, ranks):
+            for check in (meets, *left):
+                begun = time.monotonic()
+                result = Result(check.name, check.stage, check.proves, PASSED)
+                try:
+                    reports = ranks.reports_of(check.name, options.timeout_s)
+                    result.detail = next((report.detail for report in reports if report.detail), "")
+                    result.seconds = max(report.seconds for report in reports)
+                    reason = next((report.detail for report in reports if report.is_not_run), None)
+                    if reason is not None:
+                        result.outcome, result.detail = NOT_RUN, reason
+                except SelfTestFailed as failure:
+                    result.outcome, result.detail, result.rank = FAILED, str(failure), failure.rank
+                    result.device = None if failure.rank is None else f"cuda:{failure.rank}"
+                    result.seconds = time.monotonic() - begun
+                if check is not meets:
+                    left = left[1:]
+                if check is not meets or result.outcome == FAILED or not have_met:
+                    yield result
+                have_met = True
+                if result.outcome == FAILED:
+                    break
+            if result.outcome == FAILED and check is meets:
+                for check in left:
+                    yield Result(check.name, check.stage, check.proves, NOT_RUN, detail="the ranks did not start")
+                return
+
+
+def refuse_without_gpu() -> None:
+    """Raise LaunchError where no driver is loaded, without the seconds that importing torch takes. Local."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: there is nothing to test. Unset it, or name GPUs in it."
+        )
+    if "torch" in sys.modules or sys.platform != "linux" or any(map(glob.glob, _DEVICES)):
+        return  # torch knows better
+    raise LaunchError(
+        "this machine shows no GPU (no driver's device in /dev): there is nothing to test. Run it where GPUs are; in a "
+        "container, start that with them (docker run --gpus all). `python -m ddpshim selftest` tests the CPU."
+    )
+
+
+def _number_of_gpus(torch: Any) -> int:
+    if not torch.cuda.is_available():
+        built = "is built without CUDA" if torch.version.cuda is None and torch.version.hip is None else "has CUDA"
+        raise LaunchError(
+            f"torch {torch.__version__} {built}, and sees no GPU: there is nothing to test. Install a torch that is "
+            "built for this machine's driver (https://pytorch.org/get-started/locally), and look at nvidia-smi."
+        )
+    return int(torch.cuda.device_count())
+
+
+def _check_writable(file: Optional[Path]) -> None:
+    """Raise LaunchError where `file` could not be written at the end."""
+    if file is None:
+        return
+    try:
+        was_there = file.exists()
+        with file.open("a"):
+            pass
+        if not was_there:
+            file.unlink()
+    except OSError as error:
+        raise LaunchError(
+            f"{file} cannot be written ({error.strerror}): the results would be lost at the end. Name a file in a "
+            "folder that exists and that you may write to."
+        ) from error
+
+
+def as_line(result: Result) -> str:
+    """Two lines for reading: what it proves, and what was found."""
+    shown = {PASSED: "ok", FAILED: "FAILED", NOT_RUN: "not run"}[result.outcome]
+    lines = [f"  {result.name:14} {shown:7} {result.seconds:5.1f} s  {result.proves}"]
+    culprit = "" if result.rank is None else f"rank {result.rank}, {result.device}: "
+    if result.detail:
+        lines += [f"{'':34}{line}" for line in f"{culprit}{result.detail}".splitlines()]
+    return "\n".join(lines)
+
+
+def _described(results: list[Result], num_ranks: int, is_quick: bool, seconds: float) -> dict[str, Any]:
+    """What `--write` writes: no names of machines, users, folders; `schema` changes with what a reader could notice."""
+    from ddpshim.observe.environment import describe
+
+    environment = describe()
+    checks = [{**asdict(result), "detail": public(result.detail)} for result in results]
+    return {
+        "schema": 1,
+        "ddpshim": __version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "is_quick": is_quick,
+        "seconds": round(seconds),
+        "num_ranks": num_ranks,
+        "versions": {name: public(value) for name, value in environment["versions"].items() if value is not None},
+        "GPUs": environment["GPUs"],
+        "checks": [{**check, "seconds": round(check["seconds"], 2)} for check in checks],
+    }
+
+
+def public(text: str) -> str:
+    """`text` without names of this machine and its user, and without folders."""
+    from ddpshim.observe.environment import without_names
+
+    without_folders = re.sub(_FOLDERS, r"\1", text)
+    return without_names(without_folders)

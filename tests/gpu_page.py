@@ -1,0 +1,170 @@
+"""Writes docs/gpus.md from files of `selftest --gpu`: `python -m tests.gpu_page FILE... --write docs/gpus.md`.
+
+Without a file: that no GPU was tested. The files that the page stands on are kept in docs/gpus/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpshim.tools.selftest.gpu import CHECKS, FAILED, NOT_RUN, PASSED, public
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, FILES = ROOT / "docs" / "gpus.md", ROOT / "docs" / "gpus"
+MEASURED = ("all-reduce", "links", "memory", "overlap", "exception", "stop", "kill", "robomimic")
+
+NOTHING = """**No real GPU has been tested yet.** All checks below run on two simulated GPUs in the tests, which shows
+that the script works, and what is called, where, and in which order. It shows nothing of real nccl, of kernels, of
+times, or of memory. Until a file of a real machine stands here, what the docs say of GPUs is read from torch's sources.
+"""
+
+HEAD = """# On GPUs
+
+{state}
+## Test your machine, and earn its entry
+
+```
+python -m ddpshim selftest --gpu --write gpus.json            # meant to take under ten minutes; nothing else on the GPUs
+python -m ddpshim selftest --gpu --quick --write gpus.json    # under two: without robomimic, fewer rounds
+```
+
+Then **send the file**, in an issue or a pull request that puts it into `docs/gpus/`. Also where a check fails: that is
+when it is needed most. It holds the kind and number of GPUs, versions of torch, CUDA, NCCL and the driver, and what
+each check found. It holds no names of machines and users, and no folders; read it before you send it, it is short.
+
+`python -m tests.gpu_page docs/gpus/*.json --write docs/gpus.md` writes this page.
+
+The exit code is 0 where no check failed. A check that cannot run on a machine says "not run" and why, and does not
+count as passed: with one GPU these are all that compare ranks. Without a GPU the command ends at once. After a check
+that fails, the others run on new ranks. What fails is named with its rank and its device.
+
+## What is checked
+"""
+
+LIMITS = """## How numbers are compared
+
+- Weights: those of one process that trains by plain torch, without ddpshim, with the same seed and the batch of all
+  ranks. The difference is divided by the largest change of a weight. float64: below 1e-9. float32: below 1e-3, since
+  kernels add in another order for a part of a batch; TensorFloat-32 is off (NVIDIA_TF32_OVERRIDE=0), cuDNN is
+  deterministic. A gradient that is not reduced makes 0.02 (of the RNN).
+- Waits for the GPU: six steps under `torch.cuda.set_sync_debug_mode("error")`, after sixteen to warm up. Within four
+  steps of 1, 2, 10, 100 and every 1000 guards compare weights, which waits once, and so does what logs a number.
+- Communicators: GPU memory beside torch's own, before and after each of five networks. Other programs on the GPU
+  disturb it.
+- A step over raw DDP's: forward and backward, in alternation, median and quartiles of the ratios. It fails where the
+  lower quartile is above 1.1.
+- Failures: a job whose rank 1 raises, allocates too much, stops (SIGSTOP) and is killed, each after a restart. It
+  fails where rank 1 is not named in time (20, 20, 45 and 60 seconds), or the other ranks are not gone after 90.
+- Rendering: where MuJoCo is installed, the GPU whose memory grows while a picture is rendered through EGL. It was
+  never run.
+"""
+
+
+class Refused(Exception):
+    """A file that does not belong on the page."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One machine's file; raises Refused where it is of no real GPU, or could name somebody."""
+    try:
+        found = json.loads(path.read_text())
+        versions, checks, schema = found["versions"], found["checks"], found["schema"]
+        texts = [found["date"], *versions.values(), *found["GPUs"].values(), *(check["detail"] for check in checks)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(
+            f"{path.name} is no file of `selftest --gpu --write` ({type(error).__name__}: {error})"
+        ) from error
+    if schema != 1:
+        raise Refused(f"{path.name} has schema {schema}, and this reads 1: write it with this version of ddpshim")
+    if not versions.get("CUDA") and not versions.get("ROCm"):
+        raise Refused(f"{path.name} is of a torch without CUDA: its GPUs are simulated, and prove nothing of real ones")
+    named = [text for text in texts if public(text) != text]
+    if named:
+        raise Refused(f"{path.name} names a machine, a user or a folder: {named[0][:80]!r}. Take it out first")
+    return dict(found)
+
+
+def page(machines: Sequence[dict[str, Any]]) -> str:
+    """The whole page, as Markdown."""
+    state = NOTHING if not machines else "\n".join(_table(machines)) + "\n"
+    parts = [HEAD.format(state=state), *_checks(), LIMITS]
+    for number, machine in enumerate(machines, 1):
+        parts += ["", f"## {number}. {_name(machine)}", "", *_details(machine)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _name(machine: dict[str, Any]) -> str:
+    kinds = [description.partition(",")[0] for description in machine["GPUs"].values()]
+    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _table(machines: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "Each line is a machine that somebody tested, in the order in which files came.",
+        "",
+        "| machine | ranks | torch | CUDA | NCCL | driver | ddpshim | when | passed | failed | not run |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for number, machine in enumerate(machines, 1):
+        has = machine["versions"]
+        versions = [has.get(name) or "" for name in ("torch", "CUDA", "NCCL", "NVIDIA driver", "ddpshim")]
+        versions[1] = versions[1] or f"ROCm {has.get('ROCm')}"
+        outcomes = [check["outcome"] for check in machine["checks"]]
+        counts = [str(outcomes.count(outcome)) for outcome in (PASSED, FAILED, NOT_RUN)]
+        when = f"{machine['date']}{', quick' if machine['is_quick'] else ''}"
+        row = [f"{number}. {_name(machine)}", str(machine["num_ranks"]), *versions, when, *counts]
+        lines.append(f"| {' | '.join(map(_cell, row))} |")
+    return lines
+
+
+def _checks() -> list[str]:
+    """The table of what is checked."""
+    shown = [check for check in CHECKS if check.name != "rendezvous"]
+    lines = ["| check | what is true where it passes | GPUs |", "|---|---|---|"]
+    for check in shown:
+        quick = "" if check.is_quick else " (not with --quick)"
+        lines.append(f"| {check.name} | {check.proves}{quick} | {check.num_gpus} |")
+    return lines
+
+
+def _details(machine: dict[str, Any]) -> list[str]:
+    """What failed, what was not run, and what was measured."""
+    lines = ["| check | outcome | seconds | found |", "|---|---|---|---|"]
+    for check in machine["checks"]:
+        if check["outcome"] != PASSED or check["name"] in MEASURED:
+            culprit = "" if check["rank"] is None else f"rank {check['rank']}, {check['device']}: "
+            found = f"{culprit}{check['detail']}".strip().splitlines() or [""]
+            said = found[0] if len(found) == 1 else f"{found[0]} ... {found[-1]}"
+            lines.append(f"| {check['name']} | {check['outcome']} | {check['seconds']:.1f} | {_cell(said)} |")
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write or print the page; 1 where a file does not belong on it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_page", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
+    parser.add_argument("--write", type=Path, metavar="PAGE")
+    arguments = parser.parse_args(argv)
+    try:
+        text = page([read(path) for path in arguments.files])
+    except Refused as refused:
+        print(f"{refused}; nothing was written.", file=sys.stderr)
+        return 1
+    if arguments.write is None:
+        print(text, end="")
+    else:
+        arguments.write.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

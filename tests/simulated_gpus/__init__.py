@@ -1,0 +1,135 @@
+"""Two simulated GPUs for a torch that was built for the CPU: what a program calls on them, where and in which order.
+
+    python -m tests.simulated_gpus PROGRAM.py ARGS      # or: -m MODULE ARGS
+    SIMULATED_GPUS=4 python -m tests.simulated_gpus -m ddpshim run --nproc 4 train.py
+
+runs a program, and all Python processes that it starts, with two (or four) GPUs that torch.cuda sees. From Python:
+`environment()` holds the variables that do it, `why_not()` the reason why it cannot be done here (None: it can).
+
+In such a process `with recorded() as log:` takes down what happens: `log.syncs` (the host waits, each with the Python
+stack that caused it), `log.launches` (collectives: communicator, bytes, stream, thread), `log.copies`, `log.races`
+(work that uses memory of another stream, or of a collective, without having waited for it), `log.waits` (a stream waits
+for an event), `log.kernels`. Other variables:
+
+    SIMULATED_GPUS_GENERATOR=cpu    random numbers on GPUs come from the CPU's generator: to compare with CPU ranks
+    SIMULATED_GPUS_LOG=FOLDER       each process takes all down there, in rank<RANK>-<pid>.jsonl (`read_log`)
+
+What it cannot show: docs/simulated_gpus.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from tests.simulated_gpus import building
+
+LIBRARY = "SIMULATED_GPUS_LIBRARY"  # the variable that holds the folder of what was built
+NUM = "SIMULATED_GPUS"
+
+
+def why_not() -> Optional[str]:
+    """Why there can be no simulated GPUs here, None where they can be; builds them if need be."""
+    return building.built()[1]
+
+
+def environment(num: int = 2, **more: str) -> dict[str, str]:
+    """The variables of a process that sees `num` simulated GPUs; raises RuntimeError where they cannot be built."""
+    folder, reason = building.built()
+    if folder is None:
+        raise RuntimeError(f"no simulated GPUs: {reason}")
+    site, repository = Path(__file__).with_name("site"), Path(__file__).parents[2]
+    path = [str(site), str(repository), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {NUM: str(num), LIBRARY: str(folder), "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), **more}
+
+
+def is_active() -> bool:
+    """Whether this process has simulated GPUs."""
+    return "simulated_gpus_c" in sys.modules
+
+
+class Event(NamedTuple):
+    """One line of a log."""
+
+    kind: str  # sync, copy, launch, communicator, wait, race, kernel
+    what: str
+    communicator: str
+    bytes: int
+    device: int
+    stream: int
+    thread: str  # "main", or the name of another
+    stack: list[str]  # "file:line function", innermost first; of syncs and races
+
+    def __str__(self) -> str:
+        where = " < ".join(line.rpartition("/")[2] for line in self.stack[:6])
+        what = f"{self.what} of {self.communicator}" if self.communicator else self.what
+        return f"{what} ({self.bytes} bytes, thread {self.thread}, stream {self.stream}) {where}".rstrip()
+
+    def comes_from(self, part: str) -> bool:
+        """Whether a frame of its stack is in a file whose path holds `part`, such as "/ddpshim/"."""
+        return any(part in line for line in self.stack)
+
+
+class Log:
+    """What has happened on the GPUs, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.kernels = 0
+
+    def of(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    @property
+    def syncs(self) -> list[Event]:
+        return self.of("sync")
+
+    @property
+    def launches(self) -> list[Event]:
+        return self.of("launch")
+
+    @property
+    def copies(self) -> list[Event]:
+        return self.of("copy")
+
+    @property
+    def races(self) -> list[Event]:
+        return self.of("race")
+
+    @property
+    def waits(self) -> list[Event]:
+        return self.of("wait")
+
+
+def library() -> Any:
+    """The extension of this process."""
+    if not is_active():
+        raise RuntimeError("this process has no simulated GPUs: start it by `python -m tests.simulated_gpus PROGRAM`")
+    return sys.modules["simulated_gpus_c"]
+
+
+@contextlib.contextmanager
+def recorded(kernels: bool = False) -> Iterator[Log]:
+    """Meanwhile what happens is taken down, filled in at the end; `kernels`: each kernel by name, too."""
+    log, device = Log(), library()
+    device.trace_kernels(kernels)
+    begin, before = device.begin_log(), device.num_kernels()
+    try:
+        yield log
+    finally:
+        log.events = [Event(**event) for event in device.end_log(begin)]
+        log.kernels = device.num_kernels() - before
+
+
+def read_log(folder: Path) -> dict[str, Log]:
+    """What each process wrote into SIMULATED_GPUS_LOG, by rank ("-": one without)."""
+    logs: dict[str, Log] = {}
+    for file in sorted(folder.glob("rank*.jsonl"), key=lambda file: file.stat().st_mtime):
+        log = logs.setdefault(file.name[len("rank") :].split("-")[0] or "-", Log())
+        log.events += [Event(**json.loads(line)) for line in file.read_text().splitlines() if line.endswith("}")]
+    return logs

@@ -1,0 +1,310 @@
+"""`ddpshim.evaluate`: the same episodes on any number of ranks and in the background, intervals, stops and failures."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ddpshim
+from ddpshim.errors import RolloutError
+from ddpshim.evaluation import episodes
+from ddpshim.evaluation.evaluating import Evaluation
+from ddpshim.evaluation.intervals import at_any_time, exact
+from tests.ranks import run_ranks
+
+
+class Reach:
+    """Move a point to the origin against noise; with gymnasium's conventions."""
+
+    def __init__(self, breaks_at: int = -1) -> None:
+        self._breaks_at, self._noise = breaks_at, np.random.default_rng()
+        self.num_episodes, self.is_closed = 0, False
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.num_episodes += 1
+        self._at, self._steps = np.random.default_rng(seed).uniform(-1, 1, 2), 0
+        return {"at": self._at.astype(np.float32)}, {}
+
+    def step(self, action: np.ndarray) -> Any:
+        assert action.shape == (2,)
+        if self._breaks_at == self._steps:
+            raise ValueError("the gripper is stuck")
+        self._steps += 1
+        self._at = self._at + 0.3 * action + 0.05 * self._noise.standard_normal(2)
+        near = bool(np.abs(self._at).max() < 0.2)
+        return (
+            {"at": self._at.astype(np.float32)},
+            -float(np.abs(self._at).sum()),
+            False,
+            self._steps >= 8,
+            self._told(near),
+        )
+
+    def _told(self, near: bool) -> dict[str, Any]:
+        return {"success": near}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class OldReach(Reach):
+    """gym's: no seed, no information at a reset, one `done`, and a method for success, as robomimic has it."""
+
+    def reset(self) -> Any:  # type: ignore[override]
+        return super().reset(seed=random.randrange(2**31))[0]
+
+    def step(self, action: np.ndarray) -> Any:
+        observation, reward, _, truncated, self._info = super().step(action)
+        return observation, reward, truncated, {}
+
+    def is_success(self) -> dict[str, bool]:
+        return {"task": self._info["success"], "grasp": True}
+
+
+class Net(nn.Module):
+    """Has dropout, and noise in its actions, which are the way back to the origin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Linear(2, 2, bias=False)
+        self.dropout = nn.Dropout(0.9)
+        nn.init.eye_(self.back.weight)
+
+    def forward(self, observation: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert observation["at"].shape == (1, 2)
+        return -self.dropout(self.back(observation["at"])) + 0.5 * torch.randn(1, 2)
+
+
+def _without_seconds(evaluation: Evaluation) -> list[tuple[Any, ...]]:
+    return [(e.number, e.seed, e.success, e.reward, e.num_steps) for e in evaluation.episodes]
+
+
+def _refused(make_env: Any, policy: Any, how: Any = ddpshim.evaluate) -> str:
+    try:
+        return _result(how(make_env, policy, 40, ends_at_success=False))
+    except RolloutError as error:
+        return str(error)
+
+
+def _result(being_played: Any) -> str:
+    try:
+        return f"nothing: {being_played.result()}"
+    except RolloutError as error:
+        return str(error)
+
+
+class Dying(Reach):
+    def step(self, action: np.ndarray) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank_evaluates(num: int) -> tuple[list[Any], str, list[str]]:
+    here = ddpshim.world()
+    torch.manual_seed(here.rank)  # of training: of no account
+    net = ddpshim.wrap_parallel(Net())
+    in_background = ddpshim.evaluate_in_background
+    found = [
+        ddpshim.evaluate(Reach, net, num),
+        ddpshim.evaluate(OldReach, net, num, horizon=5, ends_at_success=False),
+        ddpshim.evaluate(Reach, net, num, threshold=0.2),
+    ]
+    said = []
+    if here.world_size > 1:
+        being_played = in_background(Reach, net, num)
+        with torch.no_grad():  # training goes on
+            net.back.weight.zero_()
+        found.append(being_played.result())
+        assert being_played.poll() is being_played.result()
+        unwanted = in_background(Reach, net, 10**6)
+        if here.is_main:
+            unwanted.cancel()
+        said.append(_result(unwanted))
+        odd = here.rank == 1
+        breaks = functools.partial(Reach, breaks_at=2) if odd else Reach
+        said += [_refused(breaks, Net()), _refused(breaks, Net(), in_background), _refused(Dying, Net(), in_background)]
+        other = Net()
+        nn.init.constant_(other.back.weight, float(odd))
+        said.append(_refused(Reach, other))
+    rates = [(e.success_rate, e.mean_reward, e.interval, e.is_above) for e in found]
+    return [_without_seconds(e) for e in found], repr(rates[:3]), said
+
+
+@pytest.mark.launch
+def test_the_result_depends_neither_on_ranks_nor_on_the_place_to_the_last_bit() -> None:
+    num = 14
+    (alone, rates, _), *_ = run_ranks(_rank_evaluates, 1, num)
+    (many, same_rates, said), other = run_ranks(_rank_evaluates, 2, num)
+    assert other == (many, same_rates, said)
+    assert many == [*alone, alone[0]], "the last one was played in the background"
+    assert rates == same_rates
+    plain, old, stopped = alone
+    assert [number for number, *_ in plain] == list(range(num))
+    assert len({seed for _, seed, *_ in plain}) == num
+    assert 0 < sum(success for _, _, success, *_ in plain) < num
+    assert {num_steps for *_, num_steps in old} == {5}
+    assert stopped == plain[: len(stopped)]
+    assert 1 < len(stopped) < num
+    cancelled, here, beside, dead, apart = said
+    assert cancelled.startswith("the evaluation was cancelled; episode ")
+    for text in (here, beside):
+        assert "failed on rank 1 (ValueError: the gripper is stuck" in text
+    assert "the process that evaluates in the background (pid " in dead
+    assert ") ended (SIGKILL)" in dead
+    assert apart.startswith("ranks evaluate with different the weights of the policy: [")
+
+
+@pytest.mark.unit
+def test_training_goes_on_as_if_nothing_had_been_played() -> None:
+    net = Net()
+    net.dropout.eval()
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    threads = torch.get_num_threads()
+    first = ddpshim.evaluate(Reach, net, 3, seed=1)
+    assert [net.training, net.back.training, net.dropout.training] == [True, True, False]
+    assert torch.equal(torch.get_rng_state(), streams[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == streams[1:]
+    assert torch.get_num_threads() == threads
+    torch.rand(3)
+    again, other = ddpshim.evaluate(Reach, net, 3, seed=1), ddpshim.evaluate(Reach, net, 3, seed=2)
+    assert _without_seconds(first) == _without_seconds(again) != _without_seconds(other)
+    assert str(other).startswith(f"{other.num_successes} of 3 episodes succeeded: ")
+
+
+class Remembering:
+    """A policy that is no network, and has one."""
+
+    def __init__(self) -> None:
+        self.parts = {"actor": Net()}
+        self.seen: list[bool] = []
+        self.num_episodes = 0
+
+    def reset(self) -> None:
+        self.num_episodes += 1
+
+    def act(self, observation: dict[str, np.ndarray]) -> np.ndarray:
+        self.seen.append(self.parts["actor"].training)
+        return -observation["at"]
+
+
+@pytest.mark.unit
+def test_a_policy_may_be_a_method_whose_memory_is_cleared_and_whose_networks_evaluate() -> None:
+    policy = Remembering()
+    ddpshim.evaluate(Reach, policy.act, 3)
+    assert policy.num_episodes == 3
+    assert set(policy.seen) == {False}
+    assert policy.parts["actor"].training
+    held = Net()
+    assert episodes.networks_of(lambda observation: held(observation)) == [held]
+    assert episodes.networks_of(functools.partial(policy.act, 1)) == [policy.parts["actor"]]
+
+
+class Odd(Reach):
+    def __init__(self, returned: Any = None, told: Any = None) -> None:
+        super().__init__()
+        self._returned, self._information = returned, told
+
+    def step(self, action: np.ndarray) -> Any:
+        step = super().step(action)
+        return step if self._returned is None else self._returned
+
+    def _told(self, near: bool) -> dict[str, Any]:
+        return {"is_success": near} if self._information is None else self._information
+
+
+class Resets(Net):
+    def reset(self) -> None:
+        with torch.no_grad():
+            self.back.weight.fill_(0.0)
+
+
+class TwoActions(Net):
+    def forward(self, observation: Any) -> torch.Tensor:
+        return torch.zeros(2, 2)
+
+
+def _endless(env: Any, info: Any) -> bool:
+    return False
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("make_env", "policy", "more", "text"),
+    [
+        (
+            functools.partial(Odd, told={"score": 1}),
+            Net,
+            {},
+            "Odd) has no method is_success, and its step tells 'score'",
+        ),
+        (
+            functools.partial(Odd, returned=(0, 0, 0)),
+            Net,
+            {},
+            "a step of the environment (Odd) returned tuple, and not",
+        ),
+        (Reach, TwoActions, {}, "TwoActions returned (2, 2) for one observation, and not actions (1, ...)"),
+        (Reach, Resets, {}, "Resets.reset() wrote to its parameters when an episode began"),
+        (
+            functools.partial(Reach, breaks_at=2),
+            Net,
+            {},
+            "episode 0 failed on rank 0 (ValueError: the gripper is stuck",
+        ),
+        (Reach, Net, {"num_episodes": 0}, "evaluate() with num_episodes=0"),
+        (Reach, Net, {"threshold": 90}, "evaluate() with threshold=90"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(make_env: Any, policy: Any, more: dict[str, Any], text: str) -> None:
+    with pytest.raises(RolloutError) as refused:
+        ddpshim.evaluate(make_env, policy(), **{"num_episodes": 3, **more})
+    assert text in str(refused.value)
+
+
+@pytest.mark.unit
+def test_success_is_what_the_caller_says_or_info_has() -> None:
+    net = Net()
+    told = ddpshim.evaluate(Odd, net, 6)
+    assert _without_seconds(told) == _without_seconds(ddpshim.evaluate(Reach, net, 6))
+    never = ddpshim.evaluate(Reach, net, 6, is_success=_endless)
+    assert never.num_successes == 0
+    assert {episode.num_steps for episode in never.episodes} == {8}
+
+
+@pytest.mark.unit
+def test_what_cannot_be_sent_to_another_process_is_refused() -> None:
+    with pytest.raises(RolloutError, match="cannot be sent to another process"):
+        ddpshim.evaluate_in_background(lambda: Reach(), Net(), 3)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("successes", "num", "expected"),
+    [(0, 20, (0.0, 0.1684)), (10, 20, (0.2720, 0.7280)), (20, 20, (0.8316, 1.0)), (57, 60, (0.8608, 0.9896))],
+)
+def test_the_exact_interval(successes: int, num: int, expected: tuple[float, float]) -> None:
+    assert exact(successes, num) == pytest.approx(expected, abs=1e-4)
+    low, high = at_any_time(successes, num)
+    assert low <= expected[0] < expected[1] <= high
+    assert exact(1900, 2000) == pytest.approx((0.9395, 0.9591), abs=1e-4)
+
+
+@pytest.mark.unit
+def test_looks_at_any_time_are_wrong_in_fewer_cases_than_they_may() -> None:
+    generator, num_runs, num_looks = random.Random(1), 300, 30
+    wrong = {functools.cache(interval): 0 for interval in (exact, at_any_time)}
+    for _ in range(num_runs):
+        sums = list(itertools.accumulate(generator.random() < 0.8 for _ in range(num_looks)))
+        for interval in wrong:
+            looks = [interval(successes, number) for number, successes in enumerate(sums, 1)]
+            wrong[interval] += not all(low <= 0.8 <= high for low, high in looks)
+    looked_at, held = wrong.values()
+    assert held <= 0.05 * num_runs < looked_at
