@@ -17,6 +17,7 @@ from ddpshim.evaluation import environments, intervals
 from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
 from ddpshim.evaluation.player import Order, Player, PlayerBeside, packed
+from ddpshim.job import events
 from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.job import current
 from ddpshim.job.say import say, say_once
@@ -121,7 +122,9 @@ def evaluate(
         make_env, policy, num_episodes, horizon, seed, is_success, ends_at_success, confidence, threshold, width
     )
     player = current().part(_Players).here
-    return call.evaluation(call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)())
+    with events.counted("rollout"):
+        dealt = call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)()
+    return call.evaluation(dealt)
 
 
 def evaluate_in_background(

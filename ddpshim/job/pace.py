@@ -74,7 +74,11 @@ class Pace:
         assert clock is not None
         self.num_steps += 1
         if self._on_gpu:
-            self._mark(clock)
+            try:
+                self._mark(clock)
+            except RuntimeError:  # an event went into a graph that was captured: the host's times must do
+                self._on_gpu, clock.marks = False, None
+                self._by_gpu.clear()
         if self._awaited is not None:
             self._read()
         if (self.num_steps - self._since) % self._width == 0:
