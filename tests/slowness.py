@@ -41,6 +41,7 @@ class Case(NamedTuple):
     phase: Optional[str]
     share: float = 0.0
     rank: int = 0
+    step_s: float = STEP_S
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -93,6 +94,20 @@ class _SlowToPickle:
         return {}
 
 
+class _Env:
+    """An episode of it is one step."""
+
+    def __init__(self, sleep_s: float) -> None:
+        self.sleep_s = sleep_s
+
+    def reset(self, *, seed: Optional[int] = None) -> tuple[list[float], dict[str, Any]]:
+        return [0.0], {}
+
+    def step(self, action: int) -> tuple[list[float], float, bool, bool, dict[str, Any]]:
+        time.sleep(self.sleep_s)
+        return [0.0], 0.0, True, False, {"success": True}
+
+
 def _slow_network(sleep_s, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation but its own
     """A mean over ranks that arrives `sleep_s` later."""
 
@@ -107,9 +122,9 @@ def train(case: Case) -> list[dict[str, Any]]:
     """What is found in a training with that planted (collective)."""
     notes, here = Notes(("slow",)), ddpshim.world()
     events.record_to(notes)
-    extra = case.share * STEP_S
+    extra = case.share * case.step_s
     slow = {case.phase: extra} if case.phase == "communication" or here.rank in case.ranks else {}
-    compute_s = STEP_S - OPTIMIZER_S
+    compute_s = case.step_s - OPTIMIZER_S
     more = {f"more_{phase}_s": slow.get(phase, 0.0) for phase in ("forward", "backward")}
     net = SleepingPolicy(1000, 4, compute_s, **more)
     policy = ddpshim.wrap_parallel(net, comm_hook=_slow_network, comm_hook_state=slow.get("communication", 0.0))
@@ -125,9 +140,9 @@ def train(case: Case) -> list[dict[str, Any]]:
             optimizer.step()
             if step % EVERY == 0 and "save" in slow:
                 ddpshim.checkpoint.save(_SlowToPickle(EVERY * extra), Path(folder, "policy.pth"))
-            if step % EVERY == 0 and "rollout" in slow:
-                with events.counted("rollout"):
-                    time.sleep(EVERY * extra)
+            if step % EVERY == 0 and case.phase == "rollout":
+                make_env = functools.partial(_Env, EVERY * slow.get("rollout", 0.0))
+                ddpshim.evaluate(make_env, lambda observation: 0, NUM_RANKS)
             if step == NUM_STEPS:
                 break
     events.record_to(None)

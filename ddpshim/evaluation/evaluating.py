@@ -122,7 +122,9 @@ def evaluate(
         make_env, policy, num_episodes, horizon, seed, is_success, ends_at_success, confidence, threshold, width
     )
     player = current().part(_Players).here
-    return call.evaluation(call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)())
+    with events.counted("rollout"):
+        dealt = call.deal().play(functools.partial(player.play, call.order), _what, is_success=_succeeded)()
+    return call.evaluation(dealt)
 
 
 def evaluate_in_background(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from ddpshim.job import events, failure
@@ -73,7 +74,11 @@ class Pace:
         assert clock is not None
         self.num_steps += 1
         if self._on_gpu:
-            self._mark(clock)
+            try:
+                self._mark(clock)
+            except RuntimeError:  # an event went into a graph that was captured: the host's times must do
+                self._on_gpu, clock.marks = False, None
+                self._by_gpu.clear()
         if self._awaited is not None:
             self._read()
         if (self.num_steps - self._since) % self._width == 0:
@@ -111,11 +116,13 @@ class Pace:
         if events.is_recorded():
             sent = sorted(block[PHASES.index("communication")] for block in blocks.values())
             self._note(means, sent[len(sent) // 4], clock)
+        worker_s = clock.worker_s()
+        loads_s = None if worker_s is None else worker_s / clock.num_workers
         if here.world_size == 1:
-            self._tell([blocks], self.num_steps - self._since)
+            self._tell([blocks], [loads_s], self.num_steps - self._since)
         else:
             with contextlib.suppress(RuntimeError, ValueError):  # the store is gone with its host
-                current().store.set(_key(self.num_steps, here.rank), json.dumps(blocks))
+                current().store.set(_key(self.num_steps, here.rank), json.dumps([blocks, loads_s]))
             if here.is_main:
                 self._awaited, self._num_tries = (self.num_steps, self.num_steps - self._since), 0
         self._by_host, self._by_gpu = {}, {}
@@ -148,16 +155,17 @@ class Pace:
         told = None
         with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError):  # gone, or of no rank of ours
             if store.check(keys) if hasattr(store, "check") else all(failure.is_there(store, key) for key in keys):
-                told = [_blocks_of(json.loads(store.get(key))) for key in keys]
+                told = [_read_told(json.loads(store.get(key))) for key in keys]
         if told is not None or self._num_tries == _MOST_TRIES:
             self._awaited = None
         if told is not None:
-            self._tell(told, num_steps)
+            blocks, loads_s = zip(*told)
+            self._tell(blocks, loads_s, num_steps)
 
-    def _tell(self, ranks: list[Blocks], num_steps: int) -> None:
+    def _tell(self, ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]], num_steps: int) -> None:
         from ddpshim.job.slowness import judge
 
-        finding = judge(ranks)
+        finding = judge(ranks, loads_s)
         if finding is None or finding.step_s * num_steps < _LEAST_S:
             return
         key = finding.phase, finding.ranks
@@ -176,9 +184,10 @@ def _key(look: int, rank: int) -> str:
     return f"pace/{look}/{rank}"
 
 
-def _blocks_of(told: Any) -> Blocks:
+def _read_told(told: Any) -> tuple[Blocks, Optional[float]]:
     """What a rank has left; raises ValueError or TypeError for anything else."""
+    told, loads_s = told
     blocks = {int(first): [float(seconds) for seconds in block] for first, block in told.items()}
     if any(len(block) != len(PHASES) for block in blocks.values()):
         raise ValueError("other phases than this ddpshim's")
-    return blocks
+    return blocks, None if loads_s is None else float(loads_s)

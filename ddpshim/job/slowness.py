@@ -16,6 +16,7 @@ _LEAST_BLOCKS = 4
 # Standard errors by which a rank must be slower: one step that the system interrupted is not enough. Loaders with
 # workers stall in bursts.
 _SURE, _SURE_OF_DATA = 2.5, 2.0
+_ALIKE = 1.2
 _RARE = ("save", "rollout")  # they have no noise: a rank that does nothing has zero
 _OTHER = ("after", "evaluation", "outside")  # of a rank alone these are one: what its program does between steps
 _OWN = {**{name: (name,) for name in PHASES if name not in ("communication", *_OTHER)}, "other": _OTHER}
@@ -87,11 +88,12 @@ class Finding(NamedTuple):
         return f"{who} {verb} longer {_WHAT[self.phase]} than the others, which wait: {cost}. {_DO_ALONE[self.phase]}."
 
 
-def judge(ranks: Sequence[Blocks]) -> Optional[Finding]:
+def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Optional[Finding]:
     """What costs most of the time of a step; None where nothing costs much. Local.
 
     Args:
         ranks: the blocks of each rank, in the order of ranks.
+        loads_s: how often each rank's workers could give a batch, in seconds; None where that is not known.
     """
     numbers = sorted(set(ranks[0]).intersection(*ranks[1:]))
     if len(numbers) < _LEAST_BLOCKS:
@@ -125,6 +127,8 @@ def judge(ranks: Sequence[Blocks]) -> Optional[Finding]:
             worst = max(costs.values(), default=0.0)
             if worst > 0:
                 slow = tuple(rank for rank, cost in costs.items() if 2 * cost > worst)
+                if phase == "data" and _all_load_alike([loads_s[rank] for rank in slow], loads_s):
+                    slow = ()  # workers of the others go on while those wait for these
                 found.append(Finding(phase, slow, worst, step_s))
     most = max(found, key=lambda finding: finding.cost_s)
     is_much = most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) and most.cost_s >= _LEAST_COST_S
@@ -135,6 +139,13 @@ def _excess(of_ranks: Sequence[Sequence[float]]) -> list[list[float]]:
     """By how much each rank takes longer than the one in the middle, block by block."""
     middles = list(map(statistics.median_low, zip(*of_ranks)))
     return [[own - middle for own, middle in zip(values, middles)] for values in of_ranks]
+
+
+def _all_load_alike(of_some: Sequence[Optional[float]], of_all: Sequence[Optional[float]]) -> bool:
+    known = [seconds for seconds in of_all if seconds is not None]
+    if None in of_some or len(known) < len(of_all):
+        return False
+    return max(seconds for seconds in of_some if seconds is not None) < _ALIKE * statistics.median_low(known)
 
 
 def _is_sure(excess: Sequence[float], num_errors: float) -> bool:

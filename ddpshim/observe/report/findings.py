@@ -153,6 +153,8 @@ def _about_guards(run: Run) -> Iterator[Remark]:
 
 
 def _about_time(run: Run) -> Iterator[Remark]:
+    for _, _, record in run.events("slow"):
+        yield Remark("note", f"After {record.get('steps')} steps: {str(record.get('said')).rstrip('.')}")
     ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
     if not any(len(run.timed(rank)) < len(run.rows(rank)) or run.trained_s(rank) > _WARM_S for rank in ranks):
         return  # it would say no more than how long the first steps take
@@ -169,8 +171,6 @@ def _about_time(run: Run) -> Iterator[Remark]:
         yield Remark("bad", f"Data wait is {share} of the training time on rank {rank}: look at that node's disk")
     else:
         yield Remark("good", f"Data wait is {span(waits.values())} of the training time")
-    for _, _, record in run.events("slow"):
-        yield Remark("note", f"After {record.get('steps')} steps: {record.get('said')}")
     works = run.own_work()
     talks = {rank: run.share(rank, ["communication"]) for rank in ranks}
     if len(works) > 1:
