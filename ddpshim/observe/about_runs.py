@@ -67,5 +67,6 @@ def _predict(arguments: argparse.Namespace) -> int:
 def _is_absent(folder: Path) -> bool:
     if folder.is_dir():
         return False
-    say(f"{folder} {'is no folder' if folder.exists() else 'does not exist'}; nothing can be read. Name the folder of a run.")
+    found = "is no folder" if folder.exists() else "does not exist"
+    say(f"{folder} {found}; nothing can be read. Name the folder of a run.")
     return True
