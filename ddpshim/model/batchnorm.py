@@ -90,7 +90,7 @@ class _Normalise(torch.autograd.Function):
         table = torch.stack(exchange.gather(own, group, "the statistics of a batch"))
         counts, means = table[:, -1:], table[:, : x.shape[1]]
         total = counts.sum()
-        if count <= 1 and total <= 1:  # with more here a GPU need not be asked
+        if count <= 1 and total <= 1:  # in this order: a GPU is waited for only where it has one value
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         mean = (means * counts).sum(0) / total
         variance = (table[:, x.shape[1] : -1].sum(0) + ((means - mean).square() * counts).sum(0)) / total
