@@ -60,7 +60,7 @@ LIMITS = """## How numbers are compared
 - A step over raw DDP's: forward and backward, in alternation, median and quartiles of the ratios. It fails where the
   lower quartile is above 1.1.
 - Failures: a job whose rank 1 raises, allocates too much, stops (SIGSTOP) and is killed, each after a restart. It
-  fails where rank 1 is not named in time (20, 20, 45 and 60 seconds), or the other ranks are not gone after 90.
+  fails where rank 1 is not named in time (20, 20, 60 and 60 seconds), or the other ranks are not gone after 90.
 - Rendering: where MuJoCo is installed, the GPU whose memory grows while a picture is rendered through EGL. It was
   never run.
 """

@@ -65,6 +65,8 @@ def test_every_check_on_a_simulated_pair(tmp_path: Path) -> None:
     assert str(tmp_path) not in texts
     assert str(gpu_page.ROOT) not in texts
     assert re.search(r"named after 0\.\d s, after \d+\.\d s the job was over", told["failures", "kill"]["detail"])
+    versions = rf"torch {re.escape(torch.__version__)}, NCCL \S+, 2 x Simulated GPU \(9\.0\)"
+    assert re.fullmatch(versions, told["ranks", "facts"]["detail"])
     # Of the largest change of a weight; a gradient that does not cross the ranks makes 0.01 and more.
     apart = re.findall(r"(\S+) in (float64|float32) \(limit", told["ranks", "U-Net"]["detail"])
     assert [float(number) < {"float64": 1e-12, "float32": 1e-5}[kind] for number, kind in apart] == [True, True]

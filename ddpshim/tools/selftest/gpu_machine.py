@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpshim.errors import SyncError, WorldError
 from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.model.parallel import wrap_parallel
+from ddpshim.observe.environment import describe
 from ddpshim.tools.selftest.checks import NotRun, Rank
 from ddpshim.tools.selftest.policies import Recurrent, Transformer, UNet, data
 
 _SEED = 1
+_VERSIONS = ("torch", "CUDA", "ROCm", "cuDNN", "NCCL", "NVIDIA driver")
 _MOST_MB_OF_A_NETWORK = 32  # of GPU memory that no tensor has; a communicator takes hundreds
 _LEAST_MB_OF_A_RENDERER = 16
 _MOST_OF_DDP = 1.1  # a step's time over that of raw DDP
@@ -60,7 +62,9 @@ class GpuMachine(Rank):
             kinds[f"{name} ({capability})"] += 1
         mig = ", MIG" if any("MIG" in name or uuid.startswith("MIG") for name, uuid, _ in every) else ""
         mixed = "; they differ: the slowest sets the pace" if len(kinds) > 1 else ""
-        return ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) + mig + mixed
+        versions = describe()["versions"]
+        has = [f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)]
+        return ", ".join([*has, *(f"{number} x {kind}" for kind, number in kinds.items())]) + mig + mixed
 
     def links(self) -> str:
         copies = self.peer_to_peer()  # of rank 0

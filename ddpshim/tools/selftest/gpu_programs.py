@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ddpshim.tools.selftest.gpu import Check, Result
     from ddpshim.tools.selftest.running import Plan
 
-_TIMEOUT_S = 16  # of the job that fails: ranks ask who stays away after half of it
+_TIMEOUT_S = 30  # of the job that fails: ranks ask who stays away after half of it
 _START_S = 120.0  # imports, CUDA and nccl, on a machine that does other things as well
-_NAMED_S = {"exception": 20.0, "out of memory": 20.0, "stop": 45.0, "kill": 60.0}
+_NAMED_S = {"exception": 20.0, "out of memory": 20.0, "stop": 60.0, "kill": 60.0}
 _END_S = 90.0
 _NUM_LINES_SHOWN = 12
 _LOOK_EVERY_S = 0.1
