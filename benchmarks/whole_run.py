@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -213,7 +214,10 @@ def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
 def first_step(folder: Path, rounds: int) -> Iterator[Result]:
     """From the command until the first step is made: the released trainer, under torchrun, and launched by us."""
 
+    cpu: dict[str, list[float]] = {arm: [] for arm in ("released", "ours", "torchrun")}
+
     def seconds(arm: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         own = folder / "start" / arm
         shutil.rmtree(own, ignore_errors=True)
         config = config_file(CONFIGS["bc"], own, epochs=1, steps=1)
@@ -224,12 +228,15 @@ def first_step(folder: Path, rounds: int) -> Iterator[Result]:
             return time.perf_counter() - start
         finally:
             trainer.end()
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu[arm].append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
-    found = alternate({arm: (lambda arm=arm: seconds(arm)) for arm in ("released", "ours", "torchrun")}, rounds)
+    found = alternate({arm: (lambda arm=arm: seconds(arm)) for arm in cpu}, rounds)
     later = [ours - released for ours, released in zip(found["ours"], found["released"])]
     value, quartiles = median_and_quartiles(later)
     middle = {arm: median_and_quartiles(found[arm])[0] for arm in found}
-    note = ", ".join(f"{arm} {middle[arm]:.3g} s" for arm in found)
+    note = ", ".join(f"{arm} {middle[arm]:.3g} s" for arm in found) + "; CPU time of all processes, to the end: "
+    note += ", ".join(f"{arm} {median_and_quartiles(each)[0]:.3g} s" for arm, each in cpu.items())
     what = "from the command to the first step, bc 256-256"
     yield Result("whole_run", what, value, "s after the released one", quartiles, at_most=0.3, note=note)
     value, quartiles = ratio(found["ours"], found["torchrun"])

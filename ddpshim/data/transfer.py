@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,6 @@ class OnDevice:
                 return value
             sent.append(value.to(self._device, non_blocking=True))
             return sent[-1]
-        if isinstance(value, dict):
+        if type(value) in (dict, OrderedDict):
             return type(value)((key, self._moved(part, sent)) for key, part in value.items())
         return [self._moved(part, sent) for part in value] if type(value) is list else value
