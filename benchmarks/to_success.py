@@ -61,7 +61,7 @@ class Plan:
     deadline_s: float = 240.0  # of one training
 
 
-QUICK = Plan(seeds=(1,), num_episodes=10, num_again=10)
+QUICK = Plan(seeds=(1,), num_episodes=10, num_again=10, deadline_s=600.0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ def first_success(models: Sequence[Path]) -> Optional[tuple[Path, int, float]]:
     """The first checkpoint that succeeded in enough episodes, its epoch and its rate; None without one."""
     named = [(re.fullmatch(r"model_epoch_(\d+)_Lift_success_([\d.]+)\.pth", path.name), path) for path in models]
     good = [(int(name[1]), float(name[2]), path) for name, path in named if name and float(name[2]) >= WANTED]
-    return (lambda epoch, rate, path: (path, epoch, rate))(*min(good)) if good else None
+    if not good:
+        return None
+    epoch, rate, path = min(good)
+    return path, epoch, rate
 
 
 def train(arm: str, tree: Path, folder: Path, seed: int, plan: Plan) -> Found:
@@ -251,7 +254,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the runs here; a new folder")
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args()
-    plan = QUICK if args.quick else Plan()
+    plan, load = QUICK if args.quick else Plan(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -262,7 +265,7 @@ def main() -> None:
     )
     where = "DDPSHIM_UPSTREAM=… " if os.environ.get("DDPSHIM_UPSTREAM") else ""
     words = [where + "python -m benchmarks.to_success", *(["--quick"] if args.quick else [])]
-    python = f"Python {sys.version.split()[0]}, {num_cores()} CPU cores, gloo"
+    python = f"Python {sys.version.split()[0]}, gloo on {num_cores()} CPU cores, {load:.1f} processes computing before"
     text = page(found, plan, " ".join([*words, "--write docs/to_success.md"]), f"{versions}, {python}")
     print(text)
     if args.write:

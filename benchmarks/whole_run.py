@@ -114,14 +114,15 @@ class Trainer:
             self.process.wait()
 
 
-def _script() -> Path:
+def script() -> Path:
+    """The released trainer's."""
     import robomimic
 
     return Path(robomimic.__path__[0], "scripts", "train.py")
 
 
 def _commands(config: Path) -> dict[str, list[str]]:
-    arguments = [str(_script()), "--config", str(config)]
+    arguments = [str(script()), "--config", str(config)]
     return {
         "released": [sys.executable, *arguments],
         "ours": [sys.executable, "-m", "ddpshim", "run", "--nproc", "1", *arguments],
@@ -129,11 +130,11 @@ def _commands(config: Path) -> dict[str, list[str]]:
     }
 
 
-def _configs(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
+def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
     """The config file, from the release's own template."""
     from tests.equivalence import DATA
 
-    template = _script().parent.parent / "exps" / "templates" / "bc.json"
+    template = script().parent.parent / "exps" / "templates" / "bc.json"
     config = json.loads(template.read_text())
     settings = {
         "experiment.name": "whole",
@@ -181,7 +182,7 @@ def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
     arms: dict[str, Trainer] = {}
     try:
         for arm in ("released", "ours"):
-            config = _configs(chosen, folder / name / arm, epochs + 1, chosen.steps)
+            config = config_file(chosen, folder / name / arm, epochs + 1, chosen.steps)
             arms[arm] = Trainer(_commands(config)[arm], config.parent / "log.txt")
             arms[arm].until(b"Train Epoch 1\n")
             arms[arm].stop()
@@ -215,7 +216,7 @@ def first_step(folder: Path, rounds: int) -> Iterator[Result]:
     def seconds(arm: str) -> float:
         own = folder / "start" / arm
         shutil.rmtree(own, ignore_errors=True)
-        config = _configs(CONFIGS["bc"], own, epochs=1, steps=1)
+        config = config_file(CONFIGS["bc"], own, epochs=1, steps=1)
         start = time.perf_counter()
         trainer = Trainer(_commands(config)[arm], own / "log.txt")
         try:

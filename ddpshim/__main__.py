@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Optional
 from ddpshim.argument_types import natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
+from ddpshim.observe import about_runs
 from ddpshim.trainers.patching import command
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_audit(commands)
     _add_prove(commands)
-    _add_report(commands)
-    _add_predict(commands)
+    about_runs.add(commands)
     return parser
 
 
@@ -210,59 +210,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.as_json(), indent=2) if arguments.json else report.as_text())
     is_bad = any(finding.severity != "note" for finding in report.findings)
     return 1 if is_bad else 0 if report.num_programs else 2
-
-
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    report = commands.add_parser(
-        "report",
-        help="a page about a run: losses of all ranks, time, memory, guards, checkpoints, how it ended",
-        description="Write what the ranks of a run have written down as one page of HTML that needs no network, or as "
-        "Markdown, and print its path. Exit code: 0 written, 1 nothing to report, 2 wrong usage or no such folder.",
-    )
-    report.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
-    report.add_argument("--markdown", action="store_true", help="the same numbers without charts, nor matplotlib")
-    report.add_argument("--out", type=Path, metavar="FILE", help="default: report.html or report.md in RUN_DIR")
-    report.set_defaults(run=_report)
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.report.writing import write
-
-    if not arguments.folder.is_dir():
-        found = "is no folder" if arguments.folder.exists() else "does not exist"
-        say(f"{arguments.folder} {found}; nothing was written. Name the folder of a run.")
-        return 2
-    print(write(arguments.folder, arguments.out, arguments.markdown))
-    return 0
-
-
-def _add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    predict = commands.add_parser(
-        "predict",
-        help="how fast a run would be on another number of GPUs, and what its limit is there",
-        description="Say, from the records of one run, how many times as fast it would be on other numbers of GPUs, "
-        "what limits it there, and whether more would help (docs/report.md says how, and what is left out). Exit code: "
-        "0 said, 1 the records do not tell enough, 2 wrong usage or no such folder.",
-    )
-    predict.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
-    text = "ranks, one on each GPU; several numbers make several lines"
-    predict.add_argument("--gpus", type=_positive, nargs="+", required=True, metavar="N", help=text)
-    text = "GPUs of a node there (8, or as many as in the run)"
-    predict.add_argument("--gpus-per-node", type=_positive, metavar="N", help=text)
-    predict.set_defaults(run=_predict)
-
-
-def _predict(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.predict import as_text, measured, predict
-
-    if not arguments.folder.is_dir():
-        found = "is no folder" if arguments.folder.exists() else "does not exist"
-        say(f"{arguments.folder} {found}; nothing was predicted. Name the folder of a run.")
-        return 2
-    run = measured(arguments.folder)
-    for number in arguments.gpus:
-        print(as_text(run, predict(run, number, arguments.gpus_per_node)))
-    return 0
 
 
 def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, FILES = ROOT / "docs" / "gpus.md", ROOT / "docs" / "gpus"
 MEASURED = ("all-reduce", "links", "memory", "overlap", "exception", "stop", "kill", "robomimic")
 
-NOTHING = """**No real GPU has been tested yet.** All checks below run on two simulated GPUs in the tests, which shows
-that the script works, and what is called, where, and in which order. It shows nothing of real nccl, of kernels, of
-times, or of memory. Until a file of a real machine stands here, what the docs say of GPUs is read from torch's sources.
+NOTHING = """**No real GPU has been tested yet.** All checks below but rendering run on two simulated GPUs, in the tests
+(robomimic: by hand). That shows that the script works, and what is called, where, and in which order. It shows nothing
+of real nccl, of kernels, of times, or of memory. Until a file of a real machine stands here, what the docs say of GPUs
+is read from torch's sources.
 """
 
 HEAD = """# On GPUs
@@ -29,8 +30,8 @@ HEAD = """# On GPUs
 ## Test your machine, and earn its entry
 
 ```
-python -m ddpshim selftest --gpu --write gpus.json            # meant to take under ten minutes; nothing else on the GPUs
-python -m ddpshim selftest --gpu --quick --write gpus.json    # under two: without robomimic, fewer rounds
+python -m ddpshim selftest --gpu --write gpus.json            # meant for ten minutes; nothing else on the GPUs
+python -m ddpshim selftest --gpu --quick --write gpus.json    # for two: without robomimic, fewer rounds
 ```
 
 Then **send the file**, in an issue or a pull request that puts it into `docs/gpus/`. Also where a check fails: that is
@@ -116,7 +117,8 @@ def _table(machines: Sequence[dict[str, Any]]) -> list[str]:
         versions[1] = versions[1] or f"ROCm {has.get('ROCm')}"
         outcomes = [check["outcome"] for check in machine["checks"]]
         counts = [str(outcomes.count(outcome)) for outcome in (PASSED, FAILED, NOT_RUN)]
-        when = f"{machine['date']}{', quick' if machine['is_quick'] else ''}"
+        ended = "" if machine["is_complete"] else ", ended early"
+        when = f"{machine['date']}{', quick' if machine['is_quick'] else ''}{ended}"
         row = [f"{number}. {_name(machine)}", str(machine["num_ranks"]), *versions, when, *counts]
         lines.append(f"| {' | '.join(map(_cell, row))} |")
     return lines

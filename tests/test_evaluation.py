@@ -16,9 +16,11 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import RolloutError
-from ddpshim.evaluation import episodes
+from ddpshim.evaluation import episodes, player
 from ddpshim.evaluation.evaluating import Evaluation
 from ddpshim.evaluation.intervals import at_any_time, exact
+from ddpshim.job import events
+from ddpshim.job.progress import Frame, Progress, place_of
 from tests.ranks import run_ranks
 
 
@@ -108,7 +110,7 @@ class Dying(Reach):
 
 
 def _rank_evaluates(num: int) -> tuple[list[Any], str, list[str]]:
-    here = ddpshim.world()
+    here, player.YIELDS = ddpshim.world(), False
     torch.manual_seed(here.rank)  # of training: of no account
     net = ddpshim.wrap_parallel(Net())
     in_background = ddpshim.evaluate_in_background
@@ -267,6 +269,31 @@ def test_what_would_be_wrong_is_refused(make_env: Any, policy: Any, more: dict[s
     with pytest.raises(RolloutError) as refused:
         ddpshim.evaluate(make_env, policy(), **{"num_episodes": 3, **more})
     assert text in str(refused.value)
+
+
+class _Notes:
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, Any]] = []
+
+    def note(self, kind: str, **values: Any) -> None:
+        self.noted.append((kind, values))
+
+    def end(self, how: str, **values: Any) -> None: ...
+
+
+@pytest.mark.unit
+def test_an_evaluation_is_recorded_and_known_as_work_of_a_rank() -> None:
+    notes = _Notes()
+    events.record_to(notes)
+    try:
+        found = ddpshim.evaluate(Reach, Net(), 4)
+    finally:
+        events.record_to(None)
+    ((kind, values),) = notes.noted
+    assert (kind, values["environment"], values["episodes"]) == ("rollout", "Reach", 4)
+    assert values["metrics"] == {"Success_Rate": found.success_rate, "Return": found.mean_reward}
+    place = place_of([Frame("train.py", 3, "main"), Frame(episodes.__file__, 80, "play")], Progress())
+    assert (place.section, place.is_declared) == ("a rollout", True)
 
 
 @pytest.mark.unit

@@ -19,7 +19,8 @@ import torch
 
 import ddpshim
 from ddpshim.__main__ import main
-from ddpshim.errors import LaunchError, SyncError
+from ddpshim.errors import LaunchError, SyncError, WorldError
+from ddpshim.job.world import World
 from ddpshim.tools.selftest import failing, gpu, gpu_checks, gpu_programs
 from ddpshim.tools.selftest.checks import Outcome, Place
 from ddpshim.tools.selftest.gpu import CHECKS, FAILED, NOT_RUN, PASSED, Check, Result
@@ -81,7 +82,7 @@ def _rank_on_the_cpu(folder: str) -> GpuRank:
 def _said_by(check: Any) -> str:
     try:
         return str(check())
-    except (SyncError, RuntimeError) as error:  # the latter: the other rank has failed, and left
+    except (SyncError, WorldError, RuntimeError) as error:  # the latter: the other rank has failed, and left
         return f"{type(error).__name__}: {error}"
 
 
@@ -202,6 +203,36 @@ def test_ranks_that_do_not_start_leave_the_other_checks_not_run(broken_machine: 
     ]
 
 
+def test_a_machine_that_ends_early_leaves_what_it_has_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def crashes() -> Iterator[Result]:
+        yield Result("facts", "ranks", "it works", PASSED)
+        raise KeyboardInterrupt
+
+    file = tmp_path / "gpus.json"
+    with pytest.raises(KeyboardInterrupt):
+        _accept(monkeypatch, [PASSED], file, crashes())
+    written = json.loads(file.read_text())
+    assert [check["name"] for check in written["checks"]] == ["facts"]
+    assert not written["is_complete"]
+
+
+def test_ranks_that_cannot_be_started_end_no_acceptance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise LaunchError("no port is free")
+
+    checks = [Check(name, "it works", "some") for name in ("rendezvous", "facts", "links")]
+    monkeypatch.setattr(gpu, "CHECKS", (*checks, Check("robomimic", "it works", "other", num_gpus=9)))
+    monkeypatch.setattr(gpu, "started", refuse)
+    assert [
+        (result.name, result.outcome, result.detail) for result in gpu._run(Plan(nproc=2), False, tmp_path, None)
+    ] == [
+        ("rendezvous", FAILED, "no port is free"),
+        ("facts", NOT_RUN, "after 'rendezvous' nothing could be started"),
+        ("links", NOT_RUN, "after 'rendezvous' nothing could be started"),
+        ("robomimic", NOT_RUN, "it needs 9 GPUs, and has 2"),
+    ]
+
+
 def test_with_one_gpu_what_needs_two_says_so() -> None:
     alone = {check.name for check in CHECKS if gpu._why_not(check, 1, False, {"one process", "save"}) is None}
     assert alone == {"rendezvous", "one process", "facts", "rendering"}
@@ -212,11 +243,16 @@ def test_with_one_gpu_what_needs_two_says_so() -> None:
     assert [check.name for check in CHECKS if gpu._why_not(check, 2, True, {"one process", "save"})] == ["robomimic"]
 
 
-def _accept(monkeypatch: pytest.MonkeyPatch, outcomes: list[str], file: Optional[Path] = None) -> tuple[str, bool]:
+def _accept(
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: list[str],
+    file: Optional[Path] = None,
+    found: Optional[Iterator[Result]] = None,
+) -> tuple[str, bool]:
     results = [Result(f"check {n}", "ranks", "it works", outcome) for n, outcome in enumerate(outcomes)]
     results[0].detail = f'File "{Path.home()}/private/train.py", line 3 on gpu-node-17'
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-node-17")
-    monkeypatch.setattr(gpu, "_run", lambda *_: iter(results))
+    monkeypatch.setattr(gpu, "_run", lambda *_: found or iter(results))
     monkeypatch.setattr(gpu, "refuse_without_gpu", lambda: None)
     monkeypatch.setattr(gpu, "preloading_context", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -232,6 +268,7 @@ def test_what_was_not_run_did_not_pass(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert line.startswith("selftest on GPUs: 1 passed, 0 failed, 2 not run, 0 s; written to ")
     written = json.loads(file.read_text())
     assert written["checks"][0]["detail"] == 'File "train.py", line 3 on <host>'
+    assert written["is_complete"]
     line, is_good = _accept(monkeypatch, [PASSED, FAILED])
     assert not is_good
     assert line.startswith("selftest on GPUs: 1 passed, 1 failed, 0 not run")
@@ -286,6 +323,7 @@ _MACHINE: dict[str, Any] = {
     "schema": 1,
     "date": "2026-11-23",
     "is_quick": False,
+    "is_complete": True,
     "num_ranks": 2,
     "versions": {
         "torch": "2.9.0",
@@ -331,3 +369,40 @@ def test_the_page_is_that_of_the_files_that_came() -> None:
     files = sorted(gpu_page.FILES.glob("*.json"))
     assert gpu_page.PAGE.read_text() == gpu_page.page([gpu_page.read(file) for file in files])
     assert ("No real GPU has been tested yet" in gpu_page.PAGE.read_text()) == (not files)
+
+
+@pytest.mark.parametrize(
+    ("taken", "pixel", "said"),
+    [
+        ((64, 0), 255, "each rank renders on its own GPU (64 MB there)"),
+        ((0, 64), 255, "WorldError: rank 0 trains on cuda:0 and renders on cuda:1, which has another rank's"),
+        ((1, 2), 255, "no GPU's memory grew while EGL rendered (1, 2 MB)"),
+        ((64, 0), 0, "WorldError: the picture is black"),
+    ],
+)
+def test_who_renders_where_is_read_from_memory(
+    taken: tuple[int, int], pixel: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [2**30, 2**30]
+
+    class Renderer:
+        def __init__(self, model: Any, height: int, width: int) -> None:
+            free[:] = [now - mb * 2**20 for now, mb in zip(free, taken)]
+
+        def update_scene(self, state: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+        def render(self) -> Any:
+            return torch.full((2048, 2048, 3), pixel, dtype=torch.uint8)
+
+    model = types.SimpleNamespace(from_xml_string=lambda text: text)
+    mujoco = types.SimpleNamespace(__spec__=1, MjModel=model, MjData=str, Renderer=Renderer, mj_forward=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "mujoco", mujoco)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 2**30))
+    for name in ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "EGL_DEVICE_ID"):
+        monkeypatch.setenv(name, "0")
+    rank = GpuRank(Place(0, 1, 0, 1, 0, "127.0.0.1", 1, "cuda", 1.0, ""))
+    rank.world = World(launcher="selftest", device=torch.device("cuda", 0))
+    assert _said_by(rank.rendering).startswith(said)

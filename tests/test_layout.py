@@ -28,6 +28,7 @@ TRAINERS = (
     "robomimic.algo",
     "robomimic.calls",
     "robomimic.datasets",
+    "robomimic.reads",
     "robomimic.rollout",
     "robomimic.stand_ins",
     "robomimic.windows",

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Optional
 
 import torch
@@ -233,6 +233,7 @@ class _Call:
     confidence: float
     threshold: Optional[float]
     width: Optional[float]
+    begun: float = field(default_factory=time.perf_counter)
 
     @property
     def may_stop(self) -> bool:
@@ -266,7 +267,17 @@ class _Call:
         method = intervals.at_any_time if self.may_stop else intervals.exact
         low, high = method(num_successes, len(kept), self.confidence)
         is_above = None if self.threshold is None or low <= self.threshold <= high else low > self.threshold
-        return Evaluation(tuple(kept), self.confidence, (low, high), is_above)
+        found = Evaluation(tuple(kept), self.confidence, (low, high), is_above)
+        batch, make_env = current().progress.batch, self.order.make_env
+        events.note(
+            "rollout",
+            epoch=None if batch is None else batch[0],
+            environment=getattr(make_env, "__name__", type(make_env).__name__),
+            episodes=len(kept),
+            metrics={"Success_Rate": found.success_rate, "Return": found.mean_reward},
+            seconds=time.perf_counter() - self.begun,
+        )
+        return found
 
 
 def _checked(

@@ -28,7 +28,8 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.say import described
 
 _NUM_CHECKED = 2  # episodes
-_NICE = 19
+_NICE_WHILE_PLAYING = 19
+YIELDS = True  # whether the process beside gives way to all others; tests on busy machines cannot wait for it
 _END_DEADLINE_S = 5.0
 _LOOK_EVERY_S = 1.0
 
@@ -108,7 +109,7 @@ class PlayerBeside:
         if self._has_ended:
             raise RolloutError("the job ended before its evaluation in the background did")
         if self._connection is None or self._process is None:
-            self._process, self._connection = start_process(_serve, *_program(), nice=_NICE)
+            self._process, self._connection = start_process(_serve, *_program(), YIELDS)
         return self._connection
 
     def _lost(self) -> RolloutError:
@@ -164,11 +165,10 @@ def _compute_as(numerics: dict[str, Any]) -> None:
         setattr(torch.backends.cudnn, name, value)
 
 
-def _serve(descriptor: int, parent: int, name: Optional[str], file: Optional[str]) -> None:
+def _serve(descriptor: int, parent: int, name: Optional[str], file: Optional[str], yields: bool) -> None:
     """What the process beside does, as long as the other one wants it."""
-    if hasattr(os, "SCHED_IDLE"):
-        with contextlib.suppress(OSError):  # a sandbox may not let it
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if yields:
+        _give_way()
     group.settle_rounding()
     connection, receiver = Connection(descriptor), _Receiver(name, file)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
@@ -177,6 +177,14 @@ def _serve(descriptor: int, parent: int, name: Optional[str], file: Optional[str
             if connection.poll():
                 connection.send(receiver.answer(*connection.recv()))
     os._exit(0)
+
+
+def _give_way() -> None:
+    """Compute only where nobody else wants the core. From here on: the imports before should not take for ever."""
+    os.nice(_NICE_WHILE_PLAYING)
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):  # a sandbox may not let it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class _Receiver:

@@ -23,6 +23,7 @@ _MOST_FRAMES = 10
 _SECTIONS = (
     ("ddpshim/job/world.py", "run_on_main", "World.run_on_main", True),
     ("ddpshim/checkpoint/", "", "a save", True),
+    ("ddpshim/evaluation/", "", "a rollout", True),
     ("ddpshim/robomimic/rollout.py", "", "a rollout", True),
     ("robomimic/utils/train_utils.py", "rollout_with_stats", "a rollout", True),
     ("robomimic/utils/train_utils.py", "save_model", "a save", True),

@@ -142,10 +142,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_needs_default_stream"] = needs
         # torch.compile then ends a graph where a bucket ends. It refuses buckets below DDP's first one.
         mine["_splits_graphs"] = hasattr(module, "_orig_mod") and not lacking and self.bucket_bytes_cap >= 1024 * 1024
+        mine["_missed"] = []  # in the pass that ends
         mine["_captured"] = []  # from where CUDA graphs copy
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
-        mine["num_bytes"] = sum(p.numel() * p.element_size() for p in reduced)
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
         mine["_versions"] = []  # of the parameters, in the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
@@ -256,6 +256,11 @@ class DistributedModule(Transparent, DistributedDataParallel):
             del self.__dict__[name]
 
     @property
+    def has_sent(self) -> bool:
+        """Whether all buckets but the last one have left in the backward pass that goes on."""
+        return self.is_armed and self._sends_at_once and len(self._seen) == len(self._reduced)
+
+    @property
     def is_armed(self) -> bool:
         """Between the first gradient of a backward pass that is to be reduced and its end."""
         return bool(self._pass.goes_on)
@@ -278,7 +283,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         return True
 
     def _finish(self) -> None:
-        """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
+        """End of the pass: hand the reducer the parameters that it did not meet; all buckets but the last go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
         if self._needs_default_stream:
@@ -296,14 +301,18 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._versions:
             backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
             self._versions.clear()
-        ready = missed
+        mine["_missed"], ready = missed, missed
         if not self._sends_at_once:
             self._reducer.prepare_for_backward([])
             places = {id(p): i for i, p in enumerate(reduced)}
             ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # as they came
         for index in ready:
             self._reducer._autograd_hook(index + 1)
-        self._tell_others([i for i in missed if reduced[i].grad is None])
+
+    def _send_last(self) -> None:
+        """After that: send the last bucket, and the buffers."""
+        mine, profiled, missed = self.__dict__, events.running, self._missed
+        self._tell_others([i for i in missed if self._reduced[i].grad is None])
         self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
-from ddpshim.errors import LaunchError
+from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import count
 from ddpshim.tools.selftest.running import Plan, SelfTestFailed, completed, preloading_context, started
 from ddpshim.version import __version__
@@ -138,15 +138,15 @@ def accept(
     options = replace(options, device="cuda", nproc=num_ranks)
     say(f"ddpshim selftest: {count(num_ranks, 'rank')} on {count(num_gpus, 'GPU')}{', quick' if is_quick else ''}")
     results: list[Result] = []
+    facts = None if file is None else {"num_ranks": num_ranks, "is_quick": is_quick, **_facts()}
     with tempfile.TemporaryDirectory() as folder:
         for result in _run(options, is_quick, Path(folder), context):
             results.append(result)
             say(as_line(result))
+            _write(file, facts, results, time.monotonic() - begun)  # also of a machine that does not survive the next
     told = {outcome: sum(result.outcome == outcome for result in results) for outcome in (PASSED, FAILED, NOT_RUN)}
     seconds = time.monotonic() - begun
-    if file is not None:
-        described = _described(results, num_ranks, is_quick, seconds)
-        file.write_text(json.dumps(described, indent=1) + "\n")
+    _write(file, facts, results, seconds, is_complete=True)
     counts = ", ".join(f"{number} {outcome}" for outcome, number in told.items())
     where = f"; written to {file}" if file is not None else ""
     return f"selftest on GPUs: {counts}, {seconds:.0f} s{where}", not told[FAILED]
@@ -175,10 +175,17 @@ def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[
         else:
             place = {"num_ranks": num_ranks, "is_quick": is_quick}
             found = _on_ranks(replace(options, nproc=sizes.get(stage, num_ranks)), folder, context, left, place)
-        for result in found:
-            if result.outcome == PASSED:
-                passed.add(result.name)
-            yield result
+        told: list[str] = []
+        try:
+            for result in found:
+                told.append(result.name)
+                if result.outcome == PASSED:
+                    passed.add(result.name)
+                yield result
+        except (DdpShimError, OSError) as error:  # no ranks, or no job, could be started
+            for number, check in enumerate(check for check in left if check.name not in told):
+                why = str(error) if number == 0 else f"after '{left[len(told)].name}' nothing could be started"
+                yield Result(check.name, stage, check.proves, NOT_RUN if number else FAILED, detail=why)
 
 
 def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str]) -> Optional[str]:
@@ -283,23 +290,28 @@ def as_line(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _described(results: list[Result], num_ranks: int, is_quick: bool, seconds: float) -> dict[str, Any]:
-    """What `--write` writes: no names of machines, users, folders; `schema` changes with what a reader could notice."""
+def _facts() -> dict[str, Any]:
+    """What a file says of the machine."""
     from ddpshim.observe.environment import describe
 
     environment = describe()
-    checks = [{**asdict(result), "detail": public(result.detail)} for result in results]
-    return {
-        "schema": 1,
-        "ddpshim": __version__,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "is_quick": is_quick,
-        "seconds": round(seconds),
-        "num_ranks": num_ranks,
-        "versions": {name: public(value) for name, value in environment["versions"].items() if value is not None},
-        "GPUs": environment["GPUs"],
-        "checks": [{**check, "seconds": round(check["seconds"], 2)} for check in checks],
-    }
+    versions = {name: public(value) for name, value in environment["versions"].items() if value is not None}
+    return {"versions": versions, "GPUs": environment["GPUs"], "date": time.strftime("%Y-%m-%d", time.gmtime())}
+
+
+def _write(
+    file: Optional[Path],
+    facts: Optional[Mapping[str, Any]],
+    results: list[Result],
+    seconds: float,
+    is_complete: bool = False,
+) -> None:
+    """Write what came so far, without names. `schema` changes with every change that a reader could notice."""
+    if file is None or facts is None:
+        return
+    checks = [{**asdict(one), "detail": public(one.detail), "seconds": round(one.seconds, 2)} for one in results]
+    head = {"schema": 1, "ddpshim": __version__, "is_complete": is_complete, "seconds": round(seconds)}
+    file.write_text(json.dumps({**head, **facts, "checks": checks}, indent=1) + "\n")
 
 
 def public(text: str) -> str:

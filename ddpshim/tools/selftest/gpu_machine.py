@@ -140,12 +140,13 @@ class GpuMachine(Rank):
         for rank in range(self.world.local_world_size):  # one after the other, or they would see each other's
             if rank == self.world.local_rank:
                 before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
-                with mujoco.Renderer(mujoco.MjModel.from_xml_string(_SCENE), 2048, 2048) as renderer:
-                    data = mujoco.MjData(renderer.model)
-                    mujoco.mj_forward(renderer.model, data)
-                    renderer.update_scene(data)
-                    picture = renderer.render()
-                    now = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+                model = mujoco.MjModel.from_xml_string(_SCENE)
+                state, renderer = mujoco.MjData(model), mujoco.Renderer(model, 2048, 2048)
+                mujoco.mj_forward(model, state)
+                renderer.update_scene(state)
+                picture = renderer.render()
+                now = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+                renderer.close()
                 used = [(a - b) / 2**20 for a, b in zip(before, now)]
             self.world.barrier()
         if not picture[1024, 1024].any():

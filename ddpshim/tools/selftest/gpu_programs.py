@@ -107,7 +107,7 @@ def failures(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resul
             yield result
             if error is not None:
                 for other in checks[number + 1 :]:
-                    yield Result(other.name, other.stage, other.proves, NOT_RUN, detail="the fault before did not end")
+                    yield Result(other.name, other.stage, other.proves, NOT_RUN, detail="the job did not come to it")
                 return
     finally:
         job.end()

@@ -1,0 +1,72 @@
+"""Has the commands that read what the ranks of a run have written down: report and predict."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ddpshim.argument_types import positive
+from ddpshim.job.say import say
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add both to the commands of a parser. Local."""
+    _add_report(commands)
+    _add_predict(commands)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="a page about a run: losses of all ranks, time, memory, guards, checkpoints, how it ended",
+        description="Write what the ranks of a run have written down as one page of HTML that needs no network, or as "
+        "Markdown, and print its path. Exit code: 0 written, 1 nothing to report, 2 wrong usage or no such folder.",
+    )
+    report.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
+    report.add_argument("--markdown", action="store_true", help="the same numbers without charts, nor matplotlib")
+    report.add_argument("--out", type=Path, metavar="FILE", help="default: report.html or report.md in RUN_DIR")
+    report.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ddpshim.observe.report.writing import write
+
+    if _is_absent(arguments.folder):
+        return 2
+    print(write(arguments.folder, arguments.out, arguments.markdown))
+    return 0
+
+
+def _add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="how fast a run would be on another number of GPUs, and what its limit is there",
+        description="Say, from the records of one run, how many times as fast it would be on other numbers of GPUs, "
+        "what limits it there, and whether more would help (docs/report.md says how, and what is left out). Exit code: "
+        "0 said, 1 the records do not tell enough, 2 wrong usage or no such folder.",
+    )
+    predict.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
+    text = "ranks, one on each GPU; several numbers make several lines"
+    predict.add_argument("--gpus", type=positive, nargs="+", required=True, metavar="N", help=text)
+    text = "GPUs of a node there (8, or as many as in the run)"
+    predict.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
+    predict.set_defaults(run=_predict)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from ddpshim.observe.predict import as_text, measured, predict
+
+    if _is_absent(arguments.folder):
+        return 2
+    run = measured(arguments.folder)
+    for number in arguments.gpus:
+        print(as_text(run, predict(run, number, arguments.gpus_per_node)))
+    return 0
+
+
+def _is_absent(folder: Path) -> bool:
+    if folder.is_dir():
+        return False
+    found = "is no folder" if folder.exists() else "does not exist"
+    say(f"{folder} {found}; nothing can be read. Name the folder of a run.")
+    return True
