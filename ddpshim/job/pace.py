@@ -122,7 +122,8 @@ class Pace:
             self._tell([blocks], [loads_s], self.num_steps - self._since)
         else:
             with contextlib.suppress(RuntimeError, ValueError):  # the store is gone with its host
-                current().store.set(_key(self.num_steps, here.rank), json.dumps([blocks, loads_s]))
+                short = {step: [round(seconds, 7) for seconds in block] for step, block in blocks.items()}
+                current().store.set(_key(self.num_steps, here.rank), json.dumps([short, loads_s]))
             if here.is_main:
                 self._awaited, self._num_tries = (self.num_steps, self.num_steps - self._since), 0
         self._by_host, self._by_gpu = {}, {}
@@ -156,6 +157,9 @@ class Pace:
         with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError):  # gone, or of no rank of ours
             if store.check(keys) if hasattr(store, "check") else all(failure.is_there(store, key) for key in keys):
                 told = [_read_told(json.loads(store.get(key))) for key in keys]
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # not all stores can forget
+                    for key in keys:
+                        store.delete_key(key)
         if told is not None or self._num_tries == _MOST_TRIES:
             self._awaited = None
         if told is not None:
