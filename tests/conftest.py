@@ -25,20 +25,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 LONGEST = [
     f"test_{name}.py"
     for name in (
-        *("auto", "robomimic", "examples", "resume", "parallel", "docs", "runner", "group", "audit", "convert"),
-        *("data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "rollout", "launch_matrix"),
-        *(
-            "faults",
-            "gpu_selftest",
-            "selftest",
-            "packaging",
-            "options",
-            "background",
-            "sampler",
-            "slurm",
-            "layout",
-            "checkpoint",
-        ),
+        *("simulated_gpus", "gpu_selftest", "auto", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
+        "group",
+        *("audit", "convert", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "rollout"),
+        *("launch_matrix", "faults", "selftest", "packaging", "options", "background", "sampler", "slurm", "layout"),
+        "checkpoint",
     )
 ]
 

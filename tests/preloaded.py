@@ -189,13 +189,13 @@ class Preloaded:
         # One thread for each rank, as torchrun has it: on busy cores threads wait for each other.
         environ = {**environment(tree), "OMP_NUM_THREADS": "1"}
         python = str(sys.executable)
-        if on_gpus:  # it has a torch of its own, which has them from its first import on
+        if on_gpus:
             variables = simulated_gpus.environment(SIMULATED_GPUS_GENERATOR="cpu")
             path = os.pathsep.join([environ["PYTHONPATH"], variables["PYTHONPATH"]])
             environ = {**environ, **variables, "PYTHONPATH": path}
-            environ.pop(SOCKET, None)
-        elif tree is not None:  # it has torch from the one without a tree
-            environ[SOCKET] = preloaded().socket
+            environ.pop(SOCKET, None)  # its torch has them from its first import on
+        if tree is not None:  # it has torch from the one without a tree
+            environ[SOCKET] = preloaded(on_gpus=on_gpus).socket
         if SOCKET in environ:
             python = str(commands() / "python")
         self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")

@@ -56,11 +56,19 @@ _server = _Context()
 
 @functools.cache
 def _gpu_server() -> forkserver.ForkServer:
-    """Another one, whose torch has simulated GPUs from its first import on."""
-    server = forkserver.ForkServer()
+    """Another one, whose torch has simulated GPUs."""
+    from tests.preloaded import preloaded  # it imports this
+
+    server, own = forkserver.ForkServer(), spawn.get_executable()
     server.set_forkserver_preload([*_MODULES, "ddpshim.data.loader", "ddpshim.model.parallel"])
-    with mock.patch.dict(os.environ, simulated_gpus.environment(4, SIMULATED_GPUS_GENERATOR="cpu")):
+    variables = {
+        **simulated_gpus.environment(4, SIMULATED_GPUS_GENERATOR="cpu"),
+        SOCKET: preloaded(on_gpus=True).socket,
+    }
+    spawn.set_executable(str(commands() / "python"))
+    with mock.patch.dict(os.environ, variables):
         server.ensure_running()
+    spawn.set_executable(own)
     return server
 
 

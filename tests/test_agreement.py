@@ -384,6 +384,28 @@ def test_on_a_gpu_what_came_is_read_some_passes_later() -> None:
     assert entries[:3].tolist() == [1.0] * 3
 
 
+def _rank_is_answered_later() -> list[int]:
+    net = ddpshim.wrap_parallel(nn.Linear(3, 1), broadcast_buffers=False)
+    net._agreement._is_on_cpu = False  # as on a GPU
+    begun: list[int] = []
+    start = net._equality.start
+    net._equality.start = lambda number: (begun.append(number), start(number))[1]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        if step == 20 and ddpshim.world().rank:
+            guard.ask()
+    return begun
+
+
+@pytest.mark.ranks
+def test_where_the_answer_comes_later_a_question_is_asked_once() -> None:
+    first, second = run_ranks(_rank_is_answered_later, 2)
+    assert first == second == [5, 6, 14, 26]
+
+
 class _Unread:
     """Gradients on a GPU, which nobody may read."""
 

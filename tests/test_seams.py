@@ -65,6 +65,7 @@ SEAMS = [
     Seam("_ddp_params_and_buffers_to_ignore", "model/seams.py", "test_ignored_parameters", WRAPPER),
     Seam("_build_params_for_reducer", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
     Seam("_build_debug_param_to_name_mapping", "model/reducer.py", "test_torchs_reducer_armed_by_hand", WRAPPER),
+    Seam("_inside_ddp_forward", "model/reducer.py", "test_graphs_are_split_inside_of_ddps_forward", WRAPPER),
     Seam("_execution_engine", "model/seams.py", "test_a_callback_runs_at_the_end", "torch/autograd/graph.py"),
     Seam("_foreach_copy_", "model/seams.py", "test_copies_in_one_call", "torch/optim/_multi_tensor"),
     Seam("_BatchNorm", "model/batchnorm.py", "test_batch_norms", "torch/nn/modules/batchnorm.py"),
@@ -242,6 +243,32 @@ def _ignore() -> list[str]:
 
 def test_ignored_parameters_are_left_out_while_the_wrapper_is_made() -> None:
     assert run_ranks(_ignore, 2)[0] == ["0.bias", "2.weight", "2.bias", "False"]
+
+
+class _Compiled(nn.Linear):
+    """As torch.compile returns a network, which asks when it is called where graphs are to be split."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._orig_mod = None
+        self.asked: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked.append(DistributedDataParallel._get_active_ddp_module())
+        return super().forward(x)
+
+
+def _call_compiled_networks() -> list[bool]:
+    net, small, raw = _Compiled(), _Compiled(), _Compiled()
+    wrapped, raw_ddp = ddpshim.wrap_parallel(net), DistributedDataParallel(raw)
+    for call in (wrapped, ddpshim.wrap_parallel(small, bucket_cap_mb=0.1), raw_ddp):
+        call(torch.ones(1, 2)).sum().backward()
+    return [net.asked == [wrapped], wrapped.bucket_bytes_cap >= 2**20, small.asked == [None], raw.asked == [raw_ddp]]
+
+
+@pytest.mark.skipif(public_api.is_asked_for(), reason="torch's DDP is not beneath")
+def test_graphs_are_split_inside_of_ddps_forward() -> None:
+    assert run_ranks(_call_compiled_networks, 2)[0] == [True] * 4
 
 
 @pytest.mark.unit

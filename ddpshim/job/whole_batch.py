@@ -37,7 +37,8 @@ def group() -> Any:
 
 def mean_over(here: World, total: torch.Tensor, count: Any) -> torch.Tensor:
     """See `World.mean_over`."""
-    counted = torch.as_tensor(count, device=total.device).detach().to(total.dtype)
+    is_tensor = isinstance(count, torch.Tensor)  # else filled in where it is needed: a copy would be waited for
+    counted = count.detach().to(total) if is_tensor else total.detach().new_full((), float(count))
     num = exchange.size(here)
     if num == 1:
         return total / counted

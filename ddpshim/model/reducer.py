@@ -14,6 +14,7 @@ which ones a rank used is one more gradient in the last bucket.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -139,10 +140,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_unused"] = Unused(len(reduced), self._device, process_group)
         needs = not lacking and refused.needs_default_stream(self._device, dist.get_backend(process_group))
         mine["_needs_default_stream"] = needs
+        # torch.compile then ends a graph where a bucket ends. It refuses buckets below DDP's first one.
+        mine["_splits_graphs"] = hasattr(module, "_orig_mod") and not lacking and self.bucket_bytes_cap >= 1024 * 1024
+        mine["_missed"] = []  # in the pass that ends
         mine["_captured"] = []  # from where CUDA graphs copy
         mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
-        mine["num_bytes"] = sum(p.numel() * p.element_size() for p in reduced)
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
         mine["_versions"] = []  # of the parameters, in the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
@@ -237,7 +240,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._device.type != "cpu":  # inputs follow, as under DataParallel
             args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
-        return self.module(*args, **kwargs)
+        with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
+            return self.module(*args, **kwargs)
 
     def _detach(self) -> None:
         """Stop reducing: the module is bare again. Local."""
@@ -249,6 +253,11 @@ class DistributedModule(Transparent, DistributedDataParallel):
         self._order.remove(self._place)
         for name in _HOLD_THE_GROUP & self.__dict__.keys():  # whose threads cleanup() ends
             del self.__dict__[name]
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether all buckets but the last one have left in the backward pass that goes on."""
+        return self.is_armed and self._sends_at_once and len(self._seen) == len(self._reduced)
 
     @property
     def is_armed(self) -> bool:
@@ -273,7 +282,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         return True
 
     def _finish(self) -> None:
-        """End of the pass: hand the reducer the parameters that it did not meet, so that all buckets go out."""
+        """End of the pass: hand the reducer the parameters that it did not meet; all buckets but the last go out."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
         if self._needs_default_stream:
@@ -291,14 +300,18 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._versions:
             backward.check_unchanged(reduced, self._versions, [self._names[id(p)] for p in reduced])
             self._versions.clear()
-        ready = missed
+        mine["_missed"], ready = missed, missed
         if not self._sends_at_once:
             self._reducer.prepare_for_backward([])
             places = {id(p): i for i, p in enumerate(reduced)}
             ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # as they came
         for index in ready:
             self._reducer._autograd_hook(index + 1)
-        self._tell_others([i for i in missed if reduced[i].grad is None])
+
+    def _send_last(self) -> None:
+        """After that: send the last bucket, and the buffers."""
+        mine, profiled, missed = self.__dict__, events.running, self._missed
+        self._tell_others([i for i in missed if self._reduced[i].grad is None])
         self._reducer._autograd_hook(0)
         mine["has_unreduced_gradients"] = False
         mine["num_reductions"] += 1
@@ -322,7 +335,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         row = gradient if on_cpu else torch.empty(len(gradient), dtype=gradient.dtype, pin_memory=gradient.is_cuda)
         self._unused.tell(row, unused)
         if self._agreement is not None:
-            self._agreement.fill(row, self._asks(), self._num_steps, self._rates, bool(unused))
+            if asks := self._asks():  # once: on a GPU the answer comes some passes later
+                self.__dict__.update(_num_answered=guard.num_asked(), _at_steps=self._num_steps)
+            self._agreement.fill(row, asks, self._num_steps, self._rates, bool(unused))
         if not on_cpu:
             gradient.copy_(row, non_blocking=True)
             if devices.is_capturing(gradient.device):

@@ -182,7 +182,10 @@ class Transparent:
         return len(self.module)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        return bool(self.module)
+        try:
+            return bool(self.module)
+        except TypeError:  # torch.compile's module has a length in any case, and may raise
+            return True
 
     def __dir__(self) -> Iterable[str]:
         return sorted(set(super().__dir__()) | set(dir(self.module)))

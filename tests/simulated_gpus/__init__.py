@@ -65,14 +65,15 @@ class Event(NamedTuple):
     thread: str  # "main", or the name of another
     stack: list[str]  # "file:line function", innermost first; of syncs and races
 
+    @property
+    def cause(self) -> str:
+        """The innermost line of its stack that is not torch's; "" where none is Python's."""
+        return next((line for line in self.stack if "/torch/" not in line), "")
+
     def __str__(self) -> str:
         where = " < ".join(line.rpartition("/")[2] for line in self.stack[:6])
         what = f"{self.what} of {self.communicator}" if self.communicator else self.what
         return f"{what} ({self.bytes} bytes, thread {self.thread}, stream {self.stream}) {where}".rstrip()
-
-    def comes_from(self, part: str) -> bool:
-        """Whether a frame of its stack is in a file whose path holds `part`, such as "/ddpshim/"."""
-        return any(part in line for line in self.stack)
 
 
 class Log:

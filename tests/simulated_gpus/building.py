@@ -19,7 +19,7 @@ from typing import Optional
 
 TORCH = "2.13."  # the one whose inner classes the sources know
 _HERE = Path(__file__).parent
-_SOURCES = ("simulated.h", "device.cpp", "python.cpp")
+_SOURCES = ("simulated.h", "device.cpp", "python.cpp", "building.py")
 _DEADLINE_S = 400
 LIBRARY = "simulated_gpus_c.so"
 

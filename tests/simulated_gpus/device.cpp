@@ -9,6 +9,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <torch/library.h>
 #include <unistd.h>
@@ -33,7 +34,6 @@ constexpr auto kType = c10::DeviceType::CUDA;
 
 std::mutex lock;  // of all that follows; never held while Python runs
 std::vector<Event> events;
-std::string log_folder;
 std::atomic<int> num_logs{0};
 std::atomic<bool> tracing{false}, initialized{false}, in_bad_fork{false}, host_generator{false};
 std::atomic<int64_t> kernels{0};
@@ -90,22 +90,21 @@ Key current_key(int device) { return {device, streams[device]}; }
 }  // namespace
 
 int num_devices() {
-  static const int num = [] {
-    const char* text = getenv("SIMULATED_GPUS");
-    int all = std::min(kMostDevices, std::max(1, text ? atoi(text) : 2));
-    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-    if (!visible) return all;
-    int count = 0;
-    for (const char* at = visible; *at;) {
-      char* end;
-      long index = strtol(at, &end, 10);
-      if (end == at || index < 0 || index >= all) break;  // what comes after a wrong one is not seen, as with CUDA
-      count++;
-      at = *end == ',' ? end + 1 : end;
-    }
-    return count;
-  }();
-  return num;
+  static int of_driver = -1;  // read once, when the driver starts
+  if (of_driver >= 0) return of_driver;
+  const char* text = getenv("SIMULATED_GPUS");
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  int all = std::min(kMostDevices, std::max(1, text ? atoi(text) : 2));
+  int count = visible ? 0 : all;
+  for (const char* at = visible; at && *at;) {
+    char* end;
+    long index = strtol(at, &end, 10);
+    if (end == at || index < 0 || index >= all) break;  // what comes after a wrong one is not seen, as with CUDA
+    count++;
+    at = *end == ',' ? end + 1 : end;
+  }
+  if (initialized) of_driver = count;
+  return count;
 }
 
 namespace {
@@ -119,12 +118,13 @@ std::string quoted(const std::string& text) {
 }
 
 // Line by line: what a process did that was killed is there as well. With the lock.
-void write(const Event& event) {
+void write(const Event& event, const char* folder) {
   static FILE* file = nullptr;
   static pid_t written_by = 0;
   if (written_by != getpid()) {
     const char* rank = getenv("RANK");
-    auto name = log_folder + "/rank" + (rank ? rank : "-") + "-" + std::to_string(getpid()) + ".jsonl";
+    mkdir(folder, 0777);
+    auto name = std::string(folder) + "/rank" + (rank ? rank : "-") + "-" + std::to_string(getpid()) + ".jsonl";
     file = fopen(name.c_str(), "a");
     written_by = getpid();
   }
@@ -141,13 +141,14 @@ void write(const Event& event) {
 }  // namespace
 
 void note(Event event) {
-  if (!num_logs && log_folder.empty()) return;
+  const char* folder = getenv("SIMULATED_GPUS_LOG");  // each time: a process that was forked may have been given it
+  if (!num_logs && folder == nullptr) return;
   if ((event.kind == "sync" || event.kind == "race") && stack_of) event.stack = stack_of();
   event.device = current;
   event.stream = streams[current];
   event.thread = thread_name();
   std::lock_guard<std::mutex> held(lock);
-  if (!log_folder.empty()) write(event);
+  if (folder != nullptr) write(event, folder);
   if (num_logs) events.push_back(std::move(event));
 }
 
@@ -169,7 +170,6 @@ std::vector<Event> end_log(size_t begin) {
   if (!--num_logs) events.clear();
   return taken;
 }
-void write_log_into(const std::string& folder) { log_folder = folder; }
 void trace_kernels(bool on) { tracing = on; }
 int64_t num_kernels() { return kernels; }
 void set_stack_of(std::function<std::vector<std::string>()> function) { stack_of = std::move(function); }

@@ -280,7 +280,6 @@ PYBIND11_MODULE(simulated_gpus_c, m) {
                           py::arg("thread") = e.thread, py::arg("stack") = e.stack));
     return all;
   });
-  m.def("write_log_into", &write_log_into);
   m.def("trace_kernels", &trace_kernels);
   m.def("num_kernels", &num_kernels);
   m.def("use_host_generator", &use_host_generator);

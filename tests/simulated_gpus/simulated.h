@@ -37,7 +37,6 @@ void note(Event event);
 void sync(const std::string& what, bool warned, int64_t bytes = 0);
 size_t begin_log();  // the place of the first line
 std::vector<Event> end_log(size_t begin);
-void write_log_into(const std::string& folder);
 void trace_kernels(bool on);
 int64_t num_kernels();
 void set_stack_of(std::function<std::vector<std::string>()> stack_of);

@@ -89,10 +89,6 @@ class _Begin:
         sys.modules["torch._C._cudart"] = names["_cudart"]
         if os.environ.get("SIMULATED_GPUS_GENERATOR") == "cpu":
             extension.use_host_generator(True)
-        folder = os.environ.get("SIMULATED_GPUS_LOG")
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-            extension.write_log_into(folder)
 
     def fill_cuda(self) -> None:
         """What torch.cuda would ask NVIDIA's own libraries."""
