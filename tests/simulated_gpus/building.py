@@ -49,7 +49,7 @@ def built() -> tuple[Optional[Path], Optional[str]]:
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256("\0".join([version, sys.version, said, *_texts()]).encode()).hexdigest()[:16]
     folder = _cache() / f"torch-{version}-{digest}"
-    with _locked(folder.with_suffix(".lock")):
+    with _locked(folder.with_name(f"{folder.name}.lock")):
         if not (folder / LIBRARY).exists():
             reason = _build(compiler, root, folder)
             if reason is not None:
@@ -81,7 +81,7 @@ def _locked(file: Path):  # type: ignore[no-untyped-def]
 def _build(compiler: str, torch: Path, folder: Path) -> Optional[str]:
     """Compile the library into `folder`; why that failed."""
     include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    out = folder.with_suffix(".new")
+    out = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     # In one go: torch's headers take the compiler longer than all that is here.
