@@ -85,6 +85,19 @@ def test_a_wing_imports_only_those_above_it(module: str) -> None:
     assert _wrong_imports(module, MODULES[module].read_text()) == []
 
 
+CONSTRUCTORS = {"tensor", "empty", "zeros", "ones", "arange", "full", "randperm", "rand", "randn", "randint", "eye"}
+LIKE_TORCHS_LOADER = {"data.torchs_order": 1}  # which draws where the user's default is
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith("tools.")])
+def test_tensors_are_made_where_they_belong(module: str) -> None:
+    """A program may call torch.set_default_device."""
+    calls = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in CONSTRUCTORS}]
+    lost = [ast.unparse(call) for call in made if not {"device", None} & {keyword.arg for keyword in call.keywords}]
+    assert len(lost) == LIKE_TORCHS_LOADER.get(module, 0), lost
+
+
 def test_the_check_of_imports_can_fail() -> None:
     assert _wrong_imports("job.group", "from ddpshim.model.parallel import wrap_parallel") == ["ddpshim.model.parallel"]
     assert _wrong_imports("job.group", "def f():\n    from ddpshim import data") == ["ddpshim.data"]

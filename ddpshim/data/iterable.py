@@ -139,7 +139,7 @@ class ShardedStream(IterableDataset[Any]):
         self._begun = (epochs.current, 0)
         # Workers that outlive a pass learn of the next one through shared memory. Others must not: they would
         # see a pass begun after theirs.
-        self._shared = torch.zeros(2, dtype=torch.int64) if persistent_workers else None
+        self._shared = torch.zeros(2, dtype=torch.int64, device="cpu") if persistent_workers else None
         if self._shared is not None:
             self._shared.share_memory_()
 
@@ -157,7 +157,7 @@ class ShardedStream(IterableDataset[Any]):
                 "let make_loader do the sharding."
             )
         if self._shared is not None:
-            self._shared.copy_(torch.tensor(self._begun))
+            self._shared.copy_(torch.tensor(self._begun, device="cpu"))
 
     def num_steps(self) -> int:
         """Return the number of global batches, where the dataset has a length.

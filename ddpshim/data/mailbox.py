@@ -22,7 +22,9 @@ class Mailbox:
     """
 
     def __init__(self, num_workers: int, num_places: int, most_bytes: int) -> None:
-        self.places = torch.empty((num_workers, num_places, most_bytes), dtype=torch.uint8).share_memory_()
+        self.places = torch.empty(
+            (num_workers, num_places, most_bytes), dtype=torch.uint8, device="cpu"
+        ).share_memory_()
         self.name = next(_names)
         _mailboxes[self.name] = self
 
@@ -48,7 +50,7 @@ class Packed(dict[str, Any]):
             layout.append((path, size, tensor.dtype, tuple(tensor.shape)))
             size += _aligned(tensor)
         if self._mailbox is None or size > self._mailbox.places.shape[-1]:
-            sent: Any = torch.empty(size, dtype=torch.uint8)
+            sent: Any = torch.empty(size, dtype=torch.uint8, device="cpu")
             buffer = sent
         else:
             place = self._worker, self._number % self._mailbox.places.shape[1]

@@ -103,7 +103,7 @@ class SharedArrays(Mapping[str, torch.Tensor]):
         self._arrays = {
             name: torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=self._offsets[name]).view(*shape)
             if math.prod(shape)
-            else torch.empty(*shape, dtype=dtype)  # torch refuses a buffer of nothing
+            else torch.empty(*shape, dtype=dtype, device="cpu")  # torch refuses a buffer of nothing
             for name, (shape, dtype) in specs.items()
         }
 

@@ -9,7 +9,7 @@ import torch
 from ddpshim.job.random_streams import derive_seed
 
 NUM_AT_ONCE = 2**15  # torch would split the computation of more over threads
-_SIGN = torch.tensor(63)
+_SIGN = torch.tensor(63, device="cpu")
 _NUM_ROUNDS = 6  # tests/shuffle_quality.py finds nothing wrong with 6, and much with 4
 _LOW_31 = 2**31 - 1
 
@@ -30,8 +30,8 @@ class Computed:
     def __getitem__(self, where: slice) -> torch.Tensor: ...
     def __getitem__(self, where: Union[int, slice]) -> Union[int, torch.Tensor]:
         if isinstance(where, slice):
-            return self.at(torch.arange(*where.indices(len(self))))
-        return int(self.at(torch.tensor([range(len(self))[where]])))
+            return self.at(torch.arange(*where.indices(len(self)), device="cpu"))
+        return int(self.at(torch.tensor([range(len(self))[where]], device="cpu")))
 
 
 class Permutation(Computed):
@@ -57,16 +57,16 @@ class Permutation(Computed):
         # other half needs from the middle: to those all bits of v have come, and they are not linear in v.
         below_right, up_to_left = 31 - right_bits // 2, min(31 + left_bits // 2, 62 - left_bits)
         # As tensors, for torch would make one of an int each time.
-        self._right_bits, self._rights = torch.tensor(right_bits), torch.tensor(2**right_bits - 1)
-        self._below_right = torch.tensor(below_right)
-        self._num_lefts = torch.tensor(-(-size >> right_bits))
-        self._up_to_left, self._fractions = torch.tensor(up_to_left), torch.tensor(2**up_to_left - 1)
+        self._right_bits, self._rights = _on_cpu(right_bits), _on_cpu(2**right_bits - 1)
+        self._below_right = _on_cpu(below_right)
+        self._num_lefts = _on_cpu(-(-size >> right_bits))
+        self._up_to_left, self._fractions = _on_cpu(up_to_left), _on_cpu(2**up_to_left - 1)
         widths = right_bits, left_bits
         self._rounds = []
         for number in range(_NUM_ROUNDS):
             top = 29 - widths[number % 2]
             factor = derive_seed(key, "factor", number) % 2**top | 2**top | 1
-            self._rounds.append((factor, torch.tensor(derive_seed(key, "offset", number) % 2**30)))
+            self._rounds.append((factor, _on_cpu(derive_seed(key, "offset", number) % 2**30)))
 
     def __len__(self) -> int:
         return self._size
@@ -92,3 +92,7 @@ class Permutation(Computed):
                 left = mixed.sub_(left)
                 left += (left >> _SIGN).bitwise_and_(self._num_lefts)
         return left.bitwise_left_shift_(self._right_bits).bitwise_or_(right)
+
+
+def _on_cpu(number: int) -> torch.Tensor:
+    return torch.tensor(number, device="cpu")

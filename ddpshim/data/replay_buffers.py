@@ -165,7 +165,7 @@ class Windows(Dataset[dict[str, torch.Tensor]], WholeBatches):
         episode_ends: Optional[torch.Tensor] = None,
     ) -> None:
         ends = torch.as_tensor(buffer.episode_ends if episode_ends is None else episode_ends)  # type: ignore[attr-defined]
-        mask = torch.ones(len(ends), dtype=torch.bool) if episodes is None else torch.as_tensor(episodes)
+        mask = torch.ones(len(ends), dtype=torch.bool, device="cpu") if episodes is None else torch.as_tensor(episodes)
         odd = [key for key in (*(keys or ()), *(first or ())) if key not in buffer]
         if odd or horizon < 1 or mask.shape != ends.shape:
             raise DataError(
@@ -173,12 +173,14 @@ class Windows(Dataset[dict[str, torch.Tensor]], WholeBatches):
                 f"{len(ends)} episodes: samples would be others than you want. It has {', '.join(buffer)}."
             )
         self._buffer, self._keys = buffer, list(buffer if keys is None else keys)
-        self._steps = {key: torch.arange(min(horizon, (first or {}).get(key, horizon))) for key in self._keys}
+        self._steps = {
+            key: torch.arange(min(horizon, (first or {}).get(key, horizon)), device="cpu") for key in self._keys
+        }
         before, after = (min(max(pad, 0), horizon - 1) for pad in (pad_before, pad_after))
         begins = torch.cat([ends.new_zeros(min(1, len(ends))), ends[:-1]])
         counts = (ends - begins - horizon + after + before + 1).clamp_min(0) * mask
-        episode = torch.repeat_interleave(torch.arange(len(ends)), counts)
-        number = torch.arange(len(episode)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        episode = torch.repeat_interleave(torch.arange(len(ends), device="cpu"), counts)
+        number = torch.arange(len(episode), device="cpu") - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         self._begin, self._last = begins[episode], ends[episode] - 1
         self._start = self._begin - before + number
 

@@ -255,12 +255,13 @@ def _as_int(index: Any) -> int:
 def _pack(indices: list[Any]) -> Any:
     """Return an int64 tensor for ints, (lengths, flat) tensors for lists of ints, else the list itself."""
     with contextlib.suppress(TypeError, OverflowError):
-        return torch.tensor([_as_int(index) for index in indices], dtype=torch.int64)
+        return torch.tensor([_as_int(index) for index in indices], dtype=torch.int64, device="cpu")
     if all(isinstance(batch, list) for batch in indices):
         with contextlib.suppress(TypeError, OverflowError):
             flat = [_as_int(index) for batch in indices for index in batch]
             lengths = [len(batch) for batch in indices]
-            return torch.tensor(lengths, dtype=torch.int64), torch.tensor(flat, dtype=torch.int64)
+            options: Any = {"dtype": torch.int64, "device": "cpu"}
+            return torch.tensor(lengths, **options), torch.tensor(flat, **options)
     return indices
 
 

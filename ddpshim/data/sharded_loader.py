@@ -64,7 +64,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self._busy: Optional[torch.Tensor] = None
         if options.get("num_workers"):
             with contextlib.suppress(RuntimeError, OSError):  # no shared memory: then nobody knows how busy they are
-                self._busy = torch.zeros(options["num_workers"], 2, dtype=torch.float64).share_memory_()
+                self._busy = torch.zeros(options["num_workers"], 2, dtype=torch.float64, device="cpu").share_memory_()
             options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"), self._busy)
         self._of_workers = torch.Generator()
         super().__init__(dataset, generator=self._of_workers, **options)

@@ -40,7 +40,7 @@ class Weights:
                 f"The sampler has {len(weights)} weights, from {lowest} to {largest}; they don't say how often to "
                 "draw which sample. Make them finite, none of them negative, and one at least positive."
             )
-        self._rows = torch.zeros(-(-len(weights) // _ROW), _ROW)
+        self._rows = torch.zeros(-(-len(weights) // _ROW), _ROW, device="cpu")
         exponent = 51 - math.frexp(largest)[1] - len(weights).bit_length()
         # Twice: only the first sum says how large the scale may be.
         exponent += 52 - math.frexp(self._fill(weights, exponent))[1]
@@ -50,8 +50,8 @@ class Weights:
         """Keep `weights` times 2**exponent, and where in their sum each row begins; return the sum."""
         scale, flat = 2.0 ** min(exponent, 1023), self._rows.view(-1)
         # Both made once: what is allocated and freed in turns leaves holes that take more memory than the weights.
-        scaled = torch.empty(min(NUM_AT_ONCE, len(weights)), dtype=torch.float64)
-        self._starts = torch.zeros(len(self._rows) + 1, dtype=torch.float64)
+        scaled = torch.empty(min(NUM_AT_ONCE, len(weights)), dtype=torch.float64, device="cpu")
+        self._starts = torch.zeros(len(self._rows) + 1, dtype=torch.float64, device="cpu")
         for start in range(0, len(weights), NUM_AT_ONCE):
             some = weights[start : start + NUM_AT_ONCE]
             torch.mul(some, scale, out=scaled[: len(some)])

@@ -202,7 +202,7 @@ def _held_by(holder: Any) -> list[Any]:
 
 def _of_network(network: torch.nn.Module) -> Callable[[Any], Any]:
     """A network's forward for one observation: (...) in arrays, an array (...) out; (1, ...) in tensors inside."""
-    first = next(iter(network.parameters()), torch.empty(0))
+    first = next(iter(network.parameters()), torch.empty(0, device="cpu"))
 
     def act(observation: Any) -> Any:
         action = network(_batch(observation, first))

@@ -59,7 +59,7 @@ def gather(value: Any, size: int, group: Any, trusts_peers: bool, what: str) -> 
     own = _as_tensor(packed(value, trusts_peers))
     lengths = _lengths(own.numel(), size, group, what)
     longest = max(lengths)
-    everyones = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    everyones = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(size)]
     dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=group)
     messages = (plain.bytes_of(message[:length]) for message, length in zip(everyones, lengths))
     return [unpacked(message, trusts_peers, sender) for sender, message in enumerate(messages)]
@@ -67,17 +67,17 @@ def gather(value: Any, size: int, group: Any, trusts_peers: bool, what: str) -> 
 
 def broadcast(value: Any, src: int, rank: int, size: int, group: Any, trusts_peers: bool, what: str) -> Any:
     """The value of rank `src`, on every rank of `group` (collective). Raises Crossed; see `gather`."""
-    own = _as_tensor(packed(value, trusts_peers)) if rank == src else torch.empty(0, dtype=torch.uint8)
+    own = _as_tensor(packed(value, trusts_peers)) if rank == src else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = _lengths(own.numel(), size, group, what)[src]
-    message = own if rank == src else torch.empty(length, dtype=torch.uint8)
+    message = own if rank == src else torch.empty(length, dtype=torch.uint8, device="cpu")
     dist.broadcast(message, src, group=group)
     return value if rank == src else unpacked(plain.bytes_of(message), trusts_peers, src)
 
 
 def _lengths(own: int, size: int, group: Any, what: str) -> list[int]:
     """How long the messages of all ranks are, once all have said that they are in the same collective."""
-    headers = [torch.zeros(2, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(headers, torch.tensor([own, zlib.crc32(what.encode())]), group=group)
+    headers = [torch.zeros(2, dtype=torch.int64, device="cpu") for _ in range(size)]
+    dist.all_gather(headers, torch.tensor([own, zlib.crc32(what.encode())], device="cpu"), group=group)
     lengths, places = zip(*(header.tolist() for header in headers))
     if len(set(places)) > 1:
         raise Crossed

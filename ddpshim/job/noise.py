@@ -290,7 +290,7 @@ def _by_value(sharing: Sharing, original: Callable[..., Any], called: str) -> Ca
         if sharing.share is None or here is None or not _draws(called.split(".")[-1], arguments, options):
             return original(*arguments, **options)
         _name(sharing, f"draws by {called}, as often as its values want", "each rank's own")
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         with shared_random_streams(derive_seed(seed, here.rank)):
             return original(*arguments, **options)
 

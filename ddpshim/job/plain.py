@@ -178,7 +178,9 @@ def _put(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable
 
 
 def _tensor_of(content: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    if not content:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _checked_dtype(name: str) -> torch.dtype:

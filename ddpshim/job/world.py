@@ -226,7 +226,7 @@ class World:
         """
         if self.world_size == 1:
             return lambda deadline_s: [numbers]
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = dist.all_gather(everyones, mine, group=self._peers(), async_op=True)
 

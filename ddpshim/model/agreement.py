@@ -68,7 +68,8 @@ class Agreement:
         self._sent_for = _Sent(where, num_steps, rates)
         number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
         bits = [float(number >> i & 1) for i in range(_NUM_BITS)]
-        entries[-NUM:].copy_(torch.tensor([float(asks), float(leaves_out), *bits, *(1 - bit for bit in bits)]))
+        said = [float(asks), float(leaves_out), *bits, *(1 - bit for bit in bits)]
+        entries[-NUM:].copy_(torch.tensor(said, device="cpu"))
 
     def read(self, entries: torch.Tensor) -> bool:
         """Whether a rank has asked; `entries` are the reduced ones.
@@ -77,7 +78,7 @@ class Agreement:
         """
         if self._is_on_cpu:
             return self._judge(entries[-NUM:].tolist(), self._sent_for)
-        came = torch.empty(NUM, dtype=entries.dtype, pin_memory=entries.is_cuda)
+        came = torch.empty(NUM, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
         came.copy_(entries[-NUM:], non_blocking=True)
         arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
         if arrived is not None:

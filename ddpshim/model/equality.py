@@ -340,7 +340,7 @@ def _tensors_in(value: Any, title: str) -> Iterable[tuple[str, torch.Tensor]]:
         for number, inner in enumerate(value):
             yield from _tensors_in(inner, f"entry {number} {title}")
     elif isinstance(value, (int, float)):
-        yield title, torch.tensor(float(value), dtype=torch.float64)
+        yield title, torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 def _called(optimizer: torch.optim.Optimizer, number: int) -> str:

@@ -29,7 +29,7 @@ class Bucket:
         self._parameters = list(parameters)
         self.missing: set[int] = set()  # the places of gradients that are yet to come
         self.work: Any = None  # of the message on its way
-        self.flat = torch.empty(0)
+        self.flat = torch.empty(0, device="cpu")
         self.views: list[torch.Tensor] = []
         if not is_sparse:
             first = self._parameters[0]

@@ -333,7 +333,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         gradient = presence.grad if presence.grad is not None else torch.empty_like(presence)
         # What travels to a GPU is copied from memory that is pinned: nobody waits for that.
         on_cpu = gradient.device.type == "cpu"
-        row = gradient if on_cpu else torch.empty(len(gradient), dtype=gradient.dtype, pin_memory=gradient.is_cuda)
+        pinned: Any = {"dtype": gradient.dtype, "device": "cpu", "pin_memory": gradient.is_cuda}
+        row = gradient if on_cpu else torch.empty(len(gradient), **pinned)
         self._unused.tell(row, unused)
         if self._agreement is not None:
             if asks := self._asks():  # once: on a GPU the answer comes some passes later

@@ -49,7 +49,7 @@ class Unused:
         if own:
             row[own] = 0
         if self._hosts is not None and (self.hosts_tell or devices.is_capturing(self._device)):
-            used = torch.ones(self._num, dtype=torch.uint8)
+            used = torch.ones(self._num, dtype=torch.uint8, device="cpu")
             used[list(own)] = 0
             self._told = dist.all_reduce(used, dist.ReduceOp.MAX, self._hosts, async_op=True), used
 
