@@ -79,6 +79,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Fail a test of the quick tier that starts a process."""
     _started.clear()
     yield
+    if "robomimic.algo" in sys.modules:
+        pytest.fail("a test imports robomimic into the process of all tests, where others hook its import: use a rank")
     if item.get_closest_marker("unit") and _started:
         pytest.fail(
             f"a test marked unit starts a process ({_started[0]}): mark it ranks or launch, see tests/conftest.py"

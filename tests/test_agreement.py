@@ -129,7 +129,7 @@ FAULTS: dict[str, tuple[dict[int, Act], dict[int, Act], str]] = {
         {},
         "after 6 backward passes of Linear ranks hold different weights: parameter 'weight'",
     ),
-    "a rate": ({12: _set_rate}, {}, r"learning rate 0.1\); .*rank 1: .* learning rate 1.0"),
+    "a rate": ({12: _set_rate}, {}, r"learning rate 0.1\), network 0; .*rank 1: .* learning rate 1.0"),
     "a state": (
         {},
         {20: _lose_state},

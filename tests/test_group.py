@@ -570,7 +570,7 @@ def _ranks_on_gpus() -> tuple[str, Optional[str]]:
     torch.cuda.is_available = lambda: has_gpu
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda _: None
-    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid="GPU-1")
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid="GPU-1", name="A GPU")
     here = setup()
     assert here.sum(1) == 2
     cleanup()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ import torch
 class OnDevice:
     """What a trainer iterates in place of `loader`: of each batch, what is in pinned memory is on the GPU.
 
-    Types stay: images of bytes cross the bus as bytes. `device`: a GPU.
+    Types stay: images of bytes cross the bus as bytes. `device`: a GPU. `but`: keys that stay on the CPU.
     """
 
-    def __init__(self, loader: Any, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+    def __init__(self, loader: Any, device: torch.device, but: Collection[str] = ()) -> None:
+        self._loader, self._device, self._but = loader, device, but
         self._stream: Any = torch.cuda.Stream(device)
 
     def __len__(self) -> int:
@@ -43,5 +43,5 @@ class OnDevice:
             sent.append(value.to(self._device, non_blocking=True))
             return sent[-1]
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, self._moved(part, sent)) for key, part in value.items())
+            return type(value)((k, part if k in self._but else self._moved(part, sent)) for k, part in value.items())
         return [self._moved(part, sent) for part in value] if type(value) is list else value

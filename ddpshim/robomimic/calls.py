@@ -45,6 +45,7 @@ from ddpshim.trainers.session import FOLDER, Session, session, wants_to_go_on
 from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
+_COMPUTED_ON_CPU = ("rewards", "dones")  # upstream discounts them before it moves a batch
 
 
 class _Run:
@@ -326,7 +327,9 @@ def run_epoch(
         else:
             meanwhile.enter_context(world().autocast())
             if world().is_launched:
-                batches = OnDevice(batches, model.device) if model.device.type == "cuda" else batches
+                # Of a user's own algorithm nobody knows what it computes on the CPU first.
+                if model.device.type == "cuda" and type(model).__module__.startswith("robomimic.algo."):
+                    batches = OnDevice(batches, model.device, but=_COMPUTED_ON_CPU)
                 meanwhile.enter_context(_noting(model, training))
         ran = TrainUtils.run_epoch(model=model, data_loader=batches, epoch=epoch, num_steps=left, **options)
     log = training.end_epoch(ran[0] if isinstance(ran, tuple) else ran)  # DROID's returns its iterator as well
