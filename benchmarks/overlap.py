@@ -34,10 +34,12 @@ from tests.ranks import run_ranks
 
 TARGETS = {0.1: 0.95, 0.4: 0.90, 1.1: 0.85}  # all-reduce over compute: wall time over that of raw DDP
 _EQUAL_LAYERS = "40 equal layers"
+_LEAST = "copied, not sent"
 _DIVISORS = {"diffusion U-Net": 4}
 
 ARMS: dict[str, Callable[[nn.Module], Any]] = {
     "no sync": lambda net: net,
+    _LEAST: lambda net: _copied(net),
     "raw DDP": DistributedDataParallel,
     "ddpshim": ddpshim.wrap_parallel,
     "ddpshim by public API": lambda net: _wrapped_publicly(net),
@@ -50,6 +52,21 @@ def policies() -> dict[str, dict[str, list[int]]]:
     for name, divisor in _DIVISORS.items():
         found[name]["sizes"] = [max(1, size // divisor) for size in found[name]["sizes"]]
     return {**found, _EQUAL_LAYERS: {"sizes": [500_000] * 40, "arrival": list(range(39, -1, -1))}}
+
+
+def _copied(net: nn.Module) -> nn.Module:
+    """Gradients go into the memory that they would be sent from, as they come, and nowhere else."""
+    flat = torch.zeros(sum(p.numel() for p in net.parameters()))
+    for parameter, view in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()])):
+        parameter.register_post_accumulate_grad_hook(functools.partial(_copy, view))
+    return net
+
+
+def _copy(view: torch.Tensor, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    with torch.no_grad():
+        torch.mul(parameter.grad, 1 / dist.get_world_size(), out=view)
+    parameter.grad = view
 
 
 def _wrapped_publicly(net: nn.Module) -> Any:
@@ -103,7 +120,7 @@ def measure(policy: str, names: list[str], ratios: list[float], num_rounds: int)
         sleep_s = max(0.0, reduce_s / wanted - awake_s)
         steps = alternate({name: functools.partial(arm.run, sleep_s) for name, arm in arms.items()}, num_rounds)
         found[wanted] = {name: [max(both) for both in zip(*here.gather(s))] for name, s in steps.items()}
-    synchronised = [arm for name, arm in arms.items() if name != "no sync"]
+    synchronised = [arm for name, arm in arms.items() if name not in ("no sync", _LEAST)]
     sums = {text for arm in synchronised for text in here.gather(checksum(arm.net))}
     return {"seconds": found, "num_sums": len(sums)}
 
@@ -145,7 +162,13 @@ def run(quick: bool) -> list[Result]:
             medians = (f"{name} {1000 * median_and_quartiles(times)[0]:.0f}" for name, times in seconds.items())
             note = f"{equal}; medians in ms: {', '.join(medians)}"
             middle, quartiles = ratio(seconds["ddpshim"], seconds["raw DDP"])
-            out.append(Result("overlap", what, middle, "x raw DDP", quartiles, TARGETS[wanted], note=note))
+            least, _ = ratio(seconds[_LEAST], seconds["raw DDP"])
+            target = TARGETS[wanted] if least < TARGETS[wanted] else None
+            if target is None:
+                note += (
+                    f"; no target: gradients copied to where they are sent from, and not sent, take {least:.3f} of it"
+                )
+            out.append(Result("overlap", what, middle, "x raw DDP", quartiles, target, note=note))
             middle, quartiles = ratio(seconds["ddpshim by public API"], seconds["ddpshim"])
             out.append(Result("overlap", f"{what}, by torch's public API alone", middle, "x ddpshim", quartiles))
         ours, torchs = (run_ranks(backward_left, 2, policy, name, timeout_s=120)[0] for name in ("ddpshim", "raw DDP"))

@@ -110,6 +110,7 @@ def draw(question: str, found: dict[str, dict[str, float]], file: Path) -> None:
     rows: list[tuple[str, float, str]] = []  # label, length, colour; an empty label is a gap
     places: list[tuple[float, str]] = []
     for what, others in found.items():
+        what = what.replace("s a second", "s, the time for as many")  # rates: see `compared`
         places.append((len(rows), what))
         rows += [("", 0.0, _OURS)]
         bars = [("ddpshim", 1.0, _OURS), *((name, takes, _OTHERS) for name, takes in others.items())]
