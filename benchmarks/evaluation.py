@@ -75,13 +75,13 @@ def run(quick: bool) -> list[Result]:
 def _dealt(num_episodes: int, num_rounds: int, sizes: list[int]) -> Iterator[Result]:
     for num_ranks in sizes:
         seconds = run_ranks(_measure_dealt, num_ranks, num_episodes, num_rounds, timeout_s=200)[0]
-        value, quartiles = ratio(seconds["all"], seconds["main"])
+        value, quartiles = ratio(seconds["all"], seconds["main"], times=num_ranks)
         yield Result(
             "evaluation",
             f"{num_episodes} episodes of 10 to {_HORIZON} steps on {num_ranks} ranks, a simulator that sleeps",
-            value * num_ranks,
+            value,
             "x main rank / W",
-            quartiles=(quartiles[0] * num_ranks, quartiles[1] * num_ranks),
+            quartiles=quartiles,
             at_most=_AT_MOST,
         )
 

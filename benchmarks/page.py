@@ -1,4 +1,4 @@
-"""The page of all results: for each question a picture of ddpshim beside what it was measured against, and tables."""
+"""Makes the page of all results: a picture and tables for each question. Pictures show ddpshim beside others."""
 
 from __future__ import annotations
 

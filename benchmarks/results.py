@@ -60,9 +60,9 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, tuple[float, f
     return middle, (low, high)
 
 
-def ratio(measured: Sequence[float], base: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Median and quartiles of `measured` over `base`, round by round: what slows the machine slows both."""
-    return median_and_quartiles([a / b for a, b in zip(measured, base)])
+def ratio(measured: Sequence[float], base: Sequence[float], times: float = 1.0) -> tuple[float, tuple[float, float]]:
+    """Median and quartiles of `times * measured / base`, round by round: what slows the machine slows both."""
+    return median_and_quartiles([times * a / b for a, b in zip(measured, base)])
 
 
 def main(run: Callable[[bool], Iterable[Result]], description: str) -> None:

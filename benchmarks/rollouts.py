@@ -70,7 +70,7 @@ def run(quick: bool) -> list[Result]:
 
 def _compare(num_ranks: int, plans: list[_Plan]) -> Iterator[Result]:
     for plan, seconds in zip(plans, run_ranks(_measure, num_ranks, plans, timeout_s=280)[0]):
-        value, quartiles = ratio(seconds["all"], seconds["main"])
+        value, quartiles = ratio(seconds["all"], seconds["main"], times=num_ranks)
         best = math.ceil(plan.num_episodes / num_ranks) * num_ranks / plan.num_episodes
         sleeps = plan.simulator == "sleeping"
         notes = [] if best == 1 else [f"{best:.3f} at best: ranks wait for the one that plays an episode more"]
@@ -80,9 +80,9 @@ def _compare(num_ranks: int, plans: list[_Plan]) -> Iterator[Result]:
         yield Result(
             "rollouts",
             f"{plan.num_episodes} episodes of {name} on {num_ranks} ranks{', with video' if plan.video else ''}",
-            value * num_ranks,
+            value,
             "x main rank / W",
-            quartiles=(quartiles[0] * num_ranks, quartiles[1] * num_ranks),
+            quartiles=quartiles,
             at_most=_AT_MOST if best == 1 and sleeps else None,
             note="; ".join(notes),
         )

@@ -238,8 +238,8 @@ of Clopper and Pearson for all seeds together.
 
 Median wall time over that of robomimic as released: {"; ".join(ratios)}.
 
-The arms play other episodes while they train, and may so come to {WANTED:.0%} at another look: as released, episodes
-draw from the training's random streams, which the training goes on with; with ddpshim each has a seed of its own.
+While they train, the arms play different episodes, so they may reach {WANTED:.0%} at different evaluations. As
+released, episodes draw from the random streams of the training; with ddpshim each episode has its own seed.
 "inf": no such checkpoint within {plan.deadline_s:g} s.
 """
 

@@ -58,7 +58,7 @@ CONFIGS = {
 
 
 class Trainer:
-    """One program that trains, with all its processes; it runs while it is told to."""
+    """A program that trains, with all its processes. It can be stopped, and goes on."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         self._log, self._at = log, 0

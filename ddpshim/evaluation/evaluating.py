@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import math
 import threading
 import time
@@ -143,7 +144,9 @@ def evaluate_in_background(
     Raises:
         RolloutError: something cannot be sent to a process, or what `evaluate` finds before it plays.
     """
-    return EvaluationInBackground(_checked(make_env, policy, num_episodes, **options))
+    asked = inspect.signature(evaluate).bind(make_env, policy, num_episodes, **options)
+    asked.apply_defaults()
+    return EvaluationInBackground(_checked(**asked.arguments))
 
 
 class EvaluationInBackground:
@@ -284,13 +287,13 @@ def _checked(
     make_env: Callable[[], Any],
     policy: Any,
     num_episodes: int,
-    horizon: Optional[int] = None,
-    seed: Optional[int] = None,
-    is_success: Optional[IsSuccess] = None,
-    ends_at_success: bool = True,
-    confidence: float = 0.95,
-    threshold: Optional[float] = None,
-    width: Optional[float] = None,
+    horizon: Optional[int],
+    seed: Optional[int],
+    is_success: Optional[IsSuccess],
+    ends_at_success: bool,
+    confidence: float,
+    threshold: Optional[float],
+    width: Optional[float],
 ) -> _Call:
     """The call (collective). Raises RolloutError where it makes no sense, or ranks call otherwise."""
     here = world()

@@ -27,7 +27,7 @@ _MEETING_DEADLINE_S = 20.0
 
 
 class _Sent(NamedTuple):
-    """Where a rank was in a pass: written out where it is told, and not in every pass."""
+    """Where a rank was in a pass. It becomes text only for an error, since passes are many."""
 
     where: list[tuple[shares.Position, str]]
     num_steps: Optional[int]

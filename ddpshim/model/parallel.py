@@ -14,7 +14,7 @@ from ddpshim.job.group import current_or_new_world, split_random_streams
 from ddpshim.job.job import current
 from ddpshim.job.pace import Pace
 from ddpshim.job.world import World
-from ddpshim.model import batchnorm, closures, exact, guard
+from ddpshim.model import batchnorm, closures, exact, guard, seams
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.reducer import DistributedModule
 from ddpshim.model.refused import check_device, check_kind, check_same_structure, watch_wrapping
@@ -87,11 +87,10 @@ def wrap_parallel(
         exact.reduce(module)
         split_random_streams()
         return BareModule(module)
-    if here.is_launched and here.options.diagnose:
-        sizes = [p.numel() * p.element_size() for p in module.parameters() if p.requires_grad]
-        bucket_mb = bucket_cap_mb or here.options.bucket_cap_mb or best_bucket_cap_mb(module, here.backend or "") or 25
-        current().part(Pace).begin(sum(sizes), bucket_mb * 2**20)
+    given = here.options
+    bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
     if here.world_size == 1:
+        _count_steps(module, here, bucket_cap_mb, here.backend or "")
         split_random_streams()
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
         if several and any(p.is_cuda for p in module.parameters()):
@@ -100,10 +99,7 @@ def wrap_parallel(
     check_device(module, here)
     if process_group is None:
         check_same_structure(module, here)
-    given = here.options
-    bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
-    if bucket_cap_mb is None:
-        bucket_cap_mb = best_bucket_cap_mb(module, dist.get_backend(process_group))
+    bucket_cap_mb = _count_steps(module, here, bucket_cap_mb, dist.get_backend(process_group))
     if _either(sync_batchnorm, given.sync_batchnorm) and batchnorm.has_batchnorm(module):
         batchnorm.sync(process_group)
     if given.guard:
@@ -141,8 +137,22 @@ def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
     """
     if backend != "gloo":
         return None
-    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    return min(max(num_bytes / 16 / 2**20, 1.0), 25.0)
+    return min(max(_num_bytes(module) / 16 / 2**20, 1.0), seams.BUCKET_CAP_MB)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Of its gradients."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
+def _count_steps(module: nn.Module, here: World, bucket_cap_mb: Optional[float], backend: str) -> Optional[float]:
+    """Have the steps that train `module` diagnosed, where that is asked for; the size of its buckets. Local."""
+    if bucket_cap_mb is None:
+        bucket_cap_mb = best_bucket_cap_mb(module, backend)
+    if here.is_launched and here.options.diagnose:
+        bucket_bytes = (bucket_cap_mb or seams.BUCKET_CAP_MB) * 2**20
+        current().part(Pace).begin(_num_bytes(module), bucket_bytes)
+    return bucket_cap_mb
 
 
 def _either(argument: Optional[bool], option: bool) -> bool:

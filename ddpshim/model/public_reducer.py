@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpshim.model import seams
+
 _FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first message leaves early
-_BUCKET_CAP_MB = 25.0
 
 
 class Bucket:
@@ -80,7 +81,7 @@ class PublicReducer:
         self._size = dist.get_world_size(group)
         self._hook: Optional[Callable[[Any, Any], Any]] = None
         self._hook_state: Any = None
-        cap = int((_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 1024 * 1024)
+        cap = int((seams.BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 1024 * 1024)
         self._limits = [_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
         self._arrived: list[int] = []  # in this pass
         every = range(len(self._parameters))

@@ -23,6 +23,7 @@ WRAPPER = (
     "_set_params_and_buffers_to_ignore_for_model",
 )
 CALLBACK = "queue_callback"
+BUCKET_CAP_MB = 25.0  # of torch's DDP, where it is given none
 
 
 def lacking() -> list[str]:

@@ -42,8 +42,8 @@ _LOOPBACK = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
 def describe(with_names: bool = False) -> dict[str, Any]:
     """Versions, GPUs, launcher, variables and machine, in sections of JSON's types. Local; starts no group.
 
-    Does not import what it tells the version of, but for torch. What cannot be found out is told in its place: no
-    training ends because of it. With `with_names` False (a report is public) the
+    Imports torch, and none of the other packages whose versions it gives. Where something cannot be found out, the
+    reason stands in its place, and no training ends because of it. With `with_names` False (a report is public) the
     names of machines and of the user and the home folder are replaced, wherever they occur; variables that look
     like secrets are left out in any case.
     """

@@ -77,9 +77,9 @@ CHECKS = (
         "resume", "another number of ranks goes on where the first ones stopped", "fewer", after=("save", "one process")
     ),
     Check("rendezvous", "ranks start", "weights"),
-    Check("guard: weights", "a weight that differs on one rank is told", "weights"),
+    Check("guard: weights", "a weight that differs on one rank is reported", "weights"),
     Check("rendezvous", "ranks start", "steps"),
-    Check("guard: steps", "an optimizer step that one rank makes alone is told", "steps"),
+    Check("guard: steps", "an optimizer step that one rank makes alone is reported", "steps"),
     Check("exception", "a rank that raises ends the job, and is named", "failures"),
     Check("out of memory", "a rank without memory ends the job, and is named", "failures"),
     Check("stop", "a rank that stands still is named", "failures"),

@@ -78,7 +78,7 @@ class GpuMachine(Rank):
                 seconds = self._seconds_of_pair(
                     torch.full((megabytes * 250_000,), 1.0, device=self.world.device), group
                 )
-                # After a sum over 2 ranks each number is 2 times what it was: exact in float32.
+                # A sum over 2 ranks doubles each number, which is exact in float32.
                 measured[pair] = 4 * megabytes * 250_000 / seconds / 1e9
             self.world.barrier()
             dist.destroy_process_group(group)
