@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any, Callable
 
 from benchmarks.results import alternate
-from benchmarks.whole_run import CONFIGS, ROOT, config_file, script
+from benchmarks.whole_run import CONFIGS, ROOT, config_file, script, tree
 from tests.preloaded import as_torchrun_says
 
 BEGIN, END = "<!-- step profile -->", "<!-- end of step profile -->"
@@ -37,10 +37,12 @@ PARTS = {
     "backward": "backward",
     "norms": "gradients cleared, their norms read",
     "optimizer": "optimizer",
+    "ema": "moving average of the weights",
     "log": "numbers for the log",
     "loop": "the loop around it",
 }
 STEPS, EPOCHS, ROUNDS = {"bc": 100, "bc_large": 10, "bc_rnn_gmm": 10, "bc_transformer_gmm": 10}, 3, 3
+STEPS["diffusion_policy"] = 3
 
 
 class Clock:
@@ -111,7 +113,12 @@ def follow(arm: str, found: str, *program: str) -> None:
         set_num_threads(1)
         torch.set_num_threads = set_num_threads
         torch.Tensor.backward = clock.timed("backward", torch.Tensor.backward)  # type: ignore[method-assign]
-        torch.optim.Adam.step = clock.timed("optimizer", torch.optim.Adam.step)  # type: ignore[method-assign]
+        for kind in (torch.optim.Adam, torch.optim.AdamW):  # AdamW's is of its own, or Adam's: not timed twice
+            if "step" in vars(kind):
+                kind.step = clock.timed("optimizer", kind.step)  # type: ignore[method-assign]
+        averaging = sys.modules.get("diffusers.training_utils")
+        if averaging is not None:
+            averaging.EMAModel.step = clock.timed("ema", averaging.EMAModel.step)
         run_epoch = TrainUtils.run_epoch
 
         def timed_epoch(model: Any, data_loader: Any, epoch: int, **options: Any) -> Any:
@@ -153,8 +160,10 @@ def measure(name: str, arm: str, folder: Path) -> dict[str, float]:
     shutil.rmtree(folder, ignore_errors=True)
     config, found = config_file(CONFIGS[name], folder, EPOCHS, STEPS[name]), folder / "found.json"
     code = "import sys; from benchmarks import step_profile; step_profile.follow(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, arm, str(found), str(script()), "--config", str(config)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **(as_torchrun_says(1)[0] if arm == "ours" else {})}
+    release = CONFIGS[name].release
+    command = [sys.executable, "-c", code, arm, str(found), str(script(release)), "--config", str(config)]
+    path = os.pathsep.join([str(tree(release)), str(ROOT)])
+    environ = {**os.environ, "PYTHONPATH": path, **(as_torchrun_says(1)[0] if arm == "ours" else {})}
     log = folder / "log.txt"
     with log.open("wb") as file:
         subprocess.run(command, cwd=folder, env=environ, stdout=file, stderr=file, timeout=600, check=False)
@@ -175,7 +184,8 @@ def table(name: str, rounds: int) -> str:
         alternate({arm: functools.partial(once, arm) for arm in each}, rounds)
     middle = {arm: {part: median(found[part] for found in runs) for part in PARTS} for arm, runs in each.items()}
     lines = [f"### {CONFIGS[name].what}", "", "| ms of CPU a step | released | ddpshim |", "| --- | ---: | ---: |"]
-    lines += [f"| {said} | {middle['released'][p]:.3f} | {middle['ours'][p]:.3f} |" for p, said in PARTS.items()]
+    there = [part for part in PARTS if middle["released"][part] or middle["ours"][part]]
+    lines += [f"| {PARTS[p]} | {middle['released'][p]:.3f} | {middle['ours'][p]:.3f} |" for p in there]
     sums = {arm: sum(parts.values()) for arm, parts in middle.items()}
     return "\n".join([*lines, f"| **all** | **{sums['released']:.3f}** | **{sums['ours']:.3f}** |", ""])
 

@@ -29,6 +29,7 @@ from benchmarks.results import Result, alternate, median_and_quartiles, ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE = "0.3.0"
+WITH_DIFFUSION_POLICY = "master"  # read from DDPSHIM_UPSTREAM: no index holds it; 0.5.0 imports transformers
 DEADLINE_S = 240
 _RNN = {"algo.actor_layer_dims": [], "algo.rnn.enabled": True, "algo.gmm.enabled": True, "train.seq_length": 10}
 _TRANSFORMER = {
@@ -47,22 +48,34 @@ class Config:
     what: str
     settings: dict[str, Any]
     steps: int
+    epochs: int = 12
+    template: str = "bc"
+    release: str = RELEASE
 
 
 CONFIGS = {
     "bc": Config("bc 256-256, batch 100", {"algo.actor_layer_dims": [256, 256]}, 300),
     "bc_large": Config("bc 1024-1024, batch 1000", {"train.batch_size": 1000}, 30),
     "bc_rnn_gmm": Config("bc_rnn_gmm, LSTM 2 x 400, batch 100", _RNN, 15),
-    "bc_transformer_gmm": Config("bc_transformer_gmm, 6 layers of 128, batch 100", _TRANSFORMER, 10),
+    "bc_transformer_gmm": Config("bc_transformer_gmm, 6 layers of 128, batch 100", _TRANSFORMER, 4, epochs=32),
+    "diffusion_policy": Config(
+        "diffusion_policy, U-Net of 65 million, batch 16",
+        {"train.frame_stack": 2, "train.seq_length": 15, "train.batch_size": 16},
+        3,
+        epochs=4,
+        template="diffusion_policy",
+        release=WITH_DIFFUSION_POLICY,
+    ),
 }
 
 
 class Trainer:
     """A program that trains, with all its processes. It can be stopped, and goes on."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, release: str = RELEASE) -> None:
         self._log, self._at = log, 0
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+        path = os.pathsep.join([str(tree(release)), str(ROOT)])
+        environ = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
         environ.pop("PYTHONDONTWRITEBYTECODE", None)  # it is there, as it is after `pip install`
         with log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -115,15 +128,23 @@ class Trainer:
             self.process.wait()
 
 
-def script() -> Path:
+def tree(release: str) -> Path:
+    """The folder with a release's package."""
+    from tests.equivalence import source
+
+    found = source(release)
+    if found is None:
+        raise SystemExit(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
+    return found
+
+
+def script(release: str = RELEASE) -> Path:
     """The released trainer's."""
-    import robomimic
-
-    return Path(robomimic.__path__[0], "scripts", "train.py")
+    return tree(release) / "robomimic" / "scripts" / "train.py"
 
 
-def _commands(config: Path) -> dict[str, list[str]]:
-    arguments = [str(script()), "--config", str(config)]
+def _commands(config: Path, release: str = RELEASE) -> dict[str, list[str]]:
+    arguments = [str(script(release)), "--config", str(config)]
     return {
         "released": [sys.executable, *arguments],
         "ours": [sys.executable, "-m", "ddpshim", "run", "--nproc", "1", *arguments],
@@ -135,14 +156,14 @@ def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
     """The config file, from the release's own template."""
     from tests.equivalence import DATA
 
-    template = script().parent.parent / "exps" / "templates" / "bc.json"
+    template = tree(chosen.release) / "robomimic" / "exps" / "templates" / f"{chosen.template}.json"
     config = json.loads(template.read_text())
     settings = {
         "experiment.name": "whole",
         "experiment.rollout.enabled": False,
         "experiment.epoch_every_n_steps": steps,
         "experiment.save.every_n_epochs": epochs,
-        "train.data": str(DATA),
+        "train.data": str(DATA) if chosen.release == RELEASE else [{"path": str(DATA)}],
         "train.output_dir": str(folder / "out"),
         "train.num_epochs": epochs,
         "train.cuda": False,
@@ -163,6 +184,15 @@ def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
     return made
 
 
+def tensors(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each tensor of nested dictionaries, with the keys that lead to it."""
+    if hasattr(state, "items"):
+        for key, value in state.items():
+            yield from tensors(value, f"{name}/{key}")
+    elif hasattr(state, "dtype"):
+        yield name, state
+
+
 def _difference(one: Path, other: Path) -> str:
     """How far the weights are apart that two runs have saved last."""
     import torch
@@ -170,7 +200,7 @@ def _difference(one: Path, other: Path) -> str:
     weights = []
     for folder in (one, other):
         newest = max(folder.glob("out/**/*.pth"), key=lambda path: path.stat().st_mtime)
-        weights.append(torch.load(newest, weights_only=False)["model"])
+        weights.append(dict(tensors(torch.load(newest, weights_only=False)["model"])))
     if weights[0].keys() != weights[1].keys():
         return "weights of OTHER NETWORKS"
     far = max(float((weights[0][k].double() - weights[1][k].double()).abs().max()) for k in weights[0])
@@ -184,7 +214,8 @@ def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
     try:
         for arm in ("released", "ours"):
             config = config_file(chosen, folder / name / arm, epochs + 1, chosen.steps)
-            arms[arm] = Trainer(_commands(config)[arm], config.parent / "log.txt")
+            command = _commands(config, chosen.release)[arm]
+            arms[arm] = Trainer(command, config.parent / "log.txt", chosen.release)
             arms[arm].until(b"Train Epoch 1\n")
             arms[arm].stop()
         done, cpu = dict.fromkeys(arms, 2), dict.fromkeys(arms, 0.0)
@@ -247,6 +278,8 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Iterator[Result]:
     """Yield both for each config; nothing is measured of what the release does not have."""
     import robomimic
 
+    from tests.equivalence import source
+
     if robomimic.__version__ != RELEASE:
         nan = float("nan")
         note = f"not run: robomimic {robomimic.__version__} is installed, not {RELEASE}"
@@ -255,13 +288,13 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in only or (("bc", "bc_rnn_gmm") if quick else CONFIGS):
-            if name != "start":
-                yield from steps_a_second(name, folder, 4 if quick else 12)
+            if name == "diffusion_policy" and source(WITH_DIFFUSION_POLICY) is None:
+                note = f"not run: robomimic {WITH_DIFFUSION_POLICY} is not under DDPSHIM_UPSTREAM (patches/README.md)"
+                yield Result("whole_run", f"steps a second, {name}", float("nan"), "x released", note=note)
+            elif name != "start":
+                yield from steps_a_second(name, folder, 4 if quick else CONFIGS[name].epochs)
         if not only or "start" in only:
             yield from first_step(folder, 1 if quick else 4)
-    if not only:
-        note = f"not run: robomimic has it from 0.5.0 on, and {RELEASE} is the last release that pip installs"
-        yield Result("whole_run", "steps a second, diffusion_policy", float("nan"), "x released", note=note)
 
 
 if __name__ == "__main__":

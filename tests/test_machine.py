@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,3 +206,36 @@ def test_make_loader_advises_once_and_on_the_main_rank() -> None:
     assert main.count("2 ranks x 1 worker on 1 core") == 1
     assert "use num_workers=0" in main
     assert other == ""
+
+
+_STEPS = """
+import os, resource
+from ddpshim.job import freed_memory
+kept = freed_memory.keep(os.environ)
+for step in range(6):
+    if step == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [bytearray(8 * 2**20) for _ in range(10)]
+    del tensors
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _steps(**environ: str) -> tuple[str, int]:
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", _STEPS]
+    out = subprocess.run(command, env={**path, **environ}, capture_output=True, text=True, check=True, timeout=60)
+    kept, faults = out.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.ranks
+def test_memory_that_a_step_has_freed_is_there_for_the_next_one() -> None:
+    pages = 3 * 10 * 8 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    if "CS_GNU_LIBC_VERSION" not in os.confstr_names:
+        pytest.skip("this malloc is not glibc's")
+    assert _steps()[0] == "True"
+    assert _steps()[1] < pages / 100
+    kept, faults = _steps(MALLOC_ARENA_MAX="8")
+    assert kept == "False", "the user has settings of his own"
+    assert faults > pages / 10

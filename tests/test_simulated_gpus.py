@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._device import DeviceContext
 
 import ddpshim
+from ddpshim.checkpoint import snapshot
 from ddpshim.job import events
 from ddpshim.job.pace import Pace
 from ddpshim.job.replaced import replaced
@@ -317,6 +318,31 @@ def test_what_is_slow_is_timed_on_the_gpu_and_nobody_waits() -> None:
     assert [(note["phase"], tuple(note["ranks"])) for note in found] == [("forward", (1,))]
     assert ours == [[]]
     assert set(blocks) <= set(range(4, 21, 3)), "the steps that were marked"
+
+
+def _rank_saves(folder: str) -> tuple[list[bool], list[int]]:
+    state, buffer, pinned, empty = (
+        nn.Linear(64, 64).to("cuda").state_dict(),
+        snapshot.Buffer(),
+        list[int](),
+        torch.empty,
+    )
+
+    def noted(size: Any, *args: Any, **options: Any) -> torch.Tensor:
+        pinned.extend([size] if options.get("pin_memory") else [])
+        return empty(size, *args, **options)
+
+    with replaced(torch, "empty", noted):
+        snapshot.take(state, buffer, 20_000).write(f"{folder}/ours.pth")
+    torch.save(state, f"{folder}/torchs.pth")
+    ours, torchs = torch.load(f"{folder}/ours.pth"), torch.load(f"{folder}/torchs.pth")
+    return [torch.equal(ours[key], torchs[key]) and ours[key].is_cuda for key in state], pinned
+
+
+def test_what_is_saved_of_a_gpu_goes_through_pinned_memory(tmp_path: Path) -> None:
+    ((same, pinned),) = run_ranks(_rank_saves, 1, str(tmp_path), on_gpus=True)
+    assert same == [True, True]
+    assert pinned == [4 * 64 * 64, 4 * 64]
 
 
 class _Branches(nn.Module):

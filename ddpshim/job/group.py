@@ -20,7 +20,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ddpshim.errors import LaunchError, OptionsError, WorldError
-from ddpshim.job import failure, messages, rendezvous, unshared, watch
+from ddpshim.job import failure, freed_memory, messages, rendezvous, unshared, watch
 from ddpshim.job.alike import compute_alike
 from ddpshim.job.devices import agree_on_backend, backend_of, bind_device, single_device
 from ddpshim.job.job import Job, begin_next, current
@@ -124,6 +124,8 @@ def setup(
             made = World(device=single_device(device), options=options, _job=job)
             if env.in_allocation:
                 say(str(env.reason))
+    if made.is_launched:
+        freed_memory.keep(os.environ)
     _check_same_options(made)
     if options.exact is not None:
         compute_alike(made, options.exact)
