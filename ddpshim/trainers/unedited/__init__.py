@@ -1,0 +1,1 @@
+"""Runs unedited trainers of any kind as ranks: their files, clocks, networks, loaders and evaluations."""
