@@ -126,7 +126,6 @@ def written_files() -> Any:
         raised.value.filename,
         os.stat("by_os").st_mode,
         os.path.getsize("large.bin"),
-        json.load(open("state.json")),
     )
 
 
