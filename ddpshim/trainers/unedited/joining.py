@@ -85,7 +85,10 @@ def _optimizers_seen() -> Iterator[None]:
         current().part(Steps).networks.take_note(self)
 
     with replaced(torch.optim.Optimizer, "add_param_group", add_param_group):
-        yield
+        try:
+            yield
+        finally:
+            current().part(Steps).networks.forget()
 
 
 class DataParallel(torch_parallel.DataParallel[Any]):
