@@ -103,6 +103,7 @@ def decide() -> Any:
             start, count = time.time(), 0
             while time.time() - start < 0.03:
                 count += 1
+                time.sleep(0.001)
             counts.append(count)
         name = f"run_{imported_before.now():%H%M%S%f}_{uuid.uuid4().hex}"
         here.barrier()

@@ -6,7 +6,6 @@ main rank waits for nobody; another rank waits until the main rank has been at t
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import ctypes
 import datetime
@@ -27,10 +26,11 @@ from ddpshim.errors import WorldError
 from ddpshim.job import messages
 from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
+from ddpshim.trainers.unedited.holders import holders
 
 T = TypeVar("T")
 
-_NUM_KEPT = 4096  # values of each line; no rank is so far behind another
+_NUM_KEPT = 1 << 16  # values of each line: of a loop that waits, on a rank that has not come to it yet
 # Libraries that ask for themselves: progress bars, loggers and networks of threads have clocks of their own.
 _LIBRARIES = {
     *("ddpshim", "torch", "torchvision", "numpy", "tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "matplotlib"),
@@ -60,32 +60,26 @@ class Clock:
             yield
             return
         with contextlib.ExitStack() as undo:
-            for owner, name, stand_in in list(self._stand_ins()):
+            for owner, name, stand_in in holders({id(real): made for real, made in self._stand_ins()}):
                 undo.enter_context(replaced(owner, name, stand_in))
             undo.enter_context(_exchanged(datetime.datetime, "now", self._now))
             undo.enter_context(_exchanged(datetime.datetime, "utcnow", self._utcnow))
             yield
 
-    def _stand_ins(self) -> Iterator[tuple[Any, str, Any]]:
-        for name in ("time", "time_ns"):
-            yield time, name, self._of_main(getattr(time, name))
-        for name in ("localtime", "gmtime", "ctime"):
-            yield time, name, self._at_moment(getattr(time, name), 0)
-        yield time, "strftime", self._at_moment(time.strftime, 1, time.localtime)
-        yield time, "asctime", self._at_moment(time.asctime, 0, time.localtime)
-        urandom = self._of_main(posix.urandom)
-        for owner, name in ((os, "urandom"), (random, "_urandom")):
-            if getattr(owner, name, None) is posix.urandom:
-                yield owner, name, urandom
+    def _stand_ins(self) -> list[tuple[Any, Any]]:
+        """(a function, what takes its place)"""
+        of_main: Any = (time.time, time.time_ns, posix.urandom, input, os.system)
+        made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in of_main]
+        made += [(real, self._at_moment(real, 0)) for real in (time.localtime, time.gmtime, time.ctime)]
+        made += [(real, self._at_moment(real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))]
         uuid1 = uuid.uuid1
-        hexes: Any = self._of_main(lambda *args, **kwargs: uuid1(*args, **kwargs).hex)
-        yield uuid, "uuid1", lambda *args, **kwargs: uuid.UUID(hexes(*args, **kwargs))
-        yield builtins, "input", self._of_main(input)
-        yield random, "seed", self._seeded(random.seed, "a")
+        hexes = self._of_main(lambda *args, **kwargs: uuid1(*args, **kwargs).hex)
+        made.append((uuid1, lambda *args, **kwargs: uuid.UUID(hexes(*args, **kwargs))))
+        made.append((random.seed, self._seeded(random.seed, "a")))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            yield numpy.random, "seed", self._seeded(numpy.random.seed, "seed")
-            yield numpy.random, "default_rng", self._seeded(numpy.random.default_rng, "seed")
+            made += [(real, self._seeded(real, "seed")) for real in (numpy.random.seed, numpy.random.default_rng)]
+        return made
 
     def _of_main(self, real: Callable[..., T]) -> Callable[..., T]:
         """`real`, whose result is the main rank's."""
@@ -185,7 +179,7 @@ class Clock:
         )
 
 
-_time = time.time
+_time, _localtime = time.time, time.localtime
 
 
 @contextlib.contextmanager
