@@ -44,11 +44,12 @@ def factor(loss: Any) -> float:
     found = terms(loss.grad_fn)
     if share is None or not found:
         return 1.0
-    mine = [term.count if term.is_counted else None for term in found]
+    # Of rows that another rank has as well nothing counts: the backward pass weighs them by 0.
+    mine = [(term.count if share.weight else 0.0) if term.is_counted else None for term in found]
     of_ranks = world().gather(mine) if any(count is not None for count in mine) else [mine] * share.world_size
     factors = [_factor_of(term, [there[i] for there in of_ranks], share) for i, term in enumerate(found)]
     if max(factors) - min(factors) <= _ROUNDING:
-        if factors[0] == share.world_size:
+        if all(term.is_sum and not term.is_counted for term in found) and factors[0] != 1:
             say_on_main(
                 f"{line_of_the_program()}: the loss is a sum over the samples of a batch ({found[0].name}), of which "
                 f"each rank has its share; it is multiplied by {share.world_size}, since gradients are averaged over "
@@ -61,14 +62,14 @@ def factor(loss: Any) -> float:
 
 def _refuse_or_say(found: list[Term], factors: list[float], share: shares.Share) -> None:
     for term, wanted in zip(found, factors):
-        if wanted == share.world_size and term.is_loss:
+        if term.is_loss and wanted == _whole(share):
             raise SyncError(
                 f"{line_of_the_program()}: the loss contains a sum over the samples of a batch ({term.name}, "
                 'reduction="sum") beside terms that are none; each rank has its share of the samples, gradients are '
                 f"averaged over the ranks, and those of the sum would be 1/{world().world_size} of those of one "
                 "process. Divide it by the number of samples that it was summed over (len of the batch)."
             )
-        if wanted == share.world_size:
+        if term.is_sum and wanted == _whole(share):
             say_on_main(
                 f"the loss contains a sum ({term.name}); if it is over samples, and not divided by the number that "
                 "this rank has of them (len of the batch, not a constant), gradients are too small by the number of "
@@ -86,12 +87,17 @@ def _factor_of(term: Term, counts: list[Any], share: shares.Share) -> float:
     if term.is_sum and term.num_rows and share.num_samples(term.num_rows) is None:
         return 1.0  # over no samples
     if term.is_counted and not (term.is_constant and len({*counts}) == 1 and _is_plain(counts[0], share)):
-        return float(counts[share.rank] * share.world_size / sum(counts)) if sum(counts) else 1.0
+        return float(counts[share.rank] / sum(counts)) * _whole(share) if sum(counts) else 1.0
     if not term.is_sum or term.count is None:
         return 1.0
     is_divided = term.count % share.num_rows == 0  # else by a weight, or the number of accumulated batches
-    is_whole = not is_divided or term.count == share.num_rows * share.world_size
-    return float(share.world_size) if is_whole else 1.0
+    is_whole = not is_divided or term.count == share.total(share.num_rows)
+    return _whole(share) if is_whole else 1.0
+
+
+def _whole(share: shares.Share) -> float:
+    """What makes an average over ranks a sum, beside the weight that the backward pass gives this rank's rows."""
+    return share.world_size / share.weight if share.weight else 1.0
 
 
 def _is_plain(count: float, share: shares.Share) -> bool:
