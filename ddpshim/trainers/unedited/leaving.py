@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
 import sys
 import time
@@ -33,6 +35,9 @@ def noticed(start: Start) -> Iterator[None]:
             if hasattr(owner, name):
                 until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found)))
 
+        def put_later(module: str, function: str) -> None:
+            put(sys.modules[module], function, f"it calls {module}.{function}")
+
         def is_shown() -> bool:
             """To a program for one process there is no group: many ask, and would each do the main rank's work."""
             asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
@@ -45,26 +50,15 @@ def noticed(start: Start) -> Iterator[None]:
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
         for package in adapters.packages():
             for module, function in _trainer_of(package):
-                after_import(
-                    module,
-                    lambda module=module, function=function: put(
-                        sys.modules[module], function, f"it calls {module}.{function}"
-                    ),
-                )
+                after_import(module, functools.partial(put_later, module, function))
         yield
 
 
 def _trainer_of(package: str) -> list[tuple[str, str]]:
-    if package not in sys.modules and not _may_be_imported(package):
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         return []
-    trainer = adapters.function(package, "trainer")
-    return [] if trainer is None else trainer()
-
-
-def _may_be_imported(package: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(package) is not None
+    trainer: Any = adapters.function(package, "trainer")
+    return [] if trainer is None else trainer()  # type: ignore[no-any-return]
 
 
 def _stand_in(start: Start, original: Callable[..., Any], found: str) -> Callable[..., Any]:
