@@ -218,7 +218,8 @@ for epoch in range(3):
     agent.actor["net"].eval()
     with torch.no_grad():
         say("rollout", [torch.rand(30, 30).sum().item(), np.random.rand()])
-        say("kept", (agent.actor["net"][0](kept) + torch.randn(kept.shape)).mean().item())
+        chosen = torch.multinomial(torch.ones(len(kept), 4), 2).double().mean(1, keepdim=True)
+        say("kept", (agent.actor["net"][0](kept) + torch.randn(kept.shape) * chosen).mean().item())
 nets = agent.actor["net"], agent.critic, agent.target, agent.ema
 weights = {f"{i}.{key}": value for i, net in enumerate(nets) for key, value in net.state_dict().items()}
 torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch.rand(2)}, "weights.pth")

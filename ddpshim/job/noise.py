@@ -242,7 +242,7 @@ def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
 
 def _of_the_whole(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
-        at_hand = sharing.share
+        at_hand = sharing.of_draws
         tensors = [given for given in (*arguments, *options.values()) if isinstance(given, torch.Tensor)]
         if at_hand is None or not tensors or not _draws(original.__name__, arguments, options):
             return original(*arguments, **options)
@@ -372,7 +372,7 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
 
 def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
     """Name a draw without the batch in its shape that is alike on all ranks, where it is large."""
-    if sharing.of_draws is not None and math.prod(shape) >= LARGE:
+    if sharing.of_draws is not None and math.prod(shape) >= LARGE and not isinstance(sharing.of_draws, Kept):
         sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
         _name(sharing, f"draws for {sizes} numbers, and none of these is the batch ({num_rows})", "alike on all ranks")
 
