@@ -156,6 +156,8 @@ OF_THE_PROCESS = {
     "job.group._worlds": "how many there were: a store keeps the keys of the one before",
     "job.unshared.watch": "torch's hook of all optimizers is the process's",
     "job.say.say_once": "lines that were said",
+    "trainers.unedited.slipped._listen": "Python has no way to take back an audit hook",
+    "trainers.unedited.slipped._is_private": "what that hook asks, while files are private",
     "job.job._current": "the job itself",
     "job.events.running": "a block of code that is measured",
     "job.events._records": "an open file",
