@@ -27,7 +27,7 @@ from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed
-from ddpshim.job.say import line_of_the_caller, say
+from ddpshim.job.say import count, line_of_the_caller, say
 from ddpshim.job.world import World
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ class Parts:
     def _say_repeated(self, num_left: int) -> None:
         if 0 < num_left < self.num_shares and self.world.is_main:
             say(
-                f"the loader of {line_of_the_caller()} has {num_left} samples in its last batch, for {self.num_shares} "
-                "ranks: the others repeat a sample. It counts for nothing in gradients; in a sum that the program "
-                "takes over a pass it would count again"
+                f"the loader of {line_of_the_caller()} has {count(num_left, 'sample')} in its last batch, for "
+                f"{self.num_shares} ranks: the others repeat one. It counts for nothing in gradients; in a sum that "
+                "the program takes over a pass it would count again"
             )
 
     def _split(self, is_exact: bool = False) -> Split:
