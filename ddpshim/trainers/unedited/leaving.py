@@ -61,7 +61,7 @@ def _trainer_of(package: str) -> list[tuple[str, str]]:
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         return []
     trainer: Any = adapters.function(package, "trainer")
-    return [] if trainer is None else trainer()  # type: ignore[no-any-return]
+    return [] if trainer is None else trainer()
 
 
 def _stand_in(

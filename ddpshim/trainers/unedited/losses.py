@@ -126,7 +126,7 @@ def terms(node: Any) -> list[Term]:
             rows = _rows(getattr(node, "_saved_self", None))
             found[Term(name, True, True, count, is_divided and count is not None, is_constant, rows)] = None
         elif name == "SumBackward0":
-            sizes = getattr(node, "_saved_self_sym_sizes", ())
+            sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
             rows = int(sizes[0]) if len(sizes) else 0
             found[Term(name, True, False, count, is_divided and count is not None, is_constant, rows)] = None
         elif name != "torch::autograd::AccumulateGrad":
