@@ -7,6 +7,7 @@ rank has ended (or before it has begun): whatever it sees and decides has to be 
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import gzip
 import io
@@ -377,7 +378,8 @@ def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
         Path(tmp_path, "log.txt").unlink()
         torch.save({}, tmp_path / "saved.pt")
         process = multiprocessing.get_context("spawn").Process(target=print)
-        childs = pickle.loads(pickle.dumps(process._ddpshim_files.files))  # type: ignore[attr-defined]
+        packed = pickle.dumps(process.ddpshim_files)  # type: ignore[attr-defined]
+        childs = pickle.loads(pickle.dumps(process.ddpshim_files.files))  # type: ignore[attr-defined]
         assert posix.stat(childs.place_to_read(tmp_path / "made")).st_size == 12
         assert childs.place_to_read(tmp_path / "saved.pt") == str(tmp_path / "saved.pt")
         with pytest.raises(FileNotFoundError):
@@ -386,6 +388,12 @@ def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
             file.write("x")
         assert Path(tmp_path, "of_child").read_text() == "x"
     assert not Path(tmp_path, "of_child").exists()
+    passed = pickle.loads(packed)
+    gc.collect()
+    assert os.listdir is not posix.listdir, "it is in place as long as the process object is there"
+    assert "log.txt" not in os.listdir(tmp_path)
+    passed.until.close()
+    assert os.listdir is posix.listdir
 
 
 def test_what_a_dataset_keeps_is_each_ranks_own(tmp_path: Path) -> None:

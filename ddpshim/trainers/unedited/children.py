@@ -17,15 +17,18 @@ from ddpshim.trainers.unedited.stand_ins import Files
 
 
 class _Passed:
-    """Puts `files` in the place of Python's functions in the process in which it is unpickled."""
+    """Puts `files` in the place of Python's functions in the process in which it is unpickled, while it lives."""
 
     def __init__(self, files: Files) -> None:
-        self.files = files
+        self.files, self.until = files, contextlib.ExitStack()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state
-        in_place(self.files.stand_ins()).__enter__()
-        CLibraries(self.files.place_to_read, self.files.place_to_write).install()
+    def __getstate__(self) -> Files:
+        return self.files
+
+    def __setstate__(self, files: Files) -> None:
+        self.__init__(files)  # type: ignore[misc]
+        self.until.enter_context(in_place(files.stand_ins()))
+        self.until.callback(CLibraries(files.place_to_read, files.place_to_write).install())
 
 
 @contextlib.contextmanager
@@ -35,7 +38,7 @@ def inherited(files: Files) -> Iterator[None]:
 
     def init(process: BaseProcess, *args: Any, **kwargs: Any) -> None:
         made(process, *args, **kwargs)
-        process._ddpshim_files = passed  # type: ignore[attr-defined]
+        process.ddpshim_files = passed  # type: ignore[attr-defined]
 
     with replaced(BaseProcess, "__init__", init):
         yield

@@ -34,7 +34,7 @@ _NUM_KEPT = 1 << 16  # values of each line: of a loop that waits, on a rank that
 _LIBRARIES = {
     *("ddpshim", "torch", "torchvision", "numpy", "tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "matplotlib"),
     *("PIL", "requests", "urllib3", "huggingface_hub", "filelock", "fsspec", "tensorflow", "ray", "numba", "triton"),
-    *("h5py", "zarr", "psutil", "pkg_resources", "setuptools", "_pytest", "pluggy", "mlflow", "comet_ml", "clearml"),
+    *("h5py", "zarr", "psutil", "pkg_resources", "setuptools", "pluggy", "mlflow", "comet_ml", "clearml"),
 }
 _PASS_ON = {__name__, "uuid", "secrets", "random"}  # ask for somebody else
 

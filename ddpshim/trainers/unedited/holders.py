@@ -10,8 +10,8 @@ from typing import Any
 
 from ddpshim.job.replaced import replaced
 
-# Python's own imports, and ours, use what they always used.
-_NOT_LED = ("posix", "_io", "importlib", "zipimport", "_frozen_importlib", "_frozen_importlib_external", "ddpshim")
+# Python's own imports, and ours, use what they always used; so do its private modules.
+_NOT_LED = ("posix", "importlib", "zipimport", "ddpshim")
 _KEEP_IN_CLASSES = ("pathlib", "glob", "tempfile")  # as attributes, or as default arguments of methods
 
 
@@ -21,7 +21,8 @@ def in_place(stand_ins: dict[int, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for name, module in list(sys.modules.items()):
             package = name.partition(".")[0]
-            if module is None or package in _NOT_LED:
+            is_private = package.startswith("_") and package != "__main__"
+            if module is None or is_private or package in _NOT_LED:
                 continue
             held = list(getattr(module, "__dict__", {}).items())
             for attribute, value in held:
