@@ -1,4 +1,4 @@
-"""`run --convert dataparallel`: plain scripts, unedited, as ranks, against the same scripts in one process.
+"""Programs for one process, unedited, as ranks, against the same programs in one process.
 
 Most ranks are forked from the test launcher's server, which has torch, and enter where `run` has them enter.
 """
@@ -17,14 +17,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ddpshim import variables
-from ddpshim.errors import LaunchError
-from ddpshim.launch import runner
-from ddpshim.launch.runner import Launch
-from ddpshim.trainers.dataparallel import convert
+from ddpshim.errors import SyncError
+from ddpshim.job import shares
+from ddpshim.trainers.unedited import gpus, loaders, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "convert" / "train_dataparallel.py"
+EXAMPLE = ROOT / "examples" / "any_trainer" / "train_dataparallel.py"
 DEADLINE_S = 90
 
 HEAD = """
@@ -78,7 +77,7 @@ class Ran:
 
 
 def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain: bool = False, **environ: str) -> Ran:
-    """`script` (text, or a file) on `num_ranks` ranks with --convert, or in one process without."""
+    """`script` (text, or a file) on `num_ranks` ranks, or in one process without."""
     folder = tmp_path / (name or ("plain" if is_plain else f"ranks_{num_ranks}"))
     folder.mkdir()
     (folder / "job").mkdir()
@@ -88,7 +87,7 @@ def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain
     if is_plain:
         job = preloaded().start([([str(file)], {**environment(), **environ})], folder)
     else:
-        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", variables.CONVERT: "dataparallel", **environ}
+        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0", **environ}
         common |= {variables.RANK_LOGS: str(folder), variables.RUN_DIR: str(folder / "job")}
         places = [{**common, **place} for place in as_torchrun_says(num_ranks)]
         job = preloaded().start([(["ddpshim.launch.rank", str(file)], place) for place in places], folder)
@@ -172,6 +171,89 @@ def test_two_ranks_make_the_steps_of_one(tmp_path: Path, kind: str) -> None:
     assert len(whole[0]) == {"subset": 32, "weights": 24}.get(kind, 40)
 
 
+def test_networks_are_found_by_their_optimizers(tmp_path: Path) -> None:
+    script = """
+import copy
+
+class Agent:  # no module
+    def __init__(self):
+        self.actor = {"net": nn.ModuleList([network(dropout=0.5)])}
+        self.critic = network()
+        self.target = copy.deepcopy(self.critic).requires_grad_(False)
+        self.ema = copy.deepcopy(self.actor["net"])
+        self.temperature = torch.zeros(1, requires_grad=True)
+        bias, others = self.critic[3].bias, [p for p in self.critic.parameters() if p is not self.critic[3].bias]
+        self.steps = [
+            torch.optim.Adam(self.actor["net"].parameters(), lr=0.01),
+            torch.optim.SGD([{"params": others}, {"params": [bias], "lr": 0.5}], lr=0.01),
+            torch.optim.Adam([self.temperature], lr=0.1),
+        ]
+
+    def losses(self, x):
+        with torch.no_grad():
+            value = self.target(x + torch.randn_like(x))
+        act = self.actor["net"][0](x) + torch.rand(len(x), 1)
+        yield (self.critic(x) - value - 1).pow(2).mean()
+        yield (act - self.critic(x).detach()).pow(2).mean() * self.temperature.detach().exp()
+        yield -self.temperature.mean() * act.detach().mean()
+
+agent = Agent()
+loader = DataLoader(Items(), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
+for epoch in range(3):
+    kept = None
+    agent.actor["net"].train()
+    for number, (index, x, y) in enumerate(loader):
+        kept = x if kept is None else kept
+        for loss in agent.losses(x):
+            loss.backward()
+        nn.utils.clip_grad_norm_(agent.critic.parameters(), 0.5)
+        for optimizer in agent.steps:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, now in zip(agent.ema.parameters(), agent.actor["net"].parameters()):
+                mean.lerp_(now, 0.1)
+        if epoch == 1 and number == 2:
+            break
+    agent.actor["net"].eval()
+    with torch.no_grad():
+        say("rollout", [torch.rand(30, 30).sum().item(), np.random.rand()])
+        chosen = torch.multinomial(torch.ones(len(kept), 4), 2).double().mean(1, keepdim=True)
+        say("kept", (agent.actor["net"][0](kept) + torch.randn(kept.shape) * chosen).mean().item())
+nets = agent.actor["net"], agent.critic, agent.target, agent.ema
+weights = {f"{i}.{key}": value for i, net in enumerate(nets) for key, value in net.state_dict().items()}
+torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch.rand(2)}, "weights.pth")
+"""
+    plain = succeeded(run(tmp_path, "np.random.seed(1)\n" + script, 1, is_plain=True))
+    two = succeeded(run(tmp_path, "np.random.seed(1)\n" + script, 2))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-6  # the temperature's
+    assert two.said(0, "rollout") == two.said(1, "rollout") == plain.said(0, "rollout")
+    kept = [sum(both) / 2 for both in zip(two.said(0, "kept"), two.said(1, "kept"))]
+    assert kept == pytest.approx(plain.said(0, "kept"), abs=1e-6)
+    assert "TensorsOfNoModule (1 parameters), which Adam steps, is trained by all ranks together" in two.logs[0]
+
+
+def test_a_program_that_joins_a_group_of_its_own_starts_again_and_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch.distributed as dist\n\ndef join():\n    dist.init_process_group('gloo')\n"
+    )
+    script = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import own
+say("started", [torch.distributed.is_initialized(), DataLoader.__module__])
+own.join()
+model = nn.parallel.DistributedDataParallel(network())
+for _, x, y in DataLoader(Items(), 8):
+    model(x).mean().backward()
+"""
+    two = succeeded(run(tmp_path, script, 2))
+    for number in (0, 1):
+        modules = [module for _, module in two.said(number, "started")]
+        assert modules == ["ddpshim.trainers.unedited.loaders", "torch.utils.data.dataloader"]
+        assert [is_joined for is_joined, _ in two.said(number, "started")] == [False, False]
+    assert "own.py:4: it calls torch.distributed.init_process_group; the program distributes itself" in two.logs[0]
+
+
 def test_where_the_order_is_given_one_rank_is_the_plain_script_bit_for_bit(tmp_path: Path) -> None:
     script = """
 model = nn.DataParallel(network(dropout=0.5))
@@ -233,9 +315,10 @@ for (a, *_, augmented), (b, *_) in zip(loader, other):
     with torch.no_grad():
         say("alike", [draw() + augmented.tolist() + torch.rand(8, 4).tolist() for *_, augmented in loader])
     one.train()
+    next(one.parameters()).mean().backward()
     say("rows", [torch.rand(len(a)).tolist()])
 say("two loaders meet", orders[0] == orders[1])
-for _ in other: pass  # zip left it at its last batch
+for _ in other: next(one.parameters()).mean().backward()  # zip left it at its last batch
 say("alike", torch.rand(4, 8).tolist())
 batch = next(iter(loader))  # and then trained on, again and again
 say("rows", [torch.rand(4).tolist()])
@@ -256,7 +339,7 @@ say("rows", [torch.rand(4).tolist()])
 def test_another_order_or_noise_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
     ran = run(tmp_path, "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))", 2, **environ)
     assert 0 not in ran.exit_codes
-    assert "a script draws its splits of the data and its evaluations on each rank" in ran.logs[0]
+    assert "a program for one process draws its splits of the data and its evaluations on each rank" in ran.logs[0]
 
 
 def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:
@@ -282,33 +365,30 @@ torch.save(states, "weights.pth")
 
 # What is refused, and what is said
 
-WITHOUT = "train(network(), DataLoader(Items(), 8, shuffle=True))"
 REFUSED = {
-    "no DataParallel": (WITHOUT, "SyncError: Adam.step(), and the program has made no nn.DataParallel"),
-    "a part": (
-        "net = network()\nnet[0] = nn.DataParallel(net[0])\ntrain(net, DataLoader(Items(), 8, shuffle=True))",
-        "SyncError: Adam.step(): a parameter of shape (1, 16) is in no nn.DataParallel",
+    "own entropy": (
+        "x = torch.from_numpy(np.random.default_rng(os.getpid()).normal(size=(2, 4)))\n"
+        "train(network(), [(torch.tensor([0]), x, torch.ones(2, 1))])",
+        "SyncError: train.py:31: rank 0 computed the loss",
     ),
-    "no loader": (
-        "train(nn.DataParallel(network()), [(torch.tensor([0]), torch.ones(2, 4).double(), torch.ones(2, 1))])",
-        "SyncError: Adam.step(), and no DataLoader has given a batch",
+    "nothing trained": (
+        "net = network()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "print(sum(x.mean() for index, x, y in DataLoader(Items(), 8, shuffle=True)))",
+        "SyncError: train.py:38: a pass over this DataLoader began with gradients enabled and a network in training",
     ),
     "odd batch": (
         "train(nn.DataParallel(network()), DataLoader(Items(), 1, shuffle=True))",
         "DataError: Global batch 1 does not split over 2 ranks",
     ),
     "sum": (
-        "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True), loss=nn.MSELoss(reduction='sum'))",
-        'SyncError: the loss is a sum over the samples of a batch (MseLossBackward0, reduction="sum")',
+        "loss = lambda a, b: a.mean() + nn.functional.mse_loss(a, b, reduction='sum')\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)",
+        'train.py:31: the loss contains a sum over the samples of a batch (MseLossBackward0, reduction="sum") beside',
     ),
     "another split": (
-        "part = data.Subset(Items(), np.random.default_rng().permutation(40)[:32])\n"
+        "part = data.Subset(Items(), np.random.default_rng(os.getpid()).permutation(40)[:32])\n"
         "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
         "DataError: train.py:37: the Subsets of ranks 0 and 1 have different indices",
-    ),
-    "robomimic": (
-        "sys.modules['robomimic.utils.train_utils'] = sys\n" + WITHOUT,
-        "OptionsError: DataLoader under --convert dataparallel",
     ),
     "another model": (
         "model = nn.DataParallel(network())\ntorch.save(1, f'{os.environ[\"RANK\"]}.pth')\n"
@@ -341,9 +421,9 @@ train(model, DataLoader(Items(27), 8, shuffle=True, drop_last=True), 1, lambda a
 """
     two = succeeded(run(tmp_path, script, 2))
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
-    assert [line[9:21] for line in said] == ["train.py:45:", "train.py:46:"]
+    assert [line[9:21] for line in said] == ["train.py:45:", "train.py:46:", "train.py:31:"]
     assert "each rank sees 1/2 of the samples; so are sums" in said[0]
-    assert two.logs[0].count("the loss contains a sum (SumBackward0)") == 1
+    assert "the loss is a sum over the samples of a batch (SumBackward0)" in said[2]
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]
     assert sizes == [4, 4, 4, 1, 4, 4, 4]
@@ -447,18 +527,18 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
     (tmp_path / "package").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / "package" / name).write_text(text)
-    command = ["-m", "ddpshim", "run", "--nproc-per-node", "2", "--convert", "dataparallel"]
+    command = ["-m", "ddpshim", "run", "--nproc-per-node", "2"]
     environ = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"  # more workers than a machine of one core has
     environ.pop("PYTHONHASHSEED", None)
-    program = ["-m", "package.train", "--convert", "x"]
+    program = ["-m", "package.train", "--nproc", "x"]
     code, said = start_afresh([*command, "--log-dir", "logs", *program], environ, tmp_path, 300)
     assert code == 0, said
     logs = [(tmp_path / "logs" / f"rank_{number}.log").read_text() for number in (0, 1)]
     lines = [[line for line in log.splitlines() if not line.startswith("ddpshim")] for log in logs]
     assert lines[0] == lines[1]
     assert lines[0][0] == "converted True True True"
-    assert lines[0][1] == "model 3 ['module.weight', 'module.bias'] 2 ['--convert', 'x']"
+    assert lines[0][1] == "model 3 ['module.weight', 'module.bias'] 2 ['--nproc', 'x']"
     # The gradient of a mean of outputs is the mean of the inputs, whatever their order: two steps, by hand.
     torch.manual_seed(0)
     weight = nn.Linear(3, 1).double().weight.detach()
@@ -466,35 +546,15 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
     assert json.loads(lines[0][3][8:])[0] == pytest.approx((weight[0] - 0.2 * mean).tolist(), abs=1e-12)
 
 
-def test_without_convert_nothing_is_there(tmp_path: Path) -> None:
-    names = "nn.DataParallel, DataLoader, torch.save, torch.load, os.mkdir, torch.Tensor.backward"
+def test_left_alone_nothing_is_there(tmp_path: Path) -> None:
+    names = "nn.DataParallel, DataLoader, torch.save, torch.load, os.mkdir, torch.autograd.backward"
     script = f"say('homes', [f.__module__ for f in ({names})])"
-    plain = succeeded(run(tmp_path, script, 1, **{variables.CONVERT: ""}))
+    plain = succeeded(run(tmp_path, script, 1, **{variables.UNEDITED: "off"}))
     torchs = ["torch.nn.parallel.data_parallel", "torch.utils.data.dataloader", *["torch.serialization"] * 2]
-    assert plain.said(0, "homes") == [[*torchs, "posix", "torch._tensor"]]
-
-
-@pytest.mark.unit
-def test_what_run_tells_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for before, after in ((None, "0"), ("random", "0"), ("5", "5")):
-        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-        if before is not None:
-            monkeypatch.setenv("PYTHONHASHSEED", before)
-        monkeypatch.setenv(variables.CONVERT, "left over")
-        runner._tell_conversion(Launch("train.py"))
-        assert (os.environ.get(variables.CONVERT), os.environ.get("PYTHONHASHSEED")) == (None, before)
-        runner._tell_conversion(Launch("train.py", convert="dataparallel"))
-        assert (os.environ[variables.CONVERT], os.environ["PYTHONHASHSEED"]) == ("dataparallel", after)
-    with pytest.raises(LaunchError, match=r"--convert dataparallel with -m robomimic\.scripts\.train"):
-        runner.check(Launch("robomimic.scripts.train", is_module=True, convert="dataparallel"), {})
+    assert plain.said(0, "homes") == [[*torchs, "posix", "torch.autograd"]]
 
 
 # Pure functions
-
-
-def _loss(make: Any) -> set[tuple[str, bool, bool]]:
-    out, y = nn.Linear(2, 1)(torch.ones(4, 2)), torch.zeros(4, 1)
-    return convert.sums(make(out, y).grad_fn)
 
 
 F = nn.functional
@@ -504,25 +564,30 @@ F = nn.functional
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda out, y: F.mse_loss(out, y), set()),
-        (lambda out, y: 2 * out.pow(2).sum(1).mean() + 0.1 * out.abs().mean(), set()),
-        (lambda out, y: 8 * F.mse_loss(out, y, reduction="sum"), {("MseLossBackward0", True, False)}),
-        (lambda out, y: F.mse_loss(out, y, reduction="sum") / len(y), {("MseLossBackward0", True, True)}),
-        (lambda out, y: F.mse_loss(out, y) - out.sum() / 3, {("SumBackward0", False, True)}),
-        (
-            lambda out, y: (
-                F.binary_cross_entropy_with_logits(out, y, reduction="sum") + F.l1_loss(out, y, reduction="sum")
-            ),
-            {("BinaryCrossEntropyWithLogitsBackward0", True, False), ("SumBackward0", False, False)},
-        ),
-        (
-            lambda out, y: F.cross_entropy(out.expand(4, 3), y[:, 0].long(), reduction="sum"),
-            {("NllLossBackward0", True, False)},
-        ),
+        (lambda out, y: F.mse_loss(out, y), 1),
+        (lambda out, y: 2 * out.pow(2).sum(1).mean() + 0.1 * out.abs().mean(), 1),
+        (lambda out, y: 8 * F.mse_loss(out, y, reduction="sum"), 2),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") / len(y), 1),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") * (1 / len(y)), 1),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") / 8, 2),
+        (lambda out, y: F.mse_loss(out, y) - out.sum() / 3, 1),
+        (lambda out, y: -0.5 * out.sum() + F.l1_loss(out, y, reduction="sum"), 2),
+        (lambda out, y: (F.mse_loss(out, y, reduction="sum") - 0.5 * out.sum()) / 3, 2),
+        (lambda out, y: F.cross_entropy(out.expand(4, 3), y[:, 0].long(), reduction="sum"), 2),
+        (lambda out, y: (out.mean() * torch.ones(1)).sum(), 1),
+        (lambda out, y: F.mse_loss(out, y) + F.mse_loss(out, y, reduction="sum"), None),
     ],
 )
-def test_sums_in_a_loss(make: Any, expected: set[tuple[str, bool, bool]]) -> None:
-    assert _loss(make) == expected
+def test_a_sum_over_samples_is_multiplied_by_the_number_of_ranks(
+    make: Any, expected: Optional[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "at_hand", lambda: shares.Share(0, 2, 4))
+    loss = make(nn.Linear(2, 1)(torch.ones(4, 2)), torch.zeros(4, 1))
+    if expected is not None:
+        assert losses.factor(loss) == expected
+        return
+    with pytest.raises(SyncError, match=r'a sum over the samples of a batch \(MseLossBackward0, reduction="sum"\)'):
+        losses.factor(loss)
 
 
 @pytest.mark.unit
@@ -536,13 +601,13 @@ def test_which_orders_are_drawn() -> None:
         DataLoader(items, batch_sampler=BatchSampler(random, 2, False)),  # type: ignore[arg-type]
         DataLoader(items, batch_sampler=[[1, 2], [3, 4]]),  # type: ignore[arg-type]
     ]
-    assert all(convert._is_drawn(loader) for loader in drawn)  # type: ignore[arg-type]
+    assert all(loaders.is_drawn(loader) for loader in drawn)  # type: ignore[arg-type]
     given = [
         DataLoader(items, 2),  # type: ignore[arg-type]
         DataLoader(items, None),  # type: ignore[arg-type]
         DataLoader(items, batch_sampler=BatchSampler(sequential, 2, False)),  # type: ignore[arg-type]
     ]
-    assert not any(convert._is_drawn(loader) for loader in given)  # type: ignore[arg-type]
+    assert not any(loaders.is_drawn(loader) for loader in given)  # type: ignore[arg-type]
 
 
 @pytest.mark.unit
@@ -556,13 +621,18 @@ def test_a_rank_sees_one_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    convert._see_one_gpu(local_rank)
+    gpus.see_one(local_rank)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 @pytest.mark.unit
 def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    convert._show_gpus(4)
-    assert torch.cuda.device_count() == 4
-    assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with gpus.shown(4):
+        assert torch.cuda.device_count() == 4
+        assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

@@ -1,0 +1,471 @@
+"""One writer for programs that do not know of ranks: what is on the disk, and what each rank sees, is one process's.
+
+A program runs alone, then as the main rank and, in the same process, as a rank that comes to each line after the main
+rank has ended (or before it has begun): whatever it sees and decides has to be the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import glob
+import gzip
+import io
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import posix
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable
+from unittest import mock
+
+import h5py
+import matplotlib.figure
+import numpy as np
+import pytest
+import tensorboardX
+import torch
+import torch.distributed as dist
+
+import ddpshim
+from ddpshim.errors import SyncError
+from ddpshim.job.job import Job
+from ddpshim.job.world import World
+from ddpshim.trainers.unedited import saves
+from ddpshim.trainers.unedited.private_files import PrivateFiles
+from tests.ranks import run_ranks
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """Each path, and what is there."""
+    return {str(path.relative_to(folder)): content(path) for path in sorted(folder.rglob("*"))}
+
+
+def content(path: Path) -> Any:
+    if path.is_symlink():
+        return os.readlink(path)
+    if path.suffix == ".pt":
+        return torch.load(path)  # a file of torch's has the name in it that it was first written to
+    return path.is_file() and path.read_bytes()
+
+
+def worlds(num_ranks: int = 2) -> list[World]:
+    """Those of ranks that live in this process, one after the other."""
+    store = dist.HashStore()
+    made = []
+    for rank in range(num_ranks):
+        job = Job()
+        job.store = store
+        made.append(World(rank=rank, world_size=num_ranks, _job=job))
+    return made
+
+
+def in_folder(folder: Path, program: Callable[[], Any]) -> Any:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return program()
+    finally:
+        os.chdir(before)
+
+
+def as_rank(world: World, folder: Path, program: Callable[[], Any], is_reading: bool = False) -> Any:
+    with PrivateFiles(world, time.time(), lambda: is_reading).installed():
+        return in_folder(folder, program)
+
+
+def make_old_files(folder: Path) -> None:
+    """What was there before the run."""
+    (folder / "old" / "inner").mkdir(parents=True)
+    (folder / "run_1").mkdir()
+    (folder / "log.txt").write_text("an earlier run\n")
+    (folder / "old" / "a.txt").write_text("a")
+    (folder / "old" / "inner" / "b.txt").write_text("b")
+    (folder / "state.json").write_text('{"runs": 1}')
+    (folder / "large.bin").write_bytes(bytes(100_000))
+    (folder / "link").symlink_to("old")
+    with h5py.File(folder / "old.hdf5", "w") as file:
+        file["data"] = np.arange(4)
+
+
+def numbered_folder() -> Any:
+    """The next number that is free, by what is there."""
+    name = f"run_{len(glob.glob('run_*')) + 1}"
+    os.makedirs(f"{name}/models")
+    Path(name, "models").mkdir(exist_ok=True)
+    with pytest.raises(FileExistsError) as raised:
+        os.mkdir(f"{name}/models")
+    return name, raised.value.filename, Path(name).resolve().name
+
+
+def written_files() -> Any:
+    with open("log.txt", "a") as log:
+        log.write("a line\n")
+        log.flush()
+        seen = [Path("log.txt").read_text()]
+    with open("state.json", "r+") as file:
+        state = json.load(file)
+        state["runs"] += 1
+        file.seek(0)
+        json.dump(state, file)
+    with open("new.txt", "x") as new:
+        new.write("x")
+    errors = []
+    for path, mode in (("new.txt", "x"), ("none/new.txt", "w"), ("none.txt", "r+"), ("old", "w"), ("log.txt/new", "w")):
+        with pytest.raises(OSError, match=path) as raised, open(path, mode):
+            pass
+        errors.append((type(raised.value), raised.value.filename))
+    Path("old/a.txt").write_text("another")
+    Path("touched").touch()
+    descriptor = os.open("by_os", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.write(descriptor, b"os")
+    os.close(descriptor)
+    os.truncate("large.bin", 10)
+    os.chmod("by_os", 0o600)
+    np.save("array.npy", np.arange(3))
+    np.savez("arrays.npz", a=np.arange(4))
+    with gzip.open("text.gz", "wt") as zipped:
+        zipped.write("zipped")
+    with gzip.open("text.gz", "rt") as zipped:
+        seen.append(zipped.read())
+    for path in ("state.json", "new.txt", "old/a.txt"):
+        seen.append(Path(path).read_text())
+    seen += [np.load("array.npy").tolist()]
+    with np.load("arrays.npz") as arrays:
+        seen.append(arrays["a"].tolist())
+    Path("text.gz").unlink()  # it has the time in it
+    return (
+        seen,
+        raised.value.filename,
+        os.stat("by_os").st_mode,
+        os.path.getsize("large.bin"),
+    )
+
+
+def removed_and_moved() -> Any:
+    os.remove("log.txt")
+    seen = [
+        os.path.exists("log.txt"),
+        os.path.lexists("log.txt"),
+        Path("log.txt").is_file(),
+        os.access("log.txt", os.R_OK),
+    ]
+    with pytest.raises(FileNotFoundError, match=r"log\.txt"):
+        Path("log.txt").read_text()
+    with pytest.raises(FileNotFoundError) as raised:
+        os.stat("log.txt")
+    with pytest.raises(OSError, match="not empty"):
+        os.rmdir("old")
+    with pytest.raises(IsADirectoryError):
+        os.unlink("run_1")
+    Path("log.txt").write_text("anew")
+    shutil.rmtree("old/inner")
+    os.mkdir("old/inner")  # empty now
+    Path("part").write_text("whole")
+    os.replace("part", "state.json")
+    os.rename("old", "moved")
+    shutil.move("moved/a.txt", "run_1")
+    shutil.copytree("moved", "copy")
+    os.symlink("run_1", "latest")
+    Path("latest/through.txt").write_text("a link")
+    os.link("log.txt", "same.txt")
+    os.renames("large.bin", "far/away/large.bin")
+    seen += [Path("run_1/through.txt").read_text(), os.readlink("latest"), os.path.realpath("latest/..")]
+    seen[-1] = os.path.relpath(seen[-1], os.getcwd())
+    return seen, raised.value.filename, os.path.exists("old"), os.path.exists("link"), os.path.islink("link")
+
+
+def lists() -> Any:
+    os.makedirs("new/inner")
+    Path("new/c.txt").write_text("c")
+    Path("old/d.txt").write_text("d")
+    os.remove("old/a.txt")
+    seen = [sorted(os.listdir()), sorted(os.listdir("old")), sorted(glob.glob("**", recursive=True))]
+    seen += [sorted(str(path) for path in Path().rglob("*.txt")), sorted(path.name for path in Path("old").iterdir())]
+    with os.scandir("old") as entries:
+        seen.append(
+            sorted((e.name, e.path, e.is_dir(), e.is_file(), e.is_symlink(), e.stat().st_size % 4096) for e in entries)
+        )
+    seen.append(sorted((base, sorted(folders), sorted(files)) for base, folders, files in os.walk("old")))
+    os.chdir("new")
+    seen += [os.path.basename(os.getcwd()), os.listdir("..") != [], Path("inner").is_dir(), Path.cwd().name]
+    Path("relative.txt").write_text("r")
+    os.chdir("inner")
+    Path("../../old/inner/e.txt").write_text("e")
+    return seen, sorted(os.listdir(b"..")), os.path.isfile("../relative.txt")
+
+
+def checkpoints() -> Any:
+    seen = []
+    os.makedirs("models")
+    for epoch in range(3):
+        torch.save({"epoch": epoch}, "models/latest.part")
+        os.replace("models/latest.part", "models/latest.pt")
+        with open(f"models/{epoch}.pt", "wb") as file:
+            torch.save({"epoch": epoch}, file)
+        if epoch:
+            os.remove(f"models/{epoch - 1}.pt")
+        seen.append(sorted(os.listdir("models")))
+    shutil.copyfile("models/latest.pt", "best.pt")
+    with Path("models/2.pt").open("rb") as file:
+        seen.append(torch.load(file))
+    seen += [torch.load("models/latest.pt"), torch.load("best.pt")]
+    return seen, os.path.isfile("models/2.pt"), os.path.exists("models/0.pt")
+
+
+@contextlib.contextmanager
+def logging_to(path: str) -> Iterator[logging.Logger]:
+    logger, handler = logging.getLogger("test_private_files"), logging.FileHandler(path)
+    logger.addHandler(handler)
+    yield logger
+    logger.removeHandler(handler)
+    handler.close()
+
+
+def by_libraries() -> Any:
+    """What opens files by itself, past Python."""
+    seen: list[Any] = []
+    with h5py.File("demo.hdf5", "w") as file:
+        file["a"] = np.arange(3)
+    for mode in ("a", "r+"):
+        with h5py.File("demo.hdf5", mode) as file:
+            file[f"by_{mode}"] = np.arange(2)
+    with h5py.File("old.hdf5", "a") as file:
+        file["added"] = 1
+        seen.append(sorted(file))
+    with h5py.File("demo.hdf5", "r") as file:
+        seen += [sorted(file), file["a"][:].tolist()]
+    with pytest.raises(FileExistsError):
+        h5py.File("demo.hdf5", "x")
+    with pytest.raises(FileNotFoundError):
+        h5py.File("none.hdf5", "r")
+    with contextlib.closing(sqlite3.connect("runs.db")) as runs:
+        runs.execute("create table runs (name text)")
+        runs.execute("insert into runs values ('first')")
+        runs.commit()
+    with contextlib.closing(sqlite3.connect("runs.db")) as runs:
+        seen.append(list(runs.execute("select * from runs")))
+    Path("text").write_text("of this rank")
+    seen.append(subprocess.run(["cat", "text"], capture_output=True, text=True, check=True).stdout)
+    with logging_to("events.log") as logger:
+        logger.warning("logged")
+    writer = tensorboardX.SummaryWriter("board")
+    writer.add_scalar("loss", 1.0, 1)
+    writer.close()
+    seen += [Path("events.log").read_text(), len(list(Path("board").iterdir()))]
+    shutil.rmtree("board")  # it has the time in it
+    figure = matplotlib.figure.Figure(figsize=(1, 1))
+    figure.savefig("curve.png")
+    return seen, Path("curve.png").stat().st_size > 100
+
+
+PROGRAMS = [
+    numbered_folder,
+    written_files,
+    removed_and_moved,
+    lists,
+    checkpoints,
+    pytest.param(by_libraries, marks=pytest.mark.ranks),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_each_rank_sees_and_the_disk_has_what_one_process_would(tmp_path: Path, program: Callable[[], Any]) -> None:
+    for name in ("alone", "ranks", "early"):
+        make_old_files(tmp_path / name)
+    alone = in_folder(tmp_path / "alone", program)
+    main, peer = worlds()
+    assert as_rank(main, tmp_path / "ranks", program) == alone
+    before = tree(tmp_path / "ranks")
+    assert as_rank(peer, tmp_path / "ranks", program) == alone, "a rank that comes late"
+    assert before == tree(tmp_path / "ranks") == tree(tmp_path / "alone")
+    if program is not checkpoints:  # for which a rank waits
+        main, peer = worlds()
+        early = tree(tmp_path / "early")
+        assert as_rank(peer, tmp_path / "early", program) == alone, "a rank that comes first"
+        assert tree(tmp_path / "early") == early
+
+
+def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
+    """A rollout that it plays while others wait."""
+    main, peer = worlds()
+
+    def before() -> None:
+        os.makedirs("run/media")
+        for name in ("old.mp4", "run/both.txt", "run/media/first.mp4"):
+            Path(name).write_text("before")
+
+    files = [PrivateFiles(world, time.time(), lambda: False) for world in (main, peer)]
+    with files[0].installed():
+        in_folder(tmp_path, before)
+        with files[0].apart():
+            Path(tmp_path, "run/media/video.mp4").write_text("of the main rank")
+            Path(tmp_path, "run/media/first.mp4").unlink()
+            Path(tmp_path, "run/both.txt").write_text("after")
+            Path(tmp_path, "run/new").mkdir()
+            Path(tmp_path, "run/new/inner.txt").write_text("i")
+    with files[1].installed():
+        in_folder(tmp_path, before)
+        with files[1].apart():
+            assert Path(tmp_path, "run/both.txt").read_text() == "before"
+        assert tree(tmp_path / "run") == {
+            **{"both.txt": b"after", "media": False, "media/video.mp4": b"of the main rank"},
+            **{"new": False, "new/inner.txt": b"i"},
+        }
+        Path(tmp_path, "run/both.txt").write_text("of this rank")
+        assert Path(tmp_path, "run/both.txt").read_text() == "of this rank"
+    assert Path(tmp_path, "run/both.txt").read_text() == "after"
+
+
+def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
+    make_old_files(tmp_path)
+    main, peer = worlds()
+    with PrivateFiles(main, time.time(), lambda: False).installed():
+        Path(tmp_path, "large.bin").write_bytes(b"new")
+    with PrivateFiles(peer, time.time(), lambda: False).installed():
+        assert Path(tmp_path, "large.bin").stat().st_size == 100_000
+        with pytest.raises(SyncError, match=r"large\.bin is read on this rank after the main"):
+            Path(tmp_path, "large.bin").read_bytes()
+        Path(tmp_path, "large.bin").write_bytes(b"of this rank")
+        assert Path(tmp_path, "large.bin").read_bytes() == b"of this rank"
+
+
+def test_writes_past_it_are_refused(tmp_path: Path) -> None:
+    _, peer = worlds()
+    with PrivateFiles(peer, time.time(), lambda: False).installed():
+        for write in (lambda: io.FileIO(tmp_path / "a", "w"), lambda: posix.mkdir(tmp_path / "b")):
+            with pytest.raises(SyncError, match=r"test_private_files\.py:\d+ writes to .*/(a|b) "):
+                write()
+        io.FileIO(os.devnull, "w").close()
+    assert not list(tmp_path.iterdir())
+    io.FileIO(tmp_path / "a", "w").close()
+
+
+def fails(folder: Path) -> None:
+    assert len(list((folder / "temporary").iterdir())) == 1
+    Path(folder, "file").write_text("of this rank")
+    with tempfile.NamedTemporaryFile(dir=folder) as file, tempfile.TemporaryDirectory() as temporary:
+        assert Path(file.name).exists()
+        assert posix.stat(temporary), "it is where C libraries find it"
+        raise ZeroDivisionError
+
+
+def test_a_program_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    _, peer = worlds()
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path / "temporary")):
+        (tmp_path / "temporary").mkdir()
+        files = PrivateFiles(peer, time.time(), lambda: False)
+        with pytest.raises(ZeroDivisionError), files.installed():
+            fails(tmp_path)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "temporary"]
+
+
+def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
+    """Those that are started afresh get them with what they are to run; here it is unpickled in this process."""
+    make_old_files(tmp_path)
+    _, peer = worlds()
+    files = PrivateFiles(peer, time.time(), lambda: False)
+    with files.installed():
+        Path(tmp_path, "made").write_text("of this rank")
+        Path(tmp_path, "log.txt").unlink()
+        torch.save({}, tmp_path / "saved.pt")
+        process = multiprocessing.get_context("spawn").Process(target=print)
+        packed = pickle.dumps(process.ddpshim_files)  # type: ignore[attr-defined]
+        childs = pickle.loads(pickle.dumps(process.ddpshim_files.files))  # type: ignore[attr-defined]
+        assert posix.stat(childs.place_to_read(tmp_path / "made")).st_size == 12
+        assert childs.place_to_read(tmp_path / "saved.pt") == str(tmp_path / "saved.pt")
+        with pytest.raises(FileNotFoundError):
+            childs.open_file(tmp_path / "log.txt")
+        with childs.open_file(tmp_path / "of_child", "w") as file:
+            file.write("x")
+        assert Path(tmp_path, "of_child").read_text() == "x"
+    assert not Path(tmp_path, "of_child").exists()
+    passed = pickle.loads(packed)
+    gc.collect()
+    assert os.listdir is not posix.listdir, "it is in place as long as the process object is there"
+    assert "log.txt" not in os.listdir(tmp_path)
+    passed.until.close()
+    assert os.listdir is posix.listdir
+
+
+def test_what_a_dataset_keeps_is_each_ranks_own(tmp_path: Path) -> None:
+    _, peer = worlds()
+    with PrivateFiles(peer, time.time(), lambda: True).installed():
+        torch.save({"a": 1}, tmp_path / "sample.pt")
+        assert torch.load(tmp_path / "sample.pt") == {"a": 1}
+    assert not list(tmp_path.iterdir())
+
+
+def train(pause_s: float = 0.0, step: Callable[[], Any] = lambda: None) -> Any:
+    """What trainers do with files, and decide by them."""
+    seen: list[Any] = []
+    shutil.rmtree("old", ignore_errors=True)
+    folder = Path(f"run_{len(glob.glob('run_*')) + 1}")
+    folder.mkdir()
+    Path("latest").symlink_to(folder)
+    best: list[Path] = []
+    for epoch in range(4):
+        step()  # at which ranks meet
+        time.sleep(pause_s)
+        with open(folder / "log.json", "a") as log:
+            log.write(json.dumps({"epoch": epoch}) + "\n")
+        path = folder / f"{epoch}.pt"
+        torch.save({"epoch": epoch}, path)
+        with (folder / "last.part").open("wb") as file:
+            torch.save({"epoch": epoch, "last": True}, file)
+        os.replace(folder / "last.part", folder / "last.pt")
+        best.append(path)
+        if len(best) > 2:
+            best.pop(0).unlink()
+        seen += [sorted(os.listdir("latest")), torch.load("latest/last.pt"), path.is_file()]
+    shutil.copy(best[-1], "best.pt")
+    return seen, torch.load("best.pt"), (folder / "log.json").read_text(), sorted(os.listdir())
+
+
+def train_as_rank(folder: str, slow: int) -> Any:
+    here = ddpshim.world()
+    started = here.broadcast(time.time())
+    with PrivateFiles(here, started, lambda: False).installed():
+        here.barrier()
+        seen = in_folder(Path(folder), lambda: train(0.1 if here.rank == slow else 0.0, here.barrier))
+        here.barrier()
+    return seen
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_at_different_places_of_one_program(tmp_path: Path, slow: int) -> None:
+    for name in ("alone", "ranks"):
+        make_old_files(tmp_path / name)
+    alone = in_folder(tmp_path / "alone", train)
+    assert run_ranks(train_as_rank, 2, str(tmp_path / "ranks"), slow) == [alone, alone]
+    assert tree(tmp_path / "alone") == tree(tmp_path / "ranks")
+
+
+def saved_apart(folder: str) -> Any:
+    here = ddpshim.world()
+    with mock.patch.object(saves, "_THREADS_S", 0.2), PrivateFiles(here, time.time(), lambda: False).installed():
+        torch.save({}, f"{folder}/of_{here.rank}.pt")
+        here.barrier()
+        try:
+            torch.load(f"{folder}/of_{here.rank}.pt")
+        except SyncError as error:
+            return str(error)
+        finally:
+            here.barrier()
+
+
+@pytest.mark.ranks
+def test_a_name_that_only_this_rank_has_saved_to(tmp_path: Path) -> None:
+    main, peer = run_ranks(saved_apart, 2, str(tmp_path))
+    assert main is None
+    assert "of_1.pt, its save number 1, but of the main rank's 1 saves none" in peer
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of_0.pt"]
