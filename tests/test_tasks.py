@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import copy
+import importlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
@@ -202,3 +207,82 @@ def test_a_stand_in_is_no_value() -> None:
     for use in (lambda: nothing + 1, lambda: nothing > 0, lambda: Path(nothing), lambda: torch.ones(1) * nothing):
         with pytest.raises(TypeError):
             use()
+
+
+RLOO = Path(__file__).resolve().parent.parent / "examples" / "rloo"
+OWN_DATA = {"DDPSHIM_NOISE": "per_rank", "DDPSHIM_DIAGNOSE": "no"}
+
+
+def _example() -> Any:
+    sys.path.insert(0, str(RLOO))
+    return importlib.import_module("train")
+
+
+def _fine_tune(out: str, ends_before: int) -> None:
+    words = "--toy --groups 1 --episodes 6 --epochs 4 --lr 1e-3 --merge-every 2 --save-every 4 --bc-steps 60 --out"
+    sys.argv = ["train.py", *words.split(), out, "--iterations", "10"]
+    numbers = Resumable.iterations
+
+    def until(training: Resumable, num: Optional[int] = None) -> Iterator[int]:
+        for iteration in numbers(training, num):
+            if iteration == ends_before:
+                ddpshim.world().barrier()
+                raise SystemExit
+            yield iteration
+
+    Resumable.iterations = until  # type: ignore[method-assign]
+    with contextlib.suppress(SystemExit):
+        _example().main()
+
+
+@pytest.mark.ranks
+def test_reinforcement_learning_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for out, num_ranks, ends_before in ((alone, 1, 10), (together, 2, 7), (together, 3, 10)):
+        run_ranks(_fine_tune, num_ranks, str(out), ends_before, seed=None, environ=OWN_DATA)
+    one, three = (torch.load(out / "policy_000008.pth", weights_only=True) for out in (alone, together))
+    for name, value in one.items():
+        torch.testing.assert_close(three[name], value, rtol=1e-9, atol=1e-11)
+    one, three = (json.loads((out / "distributed_training_results.json").read_text()) for out in (alone, together))
+    assert [one["world_size"], three["world_size"]] == [1, 3]
+    for part in ("curve", "success_rates", "counts", "num_entries"):
+        assert one[part] == three[part]
+    assert one["counts"]["groups"] == 10 * 5
+    assert sum(found["num_episodes"] for found in one["success_rates"].values()) == 10 * 5 * 6
+    rates = [point["success_rate"] for point in one["curve"]]
+    assert sum(rates[-2:]) / 2 > sum(rates[:2]) / 2 + 0.1, "success does not go up"
+    logs = [(together / "ranks" / f"rank_{rank}.jsonl").read_text().splitlines() for rank in range(3)]
+    by_rank = [{told["iteration"]: told for told in map(json.loads, lines)} for lines in logs]
+    assert [json.loads(line)["iteration"] for line in logs[0]] == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9]
+    for iteration in range(4, 10):
+        dealt = [task for told in by_rank for task in told[iteration]["tasks"]]
+        assert sorted(dealt) == sorted(one["success_rates"]), "each task once"
+    assert sorted(path.name for path in alone.glob("policy_*")) == ["policy_000004.pth", "policy_000008.pth"]
+    assert (alone / "latest.pth").resolve().name == "policy_000008.pth"
+
+
+def _update(num_groups: list[int]) -> Any:
+    """The weights after two epochs on five groups, of which each rank has so many."""
+    here, train = ddpshim.world(), _example()
+    torch.set_default_dtype(torch.float64)
+    env = train.Toy()
+    torch.manual_seed(0)
+    policy = ddpshim.wrap_parallel(train.Policy(env, torch.from_numpy(env.demonstrations()[0])))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    groups = [train.play(policy.module, env, "east", [0, number], 3 + number) for number in range(5)]
+    for number, group in enumerate(groups):  # some success in each
+        group[number % 3] = group[number % 3]._replace(is_success=True)
+    first = sum(num_groups[: here.rank])
+    args = argparse.Namespace(groups_at_once=2, epochs=2, clip=0.2, max_norm=1.0)
+    num_passes = train.update(policy, optimizer, groups[first : first + num_groups[here.rank]], args)
+    assert train.update(policy, optimizer, [], args) == 0
+    return num_passes, torch.cat([p.detach().reshape(-1) for p in policy.parameters()])
+
+
+@pytest.mark.ranks
+def test_a_rank_without_valid_groups_takes_part() -> None:
+    ((_, alone),) = run_ranks(_update, 1, [5], seed=None, environ=OWN_DATA)
+    found = run_ranks(_update, 2, [5, 0], seed=None, environ=OWN_DATA)
+    assert [num_passes for num_passes, _ in found] == [6, 2]
+    for _, weights in found:
+        torch.testing.assert_close(weights, alone, rtol=1e-12, atol=1e-14)
