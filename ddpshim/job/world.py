@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import events, failure, messages
+from ddpshim.job import events, failure, messages, precision
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
 from ddpshim.job.say import described, line_of_the_caller
@@ -81,11 +81,10 @@ class World:
     def autocast(self) -> Any:
         """A context that computes in the precision of `options`, for forward and loss. Local.
 
-        Weights, gradients and optimizers stay float32. No cast of a weight is kept: an optimizer may step inside.
+        Weights, gradients and optimizers stay float32. No cast of a weight is kept: an optimizer may step inside. With
+        another precision than float32, a step before anybody has called this raises OptionsError.
         """
-        if self.options.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        return precision.autocast(self.options, self.device, self._job)
 
     def only_main(self, obj: T) -> T:
         """`obj` on the main rank; on the others a stand-in that takes every call and does nothing. Local.
