@@ -262,8 +262,8 @@ class Options:
     debug: bool = _option(
         False,
         _flag(),
-        "true: NCCL and torch tell what they do, and torch compares the ranks' collectives (NCCL_DEBUG=INFO, "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL, TORCH_SHOW_CPP_STACKTRACES=1, where they are not set); slow",
+        "true: NCCL and torch tell what they do (NCCL_DEBUG=INFO, TORCH_DISTRIBUTED_DEBUG=INFO, "
+        "TORCH_SHOW_CPP_STACKTRACES=1, where they are not set)",
     )
     diagnose: bool = _option(
         True,

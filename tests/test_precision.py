@@ -55,10 +55,10 @@ def test_debug_is_what_nccl_and_torch_read(monkeypatch: pytest.MonkeyPatch) -> N
     before = dist.get_debug_level()
     try:
         ddpshim.setup(options=Options(debug=True), device="cpu")
-        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+        assert dist.get_debug_level() == dist.DebugLevel.INFO
         assert {name: os.environ[name] for name in debugging._VARIABLES} == {
             "NCCL_DEBUG": "WARN",
-            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TORCH_DISTRIBUTED_DEBUG": "INFO",
             "TORCH_SHOW_CPP_STACKTRACES": "1",
         }
     finally:

@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-_VARIABLES = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+_VARIABLES = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_SHOW_CPP_STACKTRACES": "1"}
 
 
 def tell_all() -> None:

@@ -68,7 +68,9 @@ def clone(policy: Any, observations: torch.Tensor, actions: torch.Tensor, num_st
             batches = iter(loader)
         seen, done = next(batches)
         optimizer.zero_grad()
-        (policy(seen) - done).pow(2).mean().backward()
+        with ddpshim.world().autocast():
+            loss = (policy(seen) - done).pow(2).mean()
+        loss.backward()
         optimizer.step()
 
 
