@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ddpshim.data.node_memory import shared_arrays as shared_arrays
     from ddpshim.data.replay_buffers import Windows as Windows
     from ddpshim.data.replay_buffers import load_replay_buffer as load_replay_buffer
+    from ddpshim.data.tasks import deal as deal
     from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.evaluation.evaluating import evaluate_in_background as evaluate_in_background
@@ -60,6 +61,7 @@ _HOMES = {
     "split_random_streams": "job.group",
     "world": "job.group",
     "check_equal_steps": "model.guard",
+    "deal": "data.tasks",
     "make_loader": "data.loader",
     "scale_lr": "data.loader",
     "profile": "observe.recording",

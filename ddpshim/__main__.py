@@ -332,11 +332,18 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     logs.add_argument("--no-logs", dest="has_logs", action="store_false", help="all ranks write to the screen")
     text = "time to end after SIGTERM (60 seconds)"
     run.add_argument("--grace", type=natural, default=60, metavar="S", dest="grace_s", help=text)
+    text = "check, say what would be started with which options, and start nothing"
+    run.add_argument("--dry-run", action="store_true", help=text)
     _add_program(run)
     run.set_defaults(run=_run, needs_torch=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.dry_run:
+        from ddpshim.launch import dry_run
+
+        print(dry_run.text(_launch(arguments)))
+        return 0
     from ddpshim.launch.runner import run
 
     return run(_launch(arguments))

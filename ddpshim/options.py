@@ -194,7 +194,15 @@ class Options:
         1, _whole(1), "parts into which `ddpshim.accumulate` splits a batch; more than 1 is refused for robomimic"
     )
     precision: str = _option(
-        "float32", _choice("float32", "bf16"), "bf16: autocast around robomimic's epochs, and in `World.autocast()`"
+        "float32",
+        _choice("float32", "bf16"),
+        "bf16: autocast around robomimic's epochs, and in `World.autocast()`, which other trainers have to call",
+    )
+    max_memory_per_gpu_gb: Optional[float] = _option(
+        None,
+        _or_none(_positive()),
+        "the most that a rank's torch takes of its GPU's memory, in GB (2**30); more is an out-of-memory error, and "
+        "leaves the rest to simulators and other programs",
     )
     metrics_every_n_epochs: int = _option(
         1,
@@ -250,6 +258,12 @@ class Options:
     )
     logs: Optional[str] = _option(
         None, _or_none(_path()), "folder in which each rank's output and errors are written down, as rank_N.log"
+    )
+    debug: bool = _option(
+        False,
+        _flag(),
+        "true: NCCL and torch tell what they do (NCCL_DEBUG=INFO, TORCH_DISTRIBUTED_DEBUG=INFO, "
+        "TORCH_SHOW_CPP_STACKTRACES=1, where they are not set)",
     )
     diagnose: bool = _option(
         True,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 WIDTH = 100  # of a signature that stays on one line
 CHAPTERS = {
-    "Job": ("setup", "cleanup", "world", "World", "Options", "abort"),
+    "Job": ("setup", "cleanup", "world", "World", "job.running.Running", "Options", "abort"),
     "Model": (
         "wrap_parallel",
         "unwrap",
@@ -44,6 +44,8 @@ CHAPTERS = {
         "load_replay_buffer",
         "data.replay_buffers.ReplayBuffer",
         "Windows",
+        "deal",
+        "data.tasks.Tasks",
         "shared_arrays",
         "data.node_memory.SharedArrays",
     ),
@@ -55,6 +57,7 @@ CHAPTERS = {
         "checkpoint.copy",
         "checkpoint.written",
         "checkpoint.keep_newest",
+        "checkpoint.link_latest",
         "checkpoint.find_latest",
         "checkpoint.find_damage",
     ),

@@ -105,6 +105,16 @@ READ = {
         "gpu1",
         29500,
     ),
+    "by hand on two nodes": (
+        {
+            **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", "NNODES": "2"},
+            **{"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"},
+        },
+        "torchrun",
+        (3, 1, 4, 2, 1),
+        "gpu1",
+        29500,
+    ),
     "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun", (0, 0, 1, 1, 0), None, None),
     "openmpi": ({**OPENMPI, "MASTER_PORT": "4000"}, "openmpi", (5, 1, 8, 4, 1), "gpu1", 4000),
     "openmpi round robin": (

@@ -576,14 +576,14 @@ STEP = {
 
 @pytest.mark.unit
 def test_one_run_on_each_node_of_srun_needs_no_options() -> None:
-    job = runner._nodes_of_scheduler(Launch("train.py"), STEP)
+    job = runner.nodes_of_scheduler(Launch("train.py"), STEP)
     assert (job.nnodes, job.node_rank, job.master_addr) == (2, 1, "gpu1")
     assert 15000 <= (job.master_port or 0) < 30000
     by_hand = Launch("train.py", nnodes=3, node_rank=0, master_addr="a")
-    assert runner._nodes_of_scheduler(by_hand, STEP).master_port == 29500
+    assert runner.nodes_of_scheduler(by_hand, STEP).master_port == 29500
     crowded = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
     with pytest.raises(LaunchError, match="2 tasks on this node, and each would start all its ranks"):
-        runner._nodes_of_scheduler(Launch("train.py"), crowded)
+        runner.nodes_of_scheduler(Launch("train.py"), crowded)
 
 
 @pytest.mark.unit

@@ -153,8 +153,26 @@ def cpu_job(program: str, *arguments: str, **settings: Any) -> Settings:
     return Settings(
         program=program,
         arguments=list(arguments),
-        **{"nodes": "2", "gpus_per_node": "0", "ranks_per_node": "1", "time": "10", **settings},
+        **{"nodes": "2", "gpus_per_node": "0", "ranks_per_node": "1", "time": "10", "launcher": "srun", **settings},
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "is_module", "joins"),
+    [
+        ("examples/train_after.py", False, True),
+        ("examples/train_before.py", False, False),
+        ("robomimic.scripts.train", True, True),
+        ("no.such.module", True, False),
+        ("nowhere.py", False, False),
+    ],
+)
+def test_a_program_that_does_not_join_by_itself_gets_torchrun(program: str, is_module: bool, joins: bool) -> None:
+    name = program if is_module or program == "nowhere.py" else str(ROOT / program)
+    script = batch_script(Settings(name, is_module=is_module, gpus_per_node="4"))
+    assert ("python -u -m ddpshim.launch.rank " in script) == joins
+    assert ("python -m ddpshim run --nproc=4 " in script) != joins
+    assert f"ntasks-per-node={4 if joins else 1}\n" in script
 
 
 def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:

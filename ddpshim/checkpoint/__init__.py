@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddpshim.checkpoint.files import save as save
     from ddpshim.checkpoint.files import save_in_background as save_in_background
     from ddpshim.checkpoint.files import written as written
+    from ddpshim.checkpoint.latest import link_latest as link_latest
 
 __all__ = [
     "copy",
@@ -24,6 +25,7 @@ __all__ = [
     "flush",
     "get_ready",
     "keep_newest",
+    "link_latest",
     "save",
     "save_in_background",
     "written",
@@ -32,4 +34,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Not at once: background.py ignores signals in its process before torch is imported, which takes seconds.
-    return lazy.load(__name__, dict.fromkeys(__all__, "files"), name, globals())
+    return lazy.load(__name__, {**dict.fromkeys(__all__, "files"), "link_latest": "latest"}, name, globals())

@@ -408,8 +408,8 @@ def _flush(path: str, flags: int) -> None:
 
 
 def _newest_first(folder: PathLike, pattern: str) -> list[Path]:
-    found = [(path.stat().st_mtime_ns, path) for path in Path(folder).glob(pattern) if path.is_file()]
-    return [path for _, path in sorted(found, reverse=True) if not path.name.endswith(_PARTIAL)]
+    found = [p for p in Path(folder).glob(pattern) if p.is_file() and not (p.is_symlink() or p.name.endswith(_PARTIAL))]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)
 
 
 def _is_about_the_disk(error: BaseException) -> bool:

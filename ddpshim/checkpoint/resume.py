@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-import os
 import shutil
 import time
 import traceback
@@ -14,13 +13,15 @@ from typing import Any, Callable, NoReturn, Optional, Protocol
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import plain_files
+from ddpshim.checkpoint.progress_folder import find_progress, keep_newest, leave_if_finished, mark_finished
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.errors import CheckpointError, DataError, SyncError
 from ddpshim.job import events, preemption
 from ddpshim.job.alike import computes_on
 from ddpshim.job.group import cleanup, draws_alike, on_cleanup, world
-from ddpshim.job.launch_env import EXIT_REQUEUE, is_start_of, read_job_names
+from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
+from ddpshim.job.running import Running
 from ddpshim.job.say import count, say
 from ddpshim.model import guard
 
@@ -28,7 +29,6 @@ _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by then all have told
 _LOCKSTEP_DEADLINE_S = 120.0
 _MAX_STEPS_BETWEEN_LOOKS = 64  # steps may become slower than they were
-_PATTERN = "epoch_*_step_*.pth"
 # What a file holds, beside what may be anything or lack.
 _PARTS: dict[str, Any] = {
     "epoch": int,
@@ -67,6 +67,8 @@ class Resumable:
     rank's clock, and when SIGTERM or SIGUSR1 has reached any of them: then all leave with exit code 75, for
     which a scheduler starts the job again. A run that goes on sees exactly the samples that were left, in the same
     order, also on another number of ranks; on the same number each rank's random streams go on as well.
+
+    A loop without epochs goes over `iterations()`. The link `latest.pth` in the folder names the newest file.
 
     What comes after the steps of an epoch is done again by a run that was left in it: call `look` there before
     schedules are stepped and `values` changed, not after.
@@ -214,6 +216,25 @@ class Resumable:
             next(batches, None)  # as a `for` over the loader does: torch's sampler may draw once more at its end
         self.end_epoch(total)
 
+    def iterations(self, num: Optional[int] = None) -> Iterator[int]:
+        """The numbers of the iterations that are left, up to `num` or without end, for a loop that has no loader.
+
+        For reinforcement learning: `for iteration in training.iterations(): ...` begins at 0, or where it was left.
+        Each counts as an epoch, and as a step for `every_n_steps`; ranks look up together before it (collective), and
+        wait there as long as one of them still plays. One that was left in its middle is done again.
+        """
+        if self._restored is not None:
+            self._enter(0, {}, can_enter=True)
+        self._delay = 0  # iterations are long: what a signal asks for is not to wait for one more
+        numbers = itertools.count(self.epoch) if num is None else range(self.epoch, num)
+        for self.epoch in numbers:
+            self.step, self._facts, self._loader = 0, {}, None
+            self._look(self._world.options.side_timeout_s)
+            self._num_unsaved += 1
+            yield self.epoch
+        if num is not None:
+            self.epoch = max(self.epoch, num)
+
     def end_epoch(self, num_steps: int) -> None:
         """Take note that all steps of the epoch are made; `steps` does where it is exhausted. Local."""
         self.step, self._streams = num_steps, rank_states(self._world.device)
@@ -274,6 +295,9 @@ class Resumable:
         guard.check_equal_steps("the step before a save")
         if self._before_save is not None:
             self._before_save()
+        for stateful in self._objects.values():
+            if isinstance(stateful, Running):
+                stateful.collect()
         states = self._world.gather(self._streams or rank_states(self._world.device))
         self._last_save, self._num_unsaved = time.monotonic(), 0
         if not self._world.is_main:
@@ -295,7 +319,7 @@ class Resumable:
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
         save(plain_files.content(content, written, self._world.options.trust_progress), written)
-        checkpoint.afterwards(_keep_newest, written, self._num_kept)
+        checkpoint.afterwards(keep_newest, written, self._num_kept)
 
     def leave(self, reason: str) -> NoReturn:
         """Save, and end this process with exit code 75, on all ranks (collective)."""
@@ -328,7 +352,7 @@ class Resumable:
             checkpoint.flush()
             shutil.rmtree(self.folder, ignore_errors=True)
             if self._world.is_launched:
-                _mark_finished(self.folder)
+                mark_finished(self.folder)
 
     def _read(self, later_than: tuple[int, int]) -> Optional[dict[str, Any]]:
         path = find_progress(self.folder)
@@ -374,69 +398,3 @@ class Resumable:
             plain_files.restore_streams(states[here.rank], here.device, self.folder)
         else:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
-
-
-def _keep_newest(written: Path, num_kept: int) -> None:
-    """Remove all progress beside `written` but the newest; by name, as the clock of another node may be behind."""
-    there = sorted((p for p in written.parent.glob(_PATTERN) if p.suffix == ".pth"), reverse=True)
-    later = [path for path in there if path > written]  # of a run that was given up: not to be taken for this one's
-    for path in later + there[len(later) + num_kept :]:
-        path.unlink()
-
-
-def _mark(folder: checkpoint.PathLike) -> Path:
-    return Path(folder).with_name(f"{Path(folder).name}.finished")
-
-
-def _mark_finished(folder: Path) -> None:
-    mark = _mark(folder)
-    try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(json.dumps(read_job_names(os.environ)))
-    except OSError as error:
-        say(f"{mark} could not be written ({error}): a start after this one would not know that the training is done")
-
-
-def leave_if_finished(folder: checkpoint.PathLike) -> None:
-    """End this process with exit code 0 where an earlier start of this job has finished the training (collective).
-
-    A scheduler may start a job again that is done (a requeue, a chain of jobs). Any earlier start counts with the
-    option resume=always; else those of this job, where a launcher or scheduler has started it before.
-    """
-    here = world()
-    mark = here.run_on_main(_finished_mark, folder)  # the main rank's: torchrun's agents count restarts each for itself
-    if mark is not None:
-        if here.is_main:
-            say(
-                f"the training is finished, as {mark} says: nothing is left to do, leaving with exit code 0. To train "
-                "again, remove that file or start it under another name",
-                directly=True,
-            )
-        cleanup()
-        raise SystemExit(0)
-
-
-def _finished_mark(folder: checkpoint.PathLike) -> Optional[Path]:
-    mark, here = _mark(folder), world()
-    choice = here.options.resume
-    if (
-        not mark.is_file()
-        or not here.is_launched
-        or not (choice == "always" or (choice == "auto" and here.is_restarted))
-    ):
-        return None
-    return mark if choice == "always" or is_start_of(json.loads(mark.read_text()), os.environ) else None
-
-
-def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
-    """The newest whole file of a `Resumable` in `folder`, or None. Damaged ones are renamed, with a warning. Local."""
-    checkpoint.flush()
-    for path in sorted(Path(folder).glob(_PATTERN), reverse=True):
-        damage = checkpoint.find_damage(path)
-        if damage is None:
-            return path
-        aside = path.with_name(path.name + ".damaged")
-        os.replace(path, aside)
-        text = f"{path} is damaged ({damage}); the one before it is used, if any. It is kept as {aside.name}"
-        say(text, directly=True)
-    return None

@@ -98,6 +98,23 @@ def single_device(device: Union[str, torch.device, None] = None) -> torch.device
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def limit_memory(device: torch.device, most_gb: float) -> None:
+    """Have torch take at most `most_gb` (2**30 bytes) of the memory of this rank's GPU. Local.
+
+    Raises LaunchError where the GPU has less. On the CPU a line says that nothing is limited.
+    """
+    if device.type != "cuda":
+        say(f"max_memory_per_gpu_gb={most_gb:g} has no effect on {device.type}: torch limits the memory of GPUs only")
+        return
+    has_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if most_gb > has_gb:
+        raise LaunchError(
+            f"max_memory_per_gpu_gb={most_gb:g}, but {device} has {has_gb:.1f} GB: nothing would be limited, and "
+            "another GPU was probably expected. Give at most what it has."
+        )
+    torch.cuda.set_per_process_memory_fraction(most_gb / has_gb, device)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is computed on `device` now goes into a CUDA graph, and nothing may be read from it. Local."""
     # A torch without CUDA has the function, too, and it raises.

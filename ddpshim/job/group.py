@@ -22,9 +22,11 @@ from packaging.version import Version
 from ddpshim.errors import LaunchError, OptionsError, WorldError
 from ddpshim.job import failure, freed_memory, messages, rendezvous, unshared, watch
 from ddpshim.job.alike import compute_alike
-from ddpshim.job.devices import agree_on_backend, backend_of, bind_device, single_device
+from ddpshim.job.debugging import tell_all
+from ddpshim.job.devices import agree_on_backend, backend_of, bind_device, limit_memory, single_device
 from ddpshim.job.job import Job, begin_next, current
 from ddpshim.job.launch_env import LaunchEnv, read_launch_env, read_num_restarts
+from ddpshim.job.precision import check_first_step
 from ddpshim.job.random_streams import derive_seed, seed_everything, seed_own_streams
 from ddpshim.job.say import count, say
 from ddpshim.job.world import World
@@ -83,8 +85,8 @@ def setup(
     """The World of this process; joins the job that the launcher's variables (or arguments) describe.
 
     Collective where there is a launcher; in a plain `python train.py` it starts nothing. Reads the
-    environment once and never writes to it. A group that the user has made is adopted. Calling it again
-    returns the same World.
+    environment once and never writes to it (but for the option debug). A group that the user has made is adopted.
+    Calling it again returns the same World.
 
     Args:
         rank, world_size, local_rank, local_world_size, master_addr, master_port: this process's place in the job,
@@ -109,6 +111,8 @@ def setup(
         return _reuse(job, job.world, asked)
     settle_rounding()
     options = Options.read() if options is None else options
+    if options.debug:
+        tell_all()
     timeout_s = options.timeout_s if timeout_s is None else timeout_s
     side_timeout_s = options.side_timeout_s if side_timeout_s is None else side_timeout_s
     if _has_group():
@@ -127,6 +131,8 @@ def setup(
     if made.is_launched:
         freed_memory.keep(os.environ)
     _check_same_options(made)
+    if options.max_memory_per_gpu_gb is not None:
+        limit_memory(made.device, options.max_memory_per_gpu_gb)
     if options.exact is not None:
         compute_alike(made, options.exact)
     job.world, job.left = replace(made, seed=seed, num_restarts=read_num_restarts(os.environ)), None
@@ -136,6 +142,7 @@ def setup(
         on_cleanup(copy_output(options.logs, made.rank))
     if seed is not None:
         seed_everything(seed)
+    check_first_step(options, job)
     if made.world_size > 1:
         unshared.begin()
         failure.arm(made.rank, job.store, made.world_size)

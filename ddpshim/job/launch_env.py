@@ -234,15 +234,19 @@ def _read_torchrun(variables: Variables, launcher: str, found: str) -> LaunchEnv
     if missing and world_size > 1:
         variables.missing(missing, found)
     local_rank, size, node_rank = read_local(variables, _TORCHRUN, rank, world_size, found)
-    if "GROUP_RANK" in variables.values:
-        (node_rank,) = variables.need(["GROUP_RANK"], found)
+    stated = next((name for name in ("GROUP_RANK", "NODE_RANK") if name in variables.values), None)
+    if stated is not None:
+        (node_rank,) = variables.need([stated], found)
     agent_store = not missing and variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return LaunchEnv(launcher, rank, local_rank, world_size, size, node_rank, *master, agent_store, found)
 
 
 def read_local(variables: Variables, names: Names, rank: int, world_size: int, found: str) -> tuple[int, int, int]:
-    """(local_rank, local_world_size, node_rank); derived only if surely all on one machine. Local."""
+    """(local_rank, local_world_size, node_rank); derived only from NNODES, or if surely all on one machine. Local."""
     local_rank, size = variables.number(names.local_rank), variables.number(names.local_world_size)
+    num_nodes = variables.number("NNODES")
+    if size is None and num_nodes and world_size % num_nodes == 0:  # started by hand, on equal nodes
+        size = world_size // num_nodes
     loopback = r"localhost(\.localdomain)?|127(\.[0-9]+){3}|::1"
     if size is None and (world_size == 1 or re.fullmatch(loopback, variables.text("MASTER_ADDR") or "")):
         size = world_size

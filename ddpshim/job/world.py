@@ -7,18 +7,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ddpshim.errors import WorldError
-from ddpshim.job import events, failure, messages
+from ddpshim.job import events, failure, messages, precision
 from ddpshim.job.job import Job
 from ddpshim.job.reduction import reduce, to_cpu
 from ddpshim.job.say import described, line_of_the_caller
 from ddpshim.job.turns import Playing, in_order_of_numbers
 from ddpshim.options import Options
+
+if TYPE_CHECKING:
+    from ddpshim.job.running import Running
 
 T = TypeVar("T")
 
@@ -78,11 +81,31 @@ class World:
     def autocast(self) -> Any:
         """A context that computes in the precision of `options`, for forward and loss. Local.
 
-        Weights, gradients and optimizers stay float32. No cast of a weight is kept: an optimizer may step inside.
+        Weights, gradients and optimizers stay float32. No cast of a weight is kept: an optimizer may step inside. With
+        another precision than float32, a step before anybody has called this raises OptionsError.
         """
-        if self.options.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        return precision.autocast(self.options, self.device, self._job)
+
+    def only_main(self, obj: T) -> T:
+        """`obj` on the main rank; on the others a stand-in that takes every call and does nothing. Local.
+
+        For loggers, W&B runs, top-k managers, context managers: what prints and writes. Give it what makes them, or
+        every rank would make one: `run = world.only_main(wandb.init)(project="lift")`, `with
+        world.only_main(JsonLogger)(path) as log: ...`. The stand-in is false and empty, and a loop over it ends at
+        once: loop over the loader itself, and give a progress bar `disable=not world.is_main`.
+
+        A value that the program decides by has to be the main rank's everywhere, else ranks go different ways:
+        `path = world.broadcast(top_k.get_ckpt_path(metrics))`.
+        """
+        from ddpshim.job.stand_in import StandIn
+
+        return obj if self.is_main else cast(T, StandIn())
+
+    def running(self, every_n_steps: int = 1) -> Running:
+        """Statistics and counts that are merged over the ranks at every n-th of its steps; see `Running`. Local."""
+        from ddpshim.job.running import Running
+
+        return Running(self, every_n_steps)
 
     def _peers(self) -> Any:
         if self._job.control is None:

@@ -60,7 +60,7 @@ def run(job: Launch) -> int:
     Signals that this process gets are passed on to the ranks, once each; after SIGTERM, SIGINT, SIGHUP or SIGQUIT they
     have `grace_s` to end by themselves. Raises LaunchError where the job could not have run; nothing was started then.
     """
-    job = _nodes_of_scheduler(job, os.environ)
+    job = nodes_of_scheduler(job, os.environ)
     check(job, os.environ)
     log_dir = _make_log_dir(job) if job.has_logs else None
     if os.environ.get("DDPSHIM_EXACT"):  # its virtual ranks may share GPUs, on which they are to add in one order
@@ -113,7 +113,7 @@ def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mappi
     again = warm.restarts() if job.max_restarts else contextlib.nullcontext()
     with signals.passed_on_by_agent(job.grace_s) as received, narrowed((job.nnodes or 1) == 1), again:
         try:
-            options = torchrun.parse_args(_torchrun_arguments(job, run_dir))
+            options = torchrun.parse_args(torchrun_arguments(job, run_dir))
             options.training_script_args = [*program]
             torchrun.run(options)
         except ChildFailedError as error:
@@ -148,7 +148,7 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
 
 def problems_of_program(job: Launch) -> Iterator[str]:
     """Why no rank could run the program of `job`, a line for each reason. Local; reads files, imports nothing."""
-    source = _module_file(job.program) if job.is_module else job.program
+    source = module_file(job.program) if job.is_module else job.program
     if source is None:
         yield (
             f"-m {job.program}: no such module, or a package without __main__.py; every rank would fail at it. "
@@ -171,7 +171,7 @@ def problems_of_program(job: Launch) -> Iterator[str]:
             yield f"{source} does not compile ({said}): every rank would fail at it. Correct it."
 
 
-def _module_file(name: str) -> Optional[str]:
+def module_file(name: str) -> Optional[str]:
     """The file that `python -m name` runs, found without importing the packages above it."""
     first, *rest = name.split(".")
     try:
@@ -230,7 +230,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
                 yield str(taken)
 
 
-def _nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
+def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
     """`job` with its place among the nodes, where srun or mpirun started one `run` on each node of several."""
     if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
         needs_port = (job.nnodes or 1) > 1 and job.master_port is None
@@ -281,7 +281,7 @@ def _check_gpus(nproc: str) -> None:
         )
 
 
-def _torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
+def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
     if (job.nnodes or 1) == 1:
         # The kernel chooses a free port. The address is stated: the host's own name may not resolve.
         meet = ["--standalone", "--local-addr=127.0.0.1"]

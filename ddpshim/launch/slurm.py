@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from ddpshim import adapters
 from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import EXIT_REQUEUE
+from ddpshim.launch.runner import module_file
 
 _NEVER_SENT_S = 65535  # SLURM's own limit of --signal
 
@@ -35,7 +38,10 @@ class Settings:
     job_name: str = _option("NAME", "the job's name", "ddpshim")
     output: str = _option("PATTERN", "where the output goes", "%x-%j.out")
     signal_before: str = _option("S", "seconds before the limit at which the ranks get SIGUSR1", "120")
-    launcher: str = _option("srun|torchrun", "what starts the ranks of a node", "srun")
+    launcher: Optional[str] = _option(
+        "srun|torchrun",
+        "what starts the ranks of a node (srun for a program that imports ddpshim: others need torchrun's variables)",
+    )
 
 
 def batch_script(settings: Settings) -> str:
@@ -48,7 +54,7 @@ def batch_script(settings: Settings) -> str:
     if problems:
         raise LaunchError("\n".join(problems))
     ranks = int(settings.ranks_per_node or settings.gpus_per_node)
-    by_torchrun = settings.launcher == "torchrun"
+    by_torchrun = not joins_by_itself(settings) if settings.launcher is None else settings.launcher == "torchrun"
     tasks = 1 if by_torchrun else ranks
     cores = settings.cpus_per_rank and int(settings.cpus_per_rank) * ranks // tasks
     directives = {
@@ -75,6 +81,18 @@ def batch_script(settings: Settings) -> str:
         command=shlex.join([*srun, *python, *program]),
         requeue=EXIT_REQUEUE,
     )
+
+
+def joins_by_itself(settings: Settings) -> bool:
+    """Whether the program reads SLURM's variables: it imports ddpshim, or is patched by it. Local; reads one file."""
+    if settings.is_module and settings.program.partition(".")[0] in adapters.packages():
+        return True
+    source = module_file(settings.program) if settings.is_module else settings.program
+    try:
+        with tokenize.open(str(source)) as file:
+            return re.search(r"^\s*(import|from)\s+ddpshim\b", file.read(), re.MULTILINE) is not None
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False
 
 
 # --wait and not --kill-on-bad-exit: that would kill the rank that still saves when another has left with code 75.
@@ -121,7 +139,7 @@ def _problems(settings: Settings) -> Iterator[str]:
                 f"{_flag(name)}={value!r} is empty or has other signs than letters, digits and %@+=:,./-: sbatch would "
                 "read something else. Change it."
             )
-    if settings.launcher not in ("srun", "torchrun"):
+    if settings.launcher not in (None, "srun", "torchrun"):
         yield f"--launcher={settings.launcher!r} is unknown: nothing would start the ranks. Use srun or torchrun."
     limit_s = None if settings.time is None else _seconds(settings.time)
     if settings.time is not None and not limit_s:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint.resume import find_progress, leave_if_finished
+from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
 from ddpshim.data.loader import scale_lr
 from ddpshim.data.transfer import OnDevice
 from ddpshim.errors import LaunchError, OptionsError

@@ -18,7 +18,8 @@ import torch
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import plain_files
-from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress, leave_if_finished
+from ddpshim.checkpoint.progress_folder import find_progress, leave_if_finished
+from ddpshim.checkpoint.resume import Resumable, Stateful
 from ddpshim.data.sharded_loader import Enterable
 from ddpshim.job import events, preemption, shares
 from ddpshim.job.group import draws_alike, on_cleanup, setup, world

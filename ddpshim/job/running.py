@@ -1,0 +1,167 @@
+"""Keeps statistics of a training that goes on: each rank adds its own, and at times they are merged over all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import torch
+
+from ddpshim.errors import WorldError
+from ddpshim.job.world import World
+
+
+class Running:
+    """Means, variances, counts and rates of success over all ranks. From `World.running`.
+
+    What a rank adds is its own until `merge`, or `step` at every `every_n_steps`-th call: there each rank hands
+    over what is new since the last time, so that nothing counts twice. What is read (`mean`, `results`) is what
+    was merged, equal on all ranks. All entries weigh alike, however many each rank has.
+
+    In `Resumable`'s objects it is saved and loaded: what no merge has seen yet is kept as well.
+
+    >>> running = World().running(every_n_steps=2)
+    >>> running.add("return", [1.0, 3.0])
+    >>> running.step()
+    >>> running.add("return", 5.0)
+    >>> running.step()["means"]
+    {'return': 3.0}
+    """
+
+    def __init__(self, here: World, every_n_steps: int) -> None:
+        if every_n_steps < 1:
+            raise WorldError(f"every_n_steps={every_n_steps}: statistics would never be merged. Use 1 or more.")
+        self.every_n_steps = every_n_steps
+        self._world = here
+        self._num_steps = 0
+        self._merged, self._new = _empty(), _empty()
+
+    def add(self, name: str, values: Any) -> None:
+        """Add a number, or entries along the first dimension of a tensor, an array or a list. Local.
+
+        With more dimensions, (N, D), each of the D has its own mean and variance: of observations, for one.
+        """
+        entries = torch.as_tensor(values).detach().double().cpu()
+        entries = entries.reshape(1) if entries.dim() == 0 else entries
+        if len(entries):
+            mean = entries.mean(0)
+            new = {"num": len(entries), "mean": mean, "squares": ((entries - mean) ** 2).sum(0)}
+            _merge_moments(self._new["moments"], name, new)
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Add `by` to a counter. Local."""
+        self._new["counts"][name] = self._new["counts"].get(name, 0) + by
+
+    def episode(self, task: Any, is_success: bool) -> None:
+        """Add an episode of `task` (text or a number). Local."""
+        _merge_episodes(self._new["episodes"], task, [1, int(bool(is_success))])
+
+    def step(self) -> Optional[dict[str, Any]]:
+        """Count a step; at every `every_n_steps`-th `merge`, and return what it does (collective)."""
+        self._num_steps += 1
+        return None if self._num_steps % self.every_n_steps else self.merge()
+
+    def merge(self) -> dict[str, Any]:
+        """Merge what is new on all ranks; the `results` of that alone (collective)."""
+        together = _empty()
+        for part in self._gather_new():
+            _merge(together, part)
+        _merge(self._merged, together)
+        return _results(together)
+
+    def num(self, name: str) -> int:
+        """How many entries `name` has; 0 where none were merged. Local."""
+        return int(self._merged["moments"].get(name, {"num": 0})["num"])
+
+    def mean(self, name: str) -> Any:
+        """The mean of all entries that were merged, a number or a tensor (D,). Local.
+
+        Raises KeyError where there are none.
+        """
+        return _plain(self._merged["moments"][name]["mean"])
+
+    def variance(self, name: str) -> Any:
+        """Their variance: the mean square of what they differ from their mean by. Local; see `mean`."""
+        found = self._merged["moments"][name]
+        return _plain(found["squares"] / found["num"])
+
+    def results(self) -> dict[str, Any]:
+        """All that was merged, for a JSON file: means, deviations, counts, and rates of success by task. Local."""
+        return _results(self._merged)
+
+    def collect(self) -> None:
+        """Move what is new to the main rank, whose state is saved; the next merge finds it there (collective)."""
+        parts = self._gather_new()
+        for part in parts if self._world.is_main else ():
+            _merge(self._new, part)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was merged, and what is new on this rank. Local: `collect` goes before it."""
+        return {"num_steps": self._num_steps, "merged": self._merged, "new": self._new}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with `state`, the main rank's on all ranks; what was new is new on the main rank alone. Local."""
+        self._num_steps = state["num_steps"]
+        self._merged, self._new = _empty(), _empty()
+        _merge(self._merged, state["merged"])
+        if self._world.is_main:
+            _merge(self._new, state["new"])
+
+    def _gather_new(self) -> list[dict[str, Any]]:
+        new, self._new = self._new, _empty()
+        return self._world.gather(new)
+
+
+def _empty() -> dict[str, Any]:
+    return {"moments": {}, "counts": {}, "episodes": {}}
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for name, moments in new["moments"].items():
+        _merge_moments(into["moments"], name, moments)
+    for name, by in new["counts"].items():
+        into["counts"][name] = into["counts"].get(name, 0) + by
+    for task, played in new["episodes"].items():
+        _merge_episodes(into["episodes"], task, played)
+
+
+def _merge_moments(into: dict[str, Any], name: str, new: Mapping[str, Any]) -> None:
+    """As Chan, Golub and LeVeque (1983) merge means and sums of squares: nothing cancels."""
+    old = into.get(name)
+    if old is None:
+        into[name] = dict(new)
+        return
+    if old["mean"].shape != new["mean"].shape:
+        raise WorldError(
+            f"{name!r} has entries of shape {tuple(old['mean'].shape)} and of {tuple(new['mean'].shape)}: they have no "
+            "common mean. Add entries of one shape, or give them two names."
+        )
+    num, difference = old["num"] + new["num"], new["mean"] - old["mean"]
+    into[name] = {
+        "num": num,
+        "mean": old["mean"] + difference * (new["num"] / num),
+        "squares": old["squares"] + new["squares"] + difference**2 * (old["num"] * new["num"] / num),
+    }
+
+
+def _merge_episodes(into: dict[Any, Any], task: Any, played: Any) -> None:
+    num, successes = into.get(task, (0, 0))
+    into[task] = [num + played[0], successes + played[1]]
+
+
+def _plain(value: torch.Tensor) -> Any:
+    return value.item() if value.dim() == 0 else value
+
+
+def _results(of: Mapping[str, Any]) -> dict[str, Any]:
+    moments, episodes = of["moments"], of["episodes"]
+    return {
+        "means": {name: moments[name]["mean"].tolist() for name in sorted(moments)},
+        "deviations": {name: (m["squares"] / m["num"]).sqrt().tolist() for name, m in sorted(moments.items())},
+        "num_entries": {name: moments[name]["num"] for name in sorted(moments)},
+        "counts": {name: of["counts"][name] for name in sorted(of["counts"])},
+        "success_rates": {
+            str(task): {"success_rate": successes / num, "num_successes": successes, "num_episodes": num}
+            for task, (num, successes) in sorted(episodes.items(), key=lambda item: str(item[0]))
+        },
+    }

@@ -1,0 +1,56 @@
+"""Defines `StandIn`, which takes every call in place of an object of the main rank, and does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+class StandIn:
+    """What `World.only_main` returns on ranks that are not main: see there.
+
+    Attributes, items and calls give it back; it is empty and false, and its context lets exceptions through. It is no
+    number, text or path: whoever computes with it, or opens it, gets a TypeError.
+    """
+
+    def __getattr__(self, name: str) -> StandIn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # copy, pickle, numpy and others ask for protocols
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __delattr__(self, name: str) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StandIn:
+        return self
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+    def __getitem__(self, key: Any) -> StandIn:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __delitem__(self, key: Any) -> None: ...
+
+    def __contains__(self, item: Any) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "<stand-in for an object of the main rank>"

@@ -1,0 +1,98 @@
+"""What a process has to obey or to say: precision, debugging, a limit to the memory of GPUs, a dry run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddpshim
+import ddpshim.__main__ as command_line
+from ddpshim import Options
+from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.job import debugging
+from ddpshim.job.devices import limit_memory
+
+
+def _step(is_entered: bool) -> torch.dtype:
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if is_entered:
+        with ddpshim.world().autocast():
+            out = net(torch.ones(2, 3))
+    else:
+        out = net(torch.ones(2, 3))
+    out.sum().backward()
+    optimizer.step()
+    return out.dtype
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_precision_that_nobody_computes_in_is_refused(precision: str) -> None:
+    ddpshim.setup(options=Options(precision=precision), device="cpu")
+    try:
+        if precision == "bf16":
+            with pytest.raises(OptionsError, match="precision=bf16, but this step was computed without it"):
+                _step(is_entered=False)
+            assert _step(is_entered=True) == torch.bfloat16
+        assert _step(is_entered=False) == torch.float32
+    finally:
+        ddpshim.cleanup()
+    assert _step(is_entered=False) == torch.float32, "of a job that is over"
+
+
+def test_debug_is_what_nccl_and_torch_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in debugging._VARIABLES:
+        monkeypatch.setenv(name, "")  # taken back at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    before = dist.get_debug_level()
+    try:
+        ddpshim.setup(options=Options(debug=True), device="cpu")
+        assert dist.get_debug_level() == dist.DebugLevel.INFO
+        assert {name: os.environ[name] for name in debugging._VARIABLES} == {
+            "NCCL_DEBUG": "WARN",
+            "TORCH_DISTRIBUTED_DEBUG": "INFO",
+            "TORCH_SHOW_CPP_STACKTRACES": "1",
+        }
+    finally:
+        ddpshim.cleanup()
+        dist.set_debug_level(before)
+
+
+def test_the_memory_of_a_gpu_is_limited(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    limits: list[Any] = []
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    limit_memory(gpu, 20.0)
+    assert limits == [(0.25, gpu)]
+    with pytest.raises(LaunchError, match=r"max_memory_per_gpu_gb=81, but cuda:1 has 80\.0 GB"):
+        limit_memory(gpu, 81.0)
+    limit_memory(torch.device("cpu"), 1.0)
+    assert "has no effect on cpu" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_it_would_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DDPSHIM_TIMEOUT_S", "60")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit(9)")
+    nodes = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "29123"]
+    assert command_line.main(["run", "--dry-run", *nodes, "--nproc", "4", "train.py", "--lr", "1 2"]) == 0
+    said = capsys.readouterr().out
+    assert "would run on node 0 of 2:\n  python -m torch.distributed.run --nnodes=2 --node-rank=0" in said
+    assert "--nproc-per-node=4" in said
+    assert "-m ddpshim.launch.rank train.py --lr '1 2'\noptions: timeout_s=60.0\n  DDPSHIM_TIMEOUT_S=60\n" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing was started"
+    assert command_line.main(["run", "--dry-run", "--nproc", "2", "nowhere.py"]) == 1
+    assert "nowhere.py is no file" in capsys.readouterr().err
