@@ -265,7 +265,6 @@ def _add_prove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     prove.add_argument("--steps", type=positive, default=20, metavar="K", help="steps of an optimizer (20)")
     text = "the trainer of one process, with its arguments, in one word (default: the same as on the ranks)"
     prove.add_argument("--one", metavar="COMMAND", help=text)
-    _add_convert(prove)
     text = "how long a run in one process may take (300 seconds)"
     prove.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     prove.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
@@ -333,7 +332,6 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     logs.add_argument("--no-logs", dest="has_logs", action="store_false", help="all ranks write to the screen")
     text = "time to end after SIGTERM (60 seconds)"
     run.add_argument("--grace", type=natural, default=60, metavar="S", dest="grace_s", help=text)
-    _add_convert(run)
     _add_program(run)
     run.set_defaults(run=_run, needs_torch=True)
 
@@ -342,11 +340,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from ddpshim.launch.runner import run
 
     return run(_launch(arguments))
-
-
-def _add_convert(command: argparse.ArgumentParser) -> None:
-    text = "a script with nn.DataParallel and DataLoader becomes distributed, unedited (docs/converting.md)"
-    command.add_argument("--convert", choices=("dataparallel",), help=text)
 
 
 def _launch(arguments: argparse.Namespace) -> Launch:

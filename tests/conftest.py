@@ -26,7 +26,7 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         *("simulated_gpus", "gpu_selftest", "auto", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
-        *("group", "audit", "convert", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types"),
+        *("group", "audit", "data_kinds", "equivalence", "noise", "course", "guard", "report", "types", "unedited"),
         *("rollout", "launch_matrix", "faults", "selftest", "packaging", "options", "background", "sampler", "slurm"),
         *("layout", "checkpoint"),
     )
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # What the tests of a file are that do not say it themselves, see `markers` in pyproject.toml; of other files: unit.
 TIERS = {
     **dict.fromkeys(("guard", "parallel", "resume", "seams", "second_job", "sequences"), "ranks"),
-    **dict.fromkeys(("auto", "background", "bootstrap", "convert", "data_kinds", "droid", "equivalence"), "launch"),
+    **dict.fromkeys(("auto", "background", "bootstrap", "data_kinds", "droid", "equivalence", "unedited"), "launch"),
     **dict.fromkeys(
         ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging"), "launch"
     ),

@@ -167,7 +167,6 @@ OF_THE_PROCESS = {
     "robomimic.windows._rows_of": "files in memory, of a data worker as well",
     "robomimic.datasets._asking": "a call of a function",
     "robomimic.own_lines.trainer": "the program's training, until it ends",
-    "trainers.dataparallel.convert._state": "the program's run",
     "trainers.import_hook._state": "what Python's import finds",
     "trainers.swapping._at_stand_aside": "functions of other packages that are replaced",
     "trainers.swapping._running": "functions of other packages that are replaced",

@@ -635,7 +635,7 @@ def test_extremes_and_deviations_are_those_of_the_whole_batch(world_size: int) -
     ("before", "after"),
     [
         ("train_before.py", ["train_after.py"]),
-        ("convert/train_dataparallel.py", ["--convert", "dataparallel", "convert/train_dataparallel.py"]),
+        ("any_trainer/train_dataparallel.py", ["any_trainer/train_dataparallel.py"]),
     ],
 )
 def test_two_ranks_print_the_losses_of_the_program_without_ddpshim(

@@ -87,8 +87,8 @@ SEAMS = [
     Seam("_MapDatasetFetcher _IterableDatasetFetcher", "data/sharded_loader.py", "test_workers_fetch", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
-    Seam("_saved_reduction", "trainers/dataparallel/convert.py", "test_a_loss_tells_its_reduction", "autograd codegen"),
-    Seam("_num_samples", "trainers/dataparallel/convert.py", "test_a_samplers_number", "torch/utils/data/sampler.py"),
+    Seam("_saved_reduction", "trainers/unedited/losses.py", "test_a_loss_tells_its_reduction", "autograd codegen"),
+    Seam("_num_samples", "trainers/unedited/loaders.py", "test_a_samplers_number", "torch/utils/data/sampler.py"),
     Seam("_orig_mod", "model/transparent.py", "test_a_compiled_module_holds_its_own", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
     Seam("_non_persistent_buffers_set", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
@@ -115,7 +115,7 @@ SEAMS = [
     Seam("_exit", "job/failure.py", "test_frames", "Lib/os: documented"),
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
-    Seam("_NormalAccessor", "trainers/dataparallel/one_writer.py", "test_path_mkdir", "Lib/pathlib.py, until 3.10"),
+    Seam("_NormalAccessor", "trainers/unedited/one_writer.py", "test_path_mkdir", "Lib/pathlib.py, until 3.10"),
     Seam("_SubParsersAction", "__main__.py", "test_frames", "only an annotation: argparse has no public name for it"),
 ]
 # Of robomimic's datasets and algorithms, and of tf.data; `python -m ddpshim patch new-release` looks at robomimic's.

@@ -78,7 +78,8 @@ def _refuse_alone(found: str, answer: _Answer) -> None:
     raise SyncError(
         f"{found}: {nothing}, so its gradients are this process's alone, and {size} processes would train {size} "
         "models, into the same files. Let its networks and loaders go through wrap_parallel and make_loader; a trainer "
-        "that has DataParallel can stay as it is, with `python -m ddpshim run --convert dataparallel`. See "
+        "for one process can stay as it is under `python -m ddpshim run` (DDPSHIM_UNEDITED=on where that takes it for "
+        "one that distributes itself). See "
         "MIGRATION.md. If each process is to train a model of its own (a sweep), DDPSHIM_GUARD=0 turns this check off."
     )
 

@@ -18,6 +18,7 @@ from ddpshim.job import failure_notes, unshared
 from ddpshim.job.rank_log import redirect_output
 from ddpshim.job.say import say
 from ddpshim.trainers import import_hook
+from ddpshim.trainers.unedited import program
 
 
 def main(argv: Sequence[str]) -> None:
@@ -40,35 +41,32 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    kind, audit = os.environ.get(variables.CONVERT), os.environ.get(variables.AUDIT)
+    audit = os.environ.get(variables.AUDIT)
     if audit:
         from ddpshim.tools.audit import recording
 
         with recording.recorded(audit):
             _run_program(argv)
-    elif not kind:
-        import_hook.activate()
-        _run_program(argv)
     else:
-        from ddpshim.trainers.dataparallel.convert import converted  # it imports torch
-
-        with converted(kind):
+        with program.distributed(argv) as is_distributed:
+            if not is_distributed:
+                import_hook.activate()
             _run_program(argv)
 
 
 def _run_program(argv: Sequence[str]) -> None:
     is_module = argv[0] == "-m"
-    program, *arguments = argv[is_module:]
-    sys.argv = [program, *arguments]
+    name, *arguments = argv[is_module:]
+    sys.argv = [name, *arguments]
     try:
         if is_module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on: nothing was put there
-                sys.path[0] = os.path.dirname(os.path.abspath(program))
-            module = import_hook.program_in(program)
+                sys.path[0] = os.path.dirname(os.path.abspath(name))
+            module = import_hook.program_in(name)
             if module is None:
-                runpy.run_path(program, run_name="__main__")
+                runpy.run_path(name, run_name="__main__")
             else:  # so that it can be patched in memory
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:

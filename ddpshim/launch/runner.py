@@ -50,7 +50,6 @@ class Launch:
     log_dir: Optional[str] = None
     has_logs: bool = True
     grace_s: float = 60.0
-    convert: Optional[str] = None  # see ddpshim.trainers.dataparallel.convert
     audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.tools.audit.recording
     proof: Optional[str] = None  # another, see ddpshim.tools.prove.watching
 
@@ -71,7 +70,9 @@ def run(job: Launch) -> int:
         _check_gpus(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
-        _tell_conversion(job)
+        # Sets of strings have one order in all ranks: a script may number its classes by it.
+        if os.environ.get("PYTHONHASHSEED", "random") == "random":
+            os.environ["PYTHONHASHSEED"] = "0"
         for name, folder in ((variables.AUDIT, job.audit), (variables.PROVE, job.proof)):
             os.environ.pop(name, None)
             if folder is not None:
@@ -145,22 +146,8 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _tell_conversion(job: Launch) -> None:
-    os.environ.pop(variables.CONVERT, None)
-    if job.convert is not None:
-        os.environ[variables.CONVERT] = job.convert
-        # Sets of strings have one order in all ranks: a script may number its classes by it.
-        if os.environ.get("PYTHONHASHSEED", "random") == "random":
-            os.environ["PYTHONHASHSEED"] = "0"
-
-
 def problems_of_program(job: Launch) -> Iterator[str]:
     """Why no rank could run the program of `job`, a line for each reason. Local; reads files, imports nothing."""
-    if job.convert is not None and job.is_module and job.program.partition(".")[0] == "robomimic":
-        yield (
-            f"--convert {job.convert} with -m {job.program}: metrics, checkpoints and rollouts of robomimic would be "
-            "taken for those of one process. Leave --convert out: ddpshim has its own way with robomimic (README.md)."
-        )
     source = _module_file(job.program) if job.is_module else job.program
     if source is None:
         yield (

@@ -29,6 +29,11 @@ def draws_by_weight(sampler: Any) -> bool:
     ) == known.WEIGHTED_SAMPLER_NAMES
 
 
+def trainer() -> list[tuple[str, str]]:
+    """What runs robomimic's own training; other programs borrow its networks and files."""
+    return [("robomimic.utils.train_utils", "run_epoch"), ("robomimic.scripts.train", "train")]
+
+
 def stand_ins() -> StandIns:
     """For the functions of an installed robomimic that nobody edits."""
     from ddpshim.robomimic import stand_ins

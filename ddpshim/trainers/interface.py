@@ -47,6 +47,10 @@ class Adapter(Protocol):
     def draws_by_weight(self, sampler: Any) -> bool:
         """Whether `sampler`, a WeightedRandomSampler of the package's own, draws as torch's does."""
 
+    def trainer(self) -> list[tuple[str, str]]:
+        """The functions of the package that train, each with its module; without it every program that imports the
+        package is taken for its trainer."""
+
     def stand_ins(self) -> StandIns:
         """For trainers of the package that are installed and unedited."""
 

@@ -1,4 +1,4 @@
-"""`run --convert dataparallel`: plain scripts, unedited, as ranks, against the same scripts in one process.
+"""Programs for one process, unedited, as ranks, against the same programs in one process.
 
 Most ranks are forked from the test launcher's server, which has torch, and enter where `run` has them enter.
 """
@@ -17,14 +17,11 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ddpshim import variables
-from ddpshim.errors import LaunchError
-from ddpshim.launch import runner
-from ddpshim.launch.runner import Launch
-from ddpshim.trainers.dataparallel import convert
+from ddpshim.trainers.unedited import gpus, loaders, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "convert" / "train_dataparallel.py"
+EXAMPLE = ROOT / "examples" / "any_trainer" / "train_dataparallel.py"
 DEADLINE_S = 90
 
 HEAD = """
@@ -78,7 +75,7 @@ class Ran:
 
 
 def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain: bool = False, **environ: str) -> Ran:
-    """`script` (text, or a file) on `num_ranks` ranks with --convert, or in one process without."""
+    """`script` (text, or a file) on `num_ranks` ranks, or in one process without."""
     folder = tmp_path / (name or ("plain" if is_plain else f"ranks_{num_ranks}"))
     folder.mkdir()
     (folder / "job").mkdir()
@@ -88,7 +85,7 @@ def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain
     if is_plain:
         job = preloaded().start([([str(file)], {**environment(), **environ})], folder)
     else:
-        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", variables.CONVERT: "dataparallel", **environ}
+        common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0", **environ}
         common |= {variables.RANK_LOGS: str(folder), variables.RUN_DIR: str(folder / "job")}
         places = [{**common, **place} for place in as_torchrun_says(num_ranks)]
         job = preloaded().start([(["ddpshim.launch.rank", str(file)], place) for place in places], folder)
@@ -233,9 +230,10 @@ for (a, *_, augmented), (b, *_) in zip(loader, other):
     with torch.no_grad():
         say("alike", [draw() + augmented.tolist() + torch.rand(8, 4).tolist() for *_, augmented in loader])
     one.train()
+    next(one.parameters()).mean().backward()
     say("rows", [torch.rand(len(a)).tolist()])
 say("two loaders meet", orders[0] == orders[1])
-for _ in other: pass  # zip left it at its last batch
+for _ in other: next(one.parameters()).mean().backward()  # zip left it at its last batch
 say("alike", torch.rand(4, 8).tolist())
 batch = next(iter(loader))  # and then trained on, again and again
 say("rows", [torch.rand(4).tolist()])
@@ -256,7 +254,7 @@ say("rows", [torch.rand(4).tolist()])
 def test_another_order_or_noise_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
     ran = run(tmp_path, "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))", 2, **environ)
     assert 0 not in ran.exit_codes
-    assert "a script draws its splits of the data and its evaluations on each rank" in ran.logs[0]
+    assert "a program for one process draws its splits of the data and its evaluations on each rank" in ran.logs[0]
 
 
 def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:
@@ -282,16 +280,21 @@ torch.save(states, "weights.pth")
 
 # What is refused, and what is said
 
-WITHOUT = "train(network(), DataLoader(Items(), 8, shuffle=True))"
 REFUSED = {
-    "no DataParallel": (WITHOUT, "SyncError: Adam.step(), and the program has made no nn.DataParallel"),
-    "a part": (
-        "net = network()\nnet[0] = nn.DataParallel(net[0])\ntrain(net, DataLoader(Items(), 8, shuffle=True))",
-        "SyncError: Adam.step(): a parameter of shape (1, 16) is in no nn.DataParallel",
+    "no module": (
+        "net = network()\nnet.parameters = lambda: [torch.ones(3, requires_grad=True)]\n"
+        "train(net, DataLoader(Items(), 8, shuffle=True))",
+        "SyncError: train.py:26: Adam steps 1 tensors that no nn.Module holds (of shape (3,))",
     ),
-    "no loader": (
-        "train(nn.DataParallel(network()), [(torch.tensor([0]), torch.ones(2, 4).double(), torch.ones(2, 1))])",
-        "SyncError: Adam.step(), and no DataLoader has given a batch",
+    "own entropy": (
+        "x = torch.from_numpy(np.random.default_rng().normal(size=(2, 4)))\n"
+        "train(network(), [(torch.tensor([0]), x, torch.ones(2, 1))])",
+        "SyncError: train.py:31: rank 0 computed the loss",
+    ),
+    "nothing trained": (
+        "net = network()\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "print(sum(x.mean() for index, x, y in DataLoader(Items(), 8, shuffle=True)))",
+        "SyncError: train.py:38: a pass over this DataLoader began with gradients enabled and a network in training",
     ),
     "odd batch": (
         "train(nn.DataParallel(network()), DataLoader(Items(), 5, shuffle=True))",
@@ -305,10 +308,6 @@ REFUSED = {
         "part = data.Subset(Items(), np.random.default_rng().permutation(40)[:32])\n"
         "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
         "DataError: train.py:37: the Subsets of ranks 0 and 1 have different indices",
-    ),
-    "robomimic": (
-        "sys.modules['robomimic.utils.train_utils'] = sys\n" + WITHOUT,
-        "OptionsError: DataLoader under --convert dataparallel",
     ),
     "another model": (
         "model = nn.DataParallel(network())\ntorch.save(1, f'{os.environ[\"RANK\"]}.pth')\n"
@@ -452,7 +451,7 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
     (tmp_path / "package").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / "package" / name).write_text(text)
-    command = ["-m", "ddpshim", "run", "--nproc-per-node", "2", "--convert", "dataparallel"]
+    command = ["-m", "ddpshim", "run", "--nproc-per-node", "2"]
     environ = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"  # more workers than a machine of one core has
     environ.pop("PYTHONHASHSEED", None)
@@ -471,27 +470,12 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
     assert json.loads(lines[0][3][8:])[0] == pytest.approx((weight[0] - 0.2 * mean).tolist(), abs=1e-12)
 
 
-def test_without_convert_nothing_is_there(tmp_path: Path) -> None:
-    names = "nn.DataParallel, DataLoader, torch.save, torch.load, os.mkdir, torch.Tensor.backward"
+def test_left_alone_nothing_is_there(tmp_path: Path) -> None:
+    names = "nn.DataParallel, DataLoader, torch.save, torch.load, os.mkdir, torch.autograd.backward"
     script = f"say('homes', [f.__module__ for f in ({names})])"
-    plain = succeeded(run(tmp_path, script, 1, **{variables.CONVERT: ""}))
+    plain = succeeded(run(tmp_path, script, 1, **{variables.UNEDITED: "off"}))
     torchs = ["torch.nn.parallel.data_parallel", "torch.utils.data.dataloader", *["torch.serialization"] * 2]
-    assert plain.said(0, "homes") == [[*torchs, "posix", "torch._tensor"]]
-
-
-@pytest.mark.unit
-def test_what_run_tells_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for before, after in ((None, "0"), ("random", "0"), ("5", "5")):
-        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-        if before is not None:
-            monkeypatch.setenv("PYTHONHASHSEED", before)
-        monkeypatch.setenv(variables.CONVERT, "left over")
-        runner._tell_conversion(Launch("train.py"))
-        assert (os.environ.get(variables.CONVERT), os.environ.get("PYTHONHASHSEED")) == (None, before)
-        runner._tell_conversion(Launch("train.py", convert="dataparallel"))
-        assert (os.environ[variables.CONVERT], os.environ["PYTHONHASHSEED"]) == ("dataparallel", after)
-    with pytest.raises(LaunchError, match=r"--convert dataparallel with -m robomimic\.scripts\.train"):
-        runner.check(Launch("robomimic.scripts.train", is_module=True, convert="dataparallel"), {})
+    assert plain.said(0, "homes") == [[*torchs, "posix", "torch.autograd"]]
 
 
 # Pure functions
@@ -499,7 +483,7 @@ def test_what_run_tells_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _loss(make: Any) -> set[tuple[str, bool, bool]]:
     out, y = nn.Linear(2, 1)(torch.ones(4, 2)), torch.zeros(4, 1)
-    return convert.sums(make(out, y).grad_fn)
+    return losses.sums(make(out, y).grad_fn)
 
 
 F = nn.functional
@@ -541,13 +525,13 @@ def test_which_orders_are_drawn() -> None:
         DataLoader(items, batch_sampler=BatchSampler(random, 2, False)),  # type: ignore[arg-type]
         DataLoader(items, batch_sampler=[[1, 2], [3, 4]]),  # type: ignore[arg-type]
     ]
-    assert all(convert._is_drawn(loader) for loader in drawn)  # type: ignore[arg-type]
+    assert all(loaders.is_drawn(loader) for loader in drawn)  # type: ignore[arg-type]
     given = [
         DataLoader(items, 2),  # type: ignore[arg-type]
         DataLoader(items, None),  # type: ignore[arg-type]
         DataLoader(items, batch_sampler=BatchSampler(sequential, 2, False)),  # type: ignore[arg-type]
     ]
-    assert not any(convert._is_drawn(loader) for loader in given)  # type: ignore[arg-type]
+    assert not any(loaders.is_drawn(loader) for loader in given)  # type: ignore[arg-type]
 
 
 @pytest.mark.unit
@@ -561,13 +545,18 @@ def test_a_rank_sees_one_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    convert._see_one_gpu(local_rank)
+    gpus.see_one(local_rank)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 @pytest.mark.unit
 def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    convert._show_gpus(4)
-    assert torch.cuda.device_count() == 4
-    assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with gpus.shown(4):
+        assert torch.cuda.device_count() == 4
+        assert eval("count()", {"count": torch.cuda.device_count, "__name__": "torch.cuda.random"}) == 1
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

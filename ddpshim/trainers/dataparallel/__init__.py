@@ -1,1 +1,0 @@
-"""Converts scripts for nn.DataParallel while they run."""

@@ -1,0 +1,52 @@
+"""Gives each rank one GPU, which the program takes for cuda:0."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ddpshim.job.replaced import replaced
+from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def see_one(local_rank: int) -> None:
+    """Leave this process one GPU: what a script calls "cuda:0" is then this rank's. Before CUDA starts. Local."""
+    visible = os.environ.get(VISIBLE)
+    if visible is None:
+        os.environ[VISIBLE] = str(local_rank)
+    elif visible.strip():
+        gpus = visible.split(",")
+        os.environ[VISIBLE] = gpus[local_rank % len(gpus)].strip()
+
+
+@contextlib.contextmanager
+def shown(num_gpus: int) -> Iterator[None]:
+    """In it the program, but not torch, sees `num_gpus`, and cannot choose another one. Local.
+
+    Many wrap their network only if there are several.
+    """
+    count, kind = torch.cuda.device_count, type(os.environ)
+    set_one = kind.__setitem__
+
+    def device_count() -> int:
+        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        return count() if asks in ("torch", "ddpshim") else num_gpus
+
+    def set_item(self: Any, name: Any, value: Any) -> None:
+        if self is not os.environ or name != VISIBLE or value == self.get(VISIBLE):
+            set_one(self, name, value)
+        else:
+            say_on_main(
+                f"{line_of_the_program()}: {VISIBLE}={value} was left out; each rank has a GPU of its own. To choose "
+                f"among them set {VISIBLE} for `ddpshim run`"
+            )
+
+    with replaced(torch.cuda, "device_count", device_count), replaced(kind, "__setitem__", set_item):
+        yield

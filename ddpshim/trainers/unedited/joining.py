@@ -1,0 +1,103 @@
+"""Runs a program for one process as a rank: joins the job, and replaces names of torch until the program ends.
+
+Networks are wrapped when a pass that may train begins; a pass over a DataLoader is that of `make_loader` where it
+trains, and whole on every rank where it evaluates, since what a program adds up there it takes for the whole. The rest
+is in docs/any_trainer.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import parallel as torch_parallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import data as torch_data
+
+from ddpshim.errors import OptionsError
+from ddpshim.job import noise, unshared
+from ddpshim.job.group import cleanup, draws_alike, setup, world
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+from ddpshim.trainers.unedited import gpus, leaving
+from ddpshim.trainers.unedited.loaders import DataLoader
+from ddpshim.trainers.unedited.one_writer import OneWriter
+from ddpshim.trainers.unedited.program import Start
+from ddpshim.trainers.unedited.steps import Steps
+
+
+@contextlib.contextmanager
+def joined(start: Start) -> Iterator[None]:
+    """In it, a program that is imported finds the replaced names; joins the job and leaves it (collective)."""
+    gpus.see_one(int(os.environ.get("LOCAL_RANK", 0)))
+    # A script without a seed is another run each time, but the same on all ranks: weights, splits of the data.
+    seed = setup().broadcast(secrets.randbits(62))
+    here = setup(seed=seed)
+    if not draws_alike():
+        raise OptionsError(
+            f"order={here.options.order}, noise={here.options.noise}: a program for one process draws its splits of "
+            "the data and its evaluations on each rank, and they would differ. Leave both options out."
+        )
+    noise.share(trains_whole_batches=True)
+    steps = current().part(Steps)
+    undo = contextlib.ExitStack()
+    for module in (nn, torch_parallel, sys.modules["torch.nn.parallel.data_parallel"]):
+        undo.enter_context(replaced(module, "DataParallel", DataParallel))
+    for module in (torch_data, torch_data.dataloader):
+        undo.enter_context(replaced(module, "DataLoader", DataLoader))
+    undo.enter_context(_optimizers_seen())
+    undo.enter_context(leaving.noticed(start))
+    if here.world_size > 1:
+        undo.enter_context(OneWriter(here, start.time, lambda: steps.is_reading).installed())
+        unshared.leave_to_others()
+        undo.callback(register_optimizer_step_pre_hook(steps.check_step).remove)
+        undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
+    if here.device.type == "cuda":
+        undo.enter_context(gpus.shown(here.local_world_size))
+    try:
+        yield
+        here.barrier()  # peers may still ask for what the main rank has saved, and rank 0 may be who answers
+    except SystemExit as error:
+        if not error.code:
+            here.barrier()
+        raise
+    finally:
+        undo.close()
+        cleanup()
+
+
+@contextlib.contextmanager
+def _optimizers_seen() -> Iterator[None]:
+    add = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(add)
+    def add_param_group(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        add(self, *args, **kwargs)
+        current().part(Steps).networks.take_note(self)
+
+    with replaced(torch.optim.Optimizer, "add_param_group", add_param_group):
+        yield
+
+
+class DataParallel(torch_parallel.DataParallel[Any]):
+    """torch's, on this rank's device alone; the gradients of `module` are reduced over the ranks (collective).
+
+    Keys, attributes and forward are torch's own. `device_ids`, `output_device` and `dim` say how GPUs divide a batch;
+    here loaders have divided it.
+    """
+
+    def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+        device = world().device
+        super().__init__(module, [device.index] if device.type == "cuda" else None, dim=dim)
+        current().part(Steps).networks.take(module)
+
+
+# So that a model which was saved whole is one of torch's where it is loaded.
+DataParallel.__module__, DataParallel.__qualname__ = torch_parallel.DataParallel.__module__, "DataParallel"

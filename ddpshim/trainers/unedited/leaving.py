@@ -1,0 +1,103 @@
+"""Leaves a program alone that turns out to distribute itself: each rank starts again, as the program would have it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Callable, NoReturn
+
+import torch.distributed as dist
+
+import ddpshim
+from ddpshim import adapters, variables
+from ddpshim.errors import SyncError
+from ddpshim.job.after_import import after_import
+from ddpshim.job.group import cleanup, world
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+from ddpshim.trainers.unedited.program import Start
+
+_HEARS_S = 0.2  # peers read the last answer of the store that the main rank serves
+
+
+@contextlib.contextmanager
+def noticed(start: Start) -> Iterator[None]:
+    """In it, a program that joins a group of its own, calls ddpshim or runs a trainer that is known starts again."""
+    is_initialized = dist.is_initialized
+    with contextlib.ExitStack() as until:
+
+        def put(owner: Any, name: str, found: str) -> None:
+            if hasattr(owner, name):
+                until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found)))
+
+        def is_shown() -> bool:
+            """To a program for one process there is no group: many ask, and would each do the main rank's work."""
+            asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+            return asks in ("torch", "ddpshim") and is_initialized()
+
+        for name in ("init_process_group", "init_device_mesh"):
+            put(dist, name, f"it calls torch.distributed.{name}")
+        until.enter_context(replaced(dist, "is_initialized", is_shown))
+        for name in ("setup", "wrap_parallel", "make_loader"):
+            put(ddpshim, name, f"it calls ddpshim.{name}")
+        for package in adapters.packages():
+            for module, function in _trainer_of(package):
+                after_import(
+                    module,
+                    lambda module=module, function=function: put(
+                        sys.modules[module], function, f"it calls {module}.{function}"
+                    ),
+                )
+        yield
+
+
+def _trainer_of(package: str) -> list[tuple[str, str]]:
+    if package not in sys.modules and not _may_be_imported(package):
+        return []
+    trainer = adapters.function(package, "trainer")
+    return [] if trainer is None else trainer()
+
+
+def _may_be_imported(package: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(package) is not None
+
+
+def _stand_in(start: Start, original: Callable[..., Any], found: str) -> Callable[..., Any]:
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if asks == "ddpshim" or os.getpid() != start.process:
+            return original(*args, **kwargs)
+        leave_alone(start, found)
+
+    return instead
+
+
+def leave_alone(start: Start, found: str) -> NoReturn:
+    """Start this rank again, and leave the program alone (collective: all ranks come here). Raises after a step."""
+    here = world()
+    if current().has_networks:
+        raise SyncError(
+            f"{line_of_the_program()}: {found}, after it has trained as a program for one process, which ddpshim "
+            f"distributes; both would reduce gradients. Set {variables.UNEDITED}=off where it distributes all that it "
+            "trains, and leave its own way out where it does not."
+        )
+    say_on_main(
+        f"{line_of_the_program()}: {found}; the program distributes itself. It starts again and is left alone "
+        f"({variables.UNEDITED}=off does so at once)"
+    )
+    here.barrier()
+    is_served_here = here.is_main
+    cleanup()
+    if is_served_here:
+        time.sleep(_HEARS_S)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.chdir(start.folder)
+    again = [sys.executable, "-u", "-m", "ddpshim.launch.rank", *start.argv]
+    os.execve(sys.executable, again, {**start.environ, variables.UNEDITED: "off"})

@@ -1,0 +1,154 @@
+"""Splits the passes over a DataLoader that train, and leaves all others whole on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Callable, Optional, TypeVar
+
+import torch
+from torch.utils import data as torch_data
+
+from ddpshim.data.loader import make_loader
+from ddpshim.data.sharded_loader import ShardedLoader
+from ddpshim.errors import DataError, SyncError
+from ddpshim.job import shares
+from ddpshim.job.group import world
+from ddpshim.job.job import current
+from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.world import World
+from ddpshim.model import guard
+from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+from ddpshim.trainers.unedited.steps import Steps
+
+T_co = TypeVar("T_co", covariant=True)
+
+_END = object()
+_PASSED_ON = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+
+
+class DataLoader(torch_data.DataLoader[T_co]):
+    """torch's, in all that it shows; its passes are split over the ranks where they train in an order that is drawn.
+
+    A pass trains if it begins with gradients enabled and a network of the program in training mode.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.place = line_of_the_program()
+        self._split: Optional[ShardedLoader] = None
+
+    def __iter__(self) -> Any:
+        steps = current().part(Steps)
+        if torch.is_grad_enabled():
+            steps.networks.wrap()
+        trains = torch.is_grad_enabled() and steps.networks.is_training()
+        is_split = trains and is_drawn(self)
+        if is_split and self._split is None:
+            self._split = _split(self, steps)
+        batches = self._split.__iter__ if is_split and self._split is not None else super().__iter__
+        return batches() if world().world_size == 1 else _pass(self, batches, is_split, trains)
+
+
+def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split: bool, trains: bool) -> Iterator[Any]:
+    """The batches of one pass over `loader`; collective at its end where it trains.
+
+    What is drawn for a batch that is split is each rank's rows of what one process would draw. All else is drawn alike
+    on all ranks: whole passes, also where they shuffle or augment, splits of the data, networks that are built.
+    """
+    steps, batches = current().part(Steps), None
+    num_passes = steps.num_passes
+    with contextlib.nullcontext() if is_split else shares.without_batch():
+        while True:
+            steps.is_reading = True
+            try:
+                batches = begin() if batches is None else batches
+                batch = next(batches, _END)  # type: ignore[call-overload]
+            finally:
+                steps.is_reading = False
+            if batch is _END:
+                steps.training.discard(loader)
+                break
+            if trains:
+                steps.training.add(loader)
+            if trains or not steps.training:  # else it is a look at other data between a batch and its step
+                steps.source, steps.is_split = loader, is_split
+            yield batch
+    if is_split and steps.num_passes == num_passes:
+        raise SyncError(
+            f"{loader.place}: a pass over this DataLoader began with gradients enabled and a network in training mode, "
+            "so it was split over the ranks, but nothing was trained in it; what the program computed there is of "
+            f"1/{world().world_size} of the samples. Call model.eval(), or use torch.no_grad(), for what does not train."
+        )
+    if trains:
+        guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
+
+
+def is_drawn(loader: Any) -> bool:
+    """Whether the order of `loader` is anything but 0, 1, 2, ..."""
+    if isinstance(loader.dataset, torch_data.IterableDataset):
+        return False
+    batches = loader.batch_sampler
+    makes_batches = loader.batch_size is not None or batches is None or type(batches) is torch_data.BatchSampler
+    sampler = getattr(batches, "sampler", loader.sampler) if makes_batches else batches
+    return type(sampler) is not torch_data.SequentialSampler
+
+
+def _split(loader: DataLoader[Any], steps: Steps) -> ShardedLoader:
+    """`loader`, split over the ranks (collective)."""
+    here = world()
+    _check_same_indices(loader, here)
+    batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        batching = {"batch_sampler": loader.batch_sampler}
+    elif _is_plain_shuffle(loader):
+        batching["shuffle"] = True
+    else:
+        batching["sampler"] = loader.sampler
+    seed = torch.initial_seed() if loader.generator is None else loader.generator.initial_seed()
+    steps.num_split += 1  # two datasets of one size are not to be met in one order
+    made: Any = make_loader(
+        loader.dataset,
+        **batching,
+        **{name: getattr(loader, name) for name in _PASSED_ON if hasattr(loader, name)},
+        seed=derive_seed(seed, "loader", steps.num_split),
+    )
+    if here.world_size > 1:
+        say_on_main(
+            f"{loader.place}: training passes over this DataLoader are split, each rank sees 1/{here.world_size} of "
+            "the samples; so are sums that the program takes over such a pass"
+        )
+        left_over = len(loader.sampler) % (loader.batch_size or 1)  # type: ignore[arg-type]
+        repeated = -left_over % here.world_size
+        if "batch_sampler" not in batching and not loader.drop_last and repeated:
+            say_on_main(
+                f"{loader.place}: the last batch of {left_over} is filled up with {repeated} samples that count "
+                "twice; drop_last=True leaves it out"
+            )
+    return made  # type: ignore[no-any-return]
+
+
+def _is_plain_shuffle(loader: Any) -> bool:
+    sampler = loader.sampler
+    if type(sampler) is not torch_data.RandomSampler or sampler.data_source is not loader.dataset:
+        return False
+    return not sampler.replacement and sampler._num_samples is None and sampler.generator is loader.generator
+
+
+def _check_same_indices(loader: DataLoader[Any], here: World) -> None:
+    """Raise DataError where ranks hold different parts of the data (collective)."""
+    inner, mine = loader.dataset, []
+    while isinstance(inner, torch_data.Subset):
+        mine.append(hash(tuple(int(index) for index in inner.indices)))
+        inner = inner.dataset
+    everyones = here.gather(mine)
+    odd = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
+    if odd is not None:
+        raise DataError(
+            f"{loader.place}: the Subsets of ranks 0 and {odd} have different indices; a sample would be for training "
+            "on one rank and for validation on another. Draw the split from torch's, numpy's or Python's global "
+            "generator, or with a seed of its own (np.random.default_rng(0))."
+        )

@@ -1,0 +1,158 @@
+"""Finds the networks that a program trains by its optimizers, and wraps them where they are.
+
+A network is the outermost nn.Module that holds parameters of an optimizer. Copies of it (an EMA, a target network) are
+not wrapped; they are watched, as they have to stay equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpshim.errors import SyncError
+from ddpshim.job.group import world
+from ddpshim.model import guard
+from ddpshim.model.parallel import wrap_parallel
+from ddpshim.model.transparent import Transparent
+from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Networks:
+    """The networks of one program.
+
+    Attributes:
+        wrapped: the outermost ones.
+    """
+
+    def __init__(self) -> None:
+        self.wrapped: list[weakref.ref[nn.Module]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # the first one that was made first
+        self._places: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+        self._is_stale = False  # an optimizer got parameters since `wrap` looked
+        self._trained: list[weakref.ref[nn.Module]] = []  # the modules that hold the parameters themselves
+
+    def take_note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of an optimizer that got parameters just now. Local."""
+        if optimizer not in self._places:
+            self._places[optimizer] = line_of_the_program()
+            self._optimizers.append(weakref.ref(optimizer))
+        self._is_stale = True
+
+    def is_training(self) -> bool:
+        """Whether a module with trained parameters is in training mode. Local."""
+        return any(module.training for reference in self._trained if (module := reference()) is not None)
+
+    def wrap(self) -> None:
+        """Wrap the networks of all optimizers that there are (collective where one has new parameters)."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        self._optimizers = [reference for reference in self._optimizers if reference() is not None]
+        for optimizer in [reference() for reference in self._optimizers]:
+            if optimizer is not None:
+                self._wrap_for(optimizer)
+
+    def take(self, module: nn.Module) -> None:
+        """Wrap `module`, which the program has put into an nn.DataParallel (collective)."""
+        wrap_parallel(module)
+        self._remember(module)
+
+    def _wrap_for(self, optimizer: torch.optim.Optimizer) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        missing = [p for p in params if not guard.is_owned(p)]
+        if not missing or world().world_size == 1 and self._are_known(missing):
+            return
+        gc.collect()  # what is garbage is not the same on every rank
+        modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+        modules = [module for module in modules if "_modules" in module.__dict__ and not isinstance(module, Transparent)]
+        children = {id(child) for module in modules for child in module._modules.values()}
+        roots = [module for module in modules if id(module) not in children]
+        place = self._places[optimizer]
+        chosen, homeless = choose(roots, missing)
+        if homeless:
+            shapes = ", ".join(str(tuple(p.shape)) for p in homeless[:3])
+            raise SyncError(
+                f"{place}: {type(optimizer).__name__} steps {len(homeless)} tensors that no nn.Module holds (of shape "
+                f"{shapes}); nothing would reduce their gradients, and ranks would train different models. Make each "
+                "an nn.Parameter of a module (nn.ParameterList([...])), or use ddpshim.wrap_parallel (MIGRATION.md)."
+            )
+        for root in chosen:
+            number = sum(p.numel() for p in root.parameters() if p.requires_grad)
+            if world().world_size > 1:
+                say_on_main(
+                    f"{place}: {type(root).__name__} ({number:,} parameters), which {type(optimizer).__name__} steps, "
+                    "is trained by all ranks together"
+                )
+            try:
+                wrap_parallel(root)
+            except SyncError as error:
+                raise SyncError(f"{place}: {error}") from error
+            self._remember(root)
+        if world().world_size > 1:
+            self._watch_copies(roots)
+
+    def _are_known(self, params: list[Any]) -> bool:
+        held = {id(p) for reference in self._trained if (m := reference()) is not None for p in m._parameters.values()}
+        return all(id(p) in held for p in params)
+
+    def _remember(self, root: nn.Module) -> None:
+        self.wrapped.append(weakref.ref(root))
+        holders = (m for m in root.modules() if any(p is not None and p.requires_grad for p in m._parameters.values()))
+        self._trained += map(weakref.ref, holders)
+
+    def _watch_copies(self, roots: list[nn.Module]) -> None:
+        """Have networks compared over the ranks that look like a part of a wrapped one, and are none (collective)."""
+        wrapped = [module for reference in self.wrapped if (module := reference()) is not None]
+        known = {shapes_of(module) for root in wrapped for module in root.modules()} - {()}
+        owned = {id(p) for root in wrapped for p in root.parameters()}
+        copies = [
+            root
+            for root in roots
+            if shapes_of(root) in known and not any(id(p) in owned or guard.is_owned(p) for p in root.parameters())
+        ]
+        facts = [(type(copy).__name__, shapes_of(copy), _sum_of(copy)) for copy in copies]
+        of_ranks = world().gather(facts)
+        counts = [Counter(map(repr, there)) for there in of_ranks]
+        for fact, copy in sorted(zip(facts, copies), key=lambda pair: repr(pair[0])):
+            if all(count[repr(fact)] == counts[0][repr(fact)] for count in counts):
+                guard.watch(copy)
+            else:
+                say_on_main(
+                    f"a {type(copy).__name__} that looks like a copy of a network that is trained holds other numbers "
+                    "on different ranks; it is not compared"
+                )
+
+
+def choose(roots: Iterable[nn.Module], params: list[Any]) -> tuple[list[nn.Module], list[Any]]:
+    """The modules among `roots` that hold `params`, and those of `params` that none holds. Local.
+
+    Where several hold one, the one that holds most of them; then the largest. Alike on all ranks.
+    """
+    wanted = {id(p) for p in params}
+    held = [(root, {id(p) for p in root.parameters()}) for root in roots]
+    held = [(root, ids) for root, ids in held if not wanted.isdisjoint(ids)]
+    held.sort(key=lambda one: (-len(wanted & one[1]), -len(one[1]), type(one[0]).__qualname__))
+    chosen: list[nn.Module] = []
+    for root, ids in held:
+        if not wanted.isdisjoint(ids):
+            chosen.append(root)
+            wanted -= ids
+    return chosen, [p for p in params if id(p) in wanted]
+
+
+def shapes_of(module: nn.Module) -> Shapes:
+    """The names and shapes of its parameters."""
+    return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+def _sum_of(module: nn.Module) -> float:
+    with torch.no_grad():
+        return sum(float(p.detach().abs().double().sum()) for p in module.parameters())

@@ -1,0 +1,91 @@
+"""Decides whether a program is distributed as it is, and has that begin when torch is imported. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from ddpshim import variables
+from ddpshim.errors import LaunchError, OptionsError
+from ddpshim.job.after_import import after_import
+from ddpshim.job.launch_env import read_launch_env
+from ddpshim.trainers.unedited.sources import Sources
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this rank began, so that it can begin again."""
+
+    argv: Sequence[str]
+    folder: str = field(default_factory=os.getcwd)
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    time: float = field(default_factory=time.time)
+    process: int = field(default_factory=os.getpid)
+
+
+@contextlib.contextmanager
+def distributed(argv: Sequence[str]) -> Iterator[bool]:
+    """In it the program `argv` is distributed as it is, if nobody else does that; yields whether (then collective).
+
+    The job is joined when the program imports torch, at once if its files say that it does.
+    """
+    if not is_launched() or not _is_wanted():
+        yield False
+        return
+    sources = Sources(_file_of(argv))
+    if sources.own_way is not None and os.environ.get(variables.UNEDITED) != "on":
+        yield False
+        return
+    start = Start(argv)
+    with contextlib.ExitStack() as until:
+
+        def begin() -> None:
+            if os.getpid() == start.process:
+                from ddpshim.trainers.unedited.joining import joined
+
+                until.enter_context(joined(start))
+
+        after_import("torch", begin)
+        if sources.imports_torch:
+            importlib.import_module("torch")
+        yield True
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank of a job. Local."""
+    try:
+        return read_launch_env(os.environ).is_launched
+    except LaunchError:
+        return False  # said by `setup`, where the program calls it
+
+
+def _is_wanted() -> bool:
+    choice = os.environ.get(variables.UNEDITED, "auto").strip().lower()
+    if choice not in ("on", "off", "auto"):
+        raise OptionsError(
+            f"{variables.UNEDITED}={choice!r}: the program would be distributed or not by chance. Use on or off."
+        )
+    return choice != "off"
+
+
+def _file_of(argv: Sequence[str]) -> Optional[str]:
+    """The file of the program; found without importing anything of it."""
+    if argv[0] != "-m":
+        return argv[0]
+    first, *rest = argv[1].split(".")
+    with contextlib.suppress(ValueError, ImportError):
+        spec = importlib.util.find_spec(first)
+        for part in [*rest, "__main__"]:
+            inside = spec.submodule_search_locations if spec is not None else None
+            if inside is None:
+                break
+            spec = importlib.machinery.PathFinder.find_spec(part, inside)
+        return None if spec is None else spec.origin
+    return None

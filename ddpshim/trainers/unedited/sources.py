@@ -1,0 +1,147 @@
+"""Reads, before a program runs, whether it distributes itself: its file, and what it imports that is not installed.
+
+What cannot be read there (a module that is named in a configuration) is found while it runs: `leaving.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from ddpshim import adapters
+
+_MOST_FILES = 2000
+# Whose ranks are distributed by the package, if the program's own file imports it.
+_DISTRIBUTORS = {
+    *("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "horovod", "colossalai"),
+    *("composer", "mpi4py", "torch_xla"),
+}
+_JOINS = {"init_process_group", "init_device_mesh"}
+
+
+@dataclass
+class Source:
+    """What one file says."""
+
+    path: str
+    imports: list[tuple[str, int]] = field(default_factory=list)  # names of modules, and the lines
+    names: set[str] = field(default_factory=set)  # of functions and attributes that it uses
+
+
+class Sources:
+    """The files of a program.
+
+    Attributes:
+        own_way: how the program distributes itself, with file and line; None where it does not seem to.
+        imports_torch: whether it imports torch by a statement.
+    """
+
+    def __init__(self, program: Optional[str]) -> None:
+        """`program`: its file; None where there is none to read."""
+        self.own_way: Optional[str] = None
+        self.imports_torch = False
+        if program is None or not program.endswith(".py"):
+            return
+        roots = [os.path.dirname(os.path.abspath(program)), *(path or os.getcwd() for path in sys.path)]
+        self._roots = [root for root in dict.fromkeys(roots) if not _is_installed(root)]
+        pending, seen = [os.path.abspath(program)], set()
+        while pending and len(seen) < _MOST_FILES and self.own_way is None:
+            path = pending.pop(0)
+            if path in seen:
+                continue
+            seen.add(path)
+            source = read(path)
+            if source is not None:
+                self.own_way = _own_way(source, is_program=len(seen) == 1)
+                for name, _ in source.imports:
+                    top = name.partition(".")[0]
+                    self.imports_torch |= top == "torch"
+                    if top not in adapters.packages() and top not in sys.builtin_module_names:
+                        pending += self._files_of(name)
+
+    def _files_of(self, name: str) -> Iterator[str]:
+        """Those that `import name` executes, of what is not installed."""
+        for root in self._roots:
+            found = [*_files_below(root, name.split("."))]
+            if found:
+                yield from found
+                return
+
+
+def _files_below(root: str, parts: Sequence[str]) -> Iterator[str]:
+    folder = root
+    for part in parts:
+        folder = os.path.join(folder, part)
+        if os.path.isfile(f"{folder}.py"):
+            yield f"{folder}.py"
+            return
+        if not os.path.isdir(folder):
+            return
+        if os.path.isfile(os.path.join(folder, "__init__.py")):
+            yield os.path.join(folder, "__init__.py")
+
+
+def _is_installed(folder: str) -> bool:
+    paths = sysconfig.get_paths()
+    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    inside = any(os.path.join(folder, "").startswith(os.path.join(path, "")) for path in installed)
+    return inside or not {"site-packages", "dist-packages"}.isdisjoint(folder.split(os.sep)) or folder.endswith(".zip")
+
+
+def read(path: str) -> Optional[Source]:
+    """What the file says; None where it is not Python. Local."""
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    source = Source(path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            source.imports += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = _absolute(path, node)
+            source.names.update(alias.name for alias in node.names)
+            source.imports += [(f"{module}.{alias.name}".strip("."), node.lineno) for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            source.names.add(node.attr)
+    return source
+
+
+def _absolute(path: str, node: ast.ImportFrom) -> str:
+    """The module of a `from` import, by its path below the folder that is no package where it is relative."""
+    if not node.level:
+        return node.module or ""
+    parts: list[str] = []
+    folder = os.path.dirname(path)
+    while os.path.isfile(os.path.join(folder, "__init__.py")):
+        folder, name = os.path.split(folder)
+        parts.insert(0, name)
+    above = parts[: len(parts) - node.level + 1]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _own_way(source: Source, is_program: bool) -> Optional[str]:
+    where = os.path.basename(source.path)
+    for name, line in source.imports:
+        top = name.partition(".")[0]
+        if top == "ddpshim" or (is_program and top in _DISTRIBUTORS):
+            return f"{where}:{line} imports {top}"
+        if top in adapters.packages() and _trains(top, name, source):
+            return f"{where}:{line} imports the trainer of {top}"
+    if is_program and not _JOINS.isdisjoint(source.names):
+        return f"{where} calls {sorted(_JOINS & source.names)[0]}"
+    return None
+
+
+def _trains(package: str, name: str, source: Source) -> bool:
+    """Whether a file that imports `name` of a package that an adapter knows runs that package's own trainer."""
+    trainer = adapters.function(package, "trainer")
+    if trainer is None:
+        return True
+    return any(function in source.names and f"{name}.".startswith(f"{module}.") for module, function in trainer())

@@ -1,0 +1,104 @@
+"""Checks backward passes and steps of a program for one process, by the batch that they are made on."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
+
+from ddpshim.errors import SyncError
+from ddpshim.job.group import world
+from ddpshim.model.equality import is_milestone
+from ddpshim.trainers.unedited import losses
+from ddpshim.trainers.unedited.networks import Networks
+from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+
+if TYPE_CHECKING:
+    from ddpshim.trainers.unedited.loaders import DataLoader
+
+_ROUNDING = 1e-3
+_DEADLINE_S = 600.0
+
+
+class Steps:
+    """What the replaced names of one program share.
+
+    Attributes:
+        networks: that it trains.
+        training: the loaders whose training pass has not ended.
+        source: the loader that gave the last batch.
+        is_split: whether that batch is a share of one process's.
+        is_reading: whether a loader is asked for a batch just now.
+        num_split: how many loaders were split.
+        num_passes: backward passes so far.
+    """
+
+    def __init__(self) -> None:
+        self.networks = Networks()
+        self.training: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+        self.source: Optional[DataLoader[Any]] = None
+        self.is_split = self.is_reading = False
+        self.num_split = self.num_passes = 0
+        self._num_whole = 0  # backward passes on a whole batch
+
+    def checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.autograd.backward, which wraps what is not wrapped yet and looks at the loss."""
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            self.networks.wrap()
+            self.num_passes += 1
+            given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+            if self.is_split:
+                for loss in given:
+                    losses.check(loss)
+            else:
+                self._num_whole += 1
+                if is_milestone(self._num_whole):
+                    self._check_alike(given)
+            return original(tensors, *args, **kwargs)
+
+        return backward
+
+    def check_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Say, once, where a step has nothing to gain from the peers of this rank. Local."""
+        if self.is_split:
+            return
+        if self.source is None:
+            say_on_main(
+                f"{line_of_the_program()}: a step was made, and no DataLoader has given a batch; every rank computes "
+                "the whole of it: the same result as that of one process, and no faster. Let a DataLoader with "
+                "shuffle=True or a sampler give batches"
+            )
+        else:
+            say_on_main(
+                f"{self.source.place}: a step was made on a batch of this DataLoader, which every rank computes whole "
+                "(it is sequential or iterable, or its pass began in eval mode): the same result as that of one "
+                "process, and no faster. With shuffle=True, or a sampler, it is split"
+            )
+
+    def _check_alike(self, given: Any) -> None:
+        """Raise SyncError where ranks computed different losses on what each takes for the whole (collective)."""
+        mine = [float(loss.detach().double().sum()) for loss in given]
+        found = world().meet("losses of whole batches", mine, _DEADLINE_S)
+        expected = next(iter(found.values()))
+        for rank, theirs in found.items():
+            if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):
+                raise SyncError(
+                    f"{line_of_the_program()}: rank 0 computed the loss {expected} and rank {rank} {theirs} on a batch "
+                    "that no DataLoader has split, so each takes it for the whole; the step would be that of another "
+                    "batch. Draw it from torch's, numpy's or Python's global generator, or with a seed of its own "
+                    "(np.random.default_rng(0)), or let a DataLoader give it."
+                )
+        if len(found) < world().world_size:
+            raise SyncError(
+                f"{line_of_the_program()}: of {world().world_size} ranks only {[*found]} came to backward pass "
+                f"{self.num_passes} within {_DEADLINE_S:g} s; the others do something else. What decides it has to be "
+                "alike on all ranks: no clock, and no entropy of its own."
+            )
+
+
+def _is_close(one: float, two: float) -> bool:
+    return one == two or abs(one - two) <= _ROUNDING * max(abs(one), abs(two)) or (one != one and two != two)
