@@ -129,9 +129,9 @@ def numbers():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_without_a_launcher_it_is_torchs_loader(num_workers):
     data = TensorDataset(torch.arange(20.0), torch.arange(20))
-    ours = make_loader(data, 4, True, None, None, num_workers, drop_last=False, world=UNLAUNCHED, seed=5)
-    theirs = DataLoader(data, 4, True, None, None, num_workers)
-    assert type(ours) is DataLoader
+    ours = make_loader(data, 6, True, None, None, num_workers, world=UNLAUNCHED, seed=5)
+    theirs = DataLoader(data, 6, True, None, None, num_workers)
+    assert (type(ours), len(ours), ours.drop_last) == (DataLoader, 4, False)
     runs = []
     for one in (ours, theirs):
         torch.manual_seed(11)
@@ -151,7 +151,7 @@ def test_without_a_launcher_arguments_go_where_torch_has_them():
     ours = make_loader(*arguments, world=UNLAUNCHED)
     assert list(ours) == [3, 1]
     assert ours.worker_init_fn is init
-    assert len(make_loader(data, 3, world=UNLAUNCHED)) == 3
+    assert [len(make_loader(data, 3, drop_last=drops, world=UNLAUNCHED)) for drops in (None, False, True)] == [4, 4, 3]
     batches = make_loader(data, batch_sampler=[[0, 1], [2]], collate_fn=collate, world=UNLAUNCHED)
     assert list(batches) == [2, 1]
     assert list(make_loader(data, batch_size=None, world=UNLAUNCHED)) == data
@@ -284,6 +284,22 @@ def test_drop_last_false_repeats_the_start_of_the_order():
         padding = {1: [], 2: [0], 4: [0, 1, 2]}[world_size]
         assert epoch_of(loaders)[-1] == [16, 17, 18, 19, 20, *padding]
         assert [len(one) for one in loaders] == [3] * world_size
+
+
+def test_on_ranks_what_is_left_out_by_default_is_said(capsys):
+    for drop_last, num_samples in ((None, 21), (None, 21), (True, 22), (None, 24)):
+        loaders = make_loaders(2, lambda num=num_samples: torch.arange(num), 8, drop_last=drop_last)
+        assert [(len(one), one.drop_last) for one in loaders] == [(num_samples // 8, True)] * 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "leaves out" in line]
+    assert len(lines) == 1
+    assert "test_loader.py:60 leaves out 5 of 21 samples in each epoch" in lines[0]
+
+
+def test_what_is_empty_is_empty_on_any_number_of_ranks():
+    for make in (lambda: [], lambda: Numbers(0, sized=True)):
+        worlds = [*side_by_side(1), *side_by_side(2), World(launcher="torchrun", seed=0)]
+        loaders = [make_loader(make(), 6, world=one) for one in worlds]
+        assert [(len(one), list(one)) for one in loaders] == [(0, [])] * 4
 
 
 def test_a_loader_reads_as_torchs_does():
@@ -475,8 +491,9 @@ def test_batches_that_do_not_split(batch_size, world_size, text):
 def test_datasets_that_do_not_split():
     for make in (lambda n: torch.arange(n), lambda n: Numbers(n, sized=True)):
         for shuffle in (None, True) if isinstance(make(1), torch.Tensor) else (None,):
-            with pytest.raises(DataError, match="is empty"):
-                make_loaders(2, lambda make=make: make(0), 4, shuffle=shuffle, drop_last=False)
+            if shuffle:  # torch refuses it as well
+                with pytest.raises(DataError, match="is empty"):
+                    make_loaders(2, lambda make=make: make(0), 4, shuffle=True)
         with pytest.raises(DataError, match="has 3 samples for 4 ranks; some would train on none"):
             make_loaders(4, lambda make=make: make(3), 4, drop_last=False)
     with pytest.raises(DataError, match=r"sampler .* has 3 samples for 4 ranks"):

@@ -7,14 +7,16 @@ from typing import Any, Callable, Optional
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from ddpshim.data.alike import length
 from ddpshim.data.fetching import Collate, fetcher_of
 from ddpshim.data.parts import Parts, make_alike
+from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import noise
 from ddpshim.job.group import current_or_new_world, draws_alike, use_own_batches
 from ddpshim.job.group import world as current_world
 from ddpshim.job.job import current
-from ddpshim.job.say import count, say
+from ddpshim.job.say import count, say, say_once
 from ddpshim.job.world import World
 
 
@@ -31,7 +33,7 @@ def make_loader(
     num_workers: int = 0,
     collate_fn: Optional[Callable[[list[Any]], Any]] = None,
     pin_memory: bool = False,
-    drop_last: bool = True,
+    drop_last: Optional[bool] = None,
     timeout: float = 0,
     worker_init_fn: Optional[Callable[[int], None]] = None,
     multiprocessing_context: Any = None,
@@ -48,10 +50,10 @@ def make_loader(
 ) -> "DataLoader[Any]":
     """Return a DataLoader that gives this rank its share of each global batch.
 
-    Takes what torch's DataLoader takes, in its order; `drop_last` defaults to True. Without a launcher it
-    *is* that DataLoader, with torch's order and random draws. Launched, also as a world of one, it is a
-    :class:`ShardedLoader`, and the call is collective, as is `iter()` where the order comes from the user's
-    sampler or batch_sampler: every rank makes it, with equal arguments.
+    Takes what torch's DataLoader takes, in its order. Without a launcher it *is* that DataLoader, with torch's
+    defaults, order and random draws. Launched, also as a world of one, it is a :class:`ShardedLoader`, and the call is
+    collective, as is `iter()` where the order comes from the user's sampler or batch_sampler: every rank makes it, with
+    equal arguments.
 
     The order is that which torch draws in one process, from the same random streams, at any world size; of an
     iterable dataset, and with the option order=computed, it is a function of (seed, epoch). The epoch advances
@@ -70,7 +72,8 @@ def make_loader(
         batch_size: of all ranks together. None takes items as ready batches.
         sampler: keeps its meaning; one draw of it is split over the ranks.
         batch_sampler: each of its lists is a global batch. `drop_last` says nothing about it.
-        drop_last: False fills the last global batch up to a multiple of the ranks, with samples from the
+        drop_last: default as torch's (False) without a launcher, and True launched, which is said where it leaves
+            samples out. False fills the last global batch up to a multiple of the ranks, with samples from the
             start of the order (iterable: of that batch). Those count twice in a mean over the pass.
         collate_fn: without one, robomimic's sequence datasets are fetched by the batch, with the same values
             (option `batched_fetch`).
@@ -99,8 +102,9 @@ def make_loader(
         pin_memory_device=pin_memory_device,
         **newer,
     )
-    # torch refuses drop_last where it has no batches to make; our default must not trip over that.
-    drop_last = drop_last and batch_sampler is None and batch_size is not None
+    is_default = drop_last is None
+    if drop_last is None:  # torch refuses True where it has no batches to make
+        drop_last = here.is_launched and batch_sampler is None and batch_size is not None
     if not here.is_launched:
         return DataLoader(
             dataset, batch_size, shuffle, sampler, batch_sampler, drop_last=drop_last, generator=generator, **options
@@ -136,7 +140,19 @@ def make_loader(
     if collate is not None and hasattr(collate, "expect") and persistent_workers and loader.batch_size:
         collate.expect(dataset, loader.batch_size, num_workers, prefetch_factor)
     _announce(here, loader.global_batch_size)
+    if is_default and drop_last and not already_sharded:
+        _say_dropped(here, loader, dataset if sampler is None else sampler)
     return loader
+
+
+def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
+    num_samples = length(samples)
+    dropped = (num_samples or 0) % (loader.global_batch_size or 1)
+    if dropped and world.is_main:
+        say_once(
+            f"{loader.called} leaves out {dropped} of {num_samples} samples in each epoch, a last batch that is not "
+            "full: drop_last is True by default on ranks, and False in a plain `python train.py`; say which you want"
+        )
 
 
 def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last: bool) -> None:

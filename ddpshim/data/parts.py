@@ -124,7 +124,7 @@ class Parts:
             drop_last=self.drop_last,
             generator=self.generator,
         )
-        if len(plain) == 0:
+        if self.batch_sampler is not None and len(plain) == 0:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         from ddpshim.data.torchs_order import TorchsBatches
 
@@ -230,16 +230,16 @@ class Parts:
                 f"{what} has no __len__; ranks could not agree on the number of steps and would wait for each other. "
                 "Give it a __len__, or make the dataset an IterableDataset."
             )
-        if num_samples == 0:
+        if num_samples == 0 and (self.shuffle or self.sampler is not None):
             raise DataError(f"{what} is empty; a pass would have no step. Check its filter.")
-        if num_samples < self.num_shares:
+        if 0 < num_samples < self.num_shares:
             raise DataError(
                 f"{what} has {num_samples} samples for {self.num_shares} ranks; some would train on none. Use at most "
                 f"{num_samples} ranks, or more samples."
             )
 
     def _refuse_no_step(self, num_samples: int, split: Split) -> None:
-        if split.num_steps(num_samples) == 0:
+        if num_samples and split.num_steps(num_samples) == 0:
             whose = "This rank's batch" if self.already_sharded else "Global batch"
             largest = num_samples // split.world_size
             raise DataError(
