@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import math
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -167,6 +168,7 @@ def main() -> int:
     parser.add_argument("--upstream", type=Path, default=os.environ.get("DDPSHIM_UPSTREAM"))
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--work", type=Path, help="keep what the runs leave behind here")
+    parser.add_argument("--reuse", action="store_true", help="take the runs in one process from --work if they are there")
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args()
     if not args.upstream:
@@ -184,10 +186,15 @@ def main() -> int:
         left = {}
         for name, launched in (("one", False), ("again", False), ("two", True)):
             place = work / trainer.name / name
+            kept = place / "left.pickle"
+            if args.reuse and not launched and kept.is_file():
+                left[name] = pickle.loads(kept.read_bytes())
+                continue
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
             started = time.perf_counter()
             left[name] = play(trainer, args.upstream.resolve(), place, launched)
+            kept.write_bytes(pickle.dumps(left[name]))
             print(f"{trainer.name} {name}: exit {left[name].exit_code}, {time.perf_counter() - started:.0f} s", flush=True)
             if left[name].exit_code and not launched:
                 print(left[name].printed[-3000:])
