@@ -76,12 +76,20 @@ def broadcast(value: Any, src: int, rank: int, size: int, group: Any, trusts_pee
 
 def _lengths(own: int, size: int, group: Any, what: str) -> list[int]:
     """How long the messages of all ranks are, once all have said that they are in the same collective."""
-    headers = [torch.zeros(2, dtype=torch.int64, device="cpu") for _ in range(size)]
-    dist.all_gather(headers, torch.tensor([own, zlib.crc32(what.encode())], device="cpu"), group=group)
-    lengths, places = zip(*(header.tolist() for header in headers))
+    lengths, places = zip(*pairs((own, zlib.crc32(what.encode())), size, group))
     if len(set(places)) > 1:
         raise Crossed
     return list(lengths)
+
+
+def pairs(own: tuple[int, int], size: int, group: Any) -> list[tuple[int, int]]:
+    """The two int64 of each of all `size` ranks, the second of which says what they are in (collective).
+
+    Every message of `gather` and `broadcast` begins with such a pair: ranks that meet in different ones can tell.
+    """
+    everyones = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in range(size)]
+    dist.all_gather(everyones, torch.tensor(own, dtype=torch.int64, device="cpu"), group=group)
+    return [tuple(theirs.tolist()) for theirs in everyones]
 
 
 def _as_tensor(message: bytes) -> torch.Tensor:

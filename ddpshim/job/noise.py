@@ -27,7 +27,7 @@ from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller, say
-from ddpshim.job.shares import Share, Sharing
+from ddpshim.job.shares import Kept, Share, Sharing
 
 LARGE = 512  # so many numbers at least are worth a word where none of their dimensions is the batch's
 _bernoulli_ = torch.Tensor.bernoulli_
@@ -136,14 +136,14 @@ def _size_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, 
 
 def _factory(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*arguments: Any, **options: Any) -> Any:
-        if sharing.share is None or "out" in options:
+        if sharing.of_draws is None or "out" in options:
             return original(*arguments, **options)
         shape = _size_of(arguments, options)
-        where = sharing.share.dimension(shape)
+        where = sharing.of_draws.dimension(shape)
         if where is None:
             return _alone(sharing, shape, lambda: original(*arguments, **options))
         options.pop("size", None)
-        return sharing.share.rows(original(sharing.share.whole(shape, where), **options), where).clone()
+        return sharing.of_draws.rows(original(sharing.of_draws.whole(shape, where), **options), where).clone()
 
     return draw
 
@@ -151,25 +151,25 @@ def _factory(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
 def _randint(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*arguments: Any, **options: Any) -> Any:
         place = next((i for i, given in enumerate(arguments) if not isinstance(given, (int, float))), None)
-        if sharing.share is None or "out" in options or (place is None and "size" not in options):
+        if sharing.of_draws is None or "out" in options or (place is None and "size" not in options):
             return original(*arguments, **options)
         shape = tuple(options["size"] if place is None else arguments[place])
-        where = sharing.share.dimension(shape)
+        where = sharing.of_draws.dimension(shape)
         if where is None:
             return _alone(sharing, shape, lambda: original(*arguments, **options))
-        whole = sharing.share.whole(shape, where)
+        whole = sharing.of_draws.whole(shape, where)
         if place is None:
             options["size"] = whole
         else:
             arguments = (*arguments[:place], whole, *arguments[place + 1 :])
-        return sharing.share.rows(original(*arguments, **options), where).clone()
+        return sharing.of_draws.rows(original(*arguments, **options), where).clone()
 
     return draw
 
 
 def _normal(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Any:
-        if sharing.share is None or "out" in options:
+        if sharing.of_draws is None or "out" in options:
             sized = {} if size is None else {"size": size}
             return original(mean, std, **sized, **options)
         if size is None:
@@ -177,45 +177,45 @@ def _normal(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any
             of_both = [part.shape for part in (mean, std) if isinstance(part, torch.Tensor)]
             size = torch.broadcast_shapes(*of_both)
             options = {"dtype": given.dtype, "device": given.device, **options}
-        where = sharing.share.dimension(tuple(size))
+        where = sharing.of_draws.dimension(tuple(size))
         if where is None:
             widened = torch.zeros(size, **{key: given for key, given in options.items() if key != "generator"}) + mean
             return _alone(sharing, tuple(size), lambda: original(widened, std))
         generator = {key: options.pop(key) for key in ("generator",) if key in options}
-        unit = original(0.0, 1.0, sharing.share.whole(size, where), **generator, **options)
+        unit = original(0.0, 1.0, sharing.of_draws.whole(size, where), **generator, **options)
         with torch.no_grad():  # as torch computes it: times the deviation, then plus the mean
-            return sharing.share.rows(unit, where).mul(std).add(mean)
+            return sharing.of_draws.rows(unit, where).mul(std).add(mean)
 
     return draw
 
 
 def _like(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(like: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if sharing.share is None:
+        if sharing.of_draws is None:
             return original(like, *arguments, **options)
-        where = sharing.share.dimension(like.shape)
+        where = sharing.of_draws.dimension(like.shape)
         if where is None:
             return _alone(sharing, like.shape, lambda: original(like, *arguments, **options))
-        whole = original(_template(sharing.share, like, where), *arguments, **options)
-        return sharing.share.rows(whole, where).clone()
+        whole = original(_template(sharing.of_draws, like, where), *arguments, **options)
+        return sharing.of_draws.rows(whole, where).clone()
 
     return draw
 
 
 def _in_place(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        if sharing.share is None or isinstance(self, nn.Parameter):
+        if sharing.of_draws is None or isinstance(self, nn.Parameter):
             return original(self, *arguments, **options)  # type: ignore[no-any-return]
-        where = sharing.share.dimension(self.shape)
+        where = sharing.of_draws.dimension(self.shape)
         if where is None:
             return _alone(sharing, self.shape, lambda: original(self, *arguments, **options))  # type: ignore[no-any-return]
         arguments = tuple(
-            sharing.share.among_others(given.expand(self.shape), where) if isinstance(given, torch.Tensor) else given
+            sharing.of_draws.among_others(given.expand(self.shape), where) if isinstance(given, torch.Tensor) else given
             for given in arguments
         )
-        whole = original(_template(sharing.share, self, where), *arguments, **options)
+        whole = original(_template(sharing.of_draws, self, where), *arguments, **options)
         with torch.no_grad():
-            return self.copy_(sharing.share.rows(whole, where))
+            return self.copy_(sharing.of_draws.rows(whole, where))
 
     return draw
 
@@ -361,19 +361,19 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
     The shared generators are drawn from all the same: they stay where those of one process would be.
     """
     drawn = draw()
-    if math.prod(shape) < LARGE:
+    if math.prod(shape) < LARGE or isinstance(sharing.of_draws, Kept):
         return drawn
-    assert sharing.share is not None
-    sizes, num_rows = " x ".join(map(str, shape)), sharing.share.num_rows
+    assert sharing.of_draws is not None
+    sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
     _name(sharing, f"draws {sizes} numbers, and none of these is the batch ({num_rows})", "each rank's own")
-    with shared_random_streams(derive_seed(sharing.share.rank, str(drawn.reshape(-1)[:4].tolist()))):
+    with shared_random_streams(derive_seed(sharing.of_draws.rank, str(drawn.reshape(-1)[:4].tolist()))):
         return draw()
 
 
 def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
     """Name a draw without the batch in its shape that is alike on all ranks, where it is large."""
-    if sharing.share is not None and math.prod(shape) >= LARGE:
-        sizes, num_rows = " x ".join(map(str, shape)), sharing.share.num_rows
+    if sharing.of_draws is not None and math.prod(shape) >= LARGE:
+        sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
         _name(sharing, f"draws for {sizes} numbers, and none of these is the batch ({num_rows})", "alike on all ranks")
 
 
@@ -382,5 +382,5 @@ def _name(sharing: Sharing, what: str, whose: str) -> None:
     line = line_of_the_caller()
     if line not in sharing.named:
         sharing.named.add(line)
-        if sharing.share is not None and sharing.share.rank == 0:
+        if sharing.of_draws is not None and sharing.of_draws.rank == 0:
             say(f"{line} {what}; that is {whose}, and one process would draw otherwise (option noise)")

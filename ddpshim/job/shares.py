@@ -73,6 +73,17 @@ class Share(NamedTuple):
         return whole
 
 
+class Kept(Share):
+    """The share of a batch that a program may have kept from a pass that is over, to look at it without gradients.
+
+    What is drawn then is the batch's only where it has exactly as many rows: all else (a rollout) is drawn alike.
+    """
+
+    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
+        """Of the first dimension alone."""
+        return (0, 1) if len(shape) and shape[0] == self.num_rows else None
+
+
 class Position(NamedTuple):
     """Which batch of a loader a pass gave last."""
 
@@ -87,15 +98,24 @@ class Sharing:
 
     Attributes:
         share: of the batch at hand; None between batches.
+        kept: of a batch that the program may have kept from the pass before.
+        is_left: whether the pass that gave the batch at hand was left before its end.
         trains_whole_batches: whether ranks may train on a whole batch each, on which they are to draw alike.
     """
 
     def __init__(self) -> None:
         self.share: Optional[Share] = None
-        self.is_on = self.trains_whole_batches = False
+        self.kept: Optional[Kept] = None
+        self.is_on = self.trains_whole_batches = self.is_left = False
         self.named: set[str] = set()  # the lines that were told of
         self.last: tuple[Optional[Position], str] = None, ""  # the batch at hand, also of a pass that nobody holds
         self.passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # under way, with their batches
+
+    @property
+    def of_draws(self) -> Optional[Share]:
+        """The share that torch's draws are made for now."""
+        is_looking = self.kept is not None and not torch.is_grad_enabled()
+        return self.kept if is_looking and (self.share is None or self.is_left) else self.share
 
 
 def begin_batch(num_rows: int, of: Optional[object] = None) -> None:
@@ -106,6 +126,7 @@ def begin_batch(num_rows: int, of: Optional[object] = None) -> None:
     if of is not None:
         sharing.passes[of] = num_rows
         sharing.last = getattr(of, "position", None), getattr(of, "called", "")
+    sharing.kept, sharing.is_left = None, False
     others = tuple(sorted({*sharing.passes.values()} - {num_rows}))
     sharing.share = Share(job.world.rank, job.world.world_size, num_rows, others)
 
@@ -115,6 +136,14 @@ def positions() -> list[tuple[Position, str]]:
     sharing = current().part(Sharing)
     given = {(getattr(of, "position", None), getattr(of, "called", "")) for of in sharing.passes} | {sharing.last}
     return sorted((position, called) for position, called in given if position is not None)
+
+
+def keep(num_rows: int, is_left: bool) -> None:
+    """A pass is over, or was left: the program may have kept one of its batches, of `num_rows` rows. Local."""
+    job = current()
+    assert job.world is not None
+    sharing = job.part(Sharing)
+    sharing.kept, sharing.is_left = Kept(job.world.rank, job.world.world_size, num_rows), is_left
 
 
 def play(share: Optional[Share]) -> Optional[Share]:
@@ -146,11 +175,14 @@ def at_hand() -> Optional[Share]:
 @contextlib.contextmanager
 def without_batch() -> Iterator[None]:
     """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""
-    before = play(None)
+    sharing = current().part(Sharing)
+    before, kept = play(None), sharing.kept
+    sharing.kept = None
     try:
         yield
     finally:
         play(before)
+        sharing.kept = kept
 
 
 def has_share() -> bool:

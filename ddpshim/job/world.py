@@ -22,7 +22,7 @@ from ddpshim.options import Options
 
 T = TypeVar("T")
 
-_CROSSED_DEADLINE_S = 10.0
+CROSSED_DEADLINE_S = 10.0
 _NUM_KEPT = 4  # of the values that were handed out under a name; no rank is so far behind another
 
 
@@ -127,7 +127,7 @@ class World:
         try:
             yield
         except messages.Crossed:
-            where = self.meet("crossed", f"{what} at {line_of_the_caller()}", _CROSSED_DEADLINE_S)
+            where = self.meet("crossed", f"{what} at {line_of_the_caller()}", CROSSED_DEADLINE_S)
             there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
             raise WorldError(
                 f"ranks met in different collectives: {there}. Their values would be taken for each other's. Let every "

@@ -28,8 +28,9 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.trainers.unedited import gpus, leaving
 from ddpshim.trainers.unedited.loaders import DataLoader
-from ddpshim.trainers.unedited.one_writer import OneWriter
+from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.program import Start
+from ddpshim.trainers.unedited.reads import equal_reads
 from ddpshim.trainers.unedited.steps import Steps
 
 
@@ -55,7 +56,8 @@ def joined(start: Start) -> Iterator[None]:
     undo.enter_context(_optimizers_seen())
     undo.enter_context(leaving.noticed(start))
     if here.world_size > 1:
-        undo.enter_context(OneWriter(here, start.time, lambda: steps.is_reading).installed())
+        undo.enter_context(PrivateFiles(here, start.time, lambda: steps.is_reading).installed())
+        undo.enter_context(equal_reads(here, lambda: steps.is_reading))
         unshared.leave_to_others()
         undo.callback(register_optimizer_step_pre_hook(steps.check_step).remove)
         undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))

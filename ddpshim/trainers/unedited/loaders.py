@@ -61,7 +61,7 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
     """
     steps, batches = current().part(Steps), None
     num_passes = steps.num_passes
-    with contextlib.nullcontext() if is_split else shares.without_batch():
+    with _kept(loader) if is_split else shares.without_batch():
         while True:
             steps.is_reading = True
             try:
@@ -85,6 +85,19 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
         )
     if trains:
         guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
+
+
+@contextlib.contextmanager
+def _kept(loader: DataLoader[Any]) -> Iterator[None]:
+    """After it the program may still hold a batch of this pass, and look at it: a policy's error in training."""
+    is_left = True
+    try:
+        yield
+        is_left = False
+    finally:
+        num_rows = getattr(loader._split, "batch_size", None)
+        if num_rows and current().world is not None:
+            shares.keep(num_rows, is_left)
 
 
 def is_drawn(loader: Any) -> bool:

@@ -78,12 +78,7 @@ class Networks:
         place = self._places[optimizer]
         chosen, homeless = choose(roots, missing)
         if homeless:
-            shapes = ", ".join(str(tuple(p.shape)) for p in homeless[:3])
-            raise SyncError(
-                f"{place}: {type(optimizer).__name__} steps {len(homeless)} tensors that no nn.Module holds (of shape "
-                f"{shapes}); nothing would reduce their gradients, and ranks would train different models. Make each "
-                "an nn.Parameter of a module (nn.ParameterList([...])), or use ddpshim.wrap_parallel (MIGRATION.md)."
-            )
+            chosen.append(TensorsOfNoModule(homeless))
         for root in chosen:
             number = sum(p.numel() for p in root.parameters() if p.requires_grad)
             if world().world_size > 1:
@@ -129,6 +124,15 @@ class Networks:
                     f"a {type(copy).__name__} that looks like a copy of a network that is trained holds other numbers "
                     "on different ranks; it is not compared"
                 )
+
+
+class TensorsOfNoModule(nn.Module):
+    """Holds what an optimizer steps beside networks: the temperature of an actor-critic, a latent."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        super().__init__()
+        for number, tensor in enumerate(tensors):
+            self._parameters[f"{number}"] = tensor
 
 
 def choose(roots: Iterable[nn.Module], params: list[Any]) -> tuple[list[nn.Module], list[Any]]:

@@ -1,0 +1,340 @@
+"""One rank's view of the files: what it has made and removed lies over what was there when the job began.
+
+Paths of this file are absolute, and no folder in them is a link: `View.find` makes them so. What a rank has made is at
+the same path below a folder of its own, `View.top`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import posix
+import shutil
+import stat
+import tempfile
+from typing import Optional
+
+from ddpshim.errors import SyncError
+from ddpshim.trainers.unedited.mains_changes import Before, MainsChanges
+from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.variables import RUN_DIR
+
+_MOST_LINKS = 40
+_MOST_FOLDERS = 10_000  # that are known to be no links
+
+
+class View:
+    """The files as this rank sees them. Local, but that it waits to read what the main rank alone saves (`saves`)."""
+
+    def __init__(self, changes: MainsChanges, saves: Saves) -> None:
+        self.top = os.path.realpath(tempfile.mkdtemp(prefix="ddpshim-files-", dir=os.environ.get(RUN_DIR)))
+        self.folder = posix.getcwd()
+        self._changes, self._saves = changes, saves
+        self._gone: set[str] = set()  # with all that is in them: removed, or not there when the job began
+        self._unknown: set[str] = set()  # too large to be sent, and changed by the main rank
+        self._folders: dict[str, str] = {}
+
+    def remove_all(self) -> None:
+        """Remove what this rank has made."""
+        shutil.rmtree(self.top, ignore_errors=True)
+
+    # Where things are
+
+    def find(self, path: str, follows: bool = True) -> str:
+        """The path of what `path` means, as the program has it; `follows`: of what it points to, where it is a link."""
+        for _ in range(_MOST_LINKS):
+            path = self._in_its_folder(path)
+            target = self._target(path) if follows else None
+            if target is None:
+                return path
+            path = os.path.join(os.path.dirname(path), target)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+    def locate(self, path: str, follows: bool = True) -> tuple[str, str]:
+        """`find`, and the `place` of what it found."""
+        for _ in range(_MOST_LINKS):
+            path = self._in_its_folder(path)
+            place = self.place(path)
+            target = _target_at(place) if follows else None
+            if target is None:
+                return path, place
+            path = os.path.join(os.path.dirname(path), target)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+    def place(self, path: str) -> str:
+        """Where to read what is at `path`; a place where nothing is, if there is nothing."""
+        own = self.top + path
+        if _is_there(own):
+            return own
+        if path in self._saves:
+            self._saves.wait_for(path)
+            return path
+        if not self._is_hidden(path):
+            self._look(path)
+        return own if _is_there(own) or self._is_hidden(path) else path
+
+    def place_with_content(self, path: str) -> str:
+        """`place`, of a file that is read. Raises SyncError where it cannot be known any more."""
+        if path in self._unknown:
+            raise SyncError(
+                f"{path} was there when the job began and is read on this rank after the main rank has changed or "
+                "removed it; ranks would read different files. Read it before the first file is written, or let one "
+                "rank prepare it before the run."
+            )
+        return self.place(path)
+
+    def place_to_write(self, path: str, keeps: bool, is_new: bool = False) -> str:
+        """Where to write what is to be at `path`; `keeps`: what is there stays; `is_new`: nothing may be there."""
+        own = self.top + path
+        there = None if path in self._saves else self.place(path)
+        if there is not None and _is_special(there):
+            return there
+        if is_new and (there is None or _is_there(there)):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        self._make_folder_of(path)
+        if keeps and path not in self._unknown:
+            self._copy(path, self.place(path), own)
+        elif there is not None and _is_folder(there) and there != own:
+            posix.mkdir(own)
+        self._saves.forget(path)
+        self._unknown.discard(path)
+        return own
+
+    def names(self, folder: str) -> list[str]:
+        """What is in `folder`, which is one, in the order of the disk as far as it is there."""
+        own, found = self.top + folder, posix.listdir(folder) if _is_folder(folder) else []
+        if not self._is_hidden(folder):
+            self._look(folder)
+        mine = {*(posix.listdir(own) if _is_folder(own) else ())}
+        mine |= {*self._saves.in_folder(folder)}
+        gone = {os.path.basename(path) for path in self._gone if os.path.dirname(path) == folder}
+        shared = set() if self._is_hidden(folder) else {*found} - gone
+        return [name for name in found if name in mine or name in shared] + sorted(mine.difference(found))
+
+    def has_own(self, folder: str) -> bool:
+        """Whether this rank sees anything else in `folder` than what is there."""
+        if self._is_hidden(folder) or _is_folder(self.top + folder):
+            return True
+        self._look(folder)
+        has_gone = any(os.path.dirname(path) == folder for path in self._gone)
+        return has_gone or _is_folder(self.top + folder) or bool(self._saves.in_folder(folder))
+
+    # What changes
+
+    def leave_to_main(self, path: str) -> None:
+        """The main rank saves what is to be at `path`."""
+        _remove_quietly(self.top + path)
+        self._unknown.discard(path)
+        self._saves.note(path)
+
+    def remove(self, path: str, is_folder: bool) -> None:
+        """os.rmdir, or os.unlink."""
+        if path not in self._saves:
+            place = self.place(path)
+            mode = posix.lstat(place).st_mode
+            if is_folder and stat.S_ISDIR(mode) and self.names(path):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+            if is_folder != stat.S_ISDIR(mode):
+                number = errno.ENOTDIR if is_folder else errno.EISDIR
+                raise OSError(number, os.strerror(number), path)
+            if place != path:
+                (posix.rmdir if is_folder else posix.unlink)(place)
+            self._folders.clear()
+        self._forget(path)
+
+    def move(self, source: str, to: str, keeps_source: bool = False) -> None:
+        """os.rename, or os.link where it `keeps_source`; of files that are in `mains` as well."""
+        if source == to:
+            return
+        if not _is_folder(self.place(os.path.dirname(to))):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source, None, to)
+        if source in self._saves:
+            _remove_quietly(self.top + to)
+        else:
+            there = posix.lstat(self.place(source))
+            self._check_target(source, stat.S_ISDIR(there.st_mode), to, keeps_source)
+            self._make_folder_of(to)
+            self._make_folder_of(source)
+            self._copy(source, self.place(source), self.top + source)
+            if _is_there(self.top + to) and stat.S_ISDIR(there.st_mode):
+                posix.rmdir(self.top + to)
+            (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
+        self._unknown.discard(to)
+        self._saves.move(source, to, keeps_source)
+        if not keeps_source:
+            self._forget(source)
+            self._gone.add(to)  # what was there, with all that was in it
+        self._folders.clear()
+
+    def link_to(self, target: str, path: str) -> None:
+        """os.symlink."""
+        posix.symlink(target, self.place_to_write(path, keeps=False, is_new=True))
+        self._folders.clear()
+
+    # What is below
+
+    def _without_links(self, folder: str) -> str:
+        known = self._folders.get(folder)
+        if known is None:
+            if folder == os.path.dirname(folder):
+                return folder
+            if len(self._folders) > _MOST_FOLDERS:
+                self._folders.clear()
+            known = self.find(folder)
+            if _is_there(self.place(known)):
+                self._folders[folder] = known
+        return known
+
+    def _in_its_folder(self, path: str) -> str:
+        """Absolute, its folder without links."""
+        path = os.path.normpath(os.path.join(self.folder, path))
+        if f"{path}/".startswith(f"{self.top}/"):  # the name of a file that was opened
+            path = path[len(self.top) :] or "/"
+        folder, name = os.path.split(path)
+        return os.path.join(self._without_links(folder), name)
+
+    def _target(self, path: str) -> Optional[str]:
+        return None if path in self._saves else _target_at(self.place(path))
+
+    def _is_hidden(self, path: str) -> bool:
+        if self._gone:
+            while path != os.path.dirname(path):
+                if path in self._gone:
+                    return True
+                path = os.path.dirname(path)
+        return False
+
+    def _look(self, path: str) -> None:
+        """Take in what the main rank has changed, if it may have changed what is at `path`."""
+        if self._changes.may_have_changed(path):
+            for before in self._changes.news():
+                if not (_is_there(self.top + before.path) or self._is_hidden(before.path)):
+                    self._restore(before)
+
+    def _restore(self, before: Before) -> None:
+        """Let this rank see what was at a path before the main rank came there, which it has not touched itself."""
+        own = self.top + before.path
+        if before.path in self._saves:
+            return
+        if before.kind == "nothing":
+            self._gone.add(before.path)
+            return
+        self._make_own(os.path.dirname(before.path))
+        if before.kind == "folder":
+            posix.mkdir(own)
+        elif before.kind == "link":
+            posix.symlink(before.content or b"", os.fsencode(own))
+            self._folders.clear()
+        else:
+            file = posix.open(own, os.O_WRONLY | os.O_CREAT)
+            posix.write(file, before.content or b"")
+            posix.close(file)
+            posix.truncate(own, before.size)
+            posix.utime(own, ns=(before.modified_ns, before.modified_ns))
+            if before.content is None:
+                self._unknown.add(before.path)
+        if before.kind != "link":
+            posix.chmod(own, before.mode | stat.S_IRWXU)
+
+    def _forget(self, path: str) -> None:
+        self._saves.forget(path)
+        self._unknown.discard(path)
+        self._gone.add(path)
+
+    def _make_folder_of(self, path: str) -> None:
+        """The folder of `path` among this rank's own; fails as ever if there is none."""
+        folder = os.path.dirname(path)
+        if not _is_folder(self.place(folder)):
+            missing = not _is_there(self.place(folder))
+            number = errno.ENOENT if missing else errno.ENOTDIR
+            raise OSError(number, os.strerror(number), path)
+        self._make_own(folder)
+
+    def _make_own(self, folder: str) -> None:
+        missing = []
+        while not _is_folder(self.top + folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for folder in reversed(missing):
+            posix.mkdir(self.top + folder)
+
+    def _copy(self, path: str, place: str, own: str) -> None:
+        """Copy what is at `place`, if it is not this rank's own yet, with all that is in it."""
+        try:
+            there = posix.lstat(place)
+        except OSError:
+            return
+        if stat.S_ISDIR(there.st_mode):
+            if place != own:
+                posix.mkdir(own, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
+            for name in self.names(path):
+                inner = os.path.join(path, name)
+                if inner not in self._saves:
+                    self._copy(inner, self.place(inner), self.top + inner)
+        elif place != own and stat.S_ISLNK(there.st_mode):
+            posix.symlink(posix.readlink(place), own)
+        elif place != own:
+            copy_file(place, own)
+            posix.utime(own, ns=(there.st_atime_ns, there.st_mtime_ns))
+            posix.chmod(own, stat.S_IMODE(there.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
+
+    def _check_target(self, source: str, is_folder: bool, to: str, must_be_new: bool) -> None:
+        place = self.place(to) if to not in self._saves else ""
+        if to in self._saves or not _is_there(place):
+            number = errno.EEXIST if must_be_new and to in self._saves else 0
+        elif must_be_new:
+            number = errno.EEXIST
+        elif stat.S_ISDIR(posix.lstat(place).st_mode):
+            number = 0 if is_folder and not self.names(to) else (errno.ENOTEMPTY if is_folder else errno.EISDIR)
+        else:
+            number = errno.ENOTDIR if is_folder else 0
+        if number:
+            raise OSError(number, os.strerror(number), source, None, to)
+
+
+def copy_file(source: str, to: str) -> None:
+    """The bytes of a file in another one, by nothing that a program sees replaced."""
+    reading, writing = posix.open(source, os.O_RDONLY), posix.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        while block := posix.read(reading, 1 << 20):
+            while block:
+                block = block[posix.write(writing, block) :]
+    finally:
+        posix.close(reading)
+        posix.close(writing)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        posix.lstat(path)
+    except OSError:
+        return False
+    return True
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(posix.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _is_special(path: str) -> bool:
+    """A pipe, a socket, a device."""
+    try:
+        mode = posix.lstat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+
+
+def _target_at(path: str) -> Optional[str]:
+    try:
+        return posix.readlink(path)
+    except OSError:
+        return None
+
+
+def _remove_quietly(path: str) -> None:
+    if _is_there(path):
+        posix.unlink(path)

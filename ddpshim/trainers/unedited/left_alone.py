@@ -1,0 +1,63 @@
+"""Tells which files are no business of a trainer's: devices, caches, temporary files, those of libraries."""
+
+from __future__ import annotations
+
+import os
+import posix
+import sysconfig
+import tempfile
+from types import FrameType
+from typing import Optional
+
+from ddpshim import variables
+
+# Wherever these write, it is their own (for each process, or safe among several).
+_LIBRARIES = ("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo")
+# These call for somebody else.
+_PASS_ON = ("pathlib", "os", "posixpath", "genericpath", "shutil", "io", "codecs", "gzip", "tempfile", "contextlib")
+_OURS = __name__.rpartition(".")[0]
+_VARIABLES = (
+    *("XDG_CACHE_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME"),
+    *("TORCH_EXTENSIONS_DIR", "HF_HOME", "CUDA_CACHE_PATH", variables.RUN_DIR),
+)
+_IN_HOME = (".cache", ".config", ".triton", ".nv")
+
+
+class LeftAlone:
+    """The places and callers whose files go where they always went."""
+
+    def __init__(self) -> None:
+        self._temporary = os.path.realpath(tempfile.gettempdir())
+        self._made: set[str] = set()  # by the module tempfile: no other process has their names
+        folders = ["/dev", "/proc", "/sys", *(os.path.expanduser(f"~/{name}") for name in _IN_HOME)]
+        folders += [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+        folders += [os.environ[name] for name in _VARIABLES if os.path.isabs(os.environ.get(name, ""))]
+        prefixes = {f"{form}/" for folder in folders for form in (folder, os.path.realpath(folder))}
+        self._prefixes = (*prefixes, os.path.join(self._temporary, "torchinductor_"))
+
+    def has(self, path: str) -> bool:
+        """Whether `path` (absolute) is in one of the places."""
+        if f"{path}/".startswith(self._prefixes):
+            return True
+        if not self._made or not path.startswith(f"{self._temporary}/"):
+            return False
+        return path[: (path + "/").index("/", len(self._temporary) + 1)] in self._made
+
+    def takes_note(self, path: str, frame: Optional[FrameType]) -> bool:
+        """Whether `path` is a new temporary file or folder: `frame`, which makes it, is in the module tempfile."""
+        if frame is None or frame.f_globals.get("__name__") != "tempfile":
+            return False
+        folder, name = os.path.split(os.path.join(posix.getcwd(), path))
+        if os.path.realpath(folder) != self._temporary:
+            return False
+        self._made.add(os.path.join(self._temporary, name))
+        return True
+
+    def is_asked_by(self, frame: Optional[FrameType]) -> bool:
+        """Whether a library writes for itself: it called `frame`, or had it called."""
+        while frame is not None:
+            name = str(frame.f_globals.get("__name__"))
+            if not (name.startswith(_OURS) or name.partition(".")[0] in _PASS_ON):
+                return f"{name}.".startswith(tuple(f"{library}." for library in _LIBRARIES))
+            frame = frame.f_back
+        return False

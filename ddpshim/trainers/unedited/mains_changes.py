@@ -1,0 +1,201 @@
+"""Tells the other ranks what the main rank changes in the files that were there when the job began.
+
+The main rank says what was at a path before it changes it the first time; others ask where a file looks new. So each
+rank sees the files as they were, whichever rank is ahead, and `exists`, `glob` and `listdir` answer alike.
+"""
+
+from __future__ import annotations
+
+import _io
+import os
+import posix
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Callable, Optional
+
+from ddpshim.job import messages
+from ddpshim.job.world import World
+from ddpshim.trainers.unedited.left_alone import LeftAlone
+from ddpshim.trainers.unedited.saves import Saves
+
+_MOST_BYTES = 64 << 10  # of a file, that are sent; of a larger one others know only that it was there
+_SLACK_S = 60.0  # by which the clock of a file server may be behind
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+TEMPORARY = getattr(os, "O_TMPFILE", 0)
+_CHANGING = ("mkdir", "rmdir", "unlink", "remove", "mkfifo", "mknod", "truncate")
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was at `path` before the main rank changed it: `kind` is "nothing", "folder", "link" or "file".
+
+    `content`: of a link its target, of a file its bytes; None of a large file.
+    """
+
+    path: str
+    kind: str
+    content: Optional[bytes] = None
+    size: int = 0
+    modified_ns: int = 0
+    mode: int = 0
+
+
+class MainsChanges:
+    """`tell` on the main rank, `news` on the others. Local: nobody waits.
+
+    Nothing of it is true in children of a rank: they share its connection to the store, and may not use it.
+    """
+
+    def __init__(self, world: World, started: float) -> None:
+        """`started`: a moment before the ranks of this `world` met, by the clock of files."""
+        self._world, self._since = world, started - _SLACK_S
+        self._process, self._lock = os.getpid(), threading.RLock()
+        self._told: dict[str, str] = {}
+        self._num_read = 0
+
+    def tell(self, path: str) -> None:
+        """Before the main rank changes what is at `path` (absolute, its folder without links)."""
+        if os.getpid() != self._process or self._world.world_size == 1:
+            return
+        with self._lock:
+            if path in self._told or self._is_new(path):
+                return
+            before = _before(path)
+            self._told[path] = before.kind
+            message = [before.path, before.kind, before.content, before.size, before.modified_ns, before.mode]
+            number = self._world.count("files changed")
+            self._world._job.store.set(f"files changed/{number}", messages.packed(message, False))
+            self._world.count("files changed", 1)  # now: who has seen the number looks for the message
+
+    def tell_all(self, path: str) -> None:
+        """`tell`, for all that is in a folder as well: before it is moved."""
+        self.tell(path)
+        if self._told.get(path) == "folder":
+            for name in posix.listdir(path):
+                self.tell_all(os.path.join(path, name))
+
+    def may_have_changed(self, path: str) -> bool:
+        """Whether anything has changed at `path` since the job began, by the clock of its file system."""
+        if os.getpid() != self._process:
+            return False
+        while True:
+            try:
+                there = posix.lstat(path)
+            except OSError:
+                if path == os.path.dirname(path):
+                    return False
+                path = os.path.dirname(path)  # removed, perhaps: then the folder has changed
+            else:
+                return max(there.st_ctime, there.st_mtime) >= self._since
+
+    def news(self) -> Iterator[Before]:
+        """What the main rank has told since the last time."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            for number in range(self._num_read, self._world.count("files changed")):
+                self._num_read = number + 1
+                message: Any = messages.unpacked(self._world._job.store.get(f"files changed/{number}"), False, 0)
+                yield Before(*message)
+
+    def _is_new(self, path: str) -> bool:
+        """Whether it is in a folder that was not there before."""
+        while path != os.path.dirname(path):
+            path = os.path.dirname(path)
+            if self._told.get(path) == "nothing":
+                return True
+        return False
+
+
+def _before(path: str) -> Before:
+    try:
+        there = posix.lstat(path)
+    except OSError:
+        return Before(path, "nothing")
+    mode = stat.S_IMODE(there.st_mode)
+    if stat.S_ISDIR(there.st_mode):
+        return Before(path, "folder", mode=mode)
+    if stat.S_ISLNK(there.st_mode):
+        return Before(path, "link", os.fsencode(posix.readlink(path)))
+    content = None
+    if there.st_size <= _MOST_BYTES and stat.S_ISREG(there.st_mode):
+        file = posix.open(path, os.O_RDONLY)
+        try:
+            content = posix.read(file, _MOST_BYTES)
+        finally:
+            posix.close(file)
+    return Before(path, "file", content, there.st_size, there.st_mtime_ns, mode)
+
+
+def stand_ins(changes: MainsChanges, saves: Saves, left: LeftAlone) -> dict[int, Any]:
+    """What tells `changes` and does what it always did, by the identity of what it stands for."""
+
+    def tell(path: Any, follows: bool, frame: Optional[FrameType], with_all: bool = False) -> Optional[str]:
+        if isinstance(path, int):
+            return None
+        path = os.path.abspath(os.fsdecode(path))
+        if left.takes_note(path, frame) or left.has(path) or left.is_asked_by(frame):
+            return None
+        folder, name = os.path.split(path)
+        path = os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
+        (changes.tell_all if with_all else changes.tell)(path)
+        return str(path)
+
+    def changing(name: str) -> Callable[..., Any]:
+        real, follows = getattr(posix, name), name == "truncate"
+
+        def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
+            found = tell(path if dir_fd is None else _in_descriptor(path, dir_fd), follows, sys._getframe(1))
+            result = real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
+            if found is not None and not follows:
+                saves.forget(found)
+            return result
+
+        return stand_in
+
+    def moving(name: str) -> Callable[..., Any]:
+        real, keeps_source = getattr(posix, name), name == "link"
+
+        def stand_in(src: Any, dst: Any, **kwargs: Any) -> Any:
+            to = tell(dst, False, sys._getframe(1))
+            source = tell(src, False, sys._getframe(1), with_all=True) if not keeps_source else os.path.realpath(src)
+            real(src, dst, **kwargs)
+            if source is not None and to is not None:
+                saves.move(source, to, keeps_source)
+
+        return stand_in
+
+    def symlink(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        tell(dst, False, sys._getframe(1))
+        posix.symlink(src, dst, *args, **kwargs)
+
+    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if any(letter in mode for letter in "wax+"):
+            path = tell(file, True, sys._getframe(1))
+            if path is not None:
+                saves.forget(path)
+        return _io.open(file, mode, *args, **kwargs)
+
+    def open_descriptor(path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
+        if flags & WRITES and (not TEMPORARY or flags & TEMPORARY != TEMPORARY):
+            given = path if dir_fd is None else _in_descriptor(path, dir_fd)
+            found = tell(given, not flags & os.O_NOFOLLOW, sys._getframe(1))
+            if found is not None:
+                saves.forget(found)
+        return posix.open(path, flags, mode, dir_fd=dir_fd)
+
+    return {
+        **{id(getattr(posix, name)): changing(name) for name in _CHANGING if hasattr(posix, name)},
+        **{id(getattr(posix, name)): moving(name) for name in ("rename", "replace", "link")},
+        id(posix.symlink): symlink,
+        id(_io.open): open_file,
+        id(posix.open): open_descriptor,
+    }
+
+
+def _in_descriptor(path: Any, folder: int) -> str:
+    return os.path.join(posix.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))

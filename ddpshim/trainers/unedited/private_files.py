@@ -1,0 +1,130 @@
+"""Lets only the main rank write, in a program that does not know of ranks.
+
+What another rank opens for writing, makes, removes, moves or links is its own, below a temporary folder, and it alone
+sees it; under that it sees the files as they were when the job began. docs/one_writer.md says what goes where.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+import torch
+
+from ddpshim.checkpoint import files as checkpoint
+from ddpshim.job.replaced import replaced
+from ddpshim.job.world import World
+from ddpshim.trainers.unedited import mains_changes
+from ddpshim.trainers.unedited.layers import View
+from ddpshim.trainers.unedited.left_alone import LeftAlone
+from ddpshim.trainers.unedited.mains_changes import MainsChanges
+from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.trainers.unedited.stand_ins import Files
+
+# Python's own imports, and ours, use what they always used.
+_NOT_LED = ("posix", "_io", "importlib", "zipimport", "_frozen_importlib", "_frozen_importlib_external", "ddpshim")
+_KEEP_IN_CLASSES = ("pathlib", "glob")  # os's functions, as attributes of classes
+
+
+class PrivateFiles:
+    """Puts its own in the place of `open`, of os's functions, `torch.save` and `torch.load`. Local.
+
+    Ranks wait only to read what the main rank alone saves: checkpoints, which are not written on each rank. What a
+    dataset keeps for its samples (`is_reading`, and data workers) is each rank's own, checkpoints or not.
+    """
+
+    def __init__(self, world: World, started: float, is_reading: Callable[[], bool]) -> None:
+        """`started`: a moment before the ranks of this `world` met, by the clock of files."""
+        self._world, self._is_reading = world, is_reading
+        self._process = os.getpid()
+        self._save, self._load = torch.save, torch.load
+        self._saves = Saves(world)
+        self._changes = MainsChanges(world, started)
+        self._left = LeftAlone()
+        self._files: Optional[Files] = None
+        self._view: Optional[View] = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In this block the program's calls come here; what it has made on ranks that are not main is removed then."""
+        with contextlib.ExitStack() as undo:
+            if not self._world.is_main:
+                self._view = View(self._changes, self._saves)
+                self._files = Files(self._view, self._left)
+                undo.callback(self._view.remove_all)
+                atexit.register(self._view.remove_all)  # a rank that fails ends without leaving this block
+                undo.callback(atexit.unregister, self._view.remove_all)
+                undo.callback(os.chdir, os.getcwd())
+                os.environ["WANDB_MODE"] = "disabled"  # each rank would be a run of its own
+            stand_ins = (
+                mains_changes.stand_ins(self._changes, self._saves, self._left)
+                if self._files is None
+                else self._files.stand_ins()
+            )
+            stand_ins |= {id(self._save): self.save, id(self._load): self.load}
+            for owner, name, value in _held(stand_ins):
+                undo.enter_context(replaced(owner, name, value))
+            yield
+
+    def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        """torch.save; to a path or an open file, the main rank's alone. To a path, the file is whole or absent."""
+        path = self._path_of(f)
+        if path is None:
+            self._save(obj, f, *args, **kwargs)
+            return
+        if self._view is not None:
+            self._view.leave_to_main(path)
+            return
+        if isinstance(f, (str, os.PathLike)):
+            self._changes.tell(path)
+            checkpoint.save_whole(self._save, obj, path, *args, **kwargs)
+        else:
+            self._save(obj, f, *args, **kwargs)
+            f.flush()
+        self._saves.note(path)
+
+    def load(self, f: Any, *args: Any, **kwargs: Any) -> Any:
+        """torch.load; of a path that the program has saved to, when the main rank has written it."""
+        if self._files is not None and isinstance(f, (str, os.PathLike)):
+            f = self._files.place_to_read(f)
+        return self._load(f, *args, **kwargs)
+
+    def _path_of(self, f: Any) -> Optional[str]:
+        """Where all ranks mean to save one checkpoint by `f`; None where it is each rank's own."""
+        if os.getpid() != self._process or self._is_reading():
+            return None
+        if not isinstance(f, (str, os.PathLike)):
+            is_file = isinstance(f, io.BufferedWriter) and isinstance(f.name, (str, bytes, os.PathLike))
+            if not is_file or not f.writable():
+                return None
+            f = f.name
+        path = os.path.abspath(os.fsdecode(f))
+        path = os.path.realpath(path) if self._view is None else self._view.find(path)
+        if path in self._saves:
+            return path
+        if self._left.has(path) or (os.path.exists(path) and not os.path.isfile(path)):  # a pipe, a device
+            return None
+        return path
+
+
+def _held(stand_ins: dict[int, Any]) -> list[tuple[Any, str, Any]]:
+    """Who holds what there are `stand_ins` for: (module or class, name, the stand-in)."""
+    found: list[tuple[Any, str, Any]] = []
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.partition(".")[0] in _NOT_LED:
+            continue
+        may_keep = module_name.partition(".")[0] in _KEEP_IN_CLASSES
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in stand_ins:
+                found.append((module, name, stand_ins[id(value)]))
+            elif may_keep and isinstance(value, type) and value.__module__ == module_name:
+                for attribute, inner in list(vars(value).items()):
+                    stand_in = stand_ins.get(id(getattr(inner, "__func__", inner)))
+                    if stand_in is not None:
+                        found.append((value, attribute, staticmethod(stand_in)))
+    return found

@@ -1,0 +1,316 @@
+"""What a program finds in the place of `open` and of os's functions that take paths, on ranks that are not main."""
+
+from __future__ import annotations
+
+import _io
+import contextlib
+import errno
+import os
+import posix
+import stat
+import sys
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+from ddpshim.trainers.unedited.layers import View, copy_file
+from ddpshim.trainers.unedited.left_alone import LeftAlone
+from ddpshim.trainers.unedited.mains_changes import TEMPORARY, WRITES
+
+_READING = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
+_ATTRIBUTES = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
+_MAKING = ("mkdir", "mkfifo", "mknod")
+
+
+class Files:
+    """Python's functions over a `View`. Named as in os, and called as there."""
+
+    def __init__(self, view: View, left: LeftAlone) -> None:
+        self._view, self._left = view, left
+
+    def stand_ins(self) -> dict[int, Any]:
+        """By the identity of what they stand for."""
+        made = {name: getattr(self, name) for name in ("readlink", "listdir", "scandir", "chdir", "getcwd", "getcwdb")}
+        made |= {name: getattr(self, name) for name in ("open", "lstat", "symlink", "link", "unlink", "rmdir")}
+        made |= {"remove": self.unlink, "rename": self.rename, "replace": self.rename}
+        for names, kind in ((_READING, self._reading), (_ATTRIBUTES, self._changing), (_MAKING, self._making)):
+            made |= {name: kind(getattr(posix, name)) for name in names if hasattr(posix, name)}
+        return {**{id(getattr(posix, name)): made[name] for name in made}, id(_io.open): self.open_file}
+
+    def place_to_read(self, path: Any) -> Any:
+        """For whoever opens a file by other means than Python's: the path to give to it."""
+        found = self._path(path)
+        return path if found is None else self._view.place_with_content(self._view.find(found))
+
+    def place_to_write(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
+        """The same; `keeps`: it goes on writing what is there."""
+        found = self._path(path, is_written=True)
+        return path if found is None else self._view.place_to_write(self._view.find(found), keeps, is_new)
+
+    # Reading
+
+    def _reading(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(path: Any = ".", *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
+            found = self._path(path, dir_fd)
+            if found is None:
+                return real(path, *args, **_at(dir_fd), **kwargs)
+            with self._named(path):
+                return real(self._view.locate(found, kwargs.get("follow_symlinks", True))[1], *args, **kwargs)
+
+        return stand_in
+
+    def lstat(self, path: Any, *, dir_fd: Optional[int] = None) -> os.stat_result:
+        found = self._path(path, dir_fd)
+        if found is None:
+            return posix.lstat(path, dir_fd=dir_fd)
+        with self._named(path):
+            return posix.lstat(self._view.locate(found, follows=False)[1])
+
+    def readlink(self, path: Any, *, dir_fd: Optional[int] = None) -> Any:
+        found = self._path(path, dir_fd)
+        if found is None:
+            return posix.readlink(path, dir_fd=dir_fd)
+        with self._named(path):
+            target = posix.readlink(self._view.locate(found, follows=False)[1])
+        return os.fsencode(target) if isinstance(path, bytes) else target
+
+    def listdir(self, path: Any = None) -> list[Any]:
+        found = self._path("." if path is None else path)
+        if found is None:
+            return posix.listdir(path)
+        with self._named(path):
+            folder, place = self._view.locate(found)
+            names = self._view.names(folder) if _is_folder(place) else posix.listdir(place)
+        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+
+    def scandir(self, path: Any = None) -> Any:
+        path = "." if path is None else path
+        found = self._path(path)
+        if found is None:
+            return posix.scandir(path)
+        with self._named(path):
+            folder, place = self._view.locate(found)
+            if not _is_folder(place):
+                return posix.scandir(place)
+            if self._view.folder == posix.getcwd() and not self._view.has_own(folder):
+                return posix.scandir(path)
+            given = os.fspath(path)
+            encoded = os.fsencode if isinstance(given, bytes) else str
+            return Listing(
+                Entry(encoded(name), os.path.join(given, encoded(name))) for name in self._view.names(folder)
+            )
+
+    def getcwd(self) -> str:
+        return self._view.folder
+
+    def getcwdb(self) -> bytes:
+        return os.fsencode(self._view.folder)
+
+    def chdir(self, path: Any) -> None:
+        found = self._path(path)
+        if found is None:
+            posix.chdir(path)
+            self._view.folder = posix.getcwd()
+            return
+        with self._named(path):
+            folder, place = self._view.locate(found)
+            posix.chdir(place)
+        self._view.folder = folder
+
+    # Writing
+
+    def open_file(self, file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any) -> Any:
+        """open"""
+        if getattr(opener, "__module__", None) == "pathlib":  # Python 3.9: it calls os.open
+            opener = None
+        writes = any(letter in mode for letter in "wax+")
+        found = self._path(file, is_written=writes) if opener is None else None
+        if found is None:
+            kwargs["opener"] = opener
+            return _io.open(file, mode, *args, **kwargs)
+        with self._named(file):
+            if writes:
+                is_kept = "a" in mode or "r" in mode
+                place = self._view.place_to_write(self._view.find(found), is_kept, is_new="x" in mode)
+            else:
+                place = self._view.place_with_content(self._view.locate(found)[0])
+            return _io.open(place, mode, *args, **kwargs)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
+        writes = flags & WRITES and (not TEMPORARY or flags & TEMPORARY != TEMPORARY)
+        found = self._path(path, dir_fd, is_written=bool(writes))
+        if found is None:
+            return posix.open(path, flags, mode, dir_fd=dir_fd)
+        with self._named(path):
+            follows = not flags & os.O_NOFOLLOW
+            if not writes:
+                return posix.open(self._view.place_with_content(self._view.locate(found, follows)[0]), flags, mode)
+            is_new = flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT | os.O_EXCL
+            kept = not flags & os.O_TRUNC or not flags & os.O_CREAT
+            return posix.open(self._view.place_to_write(self._view.find(found, follows), kept, is_new), flags, mode)
+
+    def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
+            found = self._path(path, dir_fd, is_written=True)
+            if found is None:
+                return real(path, *args, **_at(dir_fd), **kwargs)
+            with self._named(path):
+                return real(
+                    self._view.place_to_write(self._view.find(found, False), False, is_new=True), *args, **kwargs
+                )
+
+        return stand_in
+
+    def _changing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
+            found = self._path(path, dir_fd, is_written=True)
+            if found is None:
+                return real(path, *args, **_at(dir_fd), **kwargs)
+            with self._named(path):
+                follows = kwargs.get("follow_symlinks", True) and real is not getattr(posix, "lchown", None)
+                return real(self._view.place_to_write(self._view.find(found, follows), keeps=True), *args, **kwargs)
+
+        return stand_in
+
+    def unlink(self, path: Any, *, dir_fd: Optional[int] = None) -> None:
+        found = self._path(path, dir_fd, is_written=True)
+        if found is None:
+            posix.unlink(path, dir_fd=dir_fd)
+            return
+        with self._named(path):
+            self._view.remove(self._view.find(found, follows=False), is_folder=False)
+
+    def rmdir(self, path: Any, *, dir_fd: Optional[int] = None) -> None:
+        found = self._path(path, dir_fd, is_written=True)
+        if found is None:
+            posix.rmdir(path, dir_fd=dir_fd)
+            return
+        with self._named(path):
+            self._view.remove(self._view.find(found, follows=False), is_folder=True)
+
+    def rename(self, src: Any, dst: Any, *, src_dir_fd: Optional[int] = None, dst_dir_fd: Optional[int] = None) -> None:
+        """os.rename, os.replace"""
+        source = self._path(src, src_dir_fd, is_written=True)
+        to = self._path(dst, dst_dir_fd, is_written=True)
+        if source is None and to is None:
+            posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            return
+        with self._named(src, dst):
+            if source is not None and to is not None:
+                self._view.move(self._view.find(source, follows=False), self._view.find(to, follows=False))
+                return
+            # Out of the rank's own files, or into them: what is left alone is elsewhere.
+            place = src if source is None else self._view.place_with_content(self._view.find(source, follows=False))
+            if not stat.S_ISREG(posix.lstat(place).st_mode):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), src, None, dst)
+            copy_file(place, dst if to is None else self._view.place_to_write(self._view.find(to), keeps=False))
+        (posix.unlink if source is None else self.unlink)(src)
+
+    def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
+        source, to = self._path(src, is_written=True), self._path(dst, is_written=True)
+        if source is None or to is None:
+            posix.link(src, dst, **kwargs)
+            return
+        with self._named(src, dst):
+            follows = kwargs.get("follow_symlinks", True)
+            self._view.move(self._view.find(source, follows), self._view.find(to, False), keeps_source=True)
+
+    def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: Optional[int] = None) -> None:
+        found = self._path(dst, dir_fd, is_written=True)
+        if found is None:
+            posix.symlink(src, dst, dir_fd=dir_fd)
+            return
+        with self._named(src, dst):
+            self._view.link_to(os.fsdecode(src), self._view.find(found, follows=False))
+
+    def _path(self, path: Any, dir_fd: Optional[int] = None, is_written: bool = False) -> Optional[str]:
+        """The absolute path of what is given; None where it is not for the view."""
+        if isinstance(path, int):
+            return None
+        path = os.fsdecode(path)  # of a Path, too
+        if not path:
+            return None  # an error, as ever
+        if dir_fd is not None and not os.path.isabs(path):
+            path = os.path.join(posix.readlink(f"/proc/self/fd/{dir_fd}"), path)
+        path = os.path.normpath(os.path.join(self._view.folder, path))
+        if is_written:
+            frame = sys._getframe(2)
+            if self._left.takes_note(path, frame) or self._left.is_asked_by(frame):
+                return None
+        return None if self._left.has(path) and not path.startswith(self._view.top) else path
+
+    @contextlib.contextmanager
+    def _named(self, path: Any, to: Any = None) -> Iterator[None]:
+        """Errors name the path that the program gave."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                error.filename, error.filename2 = path, to
+            raise
+
+
+class Entry:
+    """As os.DirEntry."""
+
+    def __init__(self, name: Any, path: Any) -> None:
+        self.name, self.path = name, path
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    def _has(self, kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
+        try:
+            return kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self._has(stat.S_ISDIR, follow_symlinks)
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._has(stat.S_ISREG, follow_symlinks)
+
+    def is_symlink(self) -> bool:
+        return self._has(stat.S_ISLNK, False)
+
+    def is_junction(self) -> bool:
+        return False
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+
+class Listing:
+    """As what os.scandir returns."""
+
+    def __init__(self, entries: Iterator[Entry]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        return self._entries
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+    def __enter__(self) -> Listing:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
+
+
+def _at(dir_fd: Optional[int]) -> dict[str, int]:
+    return {} if dir_fd is None else {"dir_fd": dir_fd}
+
+
+def _is_folder(place: str) -> bool:
+    return stat.S_ISDIR(posix.stat(place).st_mode)

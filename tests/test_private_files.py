@@ -1,0 +1,220 @@
+"""One writer for programs that do not know of ranks: what is on the disk, and what each rank sees, is one process's.
+
+A program runs alone, then as the main rank and, in the same process, as a rank that comes to each line after the main
+rank has ended (or before it has begun): whatever it sees and decides has to be the same.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpshim.job.job import Job
+from ddpshim.job.world import World
+from ddpshim.trainers.unedited.private_files import PrivateFiles
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """Each path, and what is there."""
+    return {str(path.relative_to(folder)): content(path) for path in sorted(folder.rglob("*"))}
+
+
+def content(path: Path) -> Any:
+    if path.is_symlink():
+        return os.readlink(path)
+    if path.suffix == ".pt":
+        return torch.load(path)  # a file of torch's has the name in it that it was first written to
+    return path.is_file() and path.read_bytes()
+
+
+def worlds(num_ranks: int = 2) -> list[World]:
+    """Those of ranks that live in this process, one after the other."""
+    store = dist.HashStore()
+    made = []
+    for rank in range(num_ranks):
+        job = Job()
+        job.store = store
+        made.append(World(rank=rank, world_size=num_ranks, _job=job))
+    return made
+
+
+def in_folder(folder: Path, program: Callable[[], Any]) -> Any:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return program()
+    finally:
+        os.chdir(before)
+
+
+def as_rank(world: World, folder: Path, program: Callable[[], Any], is_reading: bool = False) -> Any:
+    with PrivateFiles(world, time.time(), lambda: is_reading).installed():
+        return in_folder(folder, program)
+
+
+def make_old_files(folder: Path) -> None:
+    """What was there before the run."""
+    (folder / "old" / "inner").mkdir(parents=True)
+    (folder / "run_1").mkdir()
+    (folder / "log.txt").write_text("an earlier run\n")
+    (folder / "old" / "a.txt").write_text("a")
+    (folder / "old" / "inner" / "b.txt").write_text("b")
+    (folder / "state.json").write_text('{"runs": 1}')
+    (folder / "large.bin").write_bytes(bytes(100_000))
+    (folder / "link").symlink_to("old")
+
+
+def numbered_folder() -> Any:
+    """The next number that is free, by what is there."""
+    name = f"run_{len(glob.glob('run_*')) + 1}"
+    os.makedirs(f"{name}/models")
+    Path(name, "models").mkdir(exist_ok=True)
+    with pytest.raises(FileExistsError) as raised:
+        os.mkdir(f"{name}/models")
+    return name, raised.value.filename, Path(name).resolve().name
+
+
+def written_files() -> Any:
+    with open("log.txt", "a") as log:
+        log.write("a line\n")
+        log.flush()
+        seen = [Path("log.txt").read_text()]
+    with open("state.json", "r+") as file:
+        state = json.load(file)
+        state["runs"] += 1
+        file.seek(0)
+        json.dump(state, file)
+    with open("new.txt", "x") as new:
+        new.write("x")
+    errors = []
+    for path, mode in (("new.txt", "x"), ("none/new.txt", "w"), ("none.txt", "r+"), ("old", "w"), ("log.txt/new", "w")):
+        with pytest.raises(OSError, match=path) as raised, open(path, mode):
+            pass
+        errors.append((type(raised.value), raised.value.filename))
+    Path("old/a.txt").write_text("another")
+    Path("touched").touch()
+    descriptor = os.open("by_os", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.write(descriptor, b"os")
+    os.close(descriptor)
+    os.truncate("large.bin", 10)
+    os.chmod("by_os", 0o600)
+    np.save("array.npy", np.arange(3))
+    np.savez("arrays.npz", a=np.arange(4))
+    with gzip.open("text.gz", "wt") as zipped:
+        zipped.write("zipped")
+    with gzip.open("text.gz", "rt") as zipped:
+        seen.append(zipped.read())
+    for path in ("state.json", "new.txt", "old/a.txt"):
+        seen.append(Path(path).read_text())
+    seen += [np.load("array.npy").tolist()]
+    with np.load("arrays.npz") as arrays:
+        seen.append(arrays["a"].tolist())
+    Path("text.gz").unlink()  # it has the time in it
+    return (
+        seen,
+        raised.value.filename,
+        os.stat("by_os").st_mode,
+        os.path.getsize("large.bin"),
+    )
+
+
+def removed_and_moved() -> Any:
+    os.remove("log.txt")
+    seen = [
+        os.path.exists("log.txt"),
+        os.path.lexists("log.txt"),
+        Path("log.txt").is_file(),
+        os.access("log.txt", os.R_OK),
+    ]
+    with pytest.raises(FileNotFoundError, match=r"log\.txt"):
+        Path("log.txt").read_text()
+    with pytest.raises(FileNotFoundError) as raised:
+        os.stat("log.txt")
+    with pytest.raises(OSError, match="not empty"):
+        os.rmdir("old")
+    with pytest.raises(IsADirectoryError):
+        os.unlink("run_1")
+    Path("log.txt").write_text("anew")
+    shutil.rmtree("old/inner")
+    os.mkdir("old/inner")  # empty now
+    Path("part").write_text("whole")
+    os.replace("part", "state.json")
+    os.rename("old", "moved")
+    shutil.move("moved/a.txt", "run_1")
+    shutil.copytree("moved", "copy")
+    os.symlink("run_1", "latest")
+    Path("latest/through.txt").write_text("a link")
+    os.link("log.txt", "same.txt")
+    os.renames("large.bin", "far/away/large.bin")
+    seen += [Path("run_1/through.txt").read_text(), os.readlink("latest"), os.path.realpath("latest/..")]
+    seen[-1] = os.path.relpath(seen[-1], os.getcwd())
+    return seen, raised.value.filename, os.path.exists("old"), os.path.exists("link"), os.path.islink("link")
+
+
+def lists() -> Any:
+    os.makedirs("new/inner")
+    Path("new/c.txt").write_text("c")
+    Path("old/d.txt").write_text("d")
+    os.remove("old/a.txt")
+    seen = [sorted(os.listdir()), sorted(os.listdir("old")), sorted(glob.glob("**", recursive=True))]
+    seen += [sorted(str(path) for path in Path().rglob("*.txt")), sorted(path.name for path in Path("old").iterdir())]
+    with os.scandir("old") as entries:
+        seen.append(
+            sorted((e.name, e.path, e.is_dir(), e.is_file(), e.is_symlink(), e.stat().st_size % 4096) for e in entries)
+        )
+    seen.append(sorted((base, sorted(folders), sorted(files)) for base, folders, files in os.walk("old")))
+    os.chdir("new")
+    seen += [os.path.basename(os.getcwd()), os.listdir("..") != [], Path("inner").is_dir(), Path.cwd().name]
+    Path("relative.txt").write_text("r")
+    os.chdir("inner")
+    Path("../../old/inner/e.txt").write_text("e")
+    return seen, sorted(os.listdir(b"..")), os.path.isfile("../relative.txt")
+
+
+def checkpoints() -> Any:
+    seen = []
+    os.makedirs("models")
+    for epoch in range(3):
+        torch.save({"epoch": epoch}, "models/latest.part")
+        os.replace("models/latest.part", "models/latest.pt")
+        with open(f"models/{epoch}.pt", "wb") as file:
+            torch.save({"epoch": epoch}, file)
+        if epoch:
+            os.remove(f"models/{epoch - 1}.pt")
+        seen.append(sorted(os.listdir("models")))
+    shutil.copyfile("models/latest.pt", "best.pt")
+    with Path("models/2.pt").open("rb") as file:
+        seen.append(torch.load(file))
+    seen += [torch.load("models/latest.pt"), torch.load("best.pt")]
+    return seen, os.path.isfile("models/2.pt"), os.path.exists("models/0.pt")
+
+
+PROGRAMS = [numbered_folder, written_files, removed_and_moved, lists, checkpoints]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_each_rank_sees_and_the_disk_has_what_one_process_would(tmp_path: Path, program: Callable[[], Any]) -> None:
+    for name in ("alone", "ranks", "early"):
+        make_old_files(tmp_path / name)
+    alone = in_folder(tmp_path / "alone", program)
+    main, peer = worlds()
+    assert as_rank(main, tmp_path / "ranks", program) == alone
+    before = tree(tmp_path / "ranks")
+    assert as_rank(peer, tmp_path / "ranks", program) == alone, "a rank that comes late"
+    assert before == tree(tmp_path / "ranks") == tree(tmp_path / "alone")
+    if program is not checkpoints:  # for which a rank waits
+        main, peer = worlds()
+        early = tree(tmp_path / "early")
+        assert as_rank(peer, tmp_path / "early", program) == alone, "a rank that comes first"
+        assert tree(tmp_path / "early") == early

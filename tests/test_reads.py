@@ -1,0 +1,196 @@
+"""What a program reads out of tensors on two ranks, compared with one process."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import statistics
+import struct
+import threading
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddpshim
+from ddpshim.errors import WorldError
+from ddpshim.job import shares
+from ddpshim.job.world import World
+from ddpshim.trainers.unedited.reads import equal_reads
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+_OWN = (0.125, 0.625)  # of the two ranks
+_READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    ".item()": lambda loss: loss.item(),
+    "of one element": lambda loss: loss.view(1, 1).item(),
+    "float": lambda loss: float(loss.detach()),
+    "int": lambda loss: int(loss.detach() * 8),
+    "f-string": lambda loss: f"{loss:.3f}",
+    "str": str,
+    "format": "{:.3f}".format,
+    "round": lambda loss: round(loss.item(), 3),
+    "tolist": lambda loss: loss.tolist(),
+    "numpy": lambda loss: loss.detach().numpy().item(),
+    "asarray": lambda loss: np.asarray(loss.detach()).tolist(),
+    "mean of numpy's": lambda loss: float(np.mean([loss.detach(), loss.detach()])),
+    "statistics": lambda loss: statistics.fmean([loss.detach(), loss.detach()]),
+    "isnan": lambda loss: math.isnan(loss.detach()),
+    "bool": lambda loss: bool(loss - loss),
+    "min": lambda loss: min(loss.item(), 0.3),
+}
+
+
+def _in_the_name_of(package: str, loss: torch.Tensor) -> float:
+    """What a line of that package reads."""
+    names: dict[str, Any] = {"__name__": package, "loss": loss}
+    exec("read = loss.item()", names)
+    return float(names["read"])
+
+
+class _Peeks(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.argmax().item(), bool(x[0] > 0.3), x[0].item()
+
+
+def _reads() -> dict[str, Any]:
+    here, is_alone = ddpshim.world(), []
+    loss = torch.tensor(_OWN[here.rank], requires_grad=True) * 1
+    before = {name: vars(torch.Tensor).get(name) for name in ("item", "__float__", "__repr__", "numpy", "__bool__")}
+    with equal_reads(here, lambda: bool(is_alone)):
+        out = {name: read(loss) for name, read in _READS.items()}
+        out["equal"] = torch.tensor(0.1).item(), torch.tensor([1e-45]).item(), bool(torch.tensor(True))
+        nan = torch.tensor(struct.unpack("<i", struct.pack("<i", 0x7FC00001))[0], dtype=torch.int32).view(torch.float32)
+        out["nan"] = nan.item(), (loss * (math.nan if here.rank else 1)).item(), (loss.log() * math.inf).item()
+        out["count"] = [int((torch.arange(4) < 1 + here.rank).sum()) for _ in range(2)]
+        out["yes"] = bool(loss < 0.3)
+        out["in a network"] = _Peeks()(torch.tensor([_OWN[here.rank], 0.2, here.rank]))
+        records = []
+        log = logging.Logger("log")
+        log.addHandler(logging.Handler())
+        log.handlers[0].emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        log.warning("loss %.3f", loss)
+        out["logged"] = records
+        shares.begin_batch((3, 1)[here.rank])
+        out["by rows"] = loss.item(), loss.double().item()
+        shares.end_batch()
+        plateau = ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), patience=0)
+        plateau.step(loss)
+        out["plateau"] = plateau.best
+        is_alone.append(1)
+        out["alone"] = loss.item()
+        is_alone.clear()
+        out["thread"] = []
+        thread = threading.Thread(target=lambda: out["thread"].append(loss.item()))
+        thread.start()
+        thread.join()
+        packages = "torch.optim.adam", "tqdm.std", "ddpshim.model"
+        out["of others"] = [_in_the_name_of(package, loss) for package in packages]
+        out["of the program's"] = [_in_the_name_of(package, loss) for package in ("__main__", "policies.act")]
+        out["large"] = (torch.arange(3) + here.rank).tolist()
+    out["after"] = loss.item()
+    assert {name: vars(torch.Tensor).get(name) for name in before} == before
+    return out
+
+
+def test_numbers_are_those_of_all_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    of_ranks = run_ranks(_reads, 2)
+    mean = torch.tensor(sum(_OWN) / 2, requires_grad=True) * 1
+    for own, out in zip(_OWN, of_ranks):
+        assert [out.pop(name) for name in ("alone", "after", "thread")] == [own, own, [own]]
+        assert out.pop("of others") == [own] * 3
+        assert out.pop("of the program's") == [0.375] * 2
+        assert out.pop("in a network") == ((1, False, 0.375) if own == _OWN[0] else (2, True, 0.375))
+        assert out.pop("large") == ([0, 1, 2] if own == _OWN[0] else [1, 2, 3])
+        for name, read in _READS.items():
+            assert out.pop(name) == read(mean), name
+        assert out.pop("equal") == (torch.tensor(0.1).item(), torch.tensor(1e-45).item(), True)
+        assert list(map(math.isnan, out["nan"][:2])) == [True, True]
+        assert out.pop("nan")[2] == -math.inf
+        assert (out.pop("count"), out.pop("yes"), out.pop("logged")) == ([1, 1], True, ["loss 0.375"])
+        assert out.pop("by rows") == (0.25, 0.25)
+        assert out.pop("plateau") == 0.375
+        assert not out
+    said = [line for line in capfd.readouterr().err.splitlines() if "differs between ranks" in line]
+    assert len(said) == 2
+    assert re.search(r"test_reads\.py:\d+ reads a whole number that differs between ranks \(1, 2\)", said[0])
+    assert re.search(r"test_reads\.py:\d+ reads a yes or no that differs between ranks \(True, False\)", said[1])
+
+
+def _part(kind: str) -> None:
+    here = ddpshim.world()
+    if kind == "another line":
+        if here.is_main:
+            torch.zeros(()).item()
+        else:
+            torch.zeros(()).item()
+    elif kind == "one step further":
+        for (x,) in ddpshim.make_loader(TensorDataset(torch.zeros(8)), 4):
+            if here.is_main or shares.positions()[0][0].step == 1:
+                x.sum().item()
+    elif here.is_main:
+        here.gather(1)
+    else:
+        torch.zeros(()).item()
+
+
+def _error_of(kind: str) -> str:
+    with equal_reads(ddpshim.world(), lambda: False), pytest.raises(WorldError) as raised:
+        _part(kind)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["another line", "one step further", "a collective"])
+def test_ranks_that_read_at_different_lines_stop(kind: str) -> None:
+    for text in run_ranks(_error_of, 2, kind):
+        lines = re.findall(r"test_reads\.py:(\d+)", text)
+        assert len(lines) == 2, text
+        assert (lines[0] == lines[1]) is (kind == "one step further")
+        if kind == "one step further":
+            assert re.search(r"rank 0 reads .* in step 0 of epoch 0 .*; rank 1 reads .* in step 1 of epoch 0", text)
+
+
+def _train(make: Callable[..., Any], wrap: Callable[[nn.Module], nn.Module]) -> Any:
+    """A trainer that stops early, by the loss of its batches."""
+    torch.manual_seed(0)
+    net = wrap(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)))
+    x = (torch.arange(144.0) * 0.7).sin().view(48, 3)
+    loader = make(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    logs: list[tuple[float, float]] = []
+    for _ in range(20):
+        for x, y in loader:
+            loss = functional.mse_loss(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            logs.append((loss.item(), float(norm)))
+            if loss < 0.2:
+                return torch.tensor(logs)
+    return torch.tensor(logs)
+
+
+def _train_on_ranks() -> Any:
+    with equal_reads(ddpshim.world(), lambda: False):
+        return _train(ddpshim.make_loader, ddpshim.wrap_parallel)
+
+
+def test_a_training_logs_and_decides_as_one_process() -> None:
+    one = _train(DataLoader, lambda net: net)
+    assert 6 < len(one) < 120
+    for logs in run_ranks(_train_on_ranks, 2):
+        assert logs.shape == one.shape
+        torch.testing.assert_close(logs, one, rtol=2e-6, atol=1e-7)
+
+
+def test_one_process_reads_as_ever() -> None:
+    before = vars(torch.Tensor).get("item")
+    with equal_reads(World(), lambda: False):
+        assert vars(torch.Tensor).get("item") is before
