@@ -6,17 +6,25 @@ rank has ended (or before it has begun): whatever it sees and decides has to be 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import json
+import logging
 import os
 import shutil
+import sqlite3
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
 
+import h5py
+import matplotlib.figure
 import numpy as np
 import pytest
+import tensorboardX
 import torch
 import torch.distributed as dist
 
@@ -73,6 +81,8 @@ def make_old_files(folder: Path) -> None:
     (folder / "state.json").write_text('{"runs": 1}')
     (folder / "large.bin").write_bytes(bytes(100_000))
     (folder / "link").symlink_to("old")
+    with h5py.File(folder / "old.hdf5", "w") as file:
+        file["data"] = np.arange(4)
 
 
 def numbered_folder() -> Any:
@@ -200,7 +210,60 @@ def checkpoints() -> Any:
     return seen, os.path.isfile("models/2.pt"), os.path.exists("models/0.pt")
 
 
-PROGRAMS = [numbered_folder, written_files, removed_and_moved, lists, checkpoints]
+@contextlib.contextmanager
+def logging_to(path: str) -> Iterator[logging.Logger]:
+    logger, handler = logging.getLogger("test_private_files"), logging.FileHandler(path)
+    logger.addHandler(handler)
+    yield logger
+    logger.removeHandler(handler)
+    handler.close()
+
+
+def by_libraries() -> Any:
+    """What opens files by itself, past Python."""
+    seen: list[Any] = []
+    with h5py.File("demo.hdf5", "w") as file:
+        file["a"] = np.arange(3)
+    for mode in ("a", "r+"):
+        with h5py.File("demo.hdf5", mode) as file:
+            file[f"by_{mode}"] = np.arange(2)
+    with h5py.File("old.hdf5", "a") as file:
+        file["added"] = 1
+        seen.append(sorted(file))
+    with h5py.File("demo.hdf5", "r") as file:
+        seen += [sorted(file), file["a"][:].tolist()]
+    with pytest.raises(FileExistsError):
+        h5py.File("demo.hdf5", "x")
+    with pytest.raises(FileNotFoundError):
+        h5py.File("none.hdf5", "r")
+    with contextlib.closing(sqlite3.connect("runs.db")) as runs:
+        runs.execute("create table runs (name text)")
+        runs.execute("insert into runs values ('first')")
+        runs.commit()
+    with contextlib.closing(sqlite3.connect("runs.db")) as runs:
+        seen.append(list(runs.execute("select * from runs")))
+    Path("text").write_text("of this rank")
+    seen.append(subprocess.run(["cat", "text"], capture_output=True, text=True, check=True).stdout)
+    with logging_to("events.log") as logger:
+        logger.warning("logged")
+    writer = tensorboardX.SummaryWriter("board")
+    writer.add_scalar("loss", 1.0, 1)
+    writer.close()
+    seen += [Path("events.log").read_text(), len(list(Path("board").iterdir()))]
+    shutil.rmtree("board")  # it has the time in it
+    figure = matplotlib.figure.Figure(figsize=(1, 1))
+    figure.savefig("curve.png")
+    return seen, Path("curve.png").stat().st_size > 100
+
+
+PROGRAMS = [
+    numbered_folder,
+    written_files,
+    removed_and_moved,
+    lists,
+    checkpoints,
+    pytest.param(by_libraries, marks=pytest.mark.ranks),
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -57,6 +57,9 @@ class MainsChanges:
         self._told: dict[str, str] = {}
         self._num_read = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_process": None}  # of a child, which is told nothing
+
     def tell(self, path: str) -> None:
         """Before the main rank changes what is at `path` (absolute, its folder without links)."""
         if os.getpid() != self._process or self._world.world_size == 1:

@@ -17,18 +17,18 @@ from typing import Any, Callable, Optional
 import torch
 
 from ddpshim.checkpoint import files as checkpoint
+from ddpshim.job.after_import import after_import
 from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import mains_changes
+from ddpshim.trainers.unedited.c_libraries import CLibraries
+from ddpshim.trainers.unedited.children import inherited
+from ddpshim.trainers.unedited.holders import holders
 from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
 from ddpshim.trainers.unedited.stand_ins import Files
-
-# Python's own imports, and ours, use what they always used.
-_NOT_LED = ("posix", "_io", "importlib", "zipimport", "_frozen_importlib", "_frozen_importlib_external", "ddpshim")
-_KEEP_IN_CLASSES = ("pathlib", "glob")  # os's functions, as attributes of classes
 
 
 class PrivateFiles:
@@ -53,21 +53,23 @@ class PrivateFiles:
     def installed(self) -> Iterator[None]:
         """In this block the program's calls come here; what it has made on ranks that are not main is removed then."""
         with contextlib.ExitStack() as undo:
-            if not self._world.is_main:
+            libraries = CLibraries(lambda path: path, self._tell)
+            if self._world.is_main:
+                stand_ins = mains_changes.stand_ins(self._changes, self._saves, self._left)
+            else:
                 self._view = View(self._changes, self._saves)
                 self._files = Files(self._view, self._left)
+                libraries = CLibraries(self._files.place_to_read, self._files.place_to_write)
+                stand_ins = self._files.stand_ins()
                 undo.callback(self._view.remove_all)
                 atexit.register(self._view.remove_all)  # a rank that fails ends without leaving this block
                 undo.callback(atexit.unregister, self._view.remove_all)
                 undo.callback(os.chdir, os.getcwd())
-                os.environ["WANDB_MODE"] = "disabled"  # each rank would be a run of its own
-            stand_ins = (
-                mains_changes.stand_ins(self._changes, self._saves, self._left)
-                if self._files is None
-                else self._files.stand_ins()
-            )
+                undo.enter_context(inherited(self._files))
+                _switch_loggers_off()
             stand_ins |= {id(self._save): self.save, id(self._load): self.load}
-            for owner, name, value in _held(stand_ins):
+            undo.callback(libraries.install())
+            for owner, name, value in holders(stand_ins):
                 undo.enter_context(replaced(owner, name, value))
             yield
 
@@ -94,6 +96,14 @@ class PrivateFiles:
             f = self._files.place_to_read(f)
         return self._load(f, *args, **kwargs)
 
+    def _tell(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
+        """The main rank writes to `path` by other means than Python's."""
+        found = os.path.realpath(os.path.abspath(os.fsdecode(path)))
+        if not self._left.has(found):
+            self._changes.tell(found)
+            self._saves.forget(found)
+        return path
+
     def _path_of(self, f: Any) -> Optional[str]:
         """Where all ranks mean to save one checkpoint by `f`; None where it is each rank's own."""
         if os.getpid() != self._process or self._is_reading():
@@ -112,19 +122,15 @@ class PrivateFiles:
         return path
 
 
-def _held(stand_ins: dict[int, Any]) -> list[tuple[Any, str, Any]]:
-    """Who holds what there are `stand_ins` for: (module or class, name, the stand-in)."""
-    found: list[tuple[Any, str, Any]] = []
-    for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] in _NOT_LED:
-            continue
-        may_keep = module_name.partition(".")[0] in _KEEP_IN_CLASSES
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in stand_ins:
-                found.append((module, name, stand_ins[id(value)]))
-            elif may_keep and isinstance(value, type) and value.__module__ == module_name:
-                for attribute, inner in list(vars(value).items()):
-                    stand_in = stand_ins.get(id(getattr(inner, "__func__", inner)))
-                    if stand_in is not None:
-                        found.append((value, attribute, staticmethod(stand_in)))
-    return found
+def _switch_loggers_off() -> None:
+    """Loggers that talk to a server: each rank would be a run of its own. Only the main rank's talks."""
+    switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
+    os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
+    after_import("wandb", _disable_wandb)
+
+
+def _disable_wandb() -> None:
+    wandb: Any = sys.modules["wandb"]
+    if hasattr(wandb, "init"):
+        init = wandb.init
+        wandb.init = lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"})  # an argument says otherwise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from ddpshim.errors import SyncError
 from ddpshim.job.world import World
@@ -17,8 +18,12 @@ class Saves:
 
     def __init__(self, world: World) -> None:
         self._world, self._process = world, os.getpid()
-        self._num, self._num_to = 0, dict[str, int]()
+        self._num = 0
+        self._num_to: dict[str, int] = {}
         self._there: dict[str, tuple[int, int]] = {}  # the number of its save, among all and to that path
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_world": None, "_process": None}  # for a child, which waits for nobody
 
     def __contains__(self, path: str) -> bool:
         return path in self._there

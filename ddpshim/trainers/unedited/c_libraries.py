@@ -1,0 +1,142 @@
+"""Leads what libraries open by themselves, past Python, to where this rank reads or writes: h5py, lmdb, videos."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from typing import Any, Callable
+
+from ddpshim.job.after_import import after_import
+from ddpshim.job.replaced import replaced
+
+_HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
+# What reads, and what writes anew: module, name in it, position and keyword of the path.
+_READING = (
+    *(("cv2", "imread", 0, "filename"), ("cv2", "VideoCapture", 0, "filename")),
+    *(("imageio_ffmpeg", "read_frames", 0, "path"), ("safetensors", "safe_open", 0, "filename")),
+    *(("h5py", "h5f.is_hdf5", 0, "name"), ("torch.jit", "load", 0, "f")),
+)
+_WRITING = (
+    *(("cv2", "imwrite", 0, "filename"), ("cv2", "VideoWriter", 0, "filename")),
+    *(("imageio_ffmpeg", "write_frames", 0, "path"), ("safetensors", "serialize_file", 1, "filename")),
+    *(("torch.jit", "save", 1, "f"), ("torch.profiler", "profile.export_chrome_trace", 1, "path")),
+)
+
+
+class CLibraries:
+    """`reads(path)` and `writes(path, keeps, is_new)` say where; on the main rank they say the path itself. Local."""
+
+    def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any]) -> None:
+        self._reads, self._writes, self._undo = reads, writes, contextlib.ExitStack()
+        self._is_installed = True
+
+    def install(self) -> Callable[[], None]:
+        """Lead those that are imported, and those that will be; returns what ends that."""
+        made: list[tuple[str, str, Callable[[Any], Any]]] = []
+        for places, lead in ((_READING, self._reads), (_WRITING, self._writes)):
+            for module, name, position, keyword in places:
+                made.append((module, name, functools.partial(_led, lead, position, keyword)))
+        made += [("h5py", "h5f.open", self._h5_open), ("h5py", "h5f.create", self._h5_create)]
+        made += [("lmdb", "open", self._lmdb_open), ("av", "open", self._av_open)]
+        made += [("sqlite3", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
+        for module, name, make in made:
+            after_import(module, functools.partial(self._replace, module, name, make))
+        return self._end
+
+    def _end(self) -> None:
+        self._is_installed = False
+        self._undo.close()
+
+    def _replace(self, module: str, name: str, make: Callable[[Any], Any]) -> None:
+        *inner, last = name.split(".")
+        owner = sys.modules[module]
+        for part in inner:
+            owner = getattr(owner, part, None)  # type: ignore[assignment]
+        if self._is_installed and hasattr(owner, last):
+            self._undo.enter_context(replaced(owner, last, make(getattr(owner, last))))
+
+    def _h5_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(name: Any, flags: int = 1, *args: Any, **kwargs: Any) -> Any:
+            place = self._writes(name, keeps=True) if flags & _HDF5_WRITES else self._reads(name)
+            return real(os.fsencode(place), flags, *args, **kwargs)
+
+        return stand_in
+
+    def _h5_create(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(name: Any, flags: int = 2, *args: Any, **kwargs: Any) -> Any:
+            place = self._writes(name, is_new=not flags & _HDF5_MADE_NEW)
+            return real(os.fsencode(place), flags, *args, **kwargs)
+
+        return stand_in
+
+    def _lmdb_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("readonly", False):
+                return real(str(self._writes(path, keeps=True)), *args, **kwargs)
+            if not os.path.isdir(path):
+                return real(str(self._reads(path)), *args, **kwargs)
+            data = self._reads(os.path.join(os.fspath(path), "data.mdb"))
+            return real(os.path.dirname(data), *args, **kwargs)
+
+        return stand_in
+
+    def _av_open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(file: Any, mode: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(file, (str, os.PathLike)):
+                file = str((self._reads if mode in (None, "r") else self._writes)(file))
+            return real(file, mode, *args, **kwargs)
+
+        return stand_in
+
+    def _sqlite_connect(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(database: Any, *args: Any, **kwargs: Any) -> Any:
+            is_file = isinstance(database, os.PathLike) or not str(database).startswith((":memory:", "file:"))
+            if database and is_file and not isinstance(database, bytes):
+                database = self._writes(database, keeps=True)
+            return real(database, *args, **kwargs)
+
+        return stand_in
+
+    def _popen(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Of ffmpeg, which is how videos are written, the output; of all programs, files that this rank has made."""
+
+        def stand_in(process: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+            if isinstance(args, (list, tuple)) and args:
+                led = [self._argument(part) for part in args]
+                if os.path.basename(os.fsdecode(args[0])).startswith("ffmpeg") and _is_a_file_name(args[-1]):
+                    led[-1] = self._writes(args[-1])
+                args = led
+            if kwargs.get("cwd") is not None:
+                kwargs["cwd"] = self._reads(kwargs["cwd"])
+            real(process, args, *more, **kwargs)
+
+        return stand_in
+
+    def _argument(self, part: Any) -> Any:
+        is_a_path = isinstance(part, os.PathLike) or (isinstance(part, str) and not part.startswith("-"))
+        return self._reads(part) if is_a_path and part and os.path.exists(part) else part
+
+
+def _led(lead: Callable[[Any], Any], position: int, keyword: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real, updated=())
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        if keyword in kwargs:
+            kwargs[keyword] = _place(lead, kwargs[keyword])
+        elif len(args) > position:
+            args = (*args[:position], _place(lead, args[position]), *args[position + 1 :])
+        return real(*args, **kwargs)
+
+    return stand_in
+
+
+def _place(lead: Callable[[Any], Any], path: Any) -> Any:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return path  # a number of a camera, a file that is open
+    place = lead(path)
+    return os.fsencode(place) if isinstance(path, bytes) else str(place)
+
+
+def _is_a_file_name(part: Any) -> bool:
+    return isinstance(part, os.PathLike) or (isinstance(part, str) and ":" not in part and not part.startswith("-"))

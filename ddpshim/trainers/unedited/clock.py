@@ -1,0 +1,196 @@
+"""Gives all ranks the main rank's clock and entropy where the program asks: one time stamp, one name, one decision.
+
+The n-th call from a line of the program gets, on every rank, what the main rank's n-th call from that line got. The
+main rank waits for nobody; another rank waits until the main rank has been at that line as often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import os
+import posix
+import random
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Callable, Optional, TypeVar
+
+from ddpshim.errors import WorldError
+from ddpshim.job import messages
+from ddpshim.job.replaced import replaced
+from ddpshim.job.world import World
+from ddpshim.trainers.unedited.holders import holders
+
+T = TypeVar("T")
+
+_NUM_KEPT = 1 << 16  # values of each line: of a loop that waits, on a rank that has not come to it yet
+# Libraries that ask for themselves: progress bars, loggers and networks of threads have clocks of their own.
+_LIBRARIES = {
+    *("ddpshim", "torch", "torchvision", "numpy", "tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "matplotlib"),
+    *("PIL", "requests", "urllib3", "huggingface_hub", "filelock", "fsspec", "tensorflow", "ray", "numba", "triton"),
+    *("h5py", "zarr", "psutil", "pkg_resources", "setuptools", "_pytest", "pluggy", "mlflow", "comet_ml", "clearml"),
+}
+_PASS_ON = {__name__, "uuid", "secrets", "random"}  # ask for somebody else
+
+
+class Clock:
+    """Stands in for Python's clocks, entropy and prompts in what the program calls in its main thread. Local."""
+
+    def __init__(self, world: World, is_apart: Callable[[], bool]) -> None:
+        """`is_apart`: whether this rank does just now what other ranks do not: its share of a pass, a rollout."""
+        self._world, self._is_apart = world, is_apart
+        self._process = os.getpid()
+        self._is_asking = False  # what Python's own functions ask for in turn
+        self._numbers: dict[str, int] = {}  # of the calls from each line
+        self._are_programs: dict[str, bool] = {}  # files
+        self._stdlib = tuple(f"{os.path.dirname(path)}{os.sep}" for path in (os.__file__, contextlib.__file__))
+        self._packages = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In this block the program's calls come here. Nothing with one rank."""
+        if self._world.world_size == 1:
+            yield
+            return
+        with contextlib.ExitStack() as undo:
+            for owner, name, stand_in in holders({id(real): made for real, made in self._stand_ins()}):
+                undo.enter_context(replaced(owner, name, stand_in))
+            undo.enter_context(_exchanged(datetime.datetime, "now", self._now))
+            undo.enter_context(_exchanged(datetime.datetime, "utcnow", self._utcnow))
+            yield
+
+    def _stand_ins(self) -> list[tuple[Any, Any]]:
+        """(a function, what takes its place)"""
+        of_main: Any = (time.time, time.time_ns, posix.urandom, input, os.system)
+        made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in of_main]
+        made += [(real, self._at_moment(real, 0)) for real in (time.localtime, time.gmtime, time.ctime)]
+        made += [(real, self._at_moment(real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))]
+        uuid1 = uuid.uuid1
+        hexes = self._of_main(lambda *args, **kwargs: uuid1(*args, **kwargs).hex)
+        made.append((uuid1, lambda *args, **kwargs: uuid.UUID(hexes(*args, **kwargs))))
+        made.append((random.seed, self._seeded(random.seed, "a")))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            made += [(real, self._seeded(real, "seed")) for real in (numpy.random.seed, numpy.random.default_rng)]
+        return made
+
+    def _of_main(self, real: Callable[..., T]) -> Callable[..., T]:
+        """`real`, whose result is the main rank's."""
+
+        def stand_in(*args: Any, **kwargs: Any) -> T:
+            line = self._line_of_program(sys._getframe(1))
+            if line is None:
+                return real(*args, **kwargs)
+            return self._hand_out(line, lambda: real(*args, **kwargs))
+
+        return stand_in
+
+    def _at_moment(self, real: Callable[..., Any], position: int, convert: Any = None) -> Callable[..., Any]:
+        """`real`, which takes now where its argument at `position` is missing; `convert`: what it takes of seconds."""
+
+        def stand_in(*args: Any) -> Any:
+            if len(args) > position and (args[position] is not None or convert is not None):
+                return real(*args)
+            line = self._line_of_program(sys._getframe(1))
+            if line is None:
+                return real(*args)
+            moment = self._hand_out(line, _time)
+            return real(*args[:position], moment if convert is None else convert(moment))
+
+        return stand_in
+
+    def _seeded(self, real: Callable[..., Any], keyword: str) -> Callable[..., Any]:
+        """`real`, with a seed of the main rank's where it would draw one."""
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            line = None
+            if (args[0] if args else kwargs.get(keyword)) is None:
+                line = self._line_of_program(sys._getframe(1))
+            if line is None:
+                return real(*args, **kwargs)
+            kwargs[keyword] = self._hand_out(line, lambda: int.from_bytes(posix.urandom(4), "little"))
+            return real(*args[1:], **kwargs)
+
+        return stand_in
+
+    def _now(self, kind: Any, tz: Any = None) -> Any:
+        return kind.fromtimestamp(self._seconds(sys._getframe(1)), tz)
+
+    def _utcnow(self, kind: Any) -> Any:
+        return kind.fromtimestamp(self._seconds(sys._getframe(1)), datetime.timezone.utc).replace(tzinfo=None)
+
+    def _seconds(self, frame: FrameType) -> float:
+        line = self._line_of_program(frame)
+        return _time() if line is None else self._hand_out(line, _time)
+
+    def _line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
+        """ "train.py:12" where the program asks for what all ranks ask for; None for anybody else."""
+        if self._is_asking:
+            return None
+        while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
+            frame = frame.f_back
+        if frame is None or not self._is_programs(frame) or self._is_apart() or os.getpid() != self._process:
+            return None
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def _is_programs(self, frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        known = self._are_programs.get(file)
+        if known is None:
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            is_pythons = file.startswith(("<frozen", *self._stdlib)) and not file.startswith(self._packages)
+            known = self._are_programs[file] = not is_pythons and package not in _LIBRARIES
+        return known
+
+    def _hand_out(self, line: str, ask: Callable[[], T]) -> T:
+        """What `ask` returned on the main rank."""
+        number = self._numbers[line] = self._numbers.get(line, -1) + 1
+        store, key = self._world._job.store, f"clock/{line}/{number % _NUM_KEPT}"
+        if self._world.is_main:
+            self._is_asking = True
+            try:
+                value = ask()
+            finally:
+                self._is_asking = False
+            store.set(key, messages.packed([number, value], False))
+            return value
+        patience_s = self._world.options.side_timeout_s
+        end, found = time.monotonic() + patience_s, -1
+        while self._world._comes(0, key, end):
+            found, received = messages.unpacked(store.get(key), False, 0)
+            if found == number:
+                return received  # type: ignore[no-any-return]
+            if found > number or time.monotonic() > end:
+                break
+            time.sleep(0.001)
+        raise WorldError(
+            f"rank {self._world.rank} came to {line} (time {number + 1}), which asks for the time or for random "
+            f"bytes, and the main rank {'was there more often' if found > number else 'was not, or has left'} (waited "
+            f"up to {patience_s:g} s); they would go on with different values. Let every rank pass there equally often."
+        )
+
+
+_time, _localtime = time.time, time.localtime
+
+
+@contextlib.contextmanager
+def _exchanged(kind: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """In this block a type that is written in C has another class method: whoever holds the type calls it."""
+    names: Any = next(held for held in gc.get_referents(kind.__dict__) if isinstance(held, dict))
+    real = names[name]
+    names[name] = classmethod(lambda *args, **kwargs: method(*args, **kwargs))
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
+    try:
+        yield
+    finally:
+        names[name] = real
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))

@@ -1,0 +1,117 @@
+"""One clock for programs that do not know of ranks: what names a folder or decides is the main rank's on all ranks."""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import os
+import pickle
+import random
+import secrets
+import threading
+import time
+import uuid
+from datetime import date
+from datetime import datetime as imported_before
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import ddpshim
+from ddpshim.errors import WorldError
+from ddpshim.job.job import Job
+from ddpshim.job.world import World
+from ddpshim.options import Options
+from ddpshim.trainers.unedited.clock import Clock
+from tests.ranks import run_ranks
+
+
+def worlds(**options: Any) -> list[World]:
+    store, made = dist.HashStore(), []
+    for rank in range(2):
+        job = Job()
+        job.store = store
+        made.append(World(rank=rank, world_size=2, options=Options(**options), _job=job))
+    return made
+
+
+def asked() -> list[Any]:
+    found: list[Any] = []
+    for _ in range(2):
+        found += [time.time(), time.time_ns(), time.strftime("%H:%M:%S"), time.strftime("%Y", time.gmtime(0))]
+        found += [tuple(time.localtime()), tuple(time.gmtime()), time.ctime(), time.asctime(), time.ctime(0)]
+        found += [imported_before.now(), datetime.datetime.now(datetime.timezone.utc), imported_before.today()]
+        found += [datetime.datetime.utcnow(), date.today(), datetime.date.today().isoformat()]
+        found += [uuid.uuid4(), uuid.uuid1(), secrets.token_hex(4), os.urandom(3), random.SystemRandom().random()]
+        random.seed()
+        np.random.seed()
+        found += [
+            random.random(),
+            np.random.rand(),
+            np.random.default_rng().random(),
+            np.random.default_rng(3).random(),
+        ]
+        found.append(input("go on? "))
+    return found
+
+
+def test_each_rank_is_told_what_the_main_rank_was() -> None:
+    told = []
+    with mock.patch.object(builtins, "input", side_effect=["yes", "no", "never", "never"]):
+        for world in worlds():
+            with Clock(world, lambda: False).installed(), mock.patch.object(time, "timezone", 0):
+                told.append(asked())
+            time.sleep(0.01)
+    main, peer = told
+    assert main == peer
+    assert (main[24], main[49]) == ("yes", "no")
+    changing = [number for number in range(25) if number not in (3, 8, 23, 24)]
+    for number in changing[:2] + changing[7:8] + changing[13:]:
+        assert main[number] != main[number + 25], "each call has a value of its own"
+    assert pickle.loads(pickle.dumps(main[9])) == main[9]
+    assert time.time() != main[0]
+    assert imported_before.now() > main[9]
+
+
+def test_who_is_not_told() -> None:
+    """Threads, children, what a rank does apart from others, and libraries have the time themselves."""
+    _, peer = worlds(side_timeout_s=0.05)
+    with Clock(peer, lambda: True).installed():
+        assert abs(time.time() - time.clock_gettime(time.CLOCK_REALTIME)) < 5
+    with Clock(peer, lambda: False).installed():
+        found: list[float] = []
+        thread = threading.Thread(target=lambda: found.append(time.time()))
+        thread.start()
+        thread.join()
+        library: dict[str, Any] = {"__name__": "tqdm.std"}
+        exec(compile("import time\nfound = time.time()", "tqdm/std.py", "exec"), library)
+        assert abs(found[0] - library["found"]) < 5
+        time.monotonic(), time.perf_counter()
+        with pytest.raises(WorldError, match=r"rank 1 came to .*test_clock\.py:\d+ \(time 1\)"):
+            time.time()
+
+
+def decide() -> Any:
+    here, counts = ddpshim.world(), []
+    with Clock(here, lambda: False).installed():
+        here.barrier()
+        time.sleep(0.05 * here.rank)
+        for _ in range(3):
+            start, count = time.time(), 0
+            while time.time() - start < 0.03:
+                count += 1
+                time.sleep(0.001)
+            counts.append(count)
+        name = f"run_{imported_before.now():%H%M%S%f}_{uuid.uuid4().hex}"
+        here.barrier()
+    return counts, name
+
+
+@pytest.mark.ranks
+def test_ranks_decide_alike_by_the_time_that_has_passed() -> None:
+    main, peer = run_ranks(decide, 2)
+    assert main == peer
+    assert min(main[0]) > 1
