@@ -27,6 +27,7 @@ from typing import Optional
 import torch
 
 from tests.field.compare import Left, losses, probed, rows, saved, without_clock
+from tests.field.page import written
 from tests.field.trainers import TRAINERS, Trainer
 
 HERE = Path(__file__).parent
@@ -45,6 +46,7 @@ class Row:
     verdict: str  # equal, differs, refused, failed
     differences: dict[str, Optional[float]]
     notes: list[str]
+    is_split: bool = False  # whether a rank stepped on shares of batches
 
 
 def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional[Path]) -> dict[str, str]:
@@ -159,8 +161,9 @@ def compared(trainer: Trainer, one: Left, again: Left, two: Left) -> Row:
         sizes = one.files[name].stat().st_size, two.files[name].stat().st_size
         if bool(sizes[0]) != bool(sizes[1]):
             notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
+    is_split = "training passes over this DataLoader are split" in two.printed
     largest = max((value for value in differences.values() if value is not None), default=math.inf)
-    return Row(trainer, "equal" if largest <= TOLERANCE and not notes else "differs", differences, notes)
+    return Row(trainer, "equal" if largest <= TOLERANCE and not notes else "differs", differences, notes, is_split)
 
 
 def main() -> int:
@@ -202,7 +205,9 @@ def main() -> int:
         row = compared(trainer, left["one"], left.get("again", left["one"]), left.get("two", left["one"]))
         table.append(row)
         print(f"{trainer.name}: {row.verdict} {row.differences} {row.notes}", flush=True)
-    return 0
+    if args.write:
+        args.write.write_text(written(table))
+    return int(any(row.verdict in ("differs", "failed") for row in table))
 
 
 if __name__ == "__main__":
