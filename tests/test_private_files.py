@@ -9,16 +9,22 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
+import io
 import json
 import logging
+import multiprocessing
 import os
+import pickle
+import posix
 import shutil
 import sqlite3
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
+from unittest import mock
 
 import h5py
 import matplotlib.figure
@@ -28,6 +34,7 @@ import tensorboardX
 import torch
 import torch.distributed as dist
 
+from ddpshim.errors import SyncError
 from ddpshim.job.job import Job
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited.private_files import PrivateFiles
@@ -281,3 +288,106 @@ def test_each_rank_sees_and_the_disk_has_what_one_process_would(tmp_path: Path, 
         early = tree(tmp_path / "early")
         assert as_rank(peer, tmp_path / "early", program) == alone, "a rank that comes first"
         assert tree(tmp_path / "early") == early
+
+
+def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
+    """A rollout that it plays while others wait."""
+    main, peer = worlds()
+
+    def before() -> None:
+        os.makedirs("run/media")
+        for name in ("old.mp4", "run/both.txt", "run/media/first.mp4"):
+            Path(name).write_text("before")
+
+    files = [PrivateFiles(world, time.time(), lambda: False) for world in (main, peer)]
+    with files[0].installed():
+        in_folder(tmp_path, before)
+        with files[0].apart():
+            Path(tmp_path, "run/media/video.mp4").write_text("of the main rank")
+            Path(tmp_path, "run/media/first.mp4").unlink()
+            Path(tmp_path, "run/both.txt").write_text("after")
+            Path(tmp_path, "run/new").mkdir()
+            Path(tmp_path, "run/new/inner.txt").write_text("i")
+    with files[1].installed():
+        in_folder(tmp_path, before)
+        with files[1].apart():
+            assert Path(tmp_path, "run/both.txt").read_text() == "before"
+        assert tree(tmp_path / "run") == {
+            **{"both.txt": b"after", "media": False, "media/video.mp4": b"of the main rank"},
+            **{"new": False, "new/inner.txt": b"i"},
+        }
+        Path(tmp_path, "run/both.txt").write_text("of this rank")
+        assert Path(tmp_path, "run/both.txt").read_text() == "of this rank"
+    assert Path(tmp_path, "run/both.txt").read_text() == "after"
+
+
+def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
+    make_old_files(tmp_path)
+    main, peer = worlds()
+    with PrivateFiles(main, time.time(), lambda: False).installed():
+        Path(tmp_path, "large.bin").write_bytes(b"new")
+    with PrivateFiles(peer, time.time(), lambda: False).installed():
+        assert Path(tmp_path, "large.bin").stat().st_size == 100_000
+        with pytest.raises(SyncError, match=r"large\.bin was there when the job began and is read on this rank after"):
+            Path(tmp_path, "large.bin").read_bytes()
+        Path(tmp_path, "large.bin").write_bytes(b"of this rank")
+        assert Path(tmp_path, "large.bin").read_bytes() == b"of this rank"
+
+
+def test_writes_past_it_are_refused(tmp_path: Path) -> None:
+    _, peer = worlds()
+    with PrivateFiles(peer, time.time(), lambda: False).installed():
+        for write in (lambda: io.FileIO(tmp_path / "a", "w"), lambda: posix.mkdir(tmp_path / "b")):
+            with pytest.raises(SyncError, match=r"test_private_files\.py:\d+ writes to .*/(a|b) "):
+                write()
+        io.FileIO(os.devnull, "w").close()
+    assert not list(tmp_path.iterdir())
+    io.FileIO(tmp_path / "a", "w").close()
+
+
+def fails(folder: Path) -> None:
+    assert len(list((folder / "temporary").iterdir())) == 1
+    Path(folder, "file").write_text("of this rank")
+    with tempfile.NamedTemporaryFile(dir=folder) as file, tempfile.TemporaryDirectory() as temporary:
+        assert Path(file.name).exists()
+        assert posix.stat(temporary), "it is where C libraries find it"
+        raise ZeroDivisionError
+
+
+def test_a_program_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    _, peer = worlds()
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path / "temporary")):
+        (tmp_path / "temporary").mkdir()
+        files = PrivateFiles(peer, time.time(), lambda: False)
+        with pytest.raises(ZeroDivisionError), files.installed():
+            fails(tmp_path)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "temporary"]
+
+
+def test_children_see_the_files_of_their_rank(tmp_path: Path) -> None:
+    """Those that are started afresh get them with what they are to run; here it is unpickled in this process."""
+    make_old_files(tmp_path)
+    _, peer = worlds()
+    files = PrivateFiles(peer, time.time(), lambda: False)
+    with files.installed():
+        Path(tmp_path, "made").write_text("of this rank")
+        Path(tmp_path, "log.txt").unlink()
+        torch.save({}, tmp_path / "saved.pt")
+        process = multiprocessing.get_context("spawn").Process(target=print)
+        childs = pickle.loads(pickle.dumps(process._ddpshim_files.files))  # type: ignore[attr-defined]
+        assert posix.stat(childs.place_to_read(tmp_path / "made")).st_size == 12
+        assert childs.place_to_read(tmp_path / "saved.pt") == str(tmp_path / "saved.pt")
+        with pytest.raises(FileNotFoundError):
+            childs.open_file(tmp_path / "log.txt")
+        with childs.open_file(tmp_path / "of_child", "w") as file:
+            file.write("x")
+        assert Path(tmp_path, "of_child").read_text() == "x"
+    assert not Path(tmp_path, "of_child").exists()
+
+
+def test_what_a_dataset_keeps_is_each_ranks_own(tmp_path: Path) -> None:
+    _, peer = worlds()
+    with PrivateFiles(peer, time.time(), lambda: True).installed():
+        torch.save({"a": 1}, tmp_path / "sample.pt")
+        assert torch.load(tmp_path / "sample.pt") == {"a": 1}
+    assert not list(tmp_path.iterdir())

@@ -11,7 +11,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ddpshim.job.replaced import replaced
-from ddpshim.trainers.unedited.holders import holders
+from ddpshim.trainers.unedited.c_libraries import CLibraries
+from ddpshim.trainers.unedited.holders import in_place
 from ddpshim.trainers.unedited.stand_ins import Files
 
 
@@ -23,8 +24,8 @@ class _Passed:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = state
-        for owner, name, stand_in in holders(self.files.stand_ins()):
-            setattr(owner, name, stand_in)
+        in_place(self.files.stand_ins()).__enter__()
+        CLibraries(self.files.place_to_read, self.files.place_to_write).install()
 
 
 @contextlib.contextmanager

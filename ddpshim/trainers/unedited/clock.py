@@ -24,9 +24,8 @@ from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import WorldError
 from ddpshim.job import messages
-from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
-from ddpshim.trainers.unedited.holders import holders
+from ddpshim.trainers.unedited.holders import in_place
 
 T = TypeVar("T")
 
@@ -60,8 +59,7 @@ class Clock:
             yield
             return
         with contextlib.ExitStack() as undo:
-            for owner, name, stand_in in holders({id(real): made for real, made in self._stand_ins()}):
-                undo.enter_context(replaced(owner, name, stand_in))
+            undo.enter_context(in_place({id(real): made for real, made in self._stand_ins()}))
             undo.enter_context(_exchanged(datetime.datetime, "now", self._now))
             undo.enter_context(_exchanged(datetime.datetime, "utcnow", self._utcnow))
             yield

@@ -1,28 +1,43 @@
-"""Finds who holds a function of Python's: the module that defines it, and those that imported it from there."""
+"""Replaces functions of Python's wherever they are held: where they are defined, and where they were imported to."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
+
+from ddpshim.job.replaced import replaced
 
 # Python's own imports, and ours, use what they always used.
 _NOT_LED = ("posix", "_io", "importlib", "zipimport", "_frozen_importlib", "_frozen_importlib_external", "ddpshim")
-_KEEP_IN_CLASSES = ("pathlib", "glob")
+_KEEP_IN_CLASSES = ("pathlib", "glob", "tempfile")  # as attributes, or as default arguments of methods
 
 
-def holders(stand_ins: dict[int, Any]) -> list[tuple[Any, str, Any]]:
-    """(module or class, name, stand-in) of all that is held and has one; `stand_ins`: by the identity of a function."""
-    found: list[tuple[Any, str, Any]] = []
-    for module_name, module in list(sys.modules.items()):
-        package = module_name.partition(".")[0]
-        if module is None or package in _NOT_LED:
-            continue
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in stand_ins:
-                found.append((module, name, stand_ins[id(value)]))
-            elif package in _KEEP_IN_CLASSES and isinstance(value, type) and value.__module__ == module_name:
-                for attribute, inner in list(vars(value).items()):
-                    stand_in = stand_ins.get(id(getattr(inner, "__func__", inner)))
-                    if stand_in is not None:
-                        found.append((value, attribute, staticmethod(stand_in)))
-    return found
+@contextlib.contextmanager
+def in_place(stand_ins: dict[int, Any]) -> Iterator[None]:
+    """In this block they are found, by the identity of a function, in the place of that function."""
+    with contextlib.ExitStack() as undo:
+        for name, module in list(sys.modules.items()):
+            package = name.partition(".")[0]
+            if module is None or package in _NOT_LED:
+                continue
+            held = list(getattr(module, "__dict__", {}).items())
+            for attribute, value in held:
+                if id(value) in stand_ins:
+                    undo.enter_context(replaced(module, attribute, stand_ins[id(value)]))
+            for _, value in held if package in _KEEP_IN_CLASSES else ():
+                if isinstance(value, type) and value.__module__ == name:
+                    _replace_in(value, stand_ins, undo)
+        yield
+
+
+def _replace_in(kind: type, stand_ins: dict[int, Any], undo: contextlib.ExitStack) -> None:
+    for attribute, value in list(vars(kind).items()):
+        value = getattr(value, "__func__", value)
+        if id(value) in stand_ins:
+            undo.enter_context(replaced(kind, attribute, staticmethod(stand_ins[id(value)])))
+        elif isinstance(value, FunctionType) and value.__defaults__:
+            undo.callback(setattr, value, "__defaults__", value.__defaults__)
+            value.__defaults__ = tuple(stand_ins.get(id(default), default) for default in value.__defaults__)

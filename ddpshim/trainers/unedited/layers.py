@@ -31,6 +31,8 @@ class View:
         self.folder = posix.getcwd()
         self._changes, self._saves = changes, saves
         self._gone: set[str] = set()  # with all that is in them: removed, or not there when the job began
+        self._shown: set[str] = set()  # with all that is in them: what the main rank has made for all
+        self._to_be_shown: list[str] = []
         self._unknown: set[str] = set()  # too large to be sent, and changed by the main rank
         self._folders: dict[str, str] = {}
 
@@ -108,7 +110,8 @@ class View:
         mine = {*(posix.listdir(own) if _is_folder(own) else ())}
         mine |= {*self._saves.in_folder(folder)}
         gone = {os.path.basename(path) for path in self._gone if os.path.dirname(path) == folder}
-        shared = set() if self._is_hidden(folder) else {*found} - gone
+        shared = {*found} - gone if not self._is_hidden(folder) else set()
+        shared |= {os.path.basename(path) for path in self._shown if os.path.dirname(path) == folder}
         return [name for name in found if name in mine or name in shared] + sorted(mine.difference(found))
 
     def has_own(self, folder: str) -> bool:
@@ -171,6 +174,18 @@ class View:
         posix.symlink(target, self.place_to_write(path, keeps=False, is_new=True))
         self._folders.clear()
 
+    def see_what_is_shared(self) -> None:
+        """From here on: what the main rank has made for all so far."""
+        self._take_in_news()
+        for path in self._to_be_shown:
+            self._gone.discard(path)
+            self._shown.add(path)
+            self._saves.forget(path)
+            self._unknown.discard(path)
+            if not _is_folder(self.top + path):
+                _remove_quietly(self.top + path)
+        self._to_be_shown.clear()
+
     # What is below
 
     def _without_links(self, folder: str) -> str:
@@ -197,19 +212,23 @@ class View:
         return None if path in self._saves else _target_at(self.place(path))
 
     def _is_hidden(self, path: str) -> bool:
-        if self._gone:
-            while path != os.path.dirname(path):
-                if path in self._gone:
-                    return True
-                path = os.path.dirname(path)
+        while self._gone and path != os.path.dirname(path):
+            if path in self._gone or path in self._shown:
+                return path in self._gone
+            path = os.path.dirname(path)
         return False
 
     def _look(self, path: str) -> None:
         """Take in what the main rank has changed, if it may have changed what is at `path`."""
         if self._changes.may_have_changed(path):
-            for before in self._changes.news():
-                if not (_is_there(self.top + before.path) or self._is_hidden(before.path)):
-                    self._restore(before)
+            self._take_in_news()
+
+    def _take_in_news(self) -> None:
+        for before in self._changes.news():
+            if before.kind == "shared":
+                self._to_be_shown.append(before.path)  # when this rank comes there
+            elif not (_is_there(self.top + before.path) or self._is_hidden(before.path)):
+                self._restore(before)
 
     def _restore(self, before: Before) -> None:
         """Let this rank see what was at a path before the main rank came there, which it has not touched itself."""
@@ -239,6 +258,7 @@ class View:
     def _forget(self, path: str) -> None:
         self._saves.forget(path)
         self._unknown.discard(path)
+        self._shown.discard(path)
         self._gone.add(path)
 
     def _make_folder_of(self, path: str) -> None:

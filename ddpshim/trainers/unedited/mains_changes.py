@@ -7,6 +7,7 @@ rank sees the files as they were, whichever rank is ahead, and `exists`, `glob` 
 from __future__ import annotations
 
 import _io
+import contextlib
 import os
 import posix
 import stat
@@ -33,6 +34,8 @@ _CHANGING = ("mkdir", "rmdir", "unlink", "remove", "mkfifo", "mknod", "truncate"
 class Before:
     """What was at `path` before the main rank changed it: `kind` is "nothing", "folder", "link" or "file".
 
+    Or "shared": whatever is there from now on is for all.
+
     `content`: of a link its target, of a file its bytes; None of a large file.
     """
 
@@ -55,20 +58,32 @@ class MainsChanges:
         self._world, self._since = world, started - _SLACK_S
         self._process, self._lock = os.getpid(), threading.RLock()
         self._told: dict[str, str] = {}
-        self._num_read = 0
+        self._num_read, self._num_apart = 0, 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_process": None}  # of a child, which is told nothing
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """In this block the main rank works for all: they see what it changes."""
+        self._num_apart += 1
+        try:
+            yield
+        finally:
+            self._num_apart -= 1
+
     def tell(self, path: str) -> None:
         """Before the main rank changes what is at `path` (absolute, its folder without links)."""
-        if os.getpid() != self._process or self._world.world_size == 1:
+        if os.getpid() != self._process:
             return
         with self._lock:
-            if path in self._told or self._is_new(path):
+            if self._num_apart:
+                before = Before(path, "shared")
+            elif path in self._told or self._is_new(path):
                 return
-            before = _before(path)
-            self._told[path] = before.kind
+            else:
+                before = _before(path)
+                self._told[path] = before.kind
             message = [before.path, before.kind, before.content, before.size, before.modified_ns, before.mode]
             number = self._world.count("files changed")
             self._world._job.store.set(f"files changed/{number}", messages.packed(message, False))

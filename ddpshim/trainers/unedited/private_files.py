@@ -18,16 +18,16 @@ import torch
 
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job.after_import import after_import
-from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import mains_changes
 from ddpshim.trainers.unedited.c_libraries import CLibraries
 from ddpshim.trainers.unedited.children import inherited
-from ddpshim.trainers.unedited.holders import holders
+from ddpshim.trainers.unedited.holders import in_place
 from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
+from ddpshim.trainers.unedited.slipped import refused
 from ddpshim.trainers.unedited.stand_ins import Files
 
 
@@ -66,17 +66,27 @@ class PrivateFiles:
                 undo.callback(atexit.unregister, self._view.remove_all)
                 undo.callback(os.chdir, os.getcwd())
                 undo.enter_context(inherited(self._files))
+                undo.enter_context(refused(self._files.is_private))
                 _switch_loggers_off()
             stand_ins |= {id(self._save): self.save, id(self._load): self.load}
             undo.callback(libraries.install())
-            for owner, name, value in holders(stand_ins):
-                undo.enter_context(replaced(owner, name, value))
+            undo.enter_context(in_place(stand_ins))
             yield
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """In this block the main rank alone is at work (a rollout), and others wait; then they see what it wrote."""
+        with self._changes.apart():
+            yield
+        if self._view is not None:
+            self._view.see_what_is_shared()
 
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """torch.save; to a path or an open file, the main rank's alone. To a path, the file is whole or absent."""
         path = self._path_of(f)
         if path is None:
+            if self._files is not None and isinstance(f, (str, os.PathLike)):
+                f = self._files.place_to_write(f)
             self._save(obj, f, *args, **kwargs)
             return
         if self._view is not None:

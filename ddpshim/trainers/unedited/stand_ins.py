@@ -10,6 +10,7 @@ import posix
 import stat
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, Callable, Optional
 
 from ddpshim.trainers.unedited.layers import View, copy_file
@@ -45,6 +46,11 @@ class Files:
         """The same; `keeps`: it goes on writing what is there."""
         found = self._path(path, is_written=True)
         return path if found is None else self._view.place_to_write(self._view.find(found), keeps, is_new)
+
+    def is_private(self, path: str, frame: Optional[FrameType]) -> bool:
+        """Whether `path`, where the caller of `frame` writes past all this, is for no other rank to see."""
+        path = os.path.normpath(path)
+        return path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame)
 
     # Reading
 

@@ -1,0 +1,69 @@
+"""Refuses writes of a rank that is not main past what stands in for Python's functions, by Python's own audit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import posix
+import stat
+import sys
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+from ddpshim.errors import SyncError
+from ddpshim.job.say import line_of_the_caller
+from ddpshim.trainers.unedited.mains_changes import WRITES
+
+_PATHS = {
+    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate"), (0,)),
+    **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
+    "os.symlink": (1,),
+}
+_is_private: Optional[Callable[[str, Any], bool]] = None
+
+
+@contextlib.contextmanager
+def refused(is_private: Callable[[str, Any], bool]) -> Iterator[None]:
+    """In this block SyncError for a path that is written by the caller of a frame, if not `is_private(path, frame)`."""
+    global _is_private
+    _listen()
+    before, _is_private = _is_private, is_private
+    try:
+        yield
+    finally:
+        _is_private = before
+
+
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_hear)  # for as long as the process lives: there is no way back
+
+
+def _hear(event: str, args: Any) -> None:
+    is_private = _is_private
+    if is_private is None or (event != "open" and event not in _PATHS):
+        return
+    if event == "open":
+        paths = [args[0]] if isinstance(args[2], int) and args[2] & WRITES else []
+    else:
+        # Names in a folder that is given by its descriptor were led where the folder was opened.
+        is_by_descriptor = event != "os.truncate" and args[-1] >= 0
+        paths = [] if is_by_descriptor else [args[at] for at in _PATHS[event]]
+    for path in paths:
+        if isinstance(path, (str, bytes, os.PathLike)):
+            name = os.path.join(posix.getcwd(), os.fsdecode(path))
+            if not is_private(name, sys._getframe(1)) and _is_a_files(name):
+                raise SyncError(
+                    f"{line_of_the_caller()} writes to {name} ({event}) by a function that ddpshim does not see, on a "
+                    "rank that is not main; each rank would write there, and tear the file. Use open, or a function "
+                    "of os by its name there (os.mkdir), or let only the main rank do it (RANK in os.environ)."
+                )
+
+
+def _is_a_files(path: str) -> bool:
+    """Whether a file is there, or nothing."""
+    try:
+        return stat.S_ISREG(posix.stat(path).st_mode)
+    except OSError:
+        return True
