@@ -53,7 +53,7 @@ def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     folders = [sources / part if (sources / part).is_dir() else upstream / part for part in trainer.path]
     shown = {
-        "PYTHONPATH": os.pathsep.join(map(str, [HERE / "stubs", ROOT / "tests/stubs/IPython", *folders, ROOT])),
+        "PYTHONPATH": os.pathsep.join(map(str, [*reversed(folders), HERE / "stubs", ROOT / "tests/stubs/IPython", ROOT])),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "HYDRA_FULL_ERROR": "1",

@@ -13,6 +13,7 @@ DP3 = ("YanjieZe/3D-Diffusion-Policy", "47385d9d6f5bde3f2ebdf2400ecb8261cc9e6b97
 ACT = ("tonyzhaozh/act", "742c753c0d4a5d87076c8f69e5628c79a8cc5488")
 VISUALNAV = ("robodhruv/visualnav-transformer", "dca79815b704e5aa9c6bdc3082351f9e3b2848c2")
 EXAMPLES = ("pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8")
+WANDB_STUB = str(Path(__file__).parent / "wandb_stub")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def visualnav(name: str) -> Trainer:
         environment={"MPLBACKEND": "Agg"},
         needs=("efficientnet_pytorch", "warmup_scheduler", "lmdb", "prettytable", "vit_pytorch", "cv2"),
         stubs=("wandb",),
-        path=("train", "real-stanford+diffusion_policy", str(Path(__file__).parent / "wandb_stub")),
+        path=("train", "real-stanford+diffusion_policy", WANDB_STUB),
     )
 
 
@@ -180,8 +181,9 @@ TRAINERS = [
         ],
         data.adroit,
         folder="3D-Diffusion-Policy",
-        needs=("hydra", "zarr", "numba", "diffusers", "einops", "dill", "wandb"),
-        stubs=("pytorch3d", "simulator"),
+        needs=("hydra", "zarr", "numba", "diffusers", "einops", "dill"),
+        stubs=("pytorch3d", "simulator", "wandb"),
+        path=(WANDB_STUB,),
     ),
     Trainer(
         "act",
