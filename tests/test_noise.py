@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import re
 from collections.abc import Iterator
+from operator import mul
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -214,6 +215,7 @@ class _OneByOne:
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"batch_size": BATCH, "shuffle": True},
     "in order": lambda: {"batch_size": BATCH},
+    "the ranks do not divide a batch": lambda: {"batch_size": 17, "shuffle": True, "drop_last": False},
     "the last batch is short": lambda: {"batch_size": BATCH, "shuffle": True, "drop_last": False},
     "a generator": lambda: {"batch_size": BATCH, "shuffle": True, "generator": _generator()},
     "with replacement": lambda: {"batch_size": BATCH, "sampler": RandomSampler(range(NUM_SAMPLES), True, 96)},
@@ -276,11 +278,13 @@ def _rank_trains(kind: str, draws_between: bool = False) -> Any:
 def _check_equal(plain: Any, ranks: list[Any]) -> None:
     weights, samples, state, losses = plain
     for rank, (own_weights, own_samples, own_state, _) in enumerate(ranks):
-        assert own_samples == [batch[rank :: len(ranks)] for batch in samples]
+        assert own_samples == [batch[rank :: len(ranks)] or [batch[rank % len(batch)]] for batch in samples]
         assert torch.equal(own_state, state)
         assert torch.allclose(own_weights, weights, rtol=0, atol=1e-11)
         assert torch.equal(own_weights, ranks[0][0])
-    means = [sum(of_ranks) / len(ranks) for of_ranks in zip(*(own[3] for own in ranks))]
+    counts = [[len(batch[rank :: len(ranks)]) for rank in range(len(ranks))] for batch in samples]
+    of_steps = zip(counts, zip(*(own[3] for own in ranks)))
+    means = [sum(map(mul, *of_step)) / sum(of_step[0]) for of_step in of_steps]
     assert means == pytest.approx(losses, abs=1e-11)
 
 
@@ -317,33 +321,22 @@ def test_a_step_on_the_samples_of_two_loaders() -> None:
     _check_equal(plain, ranks)
 
 
-# A sampler that draws as it goes draws between the steps of a plain process; and 7 samples do not split.
-OTHERWISE = ["of the user", "the last batch is short"]
+SIZES = {"workers": (2,), "workers that stay": (2,), "the ranks do not divide a batch": (3,)}  # workers start slowly
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OTHERWISE])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "of the user"])
 def test_ranks_train_what_a_plain_process_trains(kind: str) -> None:
     plain = _plain(kind)
-    for size in (2,) if "workers" in kind else (1, 2):  # workers take a second each to start
+    for size in SIZES.get(kind, (1, 2)):
         _check_equal(plain, run_ranks(_rank_trains, size, kind))
 
 
-@pytest.mark.parametrize("kind", OTHERWISE)
-def test_what_cannot_be_as_in_one_process_is_alike_on_the_ranks(kind: str) -> None:
-    plain = _plain(kind)
-    if kind == "of the user":
-        plain = run_ranks(_rank_trains, 1, kind)[0]
-    ranks = run_ranks(_rank_trains, 2, kind)
-    if kind == "of the user":
-        _check_equal(plain, ranks)
-    assert torch.equal(ranks[0][0], ranks[1][0])
-    assert torch.equal(ranks[0][2], ranks[1][2])
+def test_a_sampler_of_the_user_draws_alike_on_the_ranks() -> None:
+    plain, ranks = _plain("of the user"), run_ranks(_rank_trains, 2, "of the user")
+    _check_equal(run_ranks(_rank_trains, 1, "of the user")[0], ranks)
     steps = [[i for pair in zip(*shares) for i in pair] for shares in zip(ranks[0][1], ranks[1][1])]
-    if kind == "the last batch is short":  # filled up from the start of the order
-        assert steps[:5] == [*plain[1][:4], [*plain[1][4], plain[1][0][0]]]
-    else:
-        assert steps[0] == plain[1][0]
-        assert {len(step) for step in steps} == {BATCH}
+    assert steps[0] == plain[1][0]
+    assert {len(step) for step in steps} == {BATCH}
 
 
 def test_four_ranks() -> None:
@@ -610,20 +603,23 @@ def _rank_logs(steps: list[list[float]]) -> dict[str, float]:
     for numbers in steps:
         own = torch.tensor(numbers, dtype=torch.float64)[here.rank :: here.world_size]
         of_step = {"adv/mean": own.mean(), "adv/max": own.max(), "adv/min": own.min(), "adv/std": own.std()}
-        metrics.take({**of_step, "std": own.std(), "loss": own.mean()})
+        totals = (len(numbers),) if len(numbers) % here.world_size else ()
+        share = shares.Share(here.rank, here.world_size, len(own), totals=totals)
+        metrics.take({**of_step, "std": own.std(), "loss": own.mean()}, share=share)
     whole = metrics.of_whole_batches(len(steps[0]) // here.world_size)
-    return {key: sum(values) / len(values) for key, values in whole.items()}
+    logged = {key: sum(values) / len(values) for key, values in whole.items()}
+    return {**logged, "loss": metrics.joined(len(steps[0]) // here.world_size)["loss"][0]}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_extremes_and_deviations_are_those_of_the_whole_batch(world_size: int) -> None:
-    steps = [[float(n) for n in torch.randn(12, dtype=torch.float64)] for _ in range(3)]
-    whole = torch.tensor(steps, dtype=torch.float64)
-    for logged in run_ranks(_rank_logs, world_size, steps):
+    steps = [torch.randn(num, dtype=torch.float64) for num in (12, 12, 12 if world_size == 2 else 7)]
+    for logged in run_ranks(_rank_logs, world_size, [step.tolist() for step in steps]):
         assert logged == {
-            "adv/max": pytest.approx(float(whole.amax(1).mean()), abs=1e-15),
-            "adv/min": pytest.approx(float(whole.amin(1).mean()), abs=1e-15),
-            "adv/std": pytest.approx(float(whole.std(1).mean()), abs=1e-15),
+            "adv/max": pytest.approx(float(sum(step.max() for step in steps)) / 3, abs=1e-15),
+            "adv/min": pytest.approx(float(sum(step.min() for step in steps)) / 3, abs=1e-15),
+            "adv/std": pytest.approx(float(sum(step.std() for step in steps)) / 3, abs=1e-15),
+            "loss": pytest.approx(float(sum(step.mean() for step in steps)) / 3, abs=1e-15),
         }, "a deviation without its mean is averaged, as all else is"
 
 

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ddpshim import variables
+from ddpshim.errors import SyncError
+from ddpshim.job import shares
 from ddpshim.trainers.unedited import gpus, loaders, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
@@ -372,12 +374,12 @@ REFUSED = {
         "SyncError: train.py:38: a pass over this DataLoader began with gradients enabled and a network in training",
     ),
     "odd batch": (
-        "train(nn.DataParallel(network()), DataLoader(Items(), 5, shuffle=True))",
-        "DataError: Global batch 5 does not split over 2 ranks",
+        "train(nn.DataParallel(network()), DataLoader(Items(), 1, shuffle=True))",
+        "DataError: Global batch 1 does not split over 2 ranks",
     ),
     "sum": (
-        "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True), loss=nn.MSELoss(reduction='sum'))",
-        'SyncError: the loss is a sum over the samples of a batch (MseLossBackward0, reduction="sum")',
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, lambda a, b: a.mean() + nn.functional.mse_loss(a, b, reduction='sum'))",
+        'train.py:31: the loss contains a sum over the samples of a batch (MseLossBackward0, reduction="sum") beside',
     ),
     "another split": (
         "part = data.Subset(Items(), np.random.default_rng().permutation(40)[:32])\n"
@@ -415,17 +417,12 @@ train(model, DataLoader(Items(27), 8, shuffle=True, drop_last=True), 1, lambda a
 """
     two = succeeded(run(tmp_path, script, 2))
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
-    assert [line[9:21] for line in said] == [
-        "train.py:45:",
-        "train.py:45:",
-        "train.py:46:",
-    ]
+    assert [line[9:21] for line in said] == ["train.py:45:", "train.py:46:", "train.py:31:"]
     assert "each rank sees 1/2 of the samples; so are sums" in said[0]
-    assert "the last batch of 3 is filled up with 1 samples that count twice" in said[1]
-    assert two.logs[0].count("the loss contains a sum (SumBackward0)") == 1
+    assert "the loss is a sum over the samples of a batch (SumBackward0)" in said[2]
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]
-    assert sizes == [4, 4, 4, 2, 4, 4, 4]
+    assert sizes == [4, 4, 4, 1, 4, 4, 4]
 
 
 def test_the_main_rank_writes(tmp_path: Path) -> None:
@@ -556,11 +553,6 @@ def test_left_alone_nothing_is_there(tmp_path: Path) -> None:
 # Pure functions
 
 
-def _loss(make: Any) -> set[tuple[str, bool, bool]]:
-    out, y = nn.Linear(2, 1)(torch.ones(4, 2)), torch.zeros(4, 1)
-    return losses.sums(make(out, y).grad_fn)
-
-
 F = nn.functional
 
 
@@ -568,25 +560,30 @@ F = nn.functional
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda out, y: F.mse_loss(out, y), set()),
-        (lambda out, y: 2 * out.pow(2).sum(1).mean() + 0.1 * out.abs().mean(), set()),
-        (lambda out, y: 8 * F.mse_loss(out, y, reduction="sum"), {("MseLossBackward0", True, False)}),
-        (lambda out, y: F.mse_loss(out, y, reduction="sum") / len(y), {("MseLossBackward0", True, True)}),
-        (lambda out, y: F.mse_loss(out, y) - out.sum() / 3, {("SumBackward0", False, True)}),
-        (
-            lambda out, y: (
-                F.binary_cross_entropy_with_logits(out, y, reduction="sum") + F.l1_loss(out, y, reduction="sum")
-            ),
-            {("BinaryCrossEntropyWithLogitsBackward0", True, False), ("SumBackward0", False, False)},
-        ),
-        (
-            lambda out, y: F.cross_entropy(out.expand(4, 3), y[:, 0].long(), reduction="sum"),
-            {("NllLossBackward0", True, False)},
-        ),
+        (lambda out, y: F.mse_loss(out, y), 1),
+        (lambda out, y: 2 * out.pow(2).sum(1).mean() + 0.1 * out.abs().mean(), 1),
+        (lambda out, y: 8 * F.mse_loss(out, y, reduction="sum"), 2),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") / len(y), 1),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") * (1 / len(y)), 1),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") / 8, 2),
+        (lambda out, y: F.mse_loss(out, y) - out.sum() / 3, 1),
+        (lambda out, y: -0.5 * out.sum() + F.l1_loss(out, y, reduction="sum"), 2),
+        (lambda out, y: (F.mse_loss(out, y, reduction="sum") - 0.5 * out.sum()) / 3, 2),
+        (lambda out, y: F.cross_entropy(out.expand(4, 3), y[:, 0].long(), reduction="sum"), 2),
+        (lambda out, y: (out.mean() * torch.ones(1)).sum(), 1),
+        (lambda out, y: F.mse_loss(out, y) + F.mse_loss(out, y, reduction="sum"), None),
     ],
 )
-def test_sums_in_a_loss(make: Any, expected: set[tuple[str, bool, bool]]) -> None:
-    assert _loss(make) == expected
+def test_a_sum_over_samples_is_multiplied_by_the_number_of_ranks(
+    make: Any, expected: Optional[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "at_hand", lambda: shares.Share(0, 2, 4))
+    loss = make(nn.Linear(2, 1)(torch.ones(4, 2)), torch.zeros(4, 1))
+    if expected is not None:
+        assert losses.factor(loss) == expected
+        return
+    with pytest.raises(SyncError, match=r'a sum over the samples of a batch \(MseLossBackward0, reduction="sum"\)'):
+        losses.factor(loss)
 
 
 @pytest.mark.unit

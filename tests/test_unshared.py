@@ -167,7 +167,7 @@ def test_a_task_of_srun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     step = {"JOB_ID": 42, "STEP_ID": 0, "NTASKS": 2, "STEP_NUM_TASKS": 2, "PROCID": 1, "LOCALID": 1, "NODEID": 0}
     variables = {"SLURM_STEP_TASKS_PER_NODE": "2", **{f"SLURM_{name}": str(value) for name, value in step.items()}}
-    code, said = _run(["ddpshim.launch.rank", "train.py"], tmp_path, variables)
+    code, said = _run(["ddpshim.launch.rank", "train.py"], tmp_path, {**variables, "DDPSHIM_UNEDITED": "off"})
     assert code == 1
     assert "rank 1 failed:" in said
     assert "2 processes would train 2 models" in said
@@ -192,9 +192,9 @@ print("trained")
 
 
 @pytest.mark.ranks
-def test_a_program_for_one_process_under_run(tmp_path: Path) -> None:
+def test_a_program_for_one_process_that_is_left_alone_under_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
-    code, said = _run(["ddpshim", "run", "--nproc", "2", "train.py"], tmp_path, {})
+    code, said = _run(["ddpshim", "run", "--nproc", "2", "train.py"], tmp_path, {"DDPSHIM_UNEDITED": "off"})
     assert code == 1
     assert "SGD.step(): nothing has distributed this program" in said
     assert "trained" not in said

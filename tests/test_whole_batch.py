@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
+from ddpshim.job import shares
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -98,6 +101,109 @@ def test_as_a_mean_of_the_ranks_means_it_is_another(name: str) -> None:
     weights, _, _ = _train(DataLoader, lambda net: net, LOSSES[name][0])
     for own_weights, _, _ in run_ranks(_rank_trains, 2, name, False):
         assert (own_weights - weights).abs().max() > 1e-3
+
+
+# Batches that three ranks do not divide: twice 23 samples, and at last 2, of which a rank has none.
+UNEVEN = 23
+
+
+def _mean_over_samples(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return ((out - 1).square().mean(-1) * (1 + mask)).mean()
+
+
+def _with_parameters_of_that_size(out: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Also takes tensors that are no batch, and of which some rank may think so."""
+    return ddpshim.whole_batch(lambda out, mask, a, b: _masked(out, mask) * (a.sum() + b.sum()))(
+        out, mask, torch.ones(8, dtype=out.dtype), torch.ones(5, dtype=out.dtype)
+    )
+
+
+OF_UNEVEN: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    **LOSSES,
+    "a mean": (_mean_over_samples, _mean_over_samples),
+    "no batch": (lambda out, mask: 13 * _masked(out, mask), _with_parameters_of_that_size),
+}
+
+
+def _train_unevenly(make: Callable[..., Any], wrap: Callable[[nn.Module], Any], is_whole: bool) -> Any:
+    """For each loss, on BatchNorm and with gradients of two batches a step: weights, buffers, and weighed losses."""
+    out: dict[str, Any] = {}
+    for name, losses in OF_UNEVEN.items():
+        torch.manual_seed(3)
+        first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2))
+        made = nn.Sequential(first, nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, 3)), nn.Linear(8, 4))
+        net = wrap(made.double())
+        optimizer, logged = torch.optim.SGD(net.parameters(), 0.1), []
+        drops = name == "no batch"  # where each rank has one row, any number is a multiple of it
+        for number, (x, mask) in enumerate(make(_data(), batch_size=UNEVEN, shuffle=True, drop_last=drops)):
+            is_last = number > 0
+            with contextlib.nullcontext() if is_last or not is_whole else net.no_sync():
+                value = losses[is_whole](net(x), mask + 0.1)
+                value.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+            at_hand = shares.at_hand()
+            logged.append(value.item() * (1.0 if at_hand is None else at_hand.weight))
+        numbers = [*made.parameters(), *(each.double() for each in made.buffers())]
+        out[name] = torch.cat([each.detach().flatten() for each in numbers]), logged, torch.get_rng_state()
+    return out
+
+
+def _rank_trains_unevenly() -> Any:
+    return _train_unevenly(ddpshim.make_loader, ddpshim.wrap_parallel, True)
+
+
+def test_batches_that_ranks_do_not_divide_train_as_in_one_process() -> None:
+    plain = _train_unevenly(DataLoader, lambda net: net, False)
+    ranks = run_ranks(_rank_trains_unevenly, 3)
+    for name, (numbers, losses, state) in plain.items():
+        for own, _, own_state in (rank[name] for rank in ranks):
+            assert (own - numbers).abs().max() < 1e-13, name
+            assert torch.equal(own_state, state)
+        means = [sum(of_ranks) / 3 for of_ranks in zip(*(rank[name][1] for rank in ranks))]
+        assert means == pytest.approx(losses, abs=1e-13), name
+
+
+def _refusals() -> list[str]:
+    """What is said where it is unknown how much the rows of a rank count for."""
+    net, said = ddpshim.wrap_parallel(nn.Linear(1, 1)), []
+    data = TensorDataset(torch.ones(11, 1))
+
+    def refused(train: Callable[[], Any]) -> None:
+        with pytest.raises(ddpshim.errors.DataError) as raised:
+            train()
+        said.append(str(raised.value))
+
+    def loader(batch_size: int = 4) -> Any:
+        return ddpshim.make_loader(data, batch_size, shuffle=True, drop_last=False)
+
+    def of_two() -> None:
+        for (x,), (y,) in zip(loader(), loader(2)):
+            (net(x).mean() + net(y).mean()).backward()
+
+    def ahead() -> None:
+        batches = iter(loader())
+        (now,) = next(batches)
+        while now is not None:
+            (following,) = next(batches, (None,))
+            net(now).mean().backward()
+            now = following
+
+    refused(ahead)
+    refused(lambda: sum(net(x).mean() for (x,) in loader()).backward())
+    refused(of_two)
+    with ThreadPoolExecutor(1) as pool:
+        refused(lambda: pool.submit(list, loader()).result())
+    return said
+
+
+def test_where_the_weight_of_a_ranks_rows_is_unknown_it_is_refused() -> None:
+    for ahead, several, two, thread in run_ranks(_refusals, 2):
+        assert "the loader was asked for the next batch before this one was trained on" in ahead
+        assert "before this one was trained on" in several
+        assert "batches of 2 and 3 samples of several loaders are under way" in two
+        assert "gives a batch that the ranks do not divide to a thread" in thread
 
 
 SAMPLES = ((3, 1), (4, 0), (0, 5))  # of each rank, in each iteration

@@ -73,8 +73,10 @@ def make_loader(
         sampler: keeps its meaning; one draw of it is split over the ranks.
         batch_sampler: each of its lists is a global batch. `drop_last` says nothing about it.
         drop_last: default as torch's (False) without a launcher, and True launched, which is said where it leaves
-            samples out. False fills the last global batch up to a multiple of the ranks, with samples from the
-            start of the order (iterable: of that batch). Those count twice in a mean over the pass.
+            samples out. Of a batch that the ranks do not divide some have one row more, and gradients are the mean over
+            all rows; a rank without a row repeats one, which has no weight. A stream, a computed order and the order of
+            `already_sharded` are filled up instead, with samples from the start of the order (of that batch): those
+            count twice.
         collate_fn: without one, robomimic's sequence datasets are fetched by the batch, with the same values
             (option `batched_fetch`).
         generator: torch's sampler draws from it, as ever; where the order is computed, its `initial_seed()` is the
@@ -218,4 +220,5 @@ def _announce(world: World, global_batch_size: Optional[int]) -> None:
     if world.is_main and global_batch_size is not None and (global_batch_size, world.world_size) not in said:
         said.add((global_batch_size, world.world_size))
         ranks = count(world.world_size, "rank")
-        say(f"global batch {global_batch_size} = {ranks} x {global_batch_size // world.world_size}")
+        each, left = divmod(global_batch_size, world.world_size)
+        say(f"global batch {global_batch_size} = {ranks} x {f'{each} or {each + 1}' if left else each}")

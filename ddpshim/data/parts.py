@@ -110,9 +110,11 @@ class Parts:
         if self.batch_sampler is None:
             if self.sampler is not None:
                 self._refuse_too_small(self.sampler, "sampler")
-            split = self._split()
-            self._refuse_no_step(length(self.dataset if self.sampler is None else self.sampler) or 0, split)
+            split = self._split(is_exact=True)
+            num_samples = length(self.dataset if self.sampler is None else self.sampler) or 0
+            self._refuse_no_step(num_samples, split)
             batch_size = None if batch_size is None else split.global_batch_size
+            self._say_repeated(0 if self.drop_last or batch_size is None else num_samples % batch_size)
         elif self.per_rank_batch:
             raise DataError(_TWO_WAYS)
         plain: DataLoader[Any] = DataLoader(
@@ -130,15 +132,25 @@ class Parts:
 
         batches = TorchsBatches(plain, self.world, EpochCounter())
         declared = getattr(plain.batch_sampler, "batch_size", None)
-        per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
+        whole = declared if isinstance(declared, int) else None
+        per_rank = None if whole is None else len(range(self.world.rank, whole, self.num_shares)) or 1
         shown: dict[str, Any] = {} if plain.batch_sampler is None else {"sampler": batches}
         if self.batch_sampler is None and plain.batch_sampler is not None:
             shown.update(batch_size=per_rank, drop_last=self.drop_last)
         if plain.batch_sampler is None:
             return self._loader(self.dataset, batches, None, shown, batch_size=None, sampler=batches)
-        return self._loader(self.dataset, batches, per_rank, shown, batch_sampler=batches)
+        return self._loader(self.dataset, batches, whole, shown, batch_sampler=batches)
 
-    def _split(self) -> Split:
+    def _say_repeated(self, num_left: int) -> None:
+        if 0 < num_left < self.num_shares and self.world.is_main:
+            say(
+                f"the loader of {line_of_the_caller()} has {num_left} samples in its last batch, for {self.num_shares} "
+                "ranks: the others repeat a sample. It counts for nothing in gradients; in a sum that the program "
+                "takes over a pass it would count again"
+            )
+
+    def _split(self, is_exact: bool = False) -> Split:
+        """How ranks divide the order; `is_exact`: also if they do not divide a batch."""
         if self.batch_size is None:
             if self.num_shares > 1:
                 raise DataError(
@@ -147,8 +159,12 @@ class Parts:
                     "or a dataset of this rank's batches with already_sharded=True."
                 )
             return Split(1, 0, 1, drop_last=True)
-        per_rank = self.batch_size if self.per_rank_batch else divide(self.batch_size, self.world.world_size)
-        return Split(per_rank * self.num_shares, self.sharers.rank, self.num_shares, self.drop_last)
+        num_ranks, num_whole = self.world.world_size, self.batch_size
+        if self.per_rank_batch:
+            num_whole *= num_ranks
+        elif num_whole < num_ranks or not is_exact:
+            divide(num_whole, num_ranks)
+        return Split(num_whole * self.num_shares // num_ranks, self.sharers.rank, self.num_shares, self.drop_last)
 
     def _over_samples(self, split: Split) -> ShardedLoader:
         order: Order
@@ -171,7 +187,8 @@ class Parts:
             return self._loader(self.dataset, sharded, None, {}, batch_size=None, sampler=sharded)
         per_rank = split.global_batch_size // split.world_size
         shown = {"batch_size": per_rank, "drop_last": self.drop_last, "sampler": sharded}
-        return self._loader(self.dataset, sharded, per_rank, shown, batch_sampler=ShardedBatchSampler(sharded))
+        whole = per_rank * self.world.world_size
+        return self._loader(self.dataset, sharded, whole, shown, batch_sampler=ShardedBatchSampler(sharded))
 
     def _over_batch_sampler(self) -> ShardedLoader:
         assert self.batch_sampler is not None
@@ -183,8 +200,9 @@ class Parts:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         declared = getattr(self.batch_sampler, "batch_size", None)
         per_rank = divide(declared, self.num_shares) if isinstance(declared, int) else None
+        whole = per_rank and per_rank * self.world.world_size
         sharded = SplitBatchSampler(order, self.sharers.rank, self.num_shares, EpochCounter())
-        return self._loader(self.dataset, sharded, per_rank, {"sampler": sharded}, batch_sampler=sharded)
+        return self._loader(self.dataset, sharded, whole, {"sampler": sharded}, batch_sampler=sharded)
 
     def _over_stream(self, split: Split) -> ShardedLoader:
         from ddpshim.data.iterable import ShardedIterable, ShardedStream
@@ -206,17 +224,17 @@ class Parts:
         as_is = self.already_sharded and isinstance(self.dataset, IterDataPipe)
         per_rank = None if self.batch_size is None else split.global_batch_size // split.world_size
         batching = {"batch_size": per_rank, "drop_last": self.drop_last}
-        return self._loader(self.dataset if as_is else stream, stream, per_rank, {}, **batching)
+        whole = per_rank and per_rank * self.world.world_size
+        return self._loader(self.dataset if as_is else stream, stream, whole, {}, **batching)
 
     def _loader(
         self,
         dataset: Any,
         source: "Union[ShardedSampler, SplitBatchSampler, ShardedStream, TorchsBatches]",
-        batch_size_per_rank: Optional[int],
+        global_batch_size: Optional[int],
         shown: dict[str, Any],
         **batching: Any,
     ) -> ShardedLoader:
-        global_batch_size = batch_size_per_rank * self.world.world_size if batch_size_per_rank else None
         made = ShardedLoader(dataset, source, global_batch_size, self.order_seed, shown, **batching, **self.options)
         made.deals_shares = not self.already_sharded and self.world is current().world
         made.rank, made.world_size = self.sharers.rank, self.num_shares

@@ -14,9 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpshim.data.augmentation import SampleStreams, show_dataset_to_worker
 from ddpshim.data.sampler import ShardedSampler, SplitBatchSampler
+from ddpshim.errors import DataError
 from ddpshim.job import shares
+from ddpshim.job.group import draws_alike, world
 from ddpshim.job.job import current
-from ddpshim.job.random_streams import PrivateRandom, derive_seed
+from ddpshim.job.random_streams import PrivateRandom, derive_seed, digest, rank_states, restore_rank_states
+from ddpshim.job.say import say_once
 
 if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
@@ -112,7 +115,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
     def __iter__(self) -> Any:
         epoch = self._source.epochs.advance()
         start, source = self._source.epochs.start_step, cast(Any, self._source)
-        draw, next_size = None, lambda: self.batch_size
+        draw, next_size = None, lambda: (self.batch_size, None)
         if hasattr(source, "draw"):
             source.begin(epoch, draws_seed=self.restarts_workers or not self._has_begun)
             draw, next_size = functools.partial(source.draw, source.drawn), source.drawn.sizes.popleft
@@ -161,7 +164,7 @@ class _Pass:
         called: str,
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
-        self._deals_shares = deals_shares
+        self._deals_shares, self._is_uneven = deals_shares, False  # the batch at hand
         self._next, self.called = first, called
         self.position: Optional[shares.Position] = None  # of the batch at hand, if it may be trained on
 
@@ -171,20 +174,44 @@ class _Pass:
     def __next__(self) -> Any:
         if self._deals_shares:
             shares.end_batch(self)
+            if self._is_uneven:
+                self._is_uneven = False
+                self._draw_alike_again()
         if self._draw is not None:
             draw, self._draw = self._draw, None
             draw()
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
-        num_rows = self._next_size()
+        num_rows, total = self._next_size()
         current().progress.batch = (self._next.epoch, self._next.step)
         # A thread that fetches ahead is not as far ahead on every rank.
         feeds = torch.is_grad_enabled() and threading.current_thread() is threading.main_thread()
         self.position = self._next if feeds else None
         self._next = self._next._replace(step=self._next.step + 1)
         if self._deals_shares and num_rows:
-            shares.begin_batch(num_rows, self)
+            shares.begin_batch(num_rows, self, total)
+            self._is_uneven = total is not None and total % world().world_size != 0
+            if self._is_uneven and threading.current_thread() is not threading.main_thread():
+                raise DataError(
+                    f"{self.called} gives a batch that the ranks do not divide to a thread: a step that goes on "
+                    "meanwhile would be taken for one on that batch. Use drop_last=True, or fetch batches where they "
+                    "are trained on."
+                )
         return batch
+
+    def _draw_alike_again(self) -> None:
+        """Put random streams back to the main rank's where a batch that ranks do not divide left others (collective).
+
+        They have different numbers of rows, and may take a shape for one with the batch in it on one rank alone.
+        """
+        here = world()
+        if draws_alike() and len(set(here.gather(digest()))) > 1:
+            restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+            if here.is_main:
+                say_once(
+                    f"in a batch of {self.called} that the ranks do not divide they drew different numbers of random "
+                    "numbers, and one process would draw otherwise (option noise)"
+                )
 
     def __len__(self) -> int:
         return len(self._batches)

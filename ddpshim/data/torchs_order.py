@@ -24,12 +24,12 @@ from ddpshim.job.world import World
 
 @dataclass
 class _Drawn:
-    """A pass: its global batches, and how many samples this rank has in those that were asked for and not yet used."""
+    """A pass: its global batches, and (this rank's rows, all ranks') of those that were asked for and not yet used."""
 
     epoch: int
     start_step: int
     batches: Iterable[Any] = ()
-    sizes: deque[int] = field(default_factory=deque)
+    sizes: deque[tuple[int, int]] = field(default_factory=deque)
 
 
 class TorchsBatches(Sampler[Any]):
@@ -55,7 +55,6 @@ class TorchsBatches(Sampler[Any]):
         self._plain, self._world = plain, world
         self._name = f"the order of loader {current().next_number('order')}"
         self._drawn: Optional[_Drawn] = None
-        self._start: list[Any] = []  # of the order: what fills up a last batch that does not split
 
     @property
     def epoch(self) -> int:
@@ -99,7 +98,6 @@ class TorchsBatches(Sampler[Any]):
             batches = iter(here.run_on_main(self._draw_all))
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
         first = [*islice(batches, 1)]
-        self._start = [index for batch in first if isinstance(batch, list) for index in batch[: here.world_size]]
         start = drawn.start_step
         # By these all that torch draws for the order is drawn, but for what it may draw at the end.
         taken = [*islice(chain(first, batches), max(1, min(start + 1, len(self._plain))))]
@@ -156,25 +154,25 @@ class TorchsBatches(Sampler[Any]):
         if drawn is self._drawn:
             self._drawn = None
         for step, batch in enumerate(drawn.batches, drawn.start_step):
-            is_many = isinstance(batch, (list, tuple))
-            share = Numbered(self._share(batch), drawn.epoch, step) if is_many else batch
-            drawn.sizes.append(len(share) if isinstance(share, list) else 1)
+            if not isinstance(batch, (list, tuple)):
+                drawn.sizes.append((1, self._world.world_size))
+                yield batch
+                continue
+            share = Numbered(self._share(batch), drawn.epoch, step)
+            drawn.sizes.append((len(share), len(batch)))
             yield share
 
     def _share(self, batch: Any) -> list[Any]:
+        """This rank's rows; a rank without one repeats the row of another, which counts for nothing."""
         here, batch = self._world, list(batch)
-        left_over = len(batch) % here.world_size
-        if left_over and self._plain.drop_last is False and is_torchs(self._plain.batch_sampler):
-            more = [self._start[i % len(self._start)] for i in range(here.world_size - left_over)]
-            batch += more
-        elif left_over or not batch:
+        if not batch:
+            raise DataError("A batch of the batch_sampler is empty; there is nothing to train on. Leave it out.")
+        if here.options.exact is not None and len(batch) % here.options.exact:
             raise DataError(
-                f"A batch of the batch_sampler has {len(batch)} indices, which do not split over {here.world_size} "
-                f"ranks; ranks would step on unequal shards. Make every batch a multiple of {here.world_size} "
-                "(drop_last=True drops a short last one)."
+                f"A batch of the batch_sampler has {len(batch)} indices, with exact={here.options.exact}, which does "
+                "not divide them: virtual ranks would have different numbers of samples. Make it a multiple."
             )
-        share: list[Any] = batch[here.rank :: here.world_size]
-        return share
+        return batch[here.rank :: here.world_size] or [batch[here.rank % len(batch)]]
 
 
 def is_torchs(sampler: Any) -> bool:

@@ -1,6 +1,8 @@
 """Knows which rows of the batch at hand are this rank's.
 
-`make_loader` deals out the batches of one process: row j of rank r of W is row j * W + r.
+`make_loader` deals out the batches of one process: row j of rank r of W is row j * W + r. Of a batch that W does not
+divide some ranks have one row more: the mean over its rows is the mean over ranks of `Share.weight` times a rank's
+mean. A rank without a row repeats one of another rank, with the weight 0.
 """
 
 from __future__ import annotations
@@ -22,11 +24,26 @@ class Share(NamedTuple):
     world_size: int
     num_rows: int  # of this rank
     others: tuple[int, ...] = ()  # of this rank's batches of other loaders whose passes are under way
+    totals: tuple[int, ...] = ()  # of all ranks, for each of `sizes`; empty where the ranks divide them all
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """What a batch of this rank may have for rows."""
         return (self.num_rows, *self.others)
+
+    @property
+    def num_counted(self) -> int:
+        """How many rows of the batch are this rank's; 0 where it repeats one of another rank."""
+        return len(range(self.rank, self.totals[0], self.world_size)) if self.totals else self.num_rows
+
+    @property
+    def weight(self) -> float:
+        """By what this rank's mean counts in the mean over ranks."""
+        return self.num_counted * self.world_size / self.totals[0] if self.totals else 1.0
+
+    def total(self, num_rows: int) -> int:
+        """How many rows all ranks have where this one has `num_rows`, which is one of `sizes`."""
+        return self.totals[self.sizes.index(num_rows)] if self.totals else num_rows * self.world_size
 
     def divided(self, num: int) -> list[Share]:
         """What each of `num` virtual ranks of this one has."""
@@ -49,27 +66,30 @@ class Share(NamedTuple):
 
     def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
         """`shape` for the global batch."""
-        return [size * self.world_size if i == where[0] else size for i, size in enumerate(shape)]
+        dimension, num_each = where
+        return [self.total(size // num_each) * num_each if i == dimension else size for i, size in enumerate(shape)]
+
+    def _own(self, total: int) -> slice:
+        return slice(self.rank, None, self.world_size) if self.rank < total else slice(0, 1)
 
     def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
         """This rank's rows of a tensor or array for the global batch."""
         dimension, num_each = where
+        own = self._own(drawn.shape[dimension] // num_each)
         if num_each == 1:
-            return drawn[(slice(None),) * dimension + (slice(self.rank, None, self.world_size),)]
-        each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[self.rank :: self.world_size]
+            return drawn[(slice(None),) * dimension + (own,)]
+        each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[own]
         return each.reshape((-1, *drawn.shape[1:]))
 
     def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
         """`own` at its rows of the global batch; the others' rows are ones, which every distribution can take."""
         whole = own.new_ones(self.whole(own.shape, where))
         dimension, num_each = where
+        rows = self._own(whole.shape[dimension] // num_each)
         if num_each == 1:
-            index = (slice(None),) * dimension + (slice(self.rank, None, self.world_size),)
-            whole[index] = own
-            return whole
-        whole.view(-1, num_each, *own.shape[1:])[self.rank :: self.world_size] = own.reshape(
-            -1, num_each, *own.shape[1:]
-        )
+            whole[(slice(None),) * dimension + (rows,)] = own
+        else:
+            whole.view(-1, num_each, *own.shape[1:])[rows] = own.reshape(-1, num_each, *own.shape[1:])
         return whole
 
 
@@ -93,6 +113,26 @@ class Position(NamedTuple):
     num_samples: Optional[int]  # in that pass, of all ranks
 
 
+class Given:
+    """What a pass has given so far.
+
+    Attributes:
+        is_under_way: its last batch may still be trained on.
+        num_rows: of that batch, of this rank.
+        total: of that batch, of all ranks.
+        feeds: whether it may be trained on.
+        num_batches: so far.
+        num_since: of these, since a backward pass.
+        passes_before: backward passes of the job when it began.
+        passes_then: when it gave the last batch.
+    """
+
+    def __init__(self, num_passes: int) -> None:
+        self.is_under_way = self.feeds = True
+        self.num_rows = self.total = self.num_batches = self.num_since = 0
+        self.passes_before = self.passes_then = num_passes
+
+
 class Sharing:
     """How the draws of a job are shared out, while they are.
 
@@ -101,15 +141,27 @@ class Sharing:
         kept: of a batch that the program may have kept from the pass before.
         is_left: whether the pass that gave the batch at hand was left before its end.
         trains_whole_batches: whether ranks may train on a whole batch each, on which they are to draw alike.
+        is_uneven: whether the last batch of a pass that is under way, or has just ended, is not divided by the ranks.
+        has_fetched_ahead: whether that pass has ended before its last batch was trained on.
+        num_passes: backward passes so far.
+        given: what each pass has given.
+        last_given: of the pass that gave the batch at hand.
     """
 
     def __init__(self) -> None:
         self.share: Optional[Share] = None
         self.kept: Optional[Kept] = None
         self.is_on = self.trains_whole_batches = self.is_left = False
+        self.is_uneven = self.has_fetched_ahead = False
         self.named: set[str] = set()  # the lines that were told of
         self.last: tuple[Optional[Position], str] = None, ""  # the batch at hand, also of a pass that nobody holds
-        self.passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # under way, with their batches
+        self.num_passes = 0
+        self.given: weakref.WeakKeyDictionary[Any, Given] = weakref.WeakKeyDictionary()
+        self.last_given: Optional[Given] = None
+
+    def under_way(self) -> list[Given]:
+        """Of the passes whose last batch may still be trained on."""
+        return [given for given in self.given.values() if given.is_under_way]
 
     @property
     def of_draws(self) -> Optional[Share]:
@@ -118,24 +170,38 @@ class Sharing:
         return self.kept if is_looking and (self.share is None or self.is_left) else self.share
 
 
-def begin_batch(num_rows: int, of: Optional[object] = None) -> None:
-    """From here on this rank trains on `num_rows` of the samples of a global batch, which the pass `of` gave. Local."""
+def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int] = None) -> None:
+    """From here on this rank trains on `num_rows` of the samples of a global batch, which the pass `of` gave. Local.
+
+    Args:
+        total: of all ranks, where they may not have equally many.
+    """
     job = current()
     assert job.world is not None
-    sharing = job.part(Sharing)
+    sharing, size = job.part(Sharing), job.world.world_size
+    total = num_rows * size if total is None else total
     if of is not None:
-        sharing.passes[of] = num_rows
+        given = sharing.given.setdefault(of, Given(sharing.num_passes))
+        given.is_under_way, given.num_rows, given.total = True, num_rows, total
+        given.num_since = 1 if given.passes_then != sharing.num_passes else given.num_since + 1
+        given.num_batches += 1
+        given.passes_then = sharing.num_passes
         sharing.last = getattr(of, "position", None), getattr(of, "called", "")
+        given.feeds, sharing.last_given = sharing.last[0] is not None, given
     sharing.kept, sharing.is_left = None, False
-    others = tuple(sorted({*sharing.passes.values()} - {num_rows}))
-    sharing.share = Share(job.world.rank, job.world.world_size, num_rows, others)
+    by_size = {given.num_rows: given.total for given in sharing.under_way() if given.num_rows != num_rows}
+    others, totals = tuple(sorted(by_size)), (total, *(by_size[size] for size in sorted(by_size)))
+    sharing.is_uneven = any(each % size for each in (total, *(given.total for given in sharing.under_way())))
+    sharing.has_fetched_ahead = False
+    sharing.share = Share(job.world.rank, size, num_rows, others, totals if sharing.is_uneven else ())
 
 
 def positions() -> list[tuple[Position, str]]:
     """Where the passes that feed the training are, and where their loaders were made. Local."""
     sharing = current().part(Sharing)
-    given = {(getattr(of, "position", None), getattr(of, "called", "")) for of in sharing.passes} | {sharing.last}
-    return sorted((position, called) for position, called in given if position is not None)
+    under_way = [of for of, given in sharing.given.items() if given.is_under_way]
+    places = {(getattr(of, "position", None), getattr(of, "called", "")) for of in under_way} | {sharing.last}
+    return sorted((position, called) for position, called in places if position is not None)
 
 
 def keep(num_rows: int, is_left: bool) -> None:
@@ -157,8 +223,11 @@ def end_batch(of: Optional[object] = None) -> None:
     """No batch is at hand any more, and the pass `of` is over: draws are alike on all ranks. Local."""
     sharing = current().part(Sharing)
     sharing.share, sharing.last = None, (None, "")
-    if of is not None:
-        sharing.passes.pop(of, None)
+    given = None if of is None else sharing.given.get(of)
+    if given is not None:
+        num_passes, given.is_under_way = sharing.num_passes - given.passes_before, False
+        if sharing.is_uneven and given.feeds:
+            sharing.has_fetched_ahead = not num_passes or num_passes % given.num_batches != 0
 
 
 def is_shared() -> bool:

@@ -39,10 +39,15 @@ def mean_over(here: World, total: torch.Tensor, count: Any) -> torch.Tensor:
     """See `World.mean_over`."""
     is_tensor = isinstance(count, torch.Tensor)  # else filled in where it is needed: a copy would be waited for
     counted = count.detach().to(total) if is_tensor else total.detach().new_full((), float(count))
-    num = exchange.size(here)
+    num, at_hand = exchange.size(here), shares.at_hand()
     if num == 1:
         return total / counted
-    return total * num / exchange.add_up(counted, group(), "a mean over all samples")
+    if at_hand is None or not at_hand.totals:
+        return total * num / exchange.add_up(counted, group(), "a mean over all samples")
+    # The backward pass weighs by the rank's rows, as a mean over them is to be: not this one.
+    has_rows, weight = float(at_hand.num_counted > 0), at_hand.weight or 1.0
+    over_all = exchange.add_up(counted * has_rows, group(), "a mean over all samples")
+    return total * (has_rows * num / weight) / over_all
 
 
 def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:
@@ -50,10 +55,30 @@ def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:
     num = exchange.size(here)
     if num == 1:
         return x
-    if shares.at_hand() is None:  # else they are: they are shares of one batch
+    at_hand = shares.at_hand()
+    if at_hand is None:  # else they are shares of one batch
         _check_equal_numbers(x)
+    elif at_hand.totals:
+        return _all_gather_unevenly(here, x, at_hand)
     gathered: torch.Tensor = _Gather.apply(x, exchange.number(here), num, group())  # type: ignore[no-untyped-call]
     return gathered
+
+
+def _all_gather_unevenly(here: World, x: torch.Tensor, at_hand: shares.Share) -> torch.Tensor:
+    """`all_gather` of a batch that the ranks do not divide: as many rows on each, of which some are left out again."""
+    num_samples, size = at_hand.num_samples(x.shape[0]), here.world_size
+    if num_samples is None:
+        raise DataError(
+            f"all_gather of {x.shape[0]} rows, and this rank has {at_hand.num_rows} of a batch of {at_hand.totals[0]}: "
+            "whose they are is unknown. Gather what has a row for each sample, or use drop_last=True."
+        )
+    total, num_each = at_hand.total(num_samples), x.shape[0] // num_samples
+    most = -(-total // size) * num_each
+    padded = torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
+    gathered: torch.Tensor = _Gather.apply(padded, here.rank, size, group())  # type: ignore[no-untyped-call]
+    of_ranks = [len(range(rank, total, size)) * num_each for rank in range(size)]
+    kept = [row * size + rank for row in range(most) for rank in range(size) if row < of_ranks[rank]]
+    return gathered[torch.tensor(kept, device=x.device)]
 
 
 def _check_equal_numbers(x: torch.Tensor) -> None:
@@ -88,18 +113,31 @@ def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
         if exchange.size(here) == 1 or at_hand is None:
             return loss(*arguments, **options)
 
+        is_of_all = _are_of_all(at_hand, tensors) if at_hand.totals else {}
+
         def gathered(given: Any) -> Any:
             has_rows = isinstance(given, torch.Tensor) and given.dim()
             num_samples = at_hand.num_samples(given.shape[0]) if has_rows else None
-            if num_samples is None:
+            if num_samples is None or not is_of_all.get(id(given), True):
                 return given
             by_sample = given.reshape(num_samples, -1, *given.shape[1:])
             return all_gather(here, by_sample).reshape(-1, *given.shape[1:])
 
+        of_all, named = [*map(gathered, arguments)], {name: gathered(given) for name, given in options.items()}
         with shares.without_batch():
-            return loss(*map(gathered, arguments), **{name: gathered(given) for name, given in options.items()})
+            return loss(*of_all, **named)
 
     return over_all
+
+
+def _are_of_all(at_hand: shares.Share, tensors: list[torch.Tensor]) -> dict[int, bool]:
+    """Which tensors have the batch in them on all ranks, whose numbers of rows differ, by their ids (collective)."""
+    num_each = torch.zeros(len(tensors), dtype=torch.int64, device="cpu" if not tensors else tensors[0].device)
+    for i, given in enumerate(tensors):
+        num_samples = at_hand.num_samples(given.shape[0]) if given.dim() else None
+        num_each[i] = 0 if num_samples is None else given.shape[0] // num_samples
+    table = torch.stack(exchange.gather(num_each, group(), "numbers of rows")).tolist()
+    return {id(given): len(set(of_ranks)) == 1 for given, of_ranks in zip(tensors, zip(*table))}
 
 
 def _batch_at_hand(tensors: list[torch.Tensor]) -> Optional[shares.Share]:

@@ -66,7 +66,7 @@ def _run_program(argv: Sequence[str]) -> None:
                 sys.path[0] = os.path.dirname(os.path.abspath(name))
             module = import_hook.program_in(name)
             if module is None:
-                runpy.run_path(name, run_name="__main__")
+                runpy.run_path(os.path.abspath(name), run_name="__main__")
             else:  # so that it can be patched in memory
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:

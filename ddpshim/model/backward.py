@@ -16,7 +16,7 @@ from ddpshim.job.failure import abort
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import described
-from ddpshim.model import seams
+from ddpshim.model import seams, weighing
 
 
 class Passes:
@@ -111,6 +111,7 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
         clock = None
         if not passes.depth:
             _check(passes)
+            args, kwargs = weighing.weighed(*args, **kwargs)
             clock = events.running
         else:
             with contextlib.suppress(RuntimeError):  # the outer pass is another thread's

@@ -85,7 +85,10 @@ class _Normalise(torch.autograd.Function):
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         mean = wide.mean(dimensions)
         squares = (wide - _like(mean, x)).square().sum(dimensions)
-        count = x.numel() // x.shape[1]
+        at_hand = shares.at_hand()
+        ctx.counts = at_hand is None or at_hand.num_counted > 0  # else its rows are another rank's
+        count = x.numel() // x.shape[1] if ctx.counts else 0
+        squares = squares if ctx.counts else squares * 0
         own = torch.cat([mean, squares, mean.new_full((1,), float(count))])
         table = torch.stack(exchange.gather(own, group, "the statistics of a batch"))
         counts, means = table[:, -1:], table[:, : x.shape[1]]
@@ -110,6 +113,8 @@ class _Normalise(torch.autograd.Function):
         own = torch.stack([gradient.sum(dimensions), (gradient * normed).sum(dimensions)])
         sums = exchange.add_up(own, ctx.group, "the gradient of the statistics of a batch")
         mean, along = sums / ctx.total
+        if not ctx.counts:
+            return torch.zeros_like(gradient).to(ctx.dtype), None, None
         centred = gradient - _like(mean, normed) - normed * _like(along, normed)
         return (centred * _like(scale, normed)).to(ctx.dtype), None, None
 

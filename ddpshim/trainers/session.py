@@ -20,7 +20,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import plain_files
 from ddpshim.checkpoint.resume import Resumable, Stateful, find_progress, leave_if_finished
 from ddpshim.data.sharded_loader import Enterable
-from ddpshim.job import events, preemption
+from ddpshim.job import events, preemption, shares
 from ddpshim.job.group import draws_alike, on_cleanup, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
@@ -72,6 +72,7 @@ class Session:
         self._metrics, self._validation = _Metrics({}), _Metrics({})
         self._epoch = _Epoch(0, "training", None, None)
         self._noted: tuple[Mapping[str, Any], ...] = ()  # of the last step, if nobody has looked at it yet
+        self._share: Optional[shares.Share] = None  # of the batch that they are about
 
     def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
         """Compare the config and the code between ranks, then seed this one (collective, once, before networks).
@@ -217,7 +218,7 @@ class Session:
             of_others: of the further virtual ranks of this process, in their order (option exact).
         """
         self._look_at_noted()
-        self._noted = (metrics, *of_others)
+        self._noted, self._share = (metrics, *of_others), shares.at_hand()
         if isinstance(metrics, dict):
             self._look_at_noted()
         return metrics
@@ -226,7 +227,7 @@ class Session:
         noted, self._noted = self._noted, ()
         if noted:
             trains = self._epoch.phase == "training"
-            (self._metrics if trains else self._validation).take(*noted)
+            (self._metrics if trains else self._validation).take(*noted, share=self._share)
             if trains and self.progress is not None and self.recorder is not None:
                 self.recorder.step_of(noted[0])
 
@@ -251,7 +252,7 @@ class Session:
             log = {key: float(value) for key, value in here.mean(log).items()}
             whole = metrics.of_whole_batches(epoch.batch_size)
             log.update({key: _mean(values) for key, values in whole.items() if key in log})
-        if is_exact or metrics.before:
+        if is_exact or metrics.before or (metrics.are_weighed and here.world_size > 1 and every):
             log = {**log, **{key: float(value) for key, (value, _) in metrics.joined(epoch.batch_size).items()}}
         if self.recorder is not None:
             mean = None if log is own else log
@@ -334,10 +335,18 @@ class _Metrics:
     def __init__(self, before: Mapping[str, tuple[Any, int]]) -> None:
         self.before = before  # by an earlier start: mean over steps and ranks, and number of steps
         self._now: list[dict[str, list[float]]] = []  # of this process's virtual ranks, or of the one rank that it is
+        self._counts: dict[str, list[int]] = {}  # of this rank's rows, in each step
+        self._weights: dict[str, list[float]] = {}  # of its mean over them
+        self.are_weighed = False  # since ranks did not divide a batch
 
-    def take(self, *of_each: Mapping[str, Any]) -> None:
-        """Take note of the metrics of one step. Local."""
+    def take(self, *of_each: Mapping[str, Any], share: Optional[shares.Share] = None) -> None:
+        """Take note of the metrics of one step, on a `share` of a batch. Local."""
         self._now = self._now or [{} for _ in of_each]
+        if share is not None:
+            self.are_weighed |= bool(share.totals)
+            for key in of_each[0]:
+                self._counts.setdefault(key, []).append(share.num_counted)
+                self._weights.setdefault(key, []).append(share.weight)
         for now, metrics in zip(self._now, of_each):
             for key, value in metrics.items():
                 now.setdefault(key, []).append(float(value))
@@ -360,6 +369,7 @@ class _Metrics:
             return {}
         of_ranks = self._of_all(asked)
         num_rows = num_rows and num_rows // len(self._now)
+        counts = world().gather(self._counts) if self.are_weighed else None
         out = {}
         for key in asked:
             steps = [*zip(*(own[key] for own in of_ranks))]
@@ -367,7 +377,11 @@ class _Metrics:
                 out[key] = [max(step) if key.endswith("max") else min(step) for step in steps]
             elif key.endswith("std") and num_rows and num_rows > 1 and key[:-3] + "mean" in of_ranks[0]:
                 means = [*zip(*(own[key[:-3] + "mean"] for own in of_ranks))]
-                out[key] = [_deviation(*of_step, num_rows) for of_step in zip(steps, means)]
+                if counts is None:
+                    of_steps = [[num_rows] * len(of_ranks)] * len(steps)
+                else:
+                    of_steps = [[*of_step] for of_step in zip(*(of_rank[key] for of_rank in counts))]
+                out[key] = [_deviation(*of_step) for of_step in zip(steps, means, of_steps)]
         return out
 
     def joined(self, num_rows: Optional[int]) -> dict[str, tuple[Any, int]]:
@@ -383,13 +397,18 @@ class _Metrics:
             every = {key: [value for each in of_all for value in each[key]] for key in own}
             now: dict[str, Any] = {key: _exact_mean(values) for key, values in {**every, **whole}.items()}
         else:
-            now = world().mean({key: _mean(values) for key, values in own.items()})
+            now = world().mean({key: self._weighed_mean(key, values) for key, values in own.items()})
             now.update((key, _mean(values)) for key, values in whole.items())
         out = dict(self.before)
         for key, of_now in now.items():
             (before, num_before), num_now = self.before.get(key, (0, 0)), len(own[key])
             out[key] = ((before * num_before + of_now * num_now) / (num_before + num_now), num_before + num_now)
         return out
+
+    def _weighed_mean(self, key: str, values: Sequence[float]) -> float:
+        if not self.are_weighed:
+            return _mean(values)
+        return _mean([value * weight if weight else 0.0 for value, weight in zip(values, self._weights[key])])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -405,9 +424,10 @@ def _exact_mean(values: Sequence[float]) -> Any:
     return Fraction(sum(number * (_SMALLEST // power) for number, power in ratios), _SMALLEST * len(values))
 
 
-def _deviation(deviations: Sequence[float], means: Sequence[float], num_each: int) -> float:
-    """The deviation of all numbers together, of groups of `num_each`."""
-    mean = math.fsum(means) / len(means)
-    inside = math.fsum(deviation**2 for deviation in deviations) * (num_each - 1)
-    between = math.fsum((of_group - mean) ** 2 for of_group in means) * num_each
-    return math.sqrt((inside + between) / (len(means) * num_each - 1))
+def _deviation(deviations: Sequence[float], means: Sequence[float], counts: Sequence[int]) -> float:
+    """The deviation of all numbers together, of groups of so many."""
+    total = sum(counts)
+    mean = math.fsum(mean * num for mean, num in zip(means, counts)) / total
+    inside = math.fsum(deviation**2 * (num - 1) for deviation, num in zip(deviations, counts) if num > 1)
+    between = math.fsum((of_group - mean) ** 2 * num for of_group, num in zip(means, counts))
+    return math.sqrt((inside + between) / (total - 1))

@@ -247,16 +247,16 @@ for rule in ("linear", "sqrt", "none"):
 assert ddpshim.scale_lr(1e-3, "linear", world_size=4) == 0.004  # the usual rule for SGD, with a warm-up
 assert ddpshim.scale_lr(1e-3, "sqrt", world_size=4) == 0.002  # the usual rule for Adam
 
-failed = run_failing(see, 4, 10)
+failed = run_failing(see, 4, 3)
 print(failed.error)
-assert "Global batch 10 does not split over 4 ranks" in failed.error
+assert "Global batch 3 does not split over 4 ranks" in failed.error
 
 # %% [markdown]
 # ## The end of an epoch
 #
 # 10 samples in batches of 4 on two ranks leave 2 over. If one rank made a step more than the other, it would wait for
-# gradients that nobody sends. By default what is left over is dropped, on all ranks alike; with `drop_last=False` the
-# last batch is filled up to a multiple of the ranks, from the start of the order.
+# gradients that nobody sends. By default what is left over is dropped, on all ranks alike. With `drop_last=False` all
+# ranks make the last step: a rank's gradients count by its rows, and a rank without a row repeats one for nothing.
 
 # %%
 for num_samples, drop_last in ((10, True), (10, False), (9, False)):

@@ -27,6 +27,7 @@ from ddpshim.job.group import cleanup, draws_alike, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.trainers.unedited import gpus, leaving
+from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.loaders import DataLoader
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.program import Start
@@ -57,6 +58,7 @@ def joined(start: Start) -> Iterator[None]:
     undo.enter_context(leaving.noticed(start))
     if here.world_size > 1:
         undo.enter_context(PrivateFiles(here, start.time, lambda: steps.is_reading).installed())
+        undo.enter_context(Clock(here, lambda: steps.is_reading).installed())
         undo.enter_context(equal_reads(here, lambda: steps.is_reading))
         unshared.leave_to_others()
         undo.callback(register_optimizer_step_pre_hook(steps.check_step).remove)
@@ -85,7 +87,10 @@ def _optimizers_seen() -> Iterator[None]:
         current().part(Steps).networks.take_note(self)
 
     with replaced(torch.optim.Optimizer, "add_param_group", add_param_group):
-        yield
+        try:
+            yield
+        finally:
+            current().part(Steps).networks.forget()
 
 
 class DataParallel(torch_parallel.DataParallel[Any]):

@@ -11,7 +11,6 @@ from typing import Any, Callable, NoReturn
 
 import torch.distributed as dist
 
-import ddpshim
 from ddpshim import adapters, variables
 from ddpshim.errors import SyncError
 from ddpshim.job.after_import import after_import
@@ -43,7 +42,7 @@ def noticed(start: Start) -> Iterator[None]:
             put(dist, name, f"it calls torch.distributed.{name}")
         until.enter_context(replaced(dist, "is_initialized", is_shown))
         for name in ("setup", "wrap_parallel", "make_loader"):
-            put(ddpshim, name, f"it calls ddpshim.{name}")
+            put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
         for package in adapters.packages():
             for module, function in _trainer_of(package):
                 after_import(

@@ -134,13 +134,6 @@ def _split(loader: DataLoader[Any], steps: Steps) -> ShardedLoader:
             f"{loader.place}: training passes over this DataLoader are split, each rank sees 1/{here.world_size} of "
             "the samples; so are sums that the program takes over such a pass"
         )
-        left_over = len(loader.sampler) % (loader.batch_size or 1)  # type: ignore[arg-type]
-        repeated = -left_over % here.world_size
-        if "batch_sampler" not in batching and not loader.drop_last and repeated:
-            say_on_main(
-                f"{loader.place}: the last batch of {left_over} is filled up with {repeated} samples that count "
-                "twice; drop_last=True leaves it out"
-            )
     return made  # type: ignore[no-any-return]
 
 

@@ -1,47 +1,166 @@
-"""Finds sums over samples in a loss: ranks average their gradients."""
+"""Makes averaged gradients those of the whole batch, where a loss is no mean over a rank's rows.
+
+A sum over samples wants gradients added. A mean over something of which ranks have different numbers (tokens that are
+not padding) weighs ranks by these.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Optional
+
+import torch
 
 from ddpshim.errors import SyncError
+from ddpshim.job import shares
 from ddpshim.job.group import world
-from ddpshim.trainers.unedited.places import say_on_main
+from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 # Nodes between a loss and what it was summed from.
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
+_SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
+_ROUNDING = 1e-6
+_MEAN, _SUM = 1, 2  # as at::Reduction has it
 
 
-def check(loss: Any) -> None:
-    """Raise SyncError where `loss`, of a rank's share of a batch, is a sum over samples; say what may be one. Local."""
-    for name, is_loss, is_divided in sums(loss.grad_fn):
-        if is_loss and not is_divided:
+class Term(NamedTuple):
+    """What a loss was added up from."""
+
+    name: str  # of the node that computed it
+    is_sum: bool
+    is_loss: bool  # a loss function's own sum
+    count: Optional[float]  # by what it is divided, in all; None: by what needs gradients itself
+    is_counted: bool  # whether that may differ between ranks
+    is_constant: bool  # whether it looks like a number of the program's own
+    num_rows: int  # of what was summed; 0 where that is not known
+
+
+def factor(loss: Any) -> float:
+    """By what to multiply `loss`, of a rank's share of a batch, so that averaged gradients are those of the batch.
+
+    Collective where the loss may be a mean over different numbers on each rank. Raises SyncError where a part of it is
+    a sum over samples and a part is none.
+    """
+    share = shares.at_hand()
+    found = terms(loss.grad_fn)
+    if share is None or not found:
+        return 1.0
+    # Of rows that another rank has as well nothing counts: the backward pass weighs them by 0.
+    mine = [(term.count if share.weight else 0.0) if term.is_counted else None for term in found]
+    of_ranks = world().gather(mine) if any(count is not None for count in mine) else [mine] * share.world_size
+    factors = [_factor_of(term, [there[i] for there in of_ranks], share) for i, term in enumerate(found)]
+    if max(factors) - min(factors) <= _ROUNDING:
+        if all(term.is_sum and not term.is_counted for term in found) and factors[0] != 1:
+            say_on_main(
+                f"{line_of_the_program()}: the loss is a sum over the samples of a batch ({found[0].name}), of which "
+                f"each rank has its share; it is multiplied by {share.world_size}, since gradients are averaged over "
+                "the ranks"
+            )
+        return factors[0]
+    _refuse_or_say(found, factors, share)
+    return 1.0
+
+
+def _refuse_or_say(found: list[Term], factors: list[float], share: shares.Share) -> None:
+    for term, wanted in zip(found, factors):
+        if term.is_loss and wanted == _whole(share):
             raise SyncError(
-                f'the loss is a sum over the samples of a batch ({name}, reduction="sum"), of which each rank has its '
-                f"share; gradients are averaged over the ranks and would be 1/{world().world_size} of those of one "
+                f"{line_of_the_program()}: the loss contains a sum over the samples of a batch ({term.name}, "
+                'reduction="sum") beside terms that are none; each rank has its share of the samples, gradients are '
+                f"averaged over the ranks, and those of the sum would be 1/{world().world_size} of those of one "
                 "process. Divide it by the number of samples that it was summed over (len of the batch)."
             )
-        if is_loss or not is_divided:
+        if term.is_sum and wanted == _whole(share):
             say_on_main(
-                f"the loss contains a sum ({name}); if it is over samples, and not divided by the number that this "
-                "rank has of them (len of the batch, not a constant), gradients are too small by the number of ranks"
+                f"the loss contains a sum ({term.name}); if it is over samples, and not divided by the number that "
+                "this rank has of them (len of the batch, not a constant), gradients are too small by the number of "
+                "ranks"
+            )
+        elif wanted != 1:
+            say_on_main(
+                f"{line_of_the_program()}: a part of the loss ({term.name}) is a mean over numbers of which ranks have "
+                "different ones (what is not padding), and another part is not; ranks weigh equally in both"
             )
 
 
-def sums(node: Any) -> set[tuple[str, bool, bool]]:
-    """The sums in a loss with this `grad_fn`: (name, whether it is a loss function's own, whether divided). Local."""
-    found: set[tuple[str, bool, bool]] = set()
-    waiting, seen = [(node, False)], set()
+def _factor_of(term: Term, counts: list[Any], share: shares.Share) -> float:
+    """For this term alone; `counts`: of each rank."""
+    if term.is_sum and term.num_rows and share.num_samples(term.num_rows) is None:
+        return 1.0  # over no samples
+    if term.is_counted and not (term.is_constant and len({*counts}) == 1 and _is_plain(counts[0], share)):
+        return float(counts[share.rank] / sum(counts)) * _whole(share) if sum(counts) else 1.0
+    if not term.is_sum or term.count is None:
+        return 1.0
+    is_divided = term.count % share.num_rows == 0  # else by a weight, or the number of accumulated batches
+    is_whole = not is_divided or term.count == share.total(share.num_rows)
+    return _whole(share) if is_whole else 1.0
+
+
+def _whole(share: shares.Share) -> float:
+    """What makes an average over ranks a sum, beside the weight that the backward pass gives this rank's rows."""
+    return share.world_size / share.weight if share.weight else 1.0
+
+
+def _is_plain(count: float, share: shares.Share) -> bool:
+    """Whether an integer is rather the program's own than the sum of a mask, which would be large."""
+    return count <= share.num_rows or count % share.num_rows == 0
+
+
+def terms(node: Any) -> list[Term]:
+    """The terms of a loss with this `grad_fn`. Local."""
+    found: dict[Term, None] = {}
+    waiting: list[tuple[Any, Optional[float], bool, bool]] = [(node, 1.0, False, True)]
+    seen = set()
     while waiting:
-        node, is_divided = waiting.pop()
-        if node is None or (node, is_divided) in seen:
+        node, count, is_divided, is_constant = waiting.pop()
+        if node is None or (node, count) in seen:
             continue
-        seen.add((node, is_divided))
+        seen.add((node, count))
         name = node.name()
+        reduction = getattr(node, "_saved_reduction", None)
         if name in _ELEMENTWISE:
-            waiting += [(inner, is_divided or name == "DivBackward0") for inner, _ in node.next_functions]
-        elif getattr(node, "_saved_reduction", None) == 2:  # as at::Reduction has it
-            found.add((name, True, is_divided))
+            by, is_fixed = _divided_by(node, name)
+            inside = None if by is None or count is None else by * count
+            how = is_divided or name == "DivBackward0", is_constant and is_fixed
+            waiting += [(inner, inside, *how) for inner, _ in node.next_functions]
+        elif reduction == _SUM:
+            rows = _rows(getattr(node, "_saved_self", None))
+            found[Term(name, True, True, count, is_divided and count is not None, is_constant, rows)] = None
         elif name == "SumBackward0":
-            found.add((name, False, is_divided))
-    return found
+            sizes = getattr(node, "_saved_self_sym_sizes", ())
+            rows = int(sizes[0]) if len(sizes) else 0
+            found[Term(name, True, False, count, is_divided and count is not None, is_constant, rows)] = None
+        elif name != "torch::autograd::AccumulateGrad":
+            averaged = _num_averaged(node, name, reduction)
+            found[Term(name, False, False, averaged, averaged is not None, False, 0)] = None
+    return [*found]
+
+
+def _num_averaged(node: Any, name: str, reduction: Optional[int]) -> Optional[float]:
+    """Over how many numbers it is a mean, where that is not by shape the same on all ranks; else None."""
+    weight, target = getattr(node, "_saved_total_weight", None), getattr(node, "_saved_target", None)
+    share = shares.at_hand()
+    if reduction == _MEAN and weight is not None and target is not None:  # without what ignore_index leaves out
+        return float(weight) if share is not None and target.numel() > share.num_rows else None
+    is_mean = name == "MeanBackward0" or reduction == _MEAN
+    if not is_mean or not any(inner is not None and inner.name() in _SELECTED for inner, _ in node.next_functions):
+        return None
+    own = getattr(node, "_saved_self", None)
+    return float(node._saved_self_sym_numel if own is None else own.numel())
+
+
+def _divided_by(node: Any, name: str) -> tuple[Optional[float], bool]:
+    """By what number this node divides, and whether that is a constant of the program's."""
+    if name not in ("DivBackward0", "MulBackward0"):
+        return 1.0, True
+    other = getattr(node, "_saved_other", None)
+    is_number = other is not None and other.numel() == 1 and not other.requires_grad
+    if name == "MulBackward0":
+        by = 1 / float(other) if is_number and 0 < float(other) < 1 else 1.0
+        return (float(round(by)), True) if abs(by - round(by)) < _ROUNDING * by else (1.0, True)
+    if not is_number:
+        return None, False
+    return float(other), other.dtype in (torch.float64, torch.int64) and other.device.type == "cpu"
+
+
+def _rows(tensor: Any) -> int:
+    return int(tensor.shape[0]) if tensor is not None and tensor.dim() else 0

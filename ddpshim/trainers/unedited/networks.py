@@ -7,6 +7,7 @@ not wrapped; they are watched, as they have to stay equal on all ranks.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddpshim.errors import SyncError
 from ddpshim.job.group import world
@@ -37,6 +39,7 @@ class Networks:
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # the first one that was made first
         self._places: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
         self._is_stale = False  # an optimizer got parameters since `wrap` looked
+        self._before_forward: Any = None
         self._trained: list[weakref.ref[nn.Module]] = []  # the modules that hold the parameters themselves
 
     def take_note(self, optimizer: torch.optim.Optimizer) -> None:
@@ -45,6 +48,27 @@ class Networks:
             self._places[optimizer] = line_of_the_program()
             self._optimizers.append(weakref.ref(optimizer))
         self._is_stale = True
+        if self._before_forward is None:
+            self._before_forward = register_module_forward_pre_hook(self._wrap_before_forward)
+
+    def forget(self) -> None:
+        """Take back what watches the forward passes of all modules. Local."""
+        if self._before_forward is not None:
+            self._before_forward.remove()
+            self._before_forward = None
+
+    def _wrap_before_forward(self, module: nn.Module, inputs: Any) -> None:
+        # In a backward pass it would be late: weights that become the main rank's are not those of the graph.
+        if torch.is_grad_enabled() and threading.current_thread() is threading.main_thread() and self._is_trained(module):
+            self.wrap()
+
+    def _is_trained(self, module: nn.Module) -> bool:
+        """Whether `module` has parameters of an optimizer itself, and is in training mode."""
+        if not module.training or not any(p is not None for p in module._parameters.values()):
+            return False
+        optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
+        ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in ids for p in module._parameters.values())
 
     def is_training(self) -> bool:
         """Whether a module with trained parameters is in training mode. Local."""
@@ -55,6 +79,7 @@ class Networks:
         if not self._is_stale:
             return
         self._is_stale = False
+        self.forget()
         self._optimizers = [reference for reference in self._optimizers if reference() is not None]
         for optimizer in [reference() for reference in self._optimizers]:
             if optimizer is not None:

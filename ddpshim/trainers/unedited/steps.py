@@ -42,6 +42,7 @@ class Steps:
         self.is_split = self.is_reading = False
         self.num_split = self.num_passes = 0
         self._num_whole = 0  # backward passes on a whole batch
+        self._has_said = False  # that no DataLoader gives batches
 
     def checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """torch.autograd.backward, which wraps what is not wrapped yet and looks at the loss."""
@@ -52,8 +53,9 @@ class Steps:
             self.num_passes += 1
             given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
             if self.is_split:
-                for loss in given:
-                    losses.check(loss)
+                factors = [losses.factor(loss) for loss in given]
+                if any(factor != 1 for factor in factors):
+                    tensors = [loss * factor for loss, factor in zip(given, factors)]
             else:
                 self._num_whole += 1
                 if is_milestone(self._num_whole):
@@ -66,7 +68,10 @@ class Steps:
         """Say, once, where a step has nothing to gain from the peers of this rank. Local."""
         if self.is_split:
             return
+        if self.source is None and self._has_said:
+            return
         if self.source is None:
+            self._has_said = True
             say_on_main(
                 f"{line_of_the_program()}: a step was made, and no DataLoader has given a batch; every rank computes "
                 "the whole of it: the same result as that of one process, and no faster. Let a DataLoader with "

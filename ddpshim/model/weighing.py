@@ -1,0 +1,66 @@
+"""Weighs a backward pass by this rank's rows of a batch that the ranks do not divide.
+
+Ranks average their gradients. Where one has more rows of a batch than another, its mean over them is to count for more:
+the gradient that the loss is given is the rank's weight (`ddpshim.job.shares.Share.weight`) in place of 1. So all that
+is linear in it is right as well: gradients that add up over batches, and those that cross ranks in BatchNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ddpshim.errors import DataError
+from ddpshim.job import shares
+from ddpshim.job.job import current
+
+_WAYS_OUT = "Use drop_last=True, or a batch size and a number of samples that the ranks divide."
+
+
+def weighed(tensors: Any, gradients: Any = None, *more: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a torch.autograd.backward that begins, for this rank's rows of the batch at hand. Local.
+
+    Raises DataError where it is unknown which batch the loss is about, and that matters.
+    """
+    sharing = current().part(shares.Sharing)
+    sharing.num_passes += 1
+    if sharing.is_uneven:
+        _refuse_unknown(sharing)
+        if sharing.share is not None and sharing.share.totals:
+            gradients = _times(tensors, gradients, sharing.share.weight)
+    return (tensors, gradients, *more), options
+
+
+def _refuse_unknown(sharing: shares.Sharing) -> None:
+    given = sharing.last_given
+    what = ""
+    if sharing.share is None and sharing.has_fetched_ahead:
+        what = "the loader was asked for the next batch before this one was trained on"
+    elif sharing.share is not None and given is not None:
+        totals = {each.total for each in sharing.under_way() if each.feeds}
+        if len(totals) > 1:
+            what = f"batches of {' and '.join(map(str, sorted(totals)))} samples of several loaders are under way"
+        elif given.num_since > 1 and given.passes_then == sharing.num_passes - 1:
+            what = f"{given.num_since} batches were taken since the backward pass before"
+    if what:
+        raise DataError(
+            f"a backward pass on batches of which one is not divided by the ranks, and {what}: how much a rank's rows "
+            f"are to count for is unknown, and gradients would be wrong. {_WAYS_OUT}"
+        )
+
+
+def _times(tensors: Any, gradients: Any, weight: float) -> Any:
+    losses = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+    given: Sequence[Any] = [None] * len(losses)
+    if gradients is not None:
+        given = [gradients] if isinstance(gradients, torch.Tensor) else [*gradients]
+    return [_scaled(loss, gradient, weight) for loss, gradient in zip(losses, given)]
+
+
+def _scaled(loss: torch.Tensor, gradient: Any, weight: float) -> Any:
+    if gradient is not None:
+        return gradient * weight
+    # Of a loss that is no number torch says so.
+    return torch.full_like(loss, weight, requires_grad=False) if loss.numel() == 1 and loss.requires_grad else None
