@@ -53,7 +53,9 @@ def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     folders = [sources / part if (sources / part).is_dir() else upstream / part for part in trainer.path]
     shown = {
-        "PYTHONPATH": os.pathsep.join(map(str, [*reversed(folders), HERE / "stubs", ROOT / "tests/stubs/IPython", ROOT])),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [*reversed(folders), HERE / "stubs", ROOT / "tests/stubs/IPython", ROOT])
+        ),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "HYDRA_FULL_ERROR": "1",
@@ -171,7 +173,9 @@ def main() -> int:
     parser.add_argument("--upstream", type=Path, default=os.environ.get("DDPSHIM_UPSTREAM"))
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--work", type=Path, help="keep what the runs leave behind here")
-    parser.add_argument("--reuse", action="store_true", help="take the runs in one process from --work if they are there")
+    parser.add_argument(
+        "--reuse", action="store_true", help="take the runs in one process from --work if they are there"
+    )
     parser.add_argument("--write", type=Path, help="the page to write")
     args = parser.parse_args()
     if not args.upstream:
@@ -190,15 +194,17 @@ def main() -> int:
         for name, launched in (("one", False), ("again", False), ("two", True)):
             place = work / trainer.name / name
             kept = place / "left.pickle"
-            if args.reuse and not launched and kept.is_file():
-                left[name] = pickle.loads(kept.read_bytes())
+            if args.reuse and not launched and (name == "again" or kept.is_file()):
+                left[name] = pickle.loads(kept.read_bytes()) if kept.is_file() else left["one"]
                 continue
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
             started = time.perf_counter()
             left[name] = play(trainer, args.upstream.resolve(), place, launched)
             kept.write_bytes(pickle.dumps(left[name]))
-            print(f"{trainer.name} {name}: exit {left[name].exit_code}, {time.perf_counter() - started:.0f} s", flush=True)
+            print(
+                f"{trainer.name} {name}: exit {left[name].exit_code}, {time.perf_counter() - started:.0f} s", flush=True
+            )
             if left[name].exit_code and not launched:
                 print(left[name].printed[-3000:])
                 break

@@ -72,7 +72,9 @@ def saved(one: Left, two: Left, ema: bool) -> tuple[Optional[float], list[str]]:
     for name, tensors in one.checkpoints.items():
         other = two.checkpoints.get(names.get(without_clock(name), ""))
         if not isinstance(tensors, dict) or not isinstance(other, dict):
-            wrong.append(f"{name}: {tensors if isinstance(tensors, str) else other if isinstance(other, str) else 'missing'}")
+            wrong.append(
+                f"{name}: {tensors if isinstance(tensors, str) else other if isinstance(other, str) else 'missing'}"
+            )
             continue
         if tensors.keys() != other.keys():
             wrong.append(f"{name}: other keys")

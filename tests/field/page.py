@@ -31,7 +31,10 @@ def written(rows: list[Row]) -> str:
         result = {"equal": "equal", "refused": "refused, below"}.get(row.verdict, f"**{row.verdict}**, below")
         split = "yes" if row.is_split else "no: whole on each rank"
         lines.append(f"| {row.trainer.name} | {split if found else ''} | {result} | {' | '.join(shown)} |")
-    page = [HEAD + "\n".join(lines), "A number is the largest difference from one process; a logged number's is relative above 1."]
+    page = [
+        HEAD + "\n".join(lines),
+        "A number is the largest difference from one process; a logged number's is relative above 1.",
+    ]
     page.append("## What was typed\n")
     for row in rows:
         owner, commit = row.trainer.source

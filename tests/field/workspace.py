@@ -69,7 +69,11 @@ class Workspace:
 
     def save(self, path):
         path.parent.mkdir(parents=False, exist_ok=True)
-        states = {key: copy.deepcopy(value.state_dict()) for key, value in self.__dict__.items() if hasattr(value, "state_dict")}
+        states = {
+            key: copy.deepcopy(value.state_dict())
+            for key, value in self.__dict__.items()
+            if hasattr(value, "state_dict")
+        }
         thread = threading.Thread(target=lambda: torch.save(states, path.open("wb")))
         thread.start()
 
@@ -114,7 +118,9 @@ class Workspace:
                 error = nn.functional.mse_loss(self.ema_model.predict_action(first["obs"]), first["action"]).item()
             self.save(self.output / "checkpoints" / "latest.ckpt")
             self.keep_best(float(val_loss) - error, epoch)
-            logger.log({"epoch": epoch, "train_loss": float(np.mean(losses)), "val_loss": float(val_loss), "error": error})
+            logger.log(
+                {"epoch": epoch, "train_loss": float(np.mean(losses)), "val_loss": float(val_loss), "error": error}
+            )
             self.model.train()
 
 

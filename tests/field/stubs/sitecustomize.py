@@ -47,7 +47,9 @@ def _write():
     buffer = io.BytesIO()
     torch.save(states, buffer)
     rank = os.environ.get("RANK", "0")
-    descriptor = _OPEN(os.path.join(os.environ["FIELD_PROBE"], f"rank_{rank}.pt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    descriptor = _OPEN(
+        os.path.join(os.environ["FIELD_PROBE"], f"rank_{rank}.pt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    )
     left = memoryview(buffer.getvalue())
     while left:
         left = left[_WRITE(descriptor, left) :]
