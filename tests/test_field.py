@@ -1,4 +1,4 @@
-"""Workspaces in diffusion_policy's style: a small one of our own here, the published ones in `python -m tests.field`."""
+"""Workspaces in diffusion_policy's style: a small one here, the published ones in `python -m tests.field`."""
 
 from __future__ import annotations
 

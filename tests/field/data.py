@@ -38,7 +38,7 @@ def adroit(root: Path) -> None:
 
 
 def aloha(root: Path) -> None:
-    """Episodes as ACT records them, in the folder that its constants name as they are, and a ResNet in torch's cache."""
+    """Episodes as ACT records them, in the folder that its constants name, and a ResNet in torch's cache."""
     import h5py
     import torch
     import torchvision
@@ -87,6 +87,12 @@ def mnist(root: Path) -> None:
         labels = rng.integers(0, 10, count, dtype=np.uint8)
         (folder / f"{name}-images-idx3-ubyte").write_bytes(_idx(images))
         (folder / f"{name}-labels-idx1-ubyte").write_bytes(_idx(labels))
+
+
+def mnist_and_results(root: Path) -> None:
+    """And the folder for pictures, which the VAE expects."""
+    mnist(root)
+    (root / "vae" / "results").mkdir()
 
 
 def _idx(array: np.ndarray) -> bytes:

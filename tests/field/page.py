@@ -9,15 +9,16 @@ if TYPE_CHECKING:
 
 HEAD = """# Public trainers, unedited
 
-Each trainer is as its authors published it, not one character edited. It trained twice: as `python TYPED`, without ddpshim, and
-as `python -m ddpshim run --nproc 2 TYPED`, two processes on a CPU. Same seed, noise and dropout on, tiny data and networks by the
-options in the line. Then all that the runs left behind was compared: the weights and states of every optimizer on each rank, the
-checkpoints with their averaged weights (EMA), the numbers in the logs row by row, and the names of all files, times left out.
+Each trainer is as its authors published it, not one character edited. It trained twice: as `python TYPED`, without
+ddpshim, and as `python -m ddpshim run --nproc 2 TYPED`, two processes on a CPU. Same seed, noise and dropout on, tiny
+data, and tiny networks by the options in the line. Then all that the runs left behind was compared: weights and states
+of every optimizer on each rank, checkpoints with their averaged weights (EMA), the numbers in the logs row by row, and
+the names of all files, times left out.
 
-`python -m tests.field --upstream DIR --write docs/trainers.md` makes this page ([patches/README.md](../patches/README.md) says what DIR is;
-requirements/trainers.txt is what the trainers need).
+`python -m tests.field --upstream DIR --write docs/trainers.md` makes this page.
+[patches/README.md](../patches/README.md) says what DIR is; requirements/trainers.txt is what the trainers need.
 
-| trainer | steps split | result | weights | EMA | optimizer | logged numbers |
+| trainer | batches split | result | weights | EMA | optimizer | logged numbers |
 |---|---|---|---|---|---|---|
 """
 

@@ -1,4 +1,7 @@
-"""`python states.py FOLDER OUT`: every checkpoint under FOLDER as tensors by name, into OUT. Run with the trainer's path."""
+"""`python states.py FOLDER OUT`: every checkpoint under FOLDER as tensors by name, into OUT.
+
+Run with the trainer's path: a checkpoint may hold its classes.
+"""
 
 import sys
 from collections.abc import Mapping

@@ -226,7 +226,10 @@ TRAINERS = [
     Trainer(
         "dcgan",
         EXAMPLES,
-        ["main.py", "--dataset", "fake", "--batchSize", "64", "--imageSize", "64", "--ngf", "4", "--ndf", "4", "--niter", "1", "--manualSeed", "1", "--outf", "out"],
+        [
+            *("main.py", "--dataset", "fake", "--batchSize", "64", "--imageSize", "64", "--ngf", "4", "--ndf", "4"),
+            *("--niter", "1", "--manualSeed", "1", "--outf", "out"),
+        ],
         lambda root: None,
         folder="dcgan",
         losses=r"Loss_D",
@@ -235,7 +238,7 @@ TRAINERS = [
         "vae",
         EXAMPLES,
         ["main.py", "--batch-size", "16", "--epochs", "2", "--log-interval", "4"],
-        lambda root: (data.mnist(root), (root / "vae" / "results").mkdir()) and None,
+        data.mnist_and_results,
         folder="vae",
         losses=r"Epoch|Test set",
     ),

@@ -49,9 +49,9 @@ class Policy(nn.Module):
 class JsonLogger:
     def __init__(self, path):
         try:
-            self.file = open(path, "r+", buffering=1)
+            self.file = open(path, "r+", buffering=1)  # noqa: SIM115
         except FileNotFoundError:
-            self.file = open(path, "w+", buffering=1)
+            self.file = open(path, "w+", buffering=1)  # noqa: SIM115
         self.file.seek(0, os.SEEK_END)
 
     def log(self, row):
