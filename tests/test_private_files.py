@@ -34,10 +34,13 @@ import tensorboardX
 import torch
 import torch.distributed as dist
 
+import ddpshim
 from ddpshim.errors import SyncError
 from ddpshim.job.job import Job
 from ddpshim.job.world import World
+from ddpshim.trainers.unedited import saves
 from ddpshim.trainers.unedited.private_files import PrivateFiles
+from tests.ranks import run_ranks
 
 
 def tree(folder: Path) -> dict[str, Any]:
@@ -328,7 +331,7 @@ def test_a_file_that_cannot_be_known_any_more(tmp_path: Path) -> None:
         Path(tmp_path, "large.bin").write_bytes(b"new")
     with PrivateFiles(peer, time.time(), lambda: False).installed():
         assert Path(tmp_path, "large.bin").stat().st_size == 100_000
-        with pytest.raises(SyncError, match=r"large\.bin was there when the job began and is read on this rank after"):
+        with pytest.raises(SyncError, match=r"large\.bin is read on this rank after the main"):
             Path(tmp_path, "large.bin").read_bytes()
         Path(tmp_path, "large.bin").write_bytes(b"of this rank")
         assert Path(tmp_path, "large.bin").read_bytes() == b"of this rank"
@@ -391,3 +394,70 @@ def test_what_a_dataset_keeps_is_each_ranks_own(tmp_path: Path) -> None:
         torch.save({"a": 1}, tmp_path / "sample.pt")
         assert torch.load(tmp_path / "sample.pt") == {"a": 1}
     assert not list(tmp_path.iterdir())
+
+
+def train(pause_s: float = 0.0, step: Callable[[], Any] = lambda: None) -> Any:
+    """What trainers do with files, and decide by them."""
+    seen: list[Any] = []
+    shutil.rmtree("old", ignore_errors=True)
+    folder = Path(f"run_{len(glob.glob('run_*')) + 1}")
+    folder.mkdir()
+    Path("latest").symlink_to(folder)
+    best: list[Path] = []
+    for epoch in range(4):
+        step()  # at which ranks meet
+        time.sleep(pause_s)
+        with open(folder / "log.json", "a") as log:
+            log.write(json.dumps({"epoch": epoch}) + "\n")
+        path = folder / f"{epoch}.pt"
+        torch.save({"epoch": epoch}, path)
+        with (folder / "last.part").open("wb") as file:
+            torch.save({"epoch": epoch, "last": True}, file)
+        os.replace(folder / "last.part", folder / "last.pt")
+        best.append(path)
+        if len(best) > 2:
+            best.pop(0).unlink()
+        seen += [sorted(os.listdir("latest")), torch.load("latest/last.pt"), path.is_file()]
+    shutil.copy(best[-1], "best.pt")
+    return seen, torch.load("best.pt"), (folder / "log.json").read_text(), sorted(os.listdir())
+
+
+def train_as_rank(folder: str, slow: int) -> Any:
+    here = ddpshim.world()
+    started = here.broadcast(time.time())
+    with PrivateFiles(here, started, lambda: False).installed():
+        here.barrier()
+        seen = in_folder(Path(folder), lambda: train(0.1 if here.rank == slow else 0.0, here.barrier))
+        here.barrier()
+    return seen
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_at_different_places_of_one_program(tmp_path: Path, slow: int) -> None:
+    for name in ("alone", "ranks"):
+        make_old_files(tmp_path / name)
+    alone = in_folder(tmp_path / "alone", train)
+    assert run_ranks(train_as_rank, 2, str(tmp_path / "ranks"), slow) == [alone, alone]
+    assert tree(tmp_path / "alone") == tree(tmp_path / "ranks")
+
+
+def saved_apart(folder: str) -> Any:
+    here = ddpshim.world()
+    with mock.patch.object(saves, "_THREADS_S", 0.2), PrivateFiles(here, time.time(), lambda: False).installed():
+        torch.save({}, f"{folder}/of_{here.rank}.pt")
+        here.barrier()
+        try:
+            torch.load(f"{folder}/of_{here.rank}.pt")
+        except SyncError as error:
+            return str(error)
+        finally:
+            here.barrier()
+
+
+@pytest.mark.ranks
+def test_a_name_that_only_this_rank_has_saved_to(tmp_path: Path) -> None:
+    main, peer = run_ranks(saved_apart, 2, str(tmp_path))
+    assert main is None
+    assert "of_1.pt, its save number 1, but of the main rank's 1 saves none" in peer
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of_0.pt"]

@@ -87,7 +87,13 @@ SEAMS = [
     Seam("_MapDatasetFetcher _IterableDatasetFetcher", "data/sharded_loader.py", "test_workers_fetch", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
-    Seam("_saved_reduction", "trainers/unedited/losses.py", "test_a_loss_tells_its_reduction", "autograd codegen"),
+    Seam(
+        "_saved_reduction _saved_self _saved_self_sym_sizes _saved_self_sym_numel _saved_other _saved_target "
+        "_saved_total_weight",
+        "trainers/unedited/losses.py",
+        "test_a_loss_tells_its_reduction",
+        "autograd codegen",
+    ),
     Seam("_num_samples", "trainers/unedited/loaders.py", "test_a_samplers_number", "torch/utils/data/sampler.py"),
     Seam("_orig_mod", "model/transparent.py", "test_a_compiled_module_holds_its_own", "torch/_dynamo/eval_frame.py"),
     Seam("_parameters _buffers _modules", "model/transparent.py", "test_a_modules_dictionaries", MODULE),
@@ -115,7 +121,6 @@ SEAMS = [
     Seam("_exit", "job/failure.py", "test_frames", "Lib/os: documented"),
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
-    Seam("_NormalAccessor", "trainers/unedited/one_writer.py", "test_path_mkdir", "Lib/pathlib.py, until 3.10"),
     Seam("_SubParsersAction", "__main__.py", "test_frames", "only an annotation: argparse has no public name for it"),
 ]
 # Of robomimic's datasets and algorithms, and of tf.data; `python -m ddpshim patch new-release` looks at robomimic's.
@@ -432,6 +437,14 @@ def test_a_loss_tells_its_reduction() -> None:
     for reduction, number in (("mean", 1), ("sum", 2)):
         loss = nn.functional.mse_loss(x, y, reduction=reduction)
         assert loss.grad_fn._saved_reduction == number  # type: ignore[union-attr]
+        assert loss.grad_fn._saved_self.shape == (4,)  # type: ignore[union-attr]
+    node: Any = (x.sum() / y.add(3).sum()).grad_fn
+    assert (node.name(), float(node._saved_other)) == ("DivBackward0", 12)
+    assert node.next_functions[0][0]._saved_self_sym_sizes == (4,)
+    node = x[y > -1].mean().grad_fn
+    assert (node._saved_self_sym_numel, node.next_functions[0][0].name()) == (4, "IndexBackward0")
+    node = nn.functional.nll_loss(x.view(2, 2), torch.tensor([0, -100])).grad_fn
+    assert (float(node._saved_total_weight), node._saved_target.numel()) == (1, 2)
 
 
 @pytest.mark.unit
@@ -538,19 +551,6 @@ def test_frames_of_callers_have_their_names() -> None:
 def test_named_tuples_tell_their_fields() -> None:
     pair = collections.namedtuple("pair", "a b")(1, 2)
     assert (pair._fields, pair._asdict()) == (("a", "b"), {"a": 1, "b": 2})
-
-
-@pytest.mark.unit
-def test_path_mkdir_goes_through_os_mkdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pathlib
-
-    made: list[Any] = []
-    accessor = getattr(pathlib, "_NormalAccessor", None)
-    monkeypatch.setattr(os, "mkdir", lambda path, *mode: made.append(path))
-    if accessor is not None:
-        monkeypatch.setattr(accessor, "mkdir", staticmethod(os.mkdir))
-    (tmp_path / "new").mkdir()
-    assert made == [tmp_path / "new"] or [os.fspath(path) for path in made] == [str(tmp_path / "new")]
 
 
 # Without them.

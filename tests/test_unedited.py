@@ -233,7 +233,9 @@ torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch
 
 
 def test_a_program_that_joins_a_group_of_its_own_starts_again_and_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("import torch.distributed as dist\n\ndef join():\n    dist.init_process_group('gloo')\n")
+    (tmp_path / "own.py").write_text(
+        "import torch.distributed as dist\n\ndef join():\n    dist.init_process_group('gloo')\n"
+    )
     script = f"""
 sys.path.insert(0, {str(tmp_path)!r})
 import own
@@ -364,7 +366,7 @@ torch.save(states, "weights.pth")
 
 REFUSED = {
     "own entropy": (
-        "x = torch.from_numpy(np.random.default_rng().normal(size=(2, 4)))\n"
+        "x = torch.from_numpy(np.random.default_rng(os.getpid()).normal(size=(2, 4)))\n"
         "train(network(), [(torch.tensor([0]), x, torch.ones(2, 1))])",
         "SyncError: train.py:31: rank 0 computed the loss",
     ),
@@ -378,11 +380,12 @@ REFUSED = {
         "DataError: Global batch 1 does not split over 2 ranks",
     ),
     "sum": (
-        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, lambda a, b: a.mean() + nn.functional.mse_loss(a, b, reduction='sum'))",
+        "loss = lambda a, b: a.mean() + nn.functional.mse_loss(a, b, reduction='sum')\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)",
         'train.py:31: the loss contains a sum over the samples of a batch (MseLossBackward0, reduction="sum") beside',
     ),
     "another split": (
-        "part = data.Subset(Items(), np.random.default_rng().permutation(40)[:32])\n"
+        "part = data.Subset(Items(), np.random.default_rng(os.getpid()).permutation(40)[:32])\n"
         "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
         "DataError: train.py:37: the Subsets of ranks 0 and 1 have different indices",
     ),
@@ -527,14 +530,14 @@ def test_the_command_with_spawned_workers_aliases_and_a_module(tmp_path: Path) -
     environ = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"  # more workers than a machine of one core has
     environ.pop("PYTHONHASHSEED", None)
-    program = ["-m", "package.train", "--convert", "x"]
+    program = ["-m", "package.train", "--nproc", "x"]
     code, said = start_afresh([*command, "--log-dir", "logs", *program], environ, tmp_path, 300)
     assert code == 0, said
     logs = [(tmp_path / "logs" / f"rank_{number}.log").read_text() for number in (0, 1)]
     lines = [[line for line in log.splitlines() if not line.startswith("ddpshim")] for log in logs]
     assert lines[0] == lines[1]
     assert lines[0][0] == "converted True True True"
-    assert lines[0][1] == "model 3 ['module.weight', 'module.bias'] 2 ['--convert', 'x']"
+    assert lines[0][1] == "model 3 ['module.weight', 'module.bias'] 2 ['--nproc', 'x']"
     # The gradient of a mean of outputs is the mean of the inputs, whatever their order: two steps, by hand.
     torch.manual_seed(0)
     weight = nn.Linear(3, 1).double().weight.detach()

@@ -1,6 +1,6 @@
 """A trainer for nn.DataParallel as people write it: nothing in it knows of ranks.
 
-python -m ddpshim run --nproc-per-node 2 --convert dataparallel examples/convert/train_dataparallel.py
+python -m ddpshim run --nproc-per-node 2 examples/any_trainer/train_dataparallel.py
 """
 
 import os

@@ -10,6 +10,7 @@ from typing import Any, Callable
 
 from ddpshim.job.after_import import after_import
 from ddpshim.job.replaced import replaced
+from ddpshim.trainers.unedited.holders import in_place
 
 _HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
 # What reads, and what writes anew: module, name in it, position and keyword of the path.
@@ -41,8 +42,14 @@ class CLibraries:
         made += [("h5py", "h5f.open", self._h5_open), ("h5py", "h5f.create", self._h5_create)]
         made += [("lmdb", "open", self._lmdb_open), ("av", "open", self._av_open)]
         made += [("sqlite3", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
+        held: dict[int, Any] = {}  # functions that other modules may have imported by now
         for module, name, make in made:
-            after_import(module, functools.partial(self._replace, module, name, make))
+            real = getattr(sys.modules.get(module), name, None)
+            if real is not None:
+                held[id(real)] = make(real)
+            else:
+                after_import(module, functools.partial(self._replace, module, name, make))
+        self._undo.enter_context(in_place(held))
         return self._end
 
     def _end(self) -> None:

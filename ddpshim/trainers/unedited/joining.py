@@ -55,7 +55,7 @@ def joined(start: Start) -> Iterator[None]:
     for module in (torch_data, torch_data.dataloader):
         undo.enter_context(replaced(module, "DataLoader", DataLoader))
     undo.enter_context(_optimizers_seen())
-    undo.enter_context(leaving.noticed(start))
+    undo.enter_context(leaving.noticed(start, undo.close))
     if here.world_size > 1:
         undo.enter_context(PrivateFiles(here, start.time, lambda: steps.is_reading).installed())
         undo.enter_context(Clock(here, lambda: steps.is_reading).installed())

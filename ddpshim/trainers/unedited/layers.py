@@ -32,6 +32,7 @@ class View:
         self._changes, self._saves = changes, saves
         self._gone: set[str] = set()  # with all that is in them: removed, or not there when the job began
         self._shown: set[str] = set()  # with all that is in them: what the main rank has made for all
+        self._num_news = 0
         self._to_be_shown: list[str] = []
         self._unknown: set[str] = set()  # too large to be sent, and changed by the main rank
         self._folders: dict[str, str] = {}
@@ -69,35 +70,41 @@ class View:
         if _is_there(own):
             return own
         if path in self._saves:
-            self._saves.wait_for(path)
-            return path
+            if not self._saves.wait_for(path) or _is_there(path):
+                return path
+            self._make_own(os.path.dirname(path))  # the main rank has removed it, where this rank will come
+            posix.close(posix.open(own, os.O_WRONLY | os.O_CREAT))
+            self._unknown.add(path)
+            return own
         if not self._is_hidden(path):
             self._look(path)
         return own if _is_there(own) or self._is_hidden(path) else path
 
     def place_with_content(self, path: str) -> str:
         """`place`, of a file that is read. Raises SyncError where it cannot be known any more."""
-        if path in self._unknown:
+        place = self.place(path)
+        if path in self._unknown or self._saves.is_newer(path):
             raise SyncError(
-                f"{path} was there when the job began and is read on this rank after the main rank has changed or "
-                "removed it; ranks would read different files. Read it before the first file is written, or let one "
-                "rank prepare it before the run."
+                f"{path} is read on this rank after the main rank has changed or removed it; ranks would read "
+                "different files. Read it before the main rank can be there: a training step later, for example."
             )
-        return self.place(path)
+        return place
 
     def place_to_write(self, path: str, keeps: bool, is_new: bool = False) -> str:
         """Where to write what is to be at `path`; `keeps`: what is there stays; `is_new`: nothing may be there."""
         own = self.top + path
+        self._make_folder_of(path)  # first: it may find news
         there = None if path in self._saves else self.place(path)
         if there is not None and _is_special(there):
             return there
         if is_new and (there is None or _is_there(there)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        self._make_folder_of(path)
         if keeps and path not in self._unknown:
             self._copy(path, self.place(path), own)
         elif there is not None and _is_folder(there) and there != own:
             posix.mkdir(own)
+        if there is not None and not _is_there(there) and not self._is_hidden(path):
+            self._gone.add(path)  # what the main rank will have made there
         self._saves.forget(path)
         self._unknown.discard(path)
         return own
@@ -132,27 +139,29 @@ class View:
 
     def remove(self, path: str, is_folder: bool) -> None:
         """os.rmdir, or os.unlink."""
-        if path not in self._saves:
-            place = self.place(path)
-            mode = posix.lstat(place).st_mode
+        if path in self._saves:
+            _remove_quietly(self.top + path)
+        else:
+            mode = posix.lstat(self.place(path)).st_mode
             if is_folder and stat.S_ISDIR(mode) and self.names(path):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
             if is_folder != stat.S_ISDIR(mode):
                 number = errno.ENOTDIR if is_folder else errno.EISDIR
                 raise OSError(number, os.strerror(number), path)
-            if place != path:
-                (posix.rmdir if is_folder else posix.unlink)(place)
+            if _is_there(self.top + path):  # by now: there may have been news
+                (posix.rmdir if is_folder else posix.unlink)(self.top + path)
             self._folders.clear()
         self._forget(path)
 
     def move(self, source: str, to: str, keeps_source: bool = False) -> None:
-        """os.rename, or os.link where it `keeps_source`; of files that are in `mains` as well."""
+        """os.rename, or os.link where it `keeps_source`; of files in `saves` as well."""
         if source == to:
             return
         if not _is_folder(self.place(os.path.dirname(to))):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source, None, to)
         if source in self._saves:
-            _remove_quietly(self.top + to)
+            for path in (source, to):
+                _remove_quietly(self.top + path)
         else:
             there = posix.lstat(self.place(source))
             self._check_target(source, stat.S_ISDIR(there.st_mode), to, keeps_source)
@@ -173,6 +182,12 @@ class View:
         """os.symlink."""
         posix.symlink(target, self.place_to_write(path, keeps=False, is_new=True))
         self._folders.clear()
+
+    def catch_up(self) -> bool:
+        """Whether the main rank has changed anything since this rank looked; from here on that is known."""
+        known = self._num_news
+        self._take_in_news()
+        return self._num_news > known
 
     def see_what_is_shared(self) -> None:
         """From here on: what the main rank has made for all so far."""
@@ -225,8 +240,11 @@ class View:
 
     def _take_in_news(self) -> None:
         for before in self._changes.news():
+            self._num_news += 1
             if before.kind == "shared":
                 self._to_be_shown.append(before.path)  # when this rank comes there
+            elif before.kind == "nothing":
+                self._gone.add(before.path)  # also below what this rank has made there
             elif not (_is_there(self.top + before.path) or self._is_hidden(before.path)):
                 self._restore(before)
 
@@ -234,9 +252,6 @@ class View:
         """Let this rank see what was at a path before the main rank came there, which it has not touched itself."""
         own = self.top + before.path
         if before.path in self._saves:
-            return
-        if before.kind == "nothing":
-            self._gone.add(before.path)
             return
         self._make_own(os.path.dirname(before.path))
         if before.kind == "folder":
@@ -285,9 +300,10 @@ class View:
         except OSError:
             return
         if stat.S_ISDIR(there.st_mode):
-            if place != own:
+            names = self.names(path)
+            if not _is_there(own):
                 posix.mkdir(own, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
-            for name in self.names(path):
+            for name in names:
                 inner = os.path.join(path, name)
                 if inner not in self._saves:
                     self._copy(inner, self.place(inner), self.top + inner)

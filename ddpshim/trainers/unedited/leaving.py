@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
 import sys
 import time
@@ -24,14 +26,20 @@ _HEARS_S = 0.2  # peers read the last answer of the store that the main rank ser
 
 
 @contextlib.contextmanager
-def noticed(start: Start) -> Iterator[None]:
-    """In it, a program that joins a group of its own, calls ddpshim or runs a trainer that is known starts again."""
+def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
+    """In it, a program that joins a group of its own, calls ddpshim or runs a trainer that is known starts again.
+
+    `take_back`: puts back what was replaced for it.
+    """
     is_initialized = dist.is_initialized
     with contextlib.ExitStack() as until:
 
         def put(owner: Any, name: str, found: str) -> None:
             if hasattr(owner, name):
-                until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found)))
+                until.enter_context(replaced(owner, name, _stand_in(start, getattr(owner, name), found, take_back)))
+
+        def put_later(module: str, function: str) -> None:
+            put(sys.modules[module], function, f"it calls {module}.{function}")
 
         def is_shown() -> bool:
             """To a program for one process there is no group: many ask, and would each do the main rank's work."""
@@ -45,39 +53,30 @@ def noticed(start: Start) -> Iterator[None]:
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
         for package in adapters.packages():
             for module, function in _trainer_of(package):
-                after_import(
-                    module,
-                    lambda module=module, function=function: put(
-                        sys.modules[module], function, f"it calls {module}.{function}"
-                    ),
-                )
+                after_import(module, functools.partial(put_later, module, function))
         yield
 
 
 def _trainer_of(package: str) -> list[tuple[str, str]]:
-    if package not in sys.modules and not _may_be_imported(package):
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         return []
-    trainer = adapters.function(package, "trainer")
-    return [] if trainer is None else trainer()
+    trainer: Any = adapters.function(package, "trainer")
+    return [] if trainer is None else trainer()  # type: ignore[no-any-return]
 
 
-def _may_be_imported(package: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(package) is not None
-
-
-def _stand_in(start: Start, original: Callable[..., Any], found: str) -> Callable[..., Any]:
+def _stand_in(
+    start: Start, original: Callable[..., Any], found: str, take_back: Callable[[], None]
+) -> Callable[..., Any]:
     def instead(*args: Any, **kwargs: Any) -> Any:
         asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if asks == "ddpshim" or os.getpid() != start.process:
             return original(*args, **kwargs)
-        leave_alone(start, found)
+        leave_alone(start, found, take_back)
 
     return instead
 
 
-def leave_alone(start: Start, found: str) -> NoReturn:
+def leave_alone(start: Start, found: str, take_back: Callable[[], None]) -> NoReturn:
     """Start this rank again, and leave the program alone (collective: all ranks come here). Raises after a step."""
     here = world()
     if current().has_networks:
@@ -92,6 +91,7 @@ def leave_alone(start: Start, found: str) -> NoReturn:
     )
     here.barrier()
     is_served_here = here.is_main
+    take_back()
     cleanup()
     if is_served_here:
         time.sleep(_HEARS_S)

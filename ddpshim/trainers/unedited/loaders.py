@@ -66,7 +66,7 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
             steps.is_reading = True
             try:
                 batches = begin() if batches is None else batches
-                batch = next(batches, _END)  # type: ignore[call-overload]
+                batch = next(batches, _END)
             finally:
                 steps.is_reading = False
             if batch is _END:
@@ -81,7 +81,7 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
         raise SyncError(
             f"{loader.place}: a pass over this DataLoader began with gradients enabled and a network in training mode, "
             "so it was split over the ranks, but nothing was trained in it; what the program computed there is of "
-            f"1/{world().world_size} of the samples. Call model.eval(), or use torch.no_grad(), for what does not train."
+            f"1/{world().world_size} of the samples. Call model.eval() or use torch.no_grad() there."
         )
     if trains:
         guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")

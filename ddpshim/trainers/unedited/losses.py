@@ -28,7 +28,7 @@ class Term(NamedTuple):
     name: str  # of the node that computed it
     is_sum: bool
     is_loss: bool  # a loss function's own sum
-    count: Optional[float]  # by what it is divided, in all; None: by what needs gradients itself
+    num: Optional[float]  # by what it is divided, in all; None: by what needs gradients itself
     is_counted: bool  # whether that may differ between ranks
     is_constant: bool  # whether it looks like a number of the program's own
     num_rows: int  # of what was summed; 0 where that is not known
@@ -45,7 +45,7 @@ def factor(loss: Any) -> float:
     if share is None or not found:
         return 1.0
     # Of rows that another rank has as well nothing counts: the backward pass weighs them by 0.
-    mine = [(term.count if share.weight else 0.0) if term.is_counted else None for term in found]
+    mine = [(term.num if share.weight else 0.0) if term.is_counted else None for term in found]
     of_ranks = world().gather(mine) if any(count is not None for count in mine) else [mine] * share.world_size
     factors = [_factor_of(term, [there[i] for there in of_ranks], share) for i, term in enumerate(found)]
     if max(factors) - min(factors) <= _ROUNDING:
@@ -88,10 +88,10 @@ def _factor_of(term: Term, counts: list[Any], share: shares.Share) -> float:
         return 1.0  # over no samples
     if term.is_counted and not (term.is_constant and len({*counts}) == 1 and _is_plain(counts[0], share)):
         return float(counts[share.rank] / sum(counts)) * _whole(share) if sum(counts) else 1.0
-    if not term.is_sum or term.count is None:
+    if not term.is_sum or term.num is None:
         return 1.0
-    is_divided = term.count % share.num_rows == 0  # else by a weight, or the number of accumulated batches
-    is_whole = not is_divided or term.count == share.total(share.num_rows)
+    is_divided = term.num % share.num_rows == 0  # else by a weight, or the number of accumulated batches
+    is_whole = not is_divided or term.num == share.total(share.num_rows)
     return _whole(share) if is_whole else 1.0
 
 
@@ -120,8 +120,8 @@ def terms(node: Any) -> list[Term]:
         if name in _ELEMENTWISE:
             by, is_fixed = _divided_by(node, name)
             inside = None if by is None or count is None else by * count
-            how = is_divided or name == "DivBackward0", is_constant and is_fixed
-            waiting += [(inner, inside, *how) for inner, _ in node.next_functions]
+            divides, is_ours = is_divided or name == "DivBackward0", is_constant and is_fixed
+            waiting += [(inner, inside, divides, is_ours) for inner, _ in node.next_functions]
         elif reduction == _SUM:
             rows = _rows(getattr(node, "_saved_self", None))
             found[Term(name, True, True, count, is_divided and count is not None, is_constant, rows)] = None
@@ -153,11 +153,12 @@ def _divided_by(node: Any, name: str) -> tuple[Optional[float], bool]:
     if name not in ("DivBackward0", "MulBackward0"):
         return 1.0, True
     other = getattr(node, "_saved_other", None)
-    is_number = other is not None and other.numel() == 1 and not other.requires_grad
+    if other is not None and (other.numel() != 1 or other.requires_grad):
+        other = None
     if name == "MulBackward0":
-        by = 1 / float(other) if is_number and 0 < float(other) < 1 else 1.0
+        by = 1 / float(other) if other is not None and 0 < float(other) < 1 else 1.0
         return (float(round(by)), True) if abs(by - round(by)) < _ROUNDING * by else (1.0, True)
-    if not is_number:
+    if other is None:
         return None, False
     return float(other), other.dtype in (torch.float64, torch.int64) and other.device.type == "cpu"
 

@@ -59,7 +59,11 @@ class Networks:
 
     def _wrap_before_forward(self, module: nn.Module, inputs: Any) -> None:
         # In a backward pass it would be late: weights that become the main rank's are not those of the graph.
-        if torch.is_grad_enabled() and threading.current_thread() is threading.main_thread() and self._is_trained(module):
+        if (
+            torch.is_grad_enabled()
+            and threading.current_thread() is threading.main_thread()
+            and self._is_trained(module)
+        ):
             self.wrap()
 
     def _is_trained(self, module: nn.Module) -> bool:
@@ -93,11 +97,13 @@ class Networks:
     def _wrap_for(self, optimizer: torch.optim.Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         missing = [p for p in params if not guard.is_owned(p)]
-        if not missing or world().world_size == 1 and self._are_known(missing):
+        if not missing or (world().world_size == 1 and self._are_known(missing)):
             return
         gc.collect()  # what is garbage is not the same on every rank
         modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-        modules = [module for module in modules if "_modules" in module.__dict__ and not isinstance(module, Transparent)]
+        modules = [
+            module for module in modules if "_modules" in module.__dict__ and not isinstance(module, Transparent)
+        ]
         children = {id(child) for module in modules for child in module._modules.values()}
         roots = [module for module in modules if id(module) not in children]
         place = self._places[optimizer]

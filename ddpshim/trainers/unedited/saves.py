@@ -20,6 +20,7 @@ class Saves:
         self._world, self._process = world, os.getpid()
         self._num = 0
         self._num_to: dict[str, int] = {}
+        self._is_newer: dict[str, bool] = {}
         self._there: dict[str, tuple[int, int]] = {}  # the number of its save, among all and to that path
 
     def __getstate__(self) -> dict[str, Any]:
@@ -27,6 +28,10 @@ class Saves:
 
     def __contains__(self, path: str) -> bool:
         return path in self._there
+
+    def is_newer(self, path: str) -> bool:
+        """Whether the main rank has saved to it again by now, which this rank has not; after `wait_for`."""
+        return path in self._there and self._is_newer.get(path, False)
 
     def in_folder(self, folder: str) -> list[str]:
         """The names of those in `folder`."""
@@ -54,10 +59,10 @@ class Saves:
             if not keeps_source:
                 self.forget(path)
 
-    def wait_for(self, path: str) -> None:
-        """Until the main rank has written it. Raises SyncError where it will not."""
+    def wait_for(self, path: str) -> bool:
+        """Until the main rank has written it; False where this process cannot tell. Raises SyncError if it will not."""
         if os.getpid() != self._process:
-            return  # a child, which shares its parent's connection
+            return False  # a child, which shares its parent's connection
         count, timeout_s = self._world.count, self._world.options.timeout_s
         number, number_to_path = self._there[path]
         end, is_late = time.monotonic() + timeout_s, False
@@ -65,6 +70,7 @@ class Saves:
             if not is_late and count("saved") >= number:
                 is_late, end = True, min(end, time.monotonic() + _THREADS_S)
             time.sleep(_TICK_S)
+        self._is_newer[path] = found > number_to_path
         if found < number_to_path:
             raise SyncError(
                 f"rank {self._world.rank} is to load {path}, its save number {number}, but of the main rank's "
@@ -72,3 +78,4 @@ class Saves:
                 "load another model, or none. Let names and decisions be alike on all ranks: by no loss of a training "
                 "pass, of which each rank sees its share."
             )
+        return True

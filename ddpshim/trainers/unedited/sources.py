@@ -49,7 +49,8 @@ class Sources:
             return
         roots = [os.path.dirname(os.path.abspath(program)), *(path or os.getcwd() for path in sys.path)]
         self._roots = [root for root in dict.fromkeys(roots) if not _is_installed(root)]
-        pending, seen = [os.path.abspath(program)], set()
+        pending = [os.path.abspath(program)]
+        seen: set[str] = set()
         while pending and len(seen) < _MOST_FILES and self.own_way is None:
             path = pending.pop(0)
             if path in seen:

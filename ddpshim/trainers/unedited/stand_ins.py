@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _io
-import contextlib
 import errno
 import os
 import posix
@@ -11,11 +10,13 @@ import stat
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.trainers.unedited.layers import View, copy_file
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.mains_changes import TEMPORARY, WRITES
+
+T = TypeVar("T")
 
 _READING = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
 _ATTRIBUTES = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
@@ -59,8 +60,8 @@ class Files:
             found = self._path(path, dir_fd)
             if found is None:
                 return real(path, *args, **_at(dir_fd), **kwargs)
-            with self._named(path):
-                return real(self._view.locate(found, kwargs.get("follow_symlinks", True))[1], *args, **kwargs)
+            follows = kwargs.get("follow_symlinks", True)
+            return self._do(lambda: real(self._view.locate(found, follows)[1], *args, **kwargs), path)
 
         return stand_in
 
@@ -68,42 +69,48 @@ class Files:
         found = self._path(path, dir_fd)
         if found is None:
             return posix.lstat(path, dir_fd=dir_fd)
-        with self._named(path):
-            return posix.lstat(self._view.locate(found, follows=False)[1])
+        return self._do(lambda: posix.lstat(self._view.locate(found, follows=False)[1]), path)
 
     def readlink(self, path: Any, *, dir_fd: Optional[int] = None) -> Any:
         found = self._path(path, dir_fd)
         if found is None:
             return posix.readlink(path, dir_fd=dir_fd)
-        with self._named(path):
-            target = posix.readlink(self._view.locate(found, follows=False)[1])
+        target = self._do(lambda: posix.readlink(self._view.locate(found, follows=False)[1]), path)
         return os.fsencode(target) if isinstance(path, bytes) else target
 
     def listdir(self, path: Any = None) -> list[Any]:
-        found = self._path("." if path is None else path)
+        path = "." if path is None else path
+        found = self._folder(path)
         if found is None:
             return posix.listdir(path)
-        with self._named(path):
+
+        def names() -> list[str]:
             folder, place = self._view.locate(found)
-            names = self._view.names(folder) if _is_folder(place) else posix.listdir(place)
-        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+            return self._view.names(folder) if _is_folder(place) else posix.listdir(place)
+
+        made = self._do(names, path)
+        return [os.fsencode(name) for name in made] if isinstance(path, bytes) else made
 
     def scandir(self, path: Any = None) -> Any:
         path = "." if path is None else path
-        found = self._path(path)
+        found = self._folder(path)
         if found is None:
             return posix.scandir(path)
-        with self._named(path):
+
+        def listing() -> Any:
             folder, place = self._view.locate(found)
             if not _is_folder(place):
                 return posix.scandir(place)
+            if isinstance(path, int):  # entries have no path, and are asked for more
+                return Listing(Entry(name, os.path.join(found, name), name) for name in self._view.names(folder))
             if self._view.folder == posix.getcwd() and not self._view.has_own(folder):
                 return posix.scandir(path)
             given = os.fspath(path)
             encoded = os.fsencode if isinstance(given, bytes) else str
-            return Listing(
-                Entry(encoded(name), os.path.join(given, encoded(name))) for name in self._view.names(folder)
-            )
+            names = [encoded(name) for name in self._view.names(folder)]
+            return Listing(Entry(name, os.path.join(given, name)) for name in names)
+
+        return self._do(listing, path)
 
     def getcwd(self) -> str:
         return self._view.folder
@@ -117,10 +124,13 @@ class Files:
             posix.chdir(path)
             self._view.folder = posix.getcwd()
             return
-        with self._named(path):
+
+        def change() -> None:
             folder, place = self._view.locate(found)
             posix.chdir(place)
-        self._view.folder = folder
+            self._view.folder = folder
+
+        self._do(change, path)
 
     # Writing
 
@@ -133,7 +143,8 @@ class Files:
         if found is None:
             kwargs["opener"] = opener
             return _io.open(file, mode, *args, **kwargs)
-        with self._named(file):
+
+        def opened() -> Any:
             if writes:
                 is_kept = "a" in mode or "r" in mode
                 place = self._view.place_to_write(self._view.find(found), is_kept, is_new="x" in mode)
@@ -141,28 +152,35 @@ class Files:
                 place = self._view.place_with_content(self._view.locate(found)[0])
             return _io.open(place, mode, *args, **kwargs)
 
+        return self._do(opened, file)
+
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: Optional[int] = None) -> int:
         writes = flags & WRITES and (not TEMPORARY or flags & TEMPORARY != TEMPORARY)
         found = self._path(path, dir_fd, is_written=bool(writes))
         if found is None:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
-        with self._named(path):
-            follows = not flags & os.O_NOFOLLOW
+        follows = not flags & os.O_NOFOLLOW
+
+        def opened() -> int:
             if not writes:
                 return posix.open(self._view.place_with_content(self._view.locate(found, follows)[0]), flags, mode)
             is_new = flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT | os.O_EXCL
-            kept = not flags & os.O_TRUNC or not flags & os.O_CREAT
-            return posix.open(self._view.place_to_write(self._view.find(found, follows), kept, is_new), flags, mode)
+            is_kept = not flags & os.O_TRUNC or not flags & os.O_CREAT
+            return posix.open(self._view.place_to_write(self._view.find(found, follows), is_kept, is_new), flags, mode)
+
+        return self._do(opened, path)
 
     def _making(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(path: Any, *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
             found = self._path(path, dir_fd, is_written=True)
             if found is None:
                 return real(path, *args, **_at(dir_fd), **kwargs)
-            with self._named(path):
-                return real(
-                    self._view.place_to_write(self._view.find(found, False), False, is_new=True), *args, **kwargs
-                )
+
+            def make() -> Any:
+                new = self._view.find(found, follows=False)
+                return real(self._view.place_to_write(new, keeps=False, is_new=True), *args, **kwargs)
+
+            return self._do(make, path)
 
         return stand_in
 
@@ -171,9 +189,12 @@ class Files:
             found = self._path(path, dir_fd, is_written=True)
             if found is None:
                 return real(path, *args, **_at(dir_fd), **kwargs)
-            with self._named(path):
-                follows = kwargs.get("follow_symlinks", True) and real is not getattr(posix, "lchown", None)
+            follows = kwargs.get("follow_symlinks", True) and real is not getattr(posix, "lchown", None)
+
+            def change() -> Any:
                 return real(self._view.place_to_write(self._view.find(found, follows), keeps=True), *args, **kwargs)
+
+            return self._do(change, path)
 
         return stand_in
 
@@ -182,16 +203,14 @@ class Files:
         if found is None:
             posix.unlink(path, dir_fd=dir_fd)
             return
-        with self._named(path):
-            self._view.remove(self._view.find(found, follows=False), is_folder=False)
+        self._do(lambda: self._view.remove(self._view.find(found, follows=False), is_folder=False), path)
 
     def rmdir(self, path: Any, *, dir_fd: Optional[int] = None) -> None:
         found = self._path(path, dir_fd, is_written=True)
         if found is None:
             posix.rmdir(path, dir_fd=dir_fd)
             return
-        with self._named(path):
-            self._view.remove(self._view.find(found, follows=False), is_folder=True)
+        self._do(lambda: self._view.remove(self._view.find(found, follows=False), is_folder=True), path)
 
     def rename(self, src: Any, dst: Any, *, src_dir_fd: Optional[int] = None, dst_dir_fd: Optional[int] = None) -> None:
         """os.rename, os.replace"""
@@ -200,15 +219,23 @@ class Files:
         if source is None and to is None:
             posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
-        with self._named(src, dst):
-            if source is not None and to is not None:
-                self._view.move(self._view.find(source, follows=False), self._view.find(to, follows=False))
-                return
-            # Out of the rank's own files, or into them: what is left alone is elsewhere.
+        if source is not None and to is not None:
+            paths = source, to
+
+            def move() -> None:
+                self._view.move(self._view.find(paths[0], follows=False), self._view.find(paths[1], follows=False))
+
+            self._do(move, src, dst)
+            return
+
+        # Out of the rank's own files, or into them: what is left alone is elsewhere.
+        def copy() -> None:
             place = src if source is None else self._view.place_with_content(self._view.find(source, follows=False))
             if not stat.S_ISREG(posix.lstat(place).st_mode):
                 raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), src, None, dst)
             copy_file(place, dst if to is None else self._view.place_to_write(self._view.find(to), keeps=False))
+
+        self._do(copy, src, dst)
         (posix.unlink if source is None else self.unlink)(src)
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
@@ -216,17 +243,23 @@ class Files:
         if source is None or to is None:
             posix.link(src, dst, **kwargs)
             return
-        with self._named(src, dst):
-            follows = kwargs.get("follow_symlinks", True)
-            self._view.move(self._view.find(source, follows), self._view.find(to, False), keeps_source=True)
+        follows, paths = kwargs.get("follow_symlinks", True), (source, to)
+
+        def link() -> None:
+            self._view.move(self._view.find(paths[0], follows), self._view.find(paths[1], False), keeps_source=True)
+
+        self._do(link, src, dst)
 
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: Optional[int] = None) -> None:
         found = self._path(dst, dir_fd, is_written=True)
         if found is None:
             posix.symlink(src, dst, dir_fd=dir_fd)
             return
-        with self._named(src, dst):
-            self._view.link_to(os.fsdecode(src), self._view.find(found, follows=False))
+        self._do(lambda: self._view.link_to(os.fsdecode(src), self._view.find(found, follows=False)), src, dst)
+
+    def _folder(self, path: Any) -> Optional[str]:
+        """`_path`, also of a folder that is open."""
+        return self._path(posix.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
 
     def _path(self, path: Any, dir_fd: Optional[int] = None, is_written: bool = False) -> Optional[str]:
         """The absolute path of what is given; None where it is not for the view."""
@@ -244,11 +277,15 @@ class Files:
                 return None
         return None if self._left.has(path) and not path.startswith(self._view.top) else path
 
-    @contextlib.contextmanager
-    def _named(self, path: Any, to: Any = None) -> Iterator[None]:
-        """Errors name the path that the program gave."""
+    def _do(self, call: Callable[[], T], path: Any, to: Any = None) -> T:
+        """What `call` returns, which may do it twice; its errors name the path that the program gave."""
         try:
-            yield
+            try:
+                return call()
+            except FileNotFoundError:
+                if not self._view.catch_up():  # else the main rank has removed it just now
+                    raise
+                return call()
         except OSError as error:
             if error.filename is not None:
                 error.filename, error.filename2 = path, to
@@ -258,11 +295,12 @@ class Files:
 class Entry:
     """As os.DirEntry."""
 
-    def __init__(self, name: Any, path: Any) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: Any, place: Any, path: Any = None) -> None:
+        """`place`: the path by which it is asked about; `path`: the one that it shows, if that is another."""
+        self.name, self.path, self._place = name, place if path is None else path, place
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat(self.path, follow_symlinks=follow_symlinks)
+        return os.stat(self._place, follow_symlinks=follow_symlinks)
 
     def _has(self, kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
         try:
