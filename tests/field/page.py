@@ -57,8 +57,8 @@ What cannot be had on a machine without a GPU, a network or a display has a stan
 - CUDA: ACT calls `.cuda()` on all that it makes, which here leaves it on the CPU
 - ResNet's weights: a file of random ones, where torch would download them to
 - dm_control, IPython, pytorch3d: imported by ACT and DP3, and not used while they train as here
-- wandb: visualnav-transformer asks for the network, and DP3 logs nowhere else; the stand-in writes what is logged to a file of
-  JSON lines. diffusion_policy has W&B itself, in its mode `disabled`
+- wandb: visualnav-transformer asks for the network, and DP3 logs nowhere else; the stand-in writes what is logged to a
+  file of JSON lines. diffusion_policy has W&B itself, in its mode `disabled`
 """
 
 
