@@ -44,9 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 # What the tests of a file are that do not say it themselves, see `markers` in pyproject.toml; of other files: unit.
 TIERS = {
     **dict.fromkeys(("guard", "parallel", "resume", "seams", "second_job", "sequences"), "ranks"),
-    **dict.fromkeys(("auto", "background", "bootstrap", "data_kinds", "droid", "equivalence", "unedited"), "launch"),
+    **dict.fromkeys(("auto", "background", "bootstrap", "data_kinds", "droid", "equivalence", "field"), "launch"),
     **dict.fromkeys(
-        ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging"), "launch"
+        ("examples", "examples_launch", "import_cost", "launch_matrix", "once_more", "packaging", "unedited"), "launch"
     ),
     **dict.fromkeys(("preloaded", "rlds", "robocasa", "robomimic", "rollout", "runner", "tfdata"), "launch"),
 }

@@ -12,6 +12,7 @@ import functools
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,11 @@ def joined(start: Start) -> Iterator[None]:
         )
     noise.share(trains_whole_batches=True)
     steps = current().part(Steps)
+
+    def is_reading() -> bool:
+        # Of the thread that asks a loader: what another one saves meanwhile is a checkpoint, not a dataset's cache.
+        return steps.is_reading and threading.current_thread() is threading.main_thread()
+
     undo = contextlib.ExitStack()
     for module in (nn, torch_parallel, sys.modules["torch.nn.parallel.data_parallel"]):
         undo.enter_context(replaced(module, "DataParallel", DataParallel))
@@ -57,9 +63,9 @@ def joined(start: Start) -> Iterator[None]:
     undo.enter_context(_optimizers_seen())
     undo.enter_context(leaving.noticed(start, undo.close))
     if here.world_size > 1:
-        undo.enter_context(PrivateFiles(here, start.time, lambda: steps.is_reading).installed())
-        undo.enter_context(Clock(here, lambda: steps.is_reading).installed())
-        undo.enter_context(equal_reads(here, lambda: steps.is_reading))
+        undo.enter_context(PrivateFiles(here, start.time, is_reading).installed())
+        undo.enter_context(Clock(here, is_reading).installed())
+        undo.enter_context(equal_reads(here, is_reading))
         unshared.leave_to_others()
         undo.callback(register_optimizer_step_pre_hook(steps.check_step).remove)
         undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))

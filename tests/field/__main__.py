@@ -1,0 +1,220 @@
+"""Runs public trainers, not one character edited, in one process and on two ranks, and compares what they leave behind.
+
+Run it: python -m tests.field --upstream DIR [--only NAME,NAME] [--work DIR] [--write docs/trainers.md]
+
+DIR holds a folder OWNER+NAME of each trainer's sources at its commit (patches/README.md says how to make it);
+requirements/trainers.txt is what they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import math
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from tests.field.compare import Left, losses, probed, rows, saved, without_clock
+from tests.field.page import written
+from tests.field.trainers import TRAINERS, Trainer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+DEADLINE_S = 300
+TOLERANCE = 1e-5  # float32, after 10 to 30 steps
+LAUNCHED = ["-m", "ddpshim", "run", "--nproc", "2"]
+IGNORED = {"__pycache__", "ddpshim-logs"}
+
+
+@dataclass
+class Row:
+    """A line of the table."""
+
+    trainer: Trainer
+    verdict: str  # equal, differs, refused, failed
+    differences: dict[str, Optional[float]]
+    notes: list[str]
+    is_split: bool = False  # whether a rank stepped on shares of batches
+
+
+def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional[Path]) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    folders = [sources / part if (sources / part).is_dir() else upstream / part for part in trainer.path]
+    shown = {
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [*reversed(folders), HERE / "stubs", ROOT / "tests/stubs/IPython", ROOT])
+        ),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "WANDB_MODE": "disabled",
+        **{key: value.format(sources=sources) for key, value in trainer.environment.items()},
+    }
+    return {**kept, **shown, **({"FIELD_PROBE": str(probe)} if probe else {})}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and not IGNORED & set(path.parts)
+    }
+
+
+def play(trainer: Trainer, upstream: Path, place: Path, launched: bool) -> Left:
+    """Runs the trainer in a fresh copy of its sources and data, and collects what it left behind."""
+    root, probe = place / "run", place / "probe"
+    sources = root / "sources"
+    shutil.copytree(upstream / trainer.upstream, sources, ignore=shutil.ignore_patterns("*.ipynb", ".git"))
+    probe.mkdir()
+    pristine = digests(root)
+    trainer.make_data(sources)
+    before = digests(root)
+    launcher = [*LAUNCHED, "--log-dir", str(place / "logs")] if launched else []
+    command = [sys.executable, *launcher, *trainer.command]
+    with open(place / "printed.txt", "wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=sources / trainer.folder,
+            env=environment(trainer, upstream, sources, probe),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            exit_code = process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            exit_code = -9
+    after = digests(root)
+    new = [name for name in after if name not in before]
+    left = Left(
+        exit_code,
+        root,
+        {int(path.stem[5:]): torch.load(path, weights_only=False) for path in sorted(probe.glob("rank_*.pt"))},
+        {},
+        {},
+        (place / "printed.txt").read_text(errors="replace"),
+        [name for name, digest in pristine.items() if after.get(name) != digest],
+    )
+    for name in new:
+        shown = without_clock(name)
+        while shown in left.files:
+            shown += " (again)"
+        left.files[shown] = root / name
+    states = place / "states.pt"
+    subprocess.run(
+        [sys.executable, str(HERE / "states.py"), str(root), str(states)],
+        env=environment(trainer, upstream, sources, None),
+        cwd=sources / trainer.folder,
+        check=True,
+    )
+    left.checkpoints = {name: value for name, value in torch.load(states).items() if name in new}
+    return left
+
+
+def refusal(printed: str) -> str:
+    """The sentence by which ddpshim refused, if it did."""
+    found = re.findall(r"(?:\w*Error|ddpshim[\w.]*\.\w+Error|NotTheSame\w*|Refused): (.+)", printed)
+    return found[-1] if found else ""
+
+
+def compared(trainer: Trainer, one: Left, again: Left, two: Left) -> Row:
+    notes = []
+    if one.exit_code or again.exit_code:
+        return Row(trainer, "failed", {}, [f"one process ended with {one.exit_code}"])
+    for key in ("weights", "optimizer"):
+        itself = probed(one.probes[0], again.probes[0], key)
+        if itself:
+            notes.append(f"{key} of two unlaunched runs differ by {itself:.0e}")
+    if two.edited:
+        notes.append(f"edited: {two.edited}")
+    if two.exit_code:
+        return Row(trainer, "refused" if refusal(two.printed) else "failed", {}, [*notes, refusal(two.printed)])
+    differences: dict[str, Optional[float]] = {}
+    for key in ("weights", "optimizer"):
+        differences[key] = max((probed(one.probes[0], ranks, key) for ranks in two.probes.values()), default=math.inf)
+    if set(two.probes) != {0, 1}:
+        notes.append(f"ranks with an optimizer at the end: {sorted(two.probes)}")
+    differences["EMA"], unread = saved(one, two, ema=True)
+    differences["checkpoints"], unread = saved(one, two, ema=False)
+    notes += unread
+    differences["losses"] = losses(rows(one, trainer.losses), rows(two, trainer.losses))
+    counts = len(rows(one, trainer.losses)), len(rows(two, trainer.losses))
+    if counts[0] != counts[1] or not counts[0]:
+        notes.append(f"rows of the log: {counts[0]} and {counts[1]}")
+    for name in sorted(one.files.keys() - two.files.keys()):
+        notes.append(f"missing: {name}")
+    for name in sorted(two.files.keys() - one.files.keys()):
+        notes.append(f"in excess: {name}")
+    for name in sorted(one.files.keys() & two.files.keys()):
+        sizes = one.files[name].stat().st_size, two.files[name].stat().st_size
+        if bool(sizes[0]) != bool(sizes[1]):
+            notes.append(f"{name}: {sizes[0]} and {sizes[1]} bytes")
+    is_split = "training passes over this DataLoader are split" in two.printed
+    largest = max((value for value in differences.values() if value is not None), default=math.inf)
+    return Row(trainer, "equal" if largest <= TOLERANCE and not notes else "differs", differences, notes, is_split)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.field", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--upstream", type=Path, default=os.environ.get("DDPSHIM_UPSTREAM"))
+    parser.add_argument("--only", default="", help="names, with commas between them")
+    parser.add_argument("--work", type=Path, help="keep what the runs leave behind here")
+    parser.add_argument(
+        "--reuse", action="store_true", help="take the runs in one process from --work if they are there"
+    )
+    parser.add_argument("--write", type=Path, help="the page to write")
+    args = parser.parse_args()
+    if not args.upstream:
+        parser.error("--upstream, or DDPSHIM_UPSTREAM, names the folder of the sources")
+    only = [name for name in args.only.split(",") if name]
+    table = []
+    work = (args.work or Path(tempfile.mkdtemp(prefix="field-"))).resolve()
+    for trainer in TRAINERS:
+        if only and trainer.name not in only:
+            continue
+        lacking = [name for name in trainer.needs if importlib.util.find_spec(name) is None]
+        if lacking or not (args.upstream / trainer.upstream).is_dir():
+            print(f"{trainer.name}: skipped, lacking {lacking or trainer.upstream}", flush=True)
+            continue
+        left = {}
+        for name, launched in (("one", False), ("again", False), ("two", True)):
+            place = work / trainer.name / name
+            kept = place / "left.pickle"
+            if args.reuse and not launched and (name == "again" or kept.is_file()):
+                left[name] = pickle.loads(kept.read_bytes()) if kept.is_file() else left["one"]
+                continue
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
+            started = time.perf_counter()
+            left[name] = play(trainer, args.upstream.resolve(), place, launched)
+            kept.write_bytes(pickle.dumps(left[name]))
+            print(
+                f"{trainer.name} {name}: exit {left[name].exit_code}, {time.perf_counter() - started:.0f} s", flush=True
+            )
+            if left[name].exit_code and not launched:
+                print(left[name].printed[-3000:])
+                break
+        row = compared(trainer, left["one"], left.get("again", left["one"]), left.get("two", left["one"]))
+        table.append(row)
+        print(f"{trainer.name}: {row.verdict} {row.differences} {row.notes}", flush=True)
+    if args.write:
+        args.write.write_text(written(table))
+    return int(any(row.verdict in ("differs", "failed") for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What one process left behind against what two ranks did: weights, EMA, optimizers, losses, files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+CLOCK = [r"\d{4}[._-]\d{2}[._-]\d{2}", r"\d{2}[.:_-]\d{2}[.:_-]\d{2}"]
+NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|\bnan\b|\binf\b")
+
+
+@dataclass
+class Left:
+    """What one run left behind."""
+
+    exit_code: int
+    folder: Path  # of the sources, in which it ran
+    probes: dict[int, list[dict[str, Any]]]  # rank: its optimizers
+    checkpoints: dict[str, Any]  # file: tensors by name, or why it could not be read
+    files: dict[str, Path]  # names without the time
+    printed: str
+    edited: list[str] = field(default_factory=list)  # upstream files that are not what they were
+
+
+def without_clock(name: str) -> str:
+    for pattern in CLOCK:
+        name = re.sub(pattern, "TIME", name)
+    return name
+
+
+def difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    if one.shape != two.shape:
+        return math.inf
+    if not one.numel():
+        return 0.0
+    one, two = one.double(), two.double()
+    if not torch.equal(one.isnan(), two.isnan()):
+        return math.inf
+    return float((one - two).nan_to_num().abs().max())
+
+
+def probed(one: list[dict[str, Any]], two: list[dict[str, Any]], key: str) -> float:
+    """The largest difference of the optimizers' weights or states; infinite where there are others."""
+    if len(one) != len(two):
+        return math.inf
+    largest = 0.0
+    for a, b in zip(one, two):
+        if len(a[key]) != len(b[key]):
+            return math.inf
+        for x, y in zip(a[key], b[key]):
+            if isinstance(x, torch.Tensor):
+                largest = max(largest, difference(x, y))
+                continue
+            if x.keys() != y.keys():
+                return math.inf
+            for name, value in x.items():
+                if isinstance(value, torch.Tensor):
+                    largest = max(largest, difference(value, y[name]))
+    return largest
+
+
+def saved(one: Left, two: Left, ema: bool) -> tuple[Optional[float], list[str]]:
+    """The largest difference in checkpoint files, of averaged weights or of all else, and files that do not read."""
+    largest, wrong = None, []
+    names = {without_clock(name): name for name in two.checkpoints}
+    for name, tensors in one.checkpoints.items():
+        other = two.checkpoints.get(names.get(without_clock(name), ""))
+        if not isinstance(tensors, dict) or not isinstance(other, dict):
+            wrong.append(
+                f"{name}: {tensors if isinstance(tensors, str) else other if isinstance(other, str) else 'missing'}"
+            )
+            continue
+        if tensors.keys() != other.keys():
+            wrong.append(f"{name}: other keys")
+            continue
+        for key, tensor in tensors.items():
+            if ("ema" in (name + key)) == ema:
+                largest = max(largest or 0.0, difference(tensor, other[key]))
+    return largest, wrong
+
+
+def rows(left: Left, pattern: str) -> list[list[float]]:
+    """The numbers that the trainer logged, row by row: of JSON lines, or of the printed lines with a pattern."""
+    found = []
+    if pattern:
+        for line in left.printed.splitlines():
+            line = line.split("\r")[-1]
+            if re.search(pattern, line):
+                found.append([float(number) for number in NUMBER.findall(line)])
+        return found
+    for name in sorted(left.files):
+        if name.endswith((".json.txt", ".jsonl")):
+            for line in left.files[name].read_text().splitlines():
+                found.append([float(value) for _, value in sorted(json.loads(line).items())])
+    return found
+
+
+def losses(one: list[list[float]], two: list[list[float]]) -> float:
+    """The largest difference of a logged number, relative above 1; infinite where rows or columns are missing."""
+    if len(one) != len(two) or any(len(a) != len(b) for a, b in zip(one, two)):
+        return math.inf
+    pairs = [(x, y) for a, b in zip(one, two) for x, y in zip(a, b)]
+    return max((abs(x - y) / max(1.0, abs(x)) if x == x or y == y else 0.0 for x, y in pairs), default=0.0)

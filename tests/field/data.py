@@ -1,0 +1,100 @@
+"""Tiny data for each trainer, made from a seed into the folder that it reads."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+
+
+def replay_buffer(path: Path, shapes: dict[str, tuple[int, ...]], lengths: list[int]) -> None:
+    """A zarr folder as diffusion_policy's ReplayBuffer reads it: `data/KEY` (steps, *shape), `meta/episode_ends`."""
+    import zarr
+
+    rng = np.random.default_rng(0)
+    root = zarr.open_group(str(path), mode="w")
+    data, meta = root.create_group("data"), root.create_group("meta")
+    for key, shape in shapes.items():
+        values = rng.random((sum(lengths), *shape), dtype=np.float32)
+        data.array(key, values * 255 if key == "img" else values, chunks=False)
+    meta.array("episode_ends", np.cumsum(lengths))
+
+
+def pusht(root: Path) -> None:
+    shapes = {"keypoint": (9, 2), "state": (5,), "action": (2,), "img": (96, 96, 3)}
+    replay_buffer(root / "data/pusht/pusht_cchi_v7_replay.zarr", shapes, [21, 18, 23, 19, 22])
+
+
+def blockpush(root: Path) -> None:
+    shapes = {"obs": (16,), "action": (2,)}
+    replay_buffer(root / "data/block_pushing/multimodal_push_seed.zarr", shapes, [21, 18, 23, 19, 22])
+
+
+def adroit(root: Path) -> None:
+    """Above the sources: DP3's train.py goes there."""
+    shapes = {"state": (24,), "action": (24,), "point_cloud": (512, 6), "img": (4, 4, 3)}
+    replay_buffer(root.parent / "data/adroit_pen_expert.zarr", shapes, [21, 18, 23])
+
+
+def aloha(root: Path) -> None:
+    """Episodes as ACT records them, in the folder that its constants name, and a ResNet in torch's cache."""
+    import h5py
+    import torch
+    import torchvision
+
+    rng = np.random.default_rng(0)
+    folder = root / "<put your data dir here>" / "sim_transfer_cube_scripted"
+    folder.mkdir(parents=True)
+    for episode in range(50):
+        with h5py.File(folder / f"episode_{episode}.hdf5", "w") as file:
+            file.attrs["sim"] = True
+            file["/action"] = rng.random((12, 14), dtype=np.float32)
+            file["/observations/qpos"] = rng.random((12, 14), dtype=np.float32)
+            file["/observations/qvel"] = rng.random((12, 14), dtype=np.float32)
+            file["/observations/images/top"] = rng.integers(0, 255, (12, 32, 32, 3), dtype=np.uint8)
+    torch.manual_seed(0)
+    cache = root / "torch_home" / "hub" / "checkpoints"
+    cache.mkdir(parents=True)
+    torch.save(torchvision.models.resnet18().state_dict(), cache / "resnet18-f37072fd.pth")
+
+
+def trajectories(root: Path) -> None:
+    """Four walks with images, and the two lists that visualnav-transformer splits them by."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for name in ("a", "b", "c", "d"):
+        folder = root / "walks" / name
+        folder.mkdir(parents=True)
+        steps = 24
+        for step in range(steps):
+            Image.fromarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8)).save(folder / f"{step}.jpg")
+        position = np.cumsum(rng.random((steps, 2)), axis=0)
+        (folder / "traj_data.pkl").write_bytes(pickle.dumps({"position": position, "yaw": rng.random(steps)}))
+    for split, names in {"train": "a\nb\nc\n", "test": "d\n"}.items():
+        (root / "splits" / split).mkdir(parents=True)
+        (root / "splits" / split / "traj_names.txt").write_text(names)
+
+
+def mnist(root: Path) -> None:
+    """MNIST's four files with 250 and 60 random digits, beside the trainer's folder as it expects them."""
+    rng = np.random.default_rng(0)
+    folder = root / "data" / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, count in {"train": 250, "t10k": 60}.items():
+        images = rng.integers(0, 255, (count, 28, 28), dtype=np.uint8)
+        labels = rng.integers(0, 10, count, dtype=np.uint8)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(_idx(images))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(_idx(labels))
+
+
+def mnist_and_results(root: Path) -> None:
+    """And the folder for pictures, which the VAE expects."""
+    mnist(root)
+    (root / "vae" / "results").mkdir()
+
+
+def _idx(array: np.ndarray) -> bytes:
+    """The bytes of MNIST's format: a magic number, the shape, the values."""
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">i4").tobytes() + array.tobytes()

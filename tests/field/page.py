@@ -1,0 +1,80 @@
+"""The page about the field's trainers, of what was measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from tests.field.__main__ import Row
+
+HEAD = """# Public trainers, unedited
+
+Each trainer is as its authors published it, not one character edited. It trained twice: as `python TYPED`, without
+ddpshim, and as `python -m ddpshim run --nproc 2 TYPED`, two processes on a CPU. Same seed, noise and dropout on, tiny
+data, and tiny networks by the options in the line. Then all that the runs left behind was compared: weights and states
+of every optimizer on each rank, checkpoints with their averaged weights (EMA), the numbers in the logs row by row, and
+the names of all files, times left out.
+
+`python -m tests.field --upstream DIR --write docs/trainers.md` makes this page.
+[patches/README.md](../patches/README.md) says what DIR is; requirements/trainers.txt is what the trainers need.
+
+| trainer | batches split | result | weights | EMA | optimizer | logged numbers |
+|---|---|---|---|---|---|---|
+"""
+
+
+def written(rows: list[Row]) -> str:
+    """The page, with a table of these rows."""
+    lines = []
+    for row in rows:
+        found = row.differences
+        shown = [_shown(found, key) for key in ("weights", "EMA", "optimizer", "losses")]
+        result = {"equal": "equal", "refused": "refused, below"}.get(row.verdict, f"**{row.verdict}**, below")
+        split = "yes" if row.is_split else "no: whole on each rank"
+        lines.append(f"| {row.trainer.name} | {split if found else ''} | {result} | {' | '.join(shown)} |")
+    page = [
+        HEAD + "\n".join(lines),
+        "A number is the largest difference from one process; a logged number's is relative above 1.",
+    ]
+    page.append("## What was typed\n")
+    for row in rows:
+        owner, commit = row.trainer.source
+        place = "" if row.trainer.folder == "." else f", in `{row.trainer.folder}/`"
+        stubs = f" Stand-ins: {', '.join(row.trainer.stubs)}." if row.trainer.stubs else ""
+        page.append(f"**{row.trainer.name}**: {owner} at {commit[:12]}{place}.{stubs}")
+        page.append("```\n" + _wrapped(["TYPED =", *map(_quoted, row.trainer.command)]) + "\n```")
+        page += [f"- {note}" for note in row.notes if note]
+    page.append(TAIL)
+    return "\n\n".join(part.rstrip("\n") for part in page) + "\n"
+
+
+TAIL = """## Stand-ins
+
+What cannot be had on a machine without a GPU, a network or a display has a stand-in beside the trainer, never in it
+(tests/field/stubs, put on PYTHONPATH for both runs):
+
+- simulator: an `env_runner` that plays the policy for a few steps on random observations, and scores what it did
+- CUDA: ACT calls `.cuda()` on all that it makes, which here leaves it on the CPU
+- ResNet's weights: a file of random ones, where torch would download them to
+- dm_control, IPython, pytorch3d: imported by ACT and DP3, and not used while they train as here
+- wandb: visualnav-transformer asks for the network, and DP3 logs nowhere else; the stand-in writes what is logged to a
+  file of JSON lines. diffusion_policy has W&B itself, in its mode `disabled`
+"""
+
+
+def _shown(found: dict[str, Optional[float]], key: str) -> str:
+    value = found.get(key)
+    return "" if value is None else f"{value:.0e}" if value else "0"
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if set(word) & set("[]{} <>") else word
+
+
+def _wrapped(words: list[str]) -> str:
+    lines = [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 116:
+            lines.append("   ")
+        lines[-1] += word if not lines[-1] else " " + word
+    return "\n".join(lines)

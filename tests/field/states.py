@@ -1,0 +1,51 @@
+"""`python states.py FOLDER OUT`: every checkpoint under FOLDER as tensors by name, into OUT.
+
+Run with the trainer's path: a checkpoint may hold its classes.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ENDINGS = {".ckpt", ".pth", ".pt"}
+
+
+def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """The tensors and numbers in nested containers, modules and optimizers, by their path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value.detach().double()} if value.is_floating_point() else {name: value.detach()}
+    if hasattr(value, "state_dict"):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)  # type: ignore[assignment]
+    elif isinstance(value, (bool, int, float)):
+        return {name: torch.tensor(float(value), dtype=torch.float64)}
+    else:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        found.update(flat(item, f"{name}/{key}"))
+    return found
+
+
+def main() -> None:
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in ENDINGS and path.is_file():
+            try:
+                saved = torch.load(path, map_location="cpu", weights_only=False)
+                saved = saved.get("state_dicts", saved) if isinstance(saved, dict) else saved
+                found[str(path.relative_to(folder))] = flat(saved)
+            except Exception as error:
+                found[str(path.relative_to(folder))] = f"{type(error).__name__}: {error}"
+    torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main()

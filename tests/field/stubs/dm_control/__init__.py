@@ -1,0 +1,1 @@
+"""Stands in for dm_control: ACT imports its simulation for training, too, and makes none."""

@@ -1,0 +1,5 @@
+"""The class that ACT's tasks derive from."""
+
+
+class Task:
+    pass

@@ -1,0 +1,84 @@
+"""Observes a trainer from outside: at its end each rank writes its optimizers' parameters and states to $FIELD_PROBE.
+
+With FIELD_CUDA=cpu, `.cuda()` leaves modules and tensors where they are: some trainers know no other device.
+"""
+
+import atexit
+import importlib.abc
+import importlib.machinery
+import io
+import os
+import sys
+
+# Kept before anything may replace them: what is observed must not see this file's own writing.
+_OPEN, _WRITE, _CLOSE = os.open, os.write, os.close
+OPTIMIZERS = {}  # by id, kept alive until the end
+
+
+def _watch_optimizers(module):
+    def stepped(optimizer, args, kwargs):
+        OPTIMIZERS[id(optimizer)] = optimizer
+
+    module.register_optimizer_step_post_hook(stepped)
+    atexit.register(_write)
+
+
+def _modules_stay(module):
+    module.Module.cuda = lambda self, device=None: self
+
+
+def _tensors_stay(module):
+    module.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _write():
+    import torch
+
+    if not OPTIMIZERS:
+        return
+    states = [
+        {
+            "weights": [p.detach().clone() for group in optimizer.param_groups for p in group["params"]],
+            "optimizer": [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]],
+            "lr": [float(group["lr"]) for group in optimizer.param_groups],
+        }
+        for optimizer in OPTIMIZERS.values()
+    ]
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    rank = os.environ.get("RANK", "0")
+    descriptor = _OPEN(
+        os.path.join(os.environ["FIELD_PROBE"], f"rank_{rank}.pt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    )
+    left = memoryview(buffer.getvalue())
+    while left:
+        left = left[_WRITE(descriptor, left) :]
+    _CLOSE(descriptor)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module once it was imported."""
+
+    def __init__(self, actions):
+        self.actions = actions
+
+    def find_spec(self, name, path, target=None):
+        if name not in self.actions:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        loader, action = spec.loader, self.actions[name]
+        execute = loader.exec_module
+
+        def execute_and_act(module):
+            execute(module)
+            action(module)
+
+        loader.exec_module = execute_and_act
+        return spec
+
+
+if "FIELD_PROBE" in os.environ:
+    actions = {"torch.optim.optimizer": _watch_optimizers}
+    if os.environ.get("FIELD_CUDA") == "cpu":
+        actions.update({"torch.nn.modules.module": _modules_stay, "torch._tensor": _tensors_stay})
+    sys.meta_path.insert(0, _AfterImport(actions))
