@@ -11,6 +11,7 @@ WINGS = [
     "trainers",
     "robomimic",
     "droid",
+    "lerobot",
     "launch",
     "tools",
 ]

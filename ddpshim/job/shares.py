@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -22,6 +22,7 @@ class Share(NamedTuple):
     world_size: int
     num_rows: int  # of this rank
     others: tuple[int, ...] = ()  # of this rank's batches of other loaders whose passes are under way
+    sequence_first: Collection[tuple[int, ...]] = ()  # the first two sizes of tensors that have the batch second
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -32,7 +33,9 @@ class Share(NamedTuple):
         """What each of `num` virtual ranks of this one has."""
         sizes = [size // num for size in self.sizes]
         numbers = (self.rank + i * self.world_size for i in range(num))
-        return [Share(number, self.world_size * num, sizes[0], tuple(sizes[1:])) for number in numbers]
+        return [
+            Share(number, self.world_size * num, sizes[0], tuple(sizes[1:]), self.sequence_first) for number in numbers
+        ]
 
     def num_samples(self, num_rows: int) -> Optional[int]:
         """Of how many samples `num_rows` rows are, one or several of each; None if of no batch."""
@@ -42,6 +45,8 @@ class Share(NamedTuple):
 
     def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
         """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
+        if tuple(shape[:2]) in self.sequence_first and shape[1] in self.sizes:
+            return 1, 1
         num_samples = self.num_samples(shape[0]) if len(shape) else None
         if num_samples is not None:
             return 0, shape[0] // num_samples
@@ -93,6 +98,7 @@ class Sharing:
     def __init__(self) -> None:
         self.share: Optional[Share] = None
         self.is_on = self.trains_whole_batches = False
+        self.sequence_first: set[tuple[int, ...]] = set()  # for `Share`
         self.named: set[str] = set()  # the lines that were told of
         self.last: tuple[Optional[Position], str] = None, ""  # the batch at hand, also of a pass that nobody holds
         self.passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # under way, with their batches
@@ -107,7 +113,7 @@ def begin_batch(num_rows: int, of: Optional[object] = None) -> None:
         sharing.passes[of] = num_rows
         sharing.last = getattr(of, "position", None), getattr(of, "called", "")
     others = tuple(sorted({*sharing.passes.values()} - {num_rows}))
-    sharing.share = Share(job.world.rank, job.world.world_size, num_rows, others)
+    sharing.share = Share(job.world.rank, job.world.world_size, num_rows, others, sharing.sequence_first)
 
 
 def positions() -> list[tuple[Position, str]]:
