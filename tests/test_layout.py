@@ -157,6 +157,7 @@ OF_THE_PROCESS = {
     "job.unshared.watch": "torch's hook of all optimizers is the process's",
     "job.say.say_once": "lines that were said",
     "job.job._current": "the job itself",
+    "openpi.stand_ins._exchanged": "the same",
     "lerobot.stand_ins._exchanged": "the trainer's module, whose names are given back",
     "job.events.running": "a block of code that is measured",
     "job.events._records": "an open file",

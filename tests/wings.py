@@ -12,6 +12,7 @@ WINGS = [
     "robomimic",
     "droid",
     "lerobot",
+    "openpi",
     "launch",
     "tools",
 ]

@@ -18,8 +18,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpshim.checkpoint import files as checkpoint
-from ddpshim.checkpoint import plain_files
 from ddpshim.data.loader import arguments_of, make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import HookError
@@ -29,6 +27,7 @@ from ddpshim.job.job import current
 from ddpshim.job.random_streams import rank_states, restore_rank_states
 from ddpshim.job.say import say
 from ddpshim.model.parallel import wrap_parallel
+from ddpshim.trainers import place_in_pass
 from ddpshim.trainers.session import session
 
 PLACE = "place_in_pass.pt"  # in the training_state of a checkpoint
@@ -159,7 +158,7 @@ class _OnRanks:
         training.loader = made
         _say_what_is_filled_up(made)
         if training.checkpoint is not None:
-            _enter(made, training.checkpoint, training.step)
+            place_in_pass.enter(made, training.checkpoint / "training_state" / PLACE, training.step)
         return made
 
     def end_training(self) -> None:
@@ -179,27 +178,6 @@ def _say_what_is_filled_up(loader: ShardedLoader) -> None:
             f"the last batch of a pass has {last} samples, which do not split over {here.world_size} ranks: it is "
             f"filled up with {more} of the pass's first samples. One process takes a step on {last}"
         )
-
-
-def _enter(loader: ShardedLoader, folder: Path, step: int) -> None:
-    """Go on in the pass in which the checkpoint in `folder` was written, where that is known (collective)."""
-    here, path = world(), folder / "training_state" / PLACE
-    found = here.run_on_main(lambda: plain_files.read(path, is_trusted=False) if path.is_file() else None)
-    facts = _facts(loader)
-    if not isinstance(found, dict) or found.get("facts") != facts:
-        was = "is not there" if not isinstance(found, dict) else f"is of {found.get('facts')}, not of {facts}"
-        if here.is_main:
-            say(f"{path} {was}: a new pass over the data begins, as LeRobot begins one")
-        return
-    number, first = divmod(step, len(loader))
-    if number and not first:  # torch's sampler may draw once more at the end of a pass
-        number, first = number - 1, len(loader)
-    loader.set_epoch(number, first)
-    loader.restore_order(found["order"], is_inside=first > 0)
-
-
-def _facts(loader: ShardedLoader) -> dict[str, Any]:
-    return {"steps of a pass": len(loader), "global batch": loader.global_batch_size}
 
 
 # What stands in for functions of the trainer's module: each takes the original.
@@ -227,9 +205,7 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         loader = current().part(_Training).loader
         if loader is not None:
             folder = options["checkpoint_dir"] if "checkpoint_dir" in options else arguments[0]
-            place = {"facts": _facts(loader), "order": loader.order_state()}
-            path = Path(folder) / "training_state" / PLACE
-            checkpoint.save(plain_files.content(place, path, is_trusted=False), path)
+            place_in_pass.keep(loader, Path(folder) / "training_state" / PLACE)
 
     return save
 
