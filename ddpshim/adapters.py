@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any, Optional
 
 GROUP = "ddpshim.trainers"
-_BUILT_IN = {"robomimic": "ddpshim.robomimic.adapter"}
+_BUILT_IN = {package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi")}
 
 
 @functools.lru_cache(maxsize=1)

@@ -61,7 +61,9 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 
 def test_only_ours_without_entry_points() -> None:
-    assert adapters.packages() == {"robomimic": "ddpshim.robomimic.adapter"}
+    assert adapters.packages() == {
+        package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi")
+    }
     assert fetching.fetcher_of(Squares()) is None
     assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))
 

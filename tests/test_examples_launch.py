@@ -55,6 +55,19 @@ SHOWN = [
         {"NODES": "2", "TRAIN": "train.py -x", "PARTITION": "gpu"},
         "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 python -u -m ddpshim.launch.rank train.py -x || code=$?",
     ),
+    (
+        "lerobot_template.sh",
+        {"GPUS": "2", "RESUME": "0", "WANDB": "1", "PRECISION": "bf16"},
+        "-m ddpshim run --nproc=2 -m lerobot.scripts.lerobot_train --policy.type=act --policy.push_to_hub=false "
+        "--dataset.repo_id=lerobot/pusht --output_dir=outputs/train/act --batch_size=8 --steps=100000 --num_workers=4 "
+        "--save_freq=20000 --log_freq=200 --seed=1000 --wandb.enable=true",
+    ),
+    (
+        "lerobot_smolvla.sh",
+        {"DATASET": "you/yours"},
+        "--policy.path=lerobot/smolvla_base --policy.push_to_hub=false --dataset.repo_id=you/yours "
+        "--output_dir=outputs/train/smolvla_base --batch_size=64 --steps=20000",
+    ),
     ("docker.sh", {"GPUS": "device=1"}, "ddpshim-train --nproc=auto --log-dir=/out/logs -m robomimic.scripts.train"),
 ]
 
@@ -85,6 +98,9 @@ def test_every_template_is_shown_by_a_test() -> None:
         ("chosen_gpus.sh", {"GPUS": "1,1"}, "has 1 twice"),
         ("two_nodes.sh", {}, "NODE_RANK='': give 0 on the first machine, 1 on the second\nMASTER_ADDR is not set"),
         ("docker.sh", {"DATA": "/absent"}, "DATA='/absent' is no folder"),
+        ("lerobot_template.sh", {"GPUS": "3"}, "BATCH_SIZE=8 does not split over GPUS=3"),
+        ("lerobot_template.sh", {"PRECISION": "half", "STEPS": "0"}, "STEPS='0' is not a whole number from 1 up\nPREC"),
+        ("lerobot_smolvla.sh", {"RESUME": "1"}, "checkpoints/last/pretrained_model/train_config.json is not there"),
     ],
 )
 def test_settings_are_checked(tmp_path: Path, name: str, settings: dict[str, str], said: str) -> None:

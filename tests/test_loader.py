@@ -18,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpshim.data.loader import make_loader, scale_lr
+from ddpshim.data.loader import arguments_of, make_loader, scale_lr
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import job as jobs
@@ -613,3 +613,22 @@ def test_one_draw_and_one_failure_on_two_processes():
     assert errors1[0].startswith("WorldError")
     assert "KeyError: 'gone'" in errors1[0]
     assert "number of samples: 8 on rank 0, 9 on rank 1" in errors0[1] == errors1[1]
+
+
+LOADERS = {
+    "in order": lambda data: DataLoader(data, 4),
+    "shuffled": lambda data: DataLoader(data, 4, shuffle=True, drop_last=True),
+    "with replacement": lambda data: DataLoader(data, 4, sampler=RandomSampler(data, True, 12)),
+    "weighted": lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler(range(1, 11), 12)),
+    "batches of one's own": lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 3, False)),
+    "items": lambda data: DataLoader(data, batch_size=None, sampler=SubsetRandomSampler([5, 3, 1])),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_is_made_again_of_its_arguments(kind):
+    given = LOADERS[kind](TensorDataset(torch.arange(10)))
+    torch.manual_seed(1)
+    batches = [batch[0].tolist() for batch in given]
+    torch.manual_seed(1)
+    assert [batch[0].tolist() for batch in make_loader(**arguments_of(given), world=World())] == batches

@@ -93,6 +93,9 @@ def _draws(num_rows: int, mine: slice) -> dict[str, tuple[torch.Tensor, torch.Te
         "Categorical": lambda: torch.distributions.Categorical(low_dim + 0.1).sample(),
         "Bernoulli": lambda: torch.distributions.Bernoulli(low_dim.clamp(0, 1)).sample(),
         "Laplace": lambda: torch.distributions.Laplace(low_dim, 1.0).rsample(),
+        "Beta, one for all samples": lambda: torch.distributions.Beta(1.5, 1.0).sample((num_rows,)),
+        "Gamma, one for all samples": lambda: torch.distributions.Gamma(2.0, 1.0).rsample((num_rows, 2)),
+        "a sequence before the batch": lambda: _attend(low_dim),
         "numpy": lambda: torch.tensor(np.random.normal(1.0, 2.0, size=(num_rows, 3))),
         "numpy's randn": lambda: torch.tensor(np.random.randn(num_rows, 2)),
         "numpy's choice": lambda: torch.tensor(np.random.choice(9, num_rows)),
@@ -106,6 +109,15 @@ def _draws(num_rows: int, mine: slice) -> dict[str, tuple[torch.Tensor, torch.Te
         drawn = draw()
         out[name] = drawn, torch.cat([torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))])
     return out
+
+
+def _attend(x: torch.Tensor) -> torch.Tensor:
+    """Drops units as layers do that have attended, where the batch comes second and its size divides the first."""
+    with torch.random.fork_rng(devices=[]):
+        attends = nn.MultiheadAttention(5, 1)
+    sequence = x.expand(24, -1, -1)
+    attends(sequence, sequence, sequence)
+    return F.dropout(torch.ones_like(sequence)).transpose(0, 1)
 
 
 def _recur(kind: Any, x: torch.Tensor) -> torch.Tensor:
@@ -149,6 +161,9 @@ def test_where_the_batch_stands_in_a_shape() -> None:
         (3, 5): None,
     }.items():
         assert share.dimension(shape) == where
+    after_attention = share._replace(sequence_first={(12, 4), (12, 3)})
+    for shape, where in {(12, 4, 7): (1, 1), (12, 3): (0, 3), (12, 5): (0, 3), (4, 4): (0, 1)}.items():
+        assert after_attention.dimension(shape) == where
     both = share._replace(others=(8,))  # of a second loader
     for shape, where in {(8, 4): (0, 1), (4, 7): (0, 1), (12,): (0, 3), (7, 8): (1, 1), (5,): None}.items():
         assert both.dimension(shape) == where

@@ -11,6 +11,8 @@ WINGS = [
     "trainers",
     "robomimic",
     "droid",
+    "lerobot",
+    "openpi",
     "launch",
     "tools",
 ]

@@ -5,7 +5,13 @@ from collections.abc import Iterable
 from typing import Any, Callable, Optional
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from ddpshim.data.alike import length
 from ddpshim.data.fetching import Collate, fetcher_of
@@ -155,6 +161,27 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
             f"{loader.called} leaves out {dropped} of {num_samples} samples in each epoch, a last batch that is not "
             "full: drop_last is True by default on ranks, and False in a plain `python train.py`; say which you want"
         )
+
+
+def arguments_of(given: "DataLoader[Any]") -> dict[str, Any]:
+    """The arguments of torch's own DataLoader `given`, for `make_loader`. Local."""
+    names = ["dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
+    names += ["multiprocessing_context", "persistent_workers", "pin_memory_device", "generator"]
+    options = {name: getattr(given, name) for name in names}
+    if given.num_workers:
+        options["prefetch_factor"] = given.prefetch_factor
+    if isinstance(given.dataset, IterableDataset):
+        return {**options, "drop_last": given.drop_last}
+    sampler = given.sampler
+    if given.batch_size is None:
+        if given.batch_sampler is None:
+            return {**options, "sampler": sampler}
+        return {**options, "batch_size": 1, "batch_sampler": given.batch_sampler}
+    own = type(sampler) in (RandomSampler, SequentialSampler)
+    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
+        own = False  # its draws are the user's choice
+    shuffle = own and type(sampler) is RandomSampler
+    return {**options, "shuffle": shuffle, "sampler": None if own else sampler, "drop_last": given.drop_last}
 
 
 def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last: bool) -> None:

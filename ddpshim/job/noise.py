@@ -109,6 +109,7 @@ def names_replaced(sharing: Sharing) -> Iterator[None]:
             put(owner, "dropout", _dropout)
         for kind in (nn.LSTM, nn.GRU, nn.RNN):
             put(kind, "forward", _recurrent)
+        put(nn.MultiheadAttention, "forward", _attention)
         for owner, names in _BY_VALUE.items():
             for name in names:
                 put(owner, name, _by_value, f"{owner.__name__.split('.')[-1]}.{name}")
@@ -284,17 +285,44 @@ def _recurrent(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., 
     return forward
 
 
+def _attention(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Draws nothing else: it knows in which tensors the batch comes second, whatever the length of the sequence."""
+
+    def forward(self: nn.MultiheadAttention, query: Any, *arguments: Any, **options: Any) -> Any:
+        at_hand = sharing.share
+        is_known = at_hand is not None and isinstance(query, torch.Tensor) and query.dim() == 3
+        if at_hand is None or not is_known or self.batch_first or query.shape[1] not in at_hand.sizes:
+            return original(self, query, *arguments, **options)
+        sharing.sequence_first.add(tuple(query.shape[:2]))
+        sharing.share = at_hand._replace(sequence_first=())  # inside, the batch comes first
+        try:
+            return original(self, query, *arguments, **options)
+        finally:
+            sharing.share = at_hand
+
+    return forward
+
+
 def _by_value(sharing: Sharing, original: Callable[..., Any], called: str) -> Callable[..., Any]:
     def draw(*arguments: Any, **options: Any) -> Any:
         here = current().world
         if sharing.share is None or here is None or not _draws(called.split(".")[-1], arguments, options):
             return original(*arguments, **options)
+        sample_shape = _sample_shape(arguments, options) if called.endswith("rsample") else ()
+        where = sharing.share.dimension(sample_shape)
+        if where is not None:  # of one distribution for all samples: each sample's draw is that of one process
+            return sharing.share.rows(original(arguments[0], sharing.share.whole(sample_shape, where)), where)
         _name(sharing, f"draws by {called}, as often as its values want", "each rank's own")
         seed = int(torch.randint(2**62, (), device="cpu"))
         with shared_random_streams(derive_seed(seed, here.rank)):
             return original(*arguments, **options)
 
     return draw
+
+
+def _sample_shape(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
+    given = options.get("sample_shape", arguments[1] if len(arguments) > 1 else ())
+    return tuple(given)
 
 
 def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:

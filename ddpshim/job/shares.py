@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -25,6 +25,7 @@ class Share(NamedTuple):
     num_rows: int  # of this rank
     others: tuple[int, ...] = ()  # of this rank's batches of other loaders whose passes are under way
     totals: tuple[int, ...] = ()  # of all ranks, for each of `sizes`; empty where the ranks divide them all
+    sequence_first: Collection[tuple[int, ...]] = ()  # the first two sizes of tensors that have the batch second
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -49,7 +50,9 @@ class Share(NamedTuple):
         """What each of `num` virtual ranks of this one has."""
         sizes = [size // num for size in self.sizes]
         numbers = (self.rank + i * self.world_size for i in range(num))
-        return [Share(number, self.world_size * num, sizes[0], tuple(sizes[1:])) for number in numbers]
+        return [
+            Share(number, self.world_size * num, sizes[0], tuple(sizes[1:]), self.sequence_first) for number in numbers
+        ]
 
     def num_samples(self, num_rows: int) -> Optional[int]:
         """Of how many samples `num_rows` rows are, one or several of each; None if of no batch."""
@@ -59,6 +62,8 @@ class Share(NamedTuple):
 
     def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
         """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
+        if tuple(shape[:2]) in self.sequence_first and shape[1] in self.sizes:
+            return 1, 1
         num_samples = self.num_samples(shape[0]) if len(shape) else None
         if num_samples is not None:
             return 0, shape[0] // num_samples
@@ -153,6 +158,7 @@ class Sharing:
         self.kept: Optional[Kept] = None
         self.is_on = self.trains_whole_batches = self.is_left = False
         self.is_uneven = self.has_fetched_ahead = False
+        self.sequence_first: set[tuple[int, ...]] = set()  # for `Share`
         self.named: set[str] = set()  # the lines that were told of
         self.last: tuple[Optional[Position], str] = None, ""  # the batch at hand, also of a pass that nobody holds
         self.num_passes = 0
@@ -193,7 +199,7 @@ def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int]
     others, totals = tuple(sorted(by_size)), (total, *(by_size[size] for size in sorted(by_size)))
     sharing.is_uneven = any(each % size for each in (total, *(given.total for given in sharing.under_way())))
     sharing.has_fetched_ahead = False
-    sharing.share = Share(job.world.rank, size, num_rows, others, totals if sharing.is_uneven else ())
+    sharing.share = Share(job.world.rank, size, num_rows, others, totals if sharing.is_uneven else (), sharing.sequence_first)
 
 
 def positions() -> list[tuple[Position, str]]:

@@ -29,6 +29,4 @@ def text(job: Launch) -> str:
         *(f"  {name}={shlex.quote(value)}" for name, value in given.items()),
         f"output of each rank: {logs if job.has_logs else 'the screen'}",
     ]
-    if job.convert is not None:
-        lines.append(f"converted: {job.convert}")
     return "\n".join(lines)

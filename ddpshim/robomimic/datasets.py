@@ -11,16 +11,12 @@ import os
 from typing import Any, Callable
 
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     default_collate,
 )
 
 from ddpshim.data import advice, node_memory
-from ddpshim.data.loader import make_loader
+from ddpshim.data.loader import arguments_of, make_loader
 from ddpshim.data.sharded_loader import ShardedLoader
 from ddpshim.errors import DataError
 from ddpshim.job import machine
@@ -194,21 +190,7 @@ def divided(given: Any) -> DataLoader[Any]:
             f"run_epoch with a {type(given).__name__} in place of torch's DataLoader; what it reads could not be "
             "divided, and all ranks would train on the same samples. Use ddpshim.make_loader in its place."
         )
-    names = ["dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
-    names += ["multiprocessing_context", "persistent_workers", "pin_memory_device", "generator"]
-    options = {name: getattr(given, name) for name in names}
-    if given.num_workers:
-        options["prefetch_factor"] = given.prefetch_factor
-    if isinstance(given.dataset, IterableDataset):
-        return loader(batch_size=given.batch_size, drop_last=given.drop_last, **options)
-    if given.batch_size is None or type(given.batch_sampler) is not BatchSampler:
-        return loader(batch_size=given.batch_size, sampler=given.sampler, batch_sampler=given.batch_sampler, **options)
-    own, sampler = type(given.sampler) in (RandomSampler, SequentialSampler), given.sampler
-    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(sampler.data_source)):
-        own = False  # its draws are the user's choice
-    options["shuffle"] = own and type(sampler) is RandomSampler
-    options["sampler"] = None if own else sampler
-    return loader(batch_size=given.batch_size, drop_last=given.drop_last, **options)
+    return loader(**arguments_of(given))
 
 
 def _source(dataset: Any) -> str:

@@ -1,0 +1,1 @@
+"""Distributes LeRobot's trainer, unedited: docs/lerobot.md."""

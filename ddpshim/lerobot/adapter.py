@@ -1,0 +1,15 @@
+"""Is LeRobot's adapter: answers what ddpshim asks of one (`ddpshim.trainers.interface.Adapter`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddpshim.trainers.interface import StandIns
+
+
+def stand_ins() -> StandIns:
+    """For `lerobot_train` of an installed LeRobot that nobody edits."""
+    from ddpshim.lerobot import stand_ins
+
+    return stand_ins

@@ -1,0 +1,256 @@
+"""Has LeRobot's trainer train on all ranks what it trains in one process.
+
+Its Accelerator is that of one process on every rank: batch size, learning rate, steps and the numbers in the log are
+those of one process. What ranks share is ddpshim's: gradients, the order of the samples, the noise, and who writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddpshim.data.loader import arguments_of, make_loader
+from ddpshim.data.sharded_loader import ShardedLoader
+from ddpshim.errors import HookError
+from ddpshim.job import shares
+from ddpshim.job.group import cleanup, draws_alike, setup, world
+from ddpshim.job.job import current
+from ddpshim.job.random_streams import rank_states, restore_rank_states
+from ddpshim.job.say import say
+from ddpshim.model.parallel import wrap_parallel
+from ddpshim.trainers import place_in_pass
+from ddpshim.trainers.session import session
+
+PLACE = "place_in_pass.pt"  # in the training_state of a checkpoint
+# Where each was compared with one process: `python -m tests.lerobot_equivalence`.
+COMPARED = ("act", "diffusion", "smolvla")
+# Its codebook is fitted to the batch that a rank has, so that ranks would not share it.
+REFUSED = ("vqbet",)
+_STRATEGIES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+
+
+class _Training:
+    """The training of a job.
+
+    Attributes:
+        loader: what gives its batches.
+        checkpoint: the folder that it goes on from.
+        step: of that checkpoint.
+        wrapped: holds what reduces the gradients.
+    """
+
+    def __init__(self) -> None:
+        self.loader: Optional[ShardedLoader] = None
+        self.checkpoint: Optional[Path] = None
+        self.step = 0
+        self.wrapped: list[Any] = []
+
+
+def join(config: Any) -> None:
+    """Join the job with this validated config, of which the folder becomes the main rank's (collective).
+
+    Raises HookError for what would differ from one process, WorldError where configs or code differ between ranks.
+    """
+    here = setup(device="cpu" if config.policy.device == "cpu" else None)
+    if here.world_size > 1:
+        _refuse(config)
+    # By the main rank's clock; and none goes on, and makes the folder, before all have seen that there is none.
+    config.output_dir = Path(here.broadcast(str(config.output_dir)))
+    here.barrier()
+    seed = here.broadcast(secrets.randbits(63)) if config.seed is None else config.seed
+    session().begin(config.to_dict(), "lerobot", seed)
+
+
+def _refuse(config: Any) -> None:
+    reasons = {
+        "use_rabc": (
+            config.use_rabc,
+            "samples are weighted by the batch, of which a rank has a share",
+        ),
+        "dataset.streaming": (config.dataset.streaming, "a stream's order depends on who reads it"),
+        f"policy.type={config.policy.type}": (config.policy.type in REFUSED, "it fits a codebook to a rank's share"),
+    }
+    for name, (is_asked, reason) in reasons.items():
+        if is_asked:
+            raise HookError(
+                f"{name} on several ranks: {reason}; the model would be another than that of one process. Train it in "
+                "one process, or as LeRobot does it itself, with DDPSHIM_HOOKS=off."
+            )
+    strategies = [f"ACCELERATE_USE_{name}" for name in _STRATEGIES]
+    asked = [name for name in strategies if os.environ.get(name, "false").lower() in ("1", "true")]
+    if asked:
+        raise HookError(
+            f"{', '.join(asked)} is set: accelerate would divide the model, and ddpshim the batches, by different "
+            "groups. Unset it, or leave the trainer as it is with DDPSHIM_HOOKS=off."
+        )
+    if config.policy.type not in COMPARED and world().is_main:
+        say(
+            f"policy {config.policy.type} has not been compared with one process ({', '.join(COMPARED)} have): a loss "
+            "that is no mean over samples, or a buffer that depends on the batch, would be each rank's own"
+        )
+
+
+@contextlib.contextmanager
+def _in_one_process() -> Iterator[None]:
+    """Inside, accelerate finds no launcher, and makes no process group."""
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def accelerator(original: Any) -> Any:
+    """accelerate's `original` class as it is in one process, on each rank; what ranks share is ddpshim's. Local."""
+    return type("Accelerator", (_OnRanks, original), {})
+
+
+class _OnRanks:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        with _in_one_process():
+            super().__init__(*arguments, **options)
+        num_processes = getattr(self, "num_processes", 1)
+        if num_processes != 1:
+            raise HookError(
+                f"accelerate has made a group of {num_processes} processes before LeRobot's trainer began; batches "
+                "would be divided twice. Make no Accelerator before train()."
+            )
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this rank writes the log and the checkpoints. Local."""
+        return world().is_main
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the main rank, however long it evaluates or saves, and go on with its random streams (collective).
+
+        What it has drawn alone, one process would have drawn.
+        """
+        here = world()
+        here.barrier()
+        if here.world_size > 1 and draws_alike():
+            restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
+
+    def prepare_model(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        """The policy itself, its gradients reduced over the ranks (collective)."""
+        of_one_process: Any = super()
+        prepared = of_one_process.prepare_model(model, *arguments, **options)
+        current().part(_Training).wrapped.append(wrap_parallel(prepared))
+        return prepared
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *arguments: Any, **options: Any) -> Any:
+        """This rank's share of the batches of one process, from where the checkpoint was written (collective)."""
+        training = current().part(_Training)
+        made = make_loader(**arguments_of(data_loader))
+        assert isinstance(made, ShardedLoader)
+        training.loader = made
+        _say_what_is_filled_up(made)
+        if training.checkpoint is not None:
+            place_in_pass.enter(made, training.checkpoint / "training_state" / PLACE, training.step)
+        return made
+
+    def end_training(self) -> None:
+        """Leave the job, once all ranks are here (collective)."""
+        session().end()
+        cleanup()
+        of_one_process: Any = super()
+        of_one_process.end_training()
+
+
+def _say_what_is_filled_up(loader: ShardedLoader) -> None:
+    here, samples = world(), loader._source.num_samples() if hasattr(loader._source, "num_samples") else None
+    last = (samples or 0) % (loader.global_batch_size or 1)
+    if last % here.world_size and here.is_main:
+        more = here.world_size - last % here.world_size
+        say(
+            f"the last batch of a pass has {last} samples, which do not split over {here.world_size} ranks: it is "
+            f"filled up with {more} of the pass's first samples. One process takes a step on {last}"
+        )
+
+
+# What stands in for functions of the trainer's module: each takes the original.
+
+
+def load_training_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes the checkpoint, for the loader that is made next."""
+
+    @functools.wraps(original)
+    def load(checkpoint_dir: Any, *arguments: Any, **options: Any) -> Any:
+        loaded = original(checkpoint_dir, *arguments, **options)
+        training = current().part(_Training)
+        training.checkpoint, training.step = Path(checkpoint_dir), loaded[0]
+        return loaded
+
+    return load
+
+
+def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the place in the pass over the data; called on the main rank."""
+
+    @functools.wraps(original)
+    def save(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        loader = current().part(_Training).loader
+        if loader is not None:
+            folder = options["checkpoint_dir"] if "checkpoint_dir" in options else arguments[0]
+            place_in_pass.keep(loader, Path(folder) / "training_state" / PLACE)
+
+    return save
+
+
+class _Noted:
+    """Takes what `update_policy` notes in the trainer's MetricsTracker."""
+
+
+def update_policy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the numbers of the whole batch: means over the ranks (collective)."""
+
+    @functools.wraps(original)
+    def update(train_metrics: Any, *arguments: Any, **options: Any) -> Any:
+        noted = _Noted()
+        _, output = original(noted, *arguments, **options)
+        own = {"noted": {"loss": vars(noted)["loss"]}, "output": _numbers(output)}
+        means = world().mean(_flat(own))
+        for name, value in vars(noted).items():
+            setattr(train_metrics, name, means.get(f"noted {name}", value))
+        if output:
+            output = {name: means.get(f"output {name}", value) for name, value in output.items()}
+        return train_metrics, output
+
+    return update
+
+
+def _numbers(output: Any) -> dict[str, Any]:
+    kinds = (int, float)
+    return {name: value for name, value in (output or {}).items() if type(value) in kinds or _is_scalar(value)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
+    return {f"{section} {name}": float(value) for section, own in sections.items() for name, value in own.items()}
+
+
+def outside_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What the main rank evaluates alone draws as one process does, not as for a share of the last batch."""
+
+    @functools.wraps(original)
+    def evaluate(*arguments: Any, **options: Any) -> Any:
+        with shares.without_batch():
+            return original(*arguments, **options)
+
+    return evaluate

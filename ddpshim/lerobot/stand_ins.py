@@ -1,0 +1,149 @@
+"""Exchanges three names in the module of LeRobot's trainer, when its `train` validates the config.
+
+`Accelerator` becomes ours (`ddpshim.lerobot.ranks`), `update_policy` returns the numbers of the whole batch, and the
+functions of checkpoints keep the place in the pass over the data. The module may be `lerobot.scripts.lerobot_train`,
+the program that it is run as, or a copy of it. Without a launcher nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, Callable
+
+from ddpshim.errors import HookError
+from ddpshim.job.launch_env import read_launch_env
+from ddpshim.trainers.swapping import refuse_unknown, swap, swap_back
+
+CONFIG = "lerobot.configs.train"
+VALIDATE = f"{CONFIG}.TrainPipelineConfig.validate"
+# What `train` of LeRobot 0.4.4 asks of its Accelerator: each of these is known to do the right thing on several ranks.
+ASKED = {
+    *("device", "is_main_process", "wait_for_everyone", "num_processes", "prepare", "unwrap_model", "autocast"),
+    *("backward", "clip_grad_norm_", "end_training"),
+}
+# The functions of the trainer's module that are exchanged, with the parameters that they have, and may have.
+FUNCTIONS = {
+    "update_policy": (
+        "train_metrics policy batch optimizer grad_clip_norm accelerator lr_scheduler lock",
+        "rabc_weights_provider",
+    ),
+    "load_training_state": ("checkpoint_dir optimizer scheduler", ""),
+    "save_checkpoint": ("checkpoint_dir step cfg policy optimizer scheduler preprocessor postprocessor", ""),
+}
+
+
+@dataclass
+class _Exchanged:
+    """The trainer's module by its names, and what they held."""
+
+    names: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
+
+
+_exchanged = _Exchanged()
+
+
+def begin() -> None:
+    """Before the first module of LeRobot is loaded: nothing to do. Local."""
+
+
+def is_patched(name: str) -> bool:
+    """No module of LeRobot is patched. Local."""
+    return False
+
+
+def concerns(name: str) -> bool:
+    """Whether the module of that name has something to replace. Local."""
+    return name == CONFIG
+
+
+def hook(modules: Sequence[ModuleType]) -> list[str]:
+    """Be called by `train`, of whichever module, when it validates its config; a line for that. Local.
+
+    Raises HookError, with nothing changed, where `validate` is not the function that is known here.
+    """
+    if CONFIG not in [module.__name__ for module in modules]:
+        return []
+    kind = getattr(sys.modules[CONFIG], "TrainPipelineConfig", None)
+    function = getattr(kind, "validate", None)
+    refuse_unknown(VALIDATE, function, ["self"])
+    assert isinstance(function, FunctionType)
+    swap(VALIDATE, function, _validate, lambda names: True)
+    return [f"{VALIDATE}: joins the job; the batch, the noise, the log and the checkpoints of one process"]
+
+
+def unhook() -> None:
+    """Give everything back. Local."""
+    swap_back()
+    _exchanged.names.update(_exchanged.before)
+    _exchanged.names, _exchanged.before = {}, {}
+
+
+def replaced_names() -> list[str]:
+    """A line for each name of the trainer's module that was exchanged. Local."""
+    module = _exchanged.names.get("__name__")
+    return [f"{module}.{name}: on all ranks as in one process" for name in _exchanged.before]
+
+
+def end() -> None:
+    """At the end of the program: leave the job. Raises nothing."""
+    if _exchanged.before:
+        from ddpshim.job.group import cleanup
+
+        cleanup()
+
+
+def _validate(original: Callable[..., Any], config: Any) -> None:
+    original(config)
+    if not read_launch_env(os.environ).is_launched:
+        return
+    from ddpshim.lerobot import ranks
+
+    caller = sys._getframe(3)
+    _refuse_unknown_trainer(caller)
+    ranks.join(config)
+    names = caller.f_globals
+    stand_ins: dict[str, Any] = {
+        "Accelerator": ranks.accelerator(names["Accelerator"]),
+        "eval_policy_all": ranks.outside_batches(names["eval_policy_all"]),
+        **{name: getattr(ranks, name)(names[name]) for name in FUNCTIONS},
+    }
+    _exchanged.names, _exchanged.before = names, {name: names[name] for name in stand_ins}
+    names.update(stand_ins)
+
+
+def _refuse_unknown_trainer(caller: FrameType) -> None:
+    """Raise HookError where the caller is not `lerobot_train`'s `train`, or asks for what is not known. Local."""
+    names, code = caller.f_globals, caller.f_code
+    where = f"{code.co_name} in {code.co_filename}"
+    more = "Train with lerobot.scripts.lerobot_train, or leave the trainer as it is with DDPSHIM_HOOKS=off."
+    lacking = [name for name in ("Accelerator", "eval_policy_all", *FUNCTIONS) if name not in names]
+    if lacking:
+        raise HookError(
+            f"{where} validates a TrainPipelineConfig of LeRobot, and its module has no {', '.join(lacking)}: it is "
+            f"not the trainer that the hooks know, and each rank would train a model of its own. {more}"
+        )
+    kind = names["Accelerator"]
+    if (kind.__module__, kind.__qualname__) != ("accelerate.accelerator", "Accelerator"):
+        raise HookError(
+            f"Accelerator in {code.co_filename} is {kind!r}, not accelerate's: something else has replaced it, and "
+            f"ranks would not share gradients. {more}"
+        )
+    for name, (required, optional) in FUNCTIONS.items():
+        refuse_unknown(f"{names['__name__']}.{name}", names[name], required.split(), optional.split())
+    asked = {*code.co_names, *names["update_policy"].__code__.co_names}
+    new = sorted(name for name in asked - ASKED if hasattr(kind, name))
+    if new:
+        raise HookError(
+            f"{where} asks its Accelerator for {', '.join(new)}, which the hooks do not know; on several ranks the "
+            f"answer might be another than in one process. {more}"
+        )
+    if caller.f_locals.get("accelerator") is not None:
+        raise HookError(
+            f"{where} was given an Accelerator; it has joined a process group of its own and would divide the batches "
+            "a second time. Call train() without one."
+        )

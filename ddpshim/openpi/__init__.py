@@ -1,0 +1,1 @@
+"""Distributes openpi's PyTorch trainer, unedited: docs/openpi.md."""

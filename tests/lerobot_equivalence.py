@@ -1,0 +1,270 @@
+"""LeRobot's trainer, unedited: N ranks against one process that nothing launched, noise on.
+
+Run it: python -m tests.lerobot_equivalence [--policies act,diffusion,smolvla] [--ranks 2,4] [--write docs/lerobot.md]
+
+In an environment with LeRobot (requirements/lerobot.txt). Data, and SmolVLA's backbone with random weights, are made
+here: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+HOW_TO_GET = "LeRobot is not installed; requirements/lerobot.txt says how to get it"
+START = "<!-- what follows is written by python -m tests.lerobot_equivalence --write docs/lerobot.md -->\n"
+DEADLINE_S = 300
+TRAINER = ("-m", "lerobot.scripts.lerobot_train")
+STEPS, LEFT_AT = 12, 5
+POLICIES = {
+    "act": (
+        "--policy.pretrained_backbone_weights=null --policy.chunk_size=20 --policy.n_action_steps=20 "
+        "--policy.dim_model=16 --policy.n_heads=2 --policy.dim_feedforward=32 --policy.n_encoder_layers=1 "
+        "--policy.n_vae_encoder_layers=1"
+    ),
+    "diffusion": (
+        "--policy.horizon=8 --policy.n_action_steps=4 --policy.down_dims=[16,32] --policy.n_groups=4 "
+        "--policy.diffusion_step_embed_dim=16 --policy.crop_shape=[28,28] --policy.spatial_softmax_num_keypoints=4"
+    ),
+    "smolvla": (
+        "--policy.vlm_model_name=backbone --policy.chunk_size=6 --policy.n_action_steps=6 --policy.num_vlm_layers=2 "
+        "--policy.resize_imgs_with_padding=[32,32] --policy.tokenizer_max_length=8 --policy.max_state_dim=8 "
+        "--policy.max_action_dim=4"
+    ),
+}
+
+
+def is_there() -> bool:
+    """Whether LeRobot can be imported here."""
+    return importlib.util.find_spec("lerobot") is not None
+
+
+def make_data(folder: Path) -> None:
+    """Four episodes of 13 frames in `folder`/data, with states, small images, and tasks of different lengths."""
+    import numpy as np
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    sizes = {"observation.state": 4, "observation.environment_state": 3, "action": 2}
+    features: dict[str, Any] = {
+        name: {"dtype": "float32", "shape": (size,), "names": None} for name, size in sizes.items()
+    }
+    image = {"dtype": "image", "shape": (32, 32, 3), "names": ["height", "width", "channels"]}
+    features["observation.images.front"] = image
+    data = LeRobotDataset.create("local/toy", fps=10, root=folder / "data", features=features, use_videos=False)
+    draws = np.random.default_rng(0)
+    for episode in range(4):
+        for _ in range(13):
+            frame = {name: draws.normal(size=size).astype("float32") for name, size in sizes.items()}
+            picture = draws.integers(0, 255, size=(32, 32, 3)).astype("uint8")
+            task = ("push it", "push it to the left")[episode % 2]
+            data.add_frame({**frame, "observation.images.front": picture, "task": task})
+        data.save_episode()
+    data.finalize()
+
+
+def make_backbone(folder: Path) -> None:
+    """The config and the processor of a SmolVLM of 30 thousand weights in `folder`/backbone."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor
+    from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+
+    special = {
+        "fake_image_token": "<fake>",
+        "image_token": "<image>",
+        "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end>",
+    }
+    words = ["<unk>", "<pad>", "<s>", "</s>", *special.values(), "push", "it", "to", "the", "left", "\n"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    marks = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=special, **marks)
+    processor = SmolVLMProcessor(
+        image_processor=SmolVLMImageProcessor(),
+        tokenizer=tokenizer,
+        video_processor=SmolVLMVideoProcessor(),
+        chat_template="{{ messages }}",
+    )
+    processor.save_pretrained(folder / "backbone")
+    sees = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    reads = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    reads.update(num_key_value_heads=2, head_dim=8, vocab_size=len(words), pad_token_id=1)
+    SmolVLMConfig(
+        vision_config={**sees, "image_size": 32, "patch_size": 8},
+        text_config={**reads, "model_type": "llama", "attention_bias": False},
+        scale_factor=2,
+        image_token_id=words.index("<image>"),
+        pad_token_id=1,
+    ).save_pretrained(folder / "backbone")
+
+
+class Run(NamedTuple):
+    """What a training left: its folder, what it printed, and the lines of its log without the times."""
+
+    folder: Path
+    said: str
+    log: list[str]
+
+    def checkpoint(self, step: int = STEPS) -> Path:
+        return self.folder / "checkpoints" / f"{step:06d}"
+
+    def files(self) -> set[str]:
+        """The names of all files in the last checkpoint."""
+        return {str(path.relative_to(self.checkpoint())) for path in self.checkpoint().rglob("*") if path.is_file()}
+
+
+def start(folder: Path, name: str, before: list[str], *arguments: str) -> Run:
+    """`python BEFORE lerobot_train ARGUMENTS` in `folder`, with its output in `folder`/`name`."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *before, *arguments, f"--output_dir={name}"]
+    ran = subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        text=True,
+        timeout=DEADLINE_S,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout[-6000:]}")
+    return Run(folder / name, ran.stdout, re.findall(r"step:.* lr:\S+", ran.stdout))
+
+
+def settings(policy: str, *more: str) -> list[str]:
+    """The arguments of a training of 12 steps of 8 samples; a pass over the data has 7, the last one of 4."""
+    return [
+        *(
+            "--dataset.repo_id=local/toy",
+            "--dataset.root=data",
+            "--num_workers=0",
+            "--batch_size=8",
+            f"--steps={STEPS}",
+        ),
+        *("--log_freq=1", f"--save_freq={LEFT_AT}", "--eval_freq=0", "--seed=5", f"--policy.type={policy}"),
+        *("--policy.device=cpu", "--policy.push_to_hub=false", *POLICIES[policy].split(), *more),
+    ]
+
+
+def under_run(num_ranks: int) -> list[str]:
+    """What comes before the arguments of the trainer to start it on `num_ranks` ranks."""
+    return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--no-logs", *TRAINER]
+
+
+def largest_difference(one: Path, other: Path, file: str) -> float:
+    """Of any number in two safetensors files."""
+    from safetensors.torch import load_file
+
+    first, second = load_file(one / file), load_file(other / file)
+    assert first.keys() == second.keys()
+    return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
+
+
+WEIGHTS, MOMENTS = "pretrained_model/model.safetensors", "training_state/optimizer_state.safetensors"
+STREAMS = "training_state/rng_state.safetensors"
+
+
+def compare(run: Run, plain: Run) -> dict[str, str]:
+    """What of `run` is as in `plain`, the one process."""
+    one, other = run.checkpoint(), plain.checkpoint()
+    more = run.files() - plain.files()
+    return {
+        "moved by training": f"{largest_difference(plain.checkpoint(LEFT_AT), other, WEIGHTS):.0e}",
+        "weights": f"{largest_difference(one, other, WEIGHTS):.0e}",
+        "optimizer": f"{largest_difference(one, other, MOMENTS):.0e}",
+        "log": "same text" if run.log == plain.log[-len(run.log) :] else "**differs**",
+        "random streams": "same" if filecmp.cmp(one / STREAMS, other / STREAMS, shallow=False) else "**differ**",
+        "files": "same" if {Path(name).name for name in more} <= {"place_in_pass.pt"} else f"**{sorted(more)}**",
+    }
+
+
+def resume(run: Run, name: str, num_ranks: int) -> Run:
+    """Go on from the checkpoint of `run` that was written in the middle of a pass, on another number of ranks."""
+    config = run.checkpoint(LEFT_AT) / "pretrained_model" / "train_config.json"
+    return start(run.folder.parent, name, under_run(num_ranks), f"--config_path={config}", "--resume=true")
+
+
+def rows(policy: str, folder: Path, ranks: list[int]) -> list[list[str]]:
+    """The rows of the table for `policy`."""
+    plain = start(folder, f"{policy}-plain", [*TRAINER], *settings(policy))
+    runs = {f"{n} ranks": start(folder, f"{policy}-{n}", under_run(n), *settings(policy)) for n in ranks}
+    first = runs[f"{ranks[0]} ranks"]
+    runs[f"{ranks[0]} ranks, left at step {LEFT_AT}, gone on with on {ranks[-1]}"] = resume(
+        first, f"{policy}-resumed", ranks[-1]
+    )
+    (folder / "train.py").write_text("import ddpshim.auto\nfrom lerobot.scripts.lerobot_train import main\n\nmain()\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks[0]}", "train.py"]
+    runs[f"{ranks[0]} ranks, torchrun, `import ddpshim.auto`"] = start(
+        folder, f"{policy}-line", torchrun, *settings(policy)
+    )
+    return [[policy, name, *compare(run, plain).values()] for name, run in runs.items()]
+
+
+def samples_a_second(folder: Path) -> tuple[float, float]:
+    """Of LeRobot's own loader, and of make_loader's on one rank: the best of five passes each, in turns."""
+    import torch
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    import ddpshim
+    from ddpshim.job.world import World
+
+    data = LeRobotDataset("local/toy", root=folder / "data", delta_timestamps={"action": [i / 10 for i in range(20)]})
+    own = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    ours = ddpshim.make_loader(data, batch_size=8, shuffle=True, drop_last=False, world=World(launcher="torchrun"))
+    best = [0.0, 0.0]
+    for _ in range(5):
+        for i, loader in enumerate((own, ours)):
+            begin = time.perf_counter()
+            num_samples = sum(len(batch["index"]) for batch in loader)
+            best[i] = max(best[i], num_samples / (time.perf_counter() - begin))
+    return best[0], best[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--ranks", default="2,4", help="the first is left and gone on with on the last")
+    parser.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
+    args = parser.parse_args()
+    if not is_there():
+        parser.exit(1, f"{HOW_TO_GET}\n")
+    import torch
+    from lerobot import __version__
+
+    columns = ["policy", "run", "moved by training", "weights", "optimizer", "log", "random streams", "files"]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_data(folder)
+        make_backbone(folder)
+        for policy in args.policies.split(","):
+            for row in rows(policy, folder, [int(n) for n in args.ranks.split(",")]):
+                lines.append(f"| {' | '.join(row)} |")
+                print(lines[-1], flush=True)
+        own, ours = samples_a_second(folder)
+    lines += ["", f"LeRobot {__version__}, torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."]
+    lines += [
+        "",
+        f"Samples a second, one rank, no workers, 32 x 32 images: LeRobot's loader {own:.0f}, ours {ours:.0f}.",
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.write:
+        page = args.write.read_text()
+        args.write.write_text(page[: page.index(START) + len(START)] + "\n" + text)
+    sys.exit("**" in text)
+
+
+if __name__ == "__main__":
+    main()
