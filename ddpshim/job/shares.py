@@ -51,7 +51,8 @@ class Share(NamedTuple):
         sizes = [size // num for size in self.sizes]
         numbers = (self.rank + i * self.world_size for i in range(num))
         return [
-            Share(number, self.world_size * num, sizes[0], tuple(sizes[1:]), self.sequence_first) for number in numbers
+            Share(number, self.world_size * num, sizes[0], tuple(sizes[1:]), sequence_first=self.sequence_first)
+            for number in numbers
         ]
 
     def num_samples(self, num_rows: int) -> Optional[int]:
@@ -199,7 +200,9 @@ def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int]
     others, totals = tuple(sorted(by_size)), (total, *(by_size[size] for size in sorted(by_size)))
     sharing.is_uneven = any(each % size for each in (total, *(given.total for given in sharing.under_way())))
     sharing.has_fetched_ahead = False
-    sharing.share = Share(job.world.rank, size, num_rows, others, totals if sharing.is_uneven else (), sharing.sequence_first)
+    sharing.share = Share(
+        job.world.rank, size, num_rows, others, totals if sharing.is_uneven else (), sharing.sequence_first
+    )
 
 
 def positions() -> list[tuple[Position, str]]:
