@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import re
@@ -63,7 +65,8 @@ def _reads() -> dict[str, Any]:
     here, is_alone = ddpshim.world(), []
     loss = torch.tensor(_OWN[here.rank], requires_grad=True) * 1
     before = {name: vars(torch.Tensor).get(name) for name in ("item", "__float__", "__repr__", "numpy", "__bool__")}
-    with equal_reads(here, lambda: bool(is_alone)):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), equal_reads(here, lambda: bool(is_alone)):
         out = {name: read(loss) for name, read in _READS.items()}
         out["equal"] = torch.tensor(0.1).item(), torch.tensor([1e-45]).item(), bool(torch.tensor(True))
         nan = torch.tensor(struct.unpack("<i", struct.pack("<i", 0x7FC00001))[0], dtype=torch.int32).view(torch.float32)
@@ -96,11 +99,12 @@ def _reads() -> dict[str, Any]:
         out["large"] = (torch.arange(3) + here.rank).tolist()
     out["after"] = loss.item()
     assert {name: vars(torch.Tensor).get(name) for name in before} == before
+    out["said"] = said.getvalue()
     return out
 
 
-def test_numbers_are_those_of_all_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    of_ranks = run_ranks(_reads, 2)
+def test_numbers_are_those_of_all_ranks() -> None:
+    of_ranks, said_by_it = run_ranks(_reads, 2), []
     mean = torch.tensor(sum(_OWN) / 2, requires_grad=True) * 1
     for own, out in zip(_OWN, of_ranks):
         assert [out.pop(name) for name in ("alone", "after", "thread")] == [own, own, [own]]
@@ -116,8 +120,10 @@ def test_numbers_are_those_of_all_ranks(capfd: pytest.CaptureFixture[str]) -> No
         assert (out.pop("count"), out.pop("yes"), out.pop("logged")) == ([1, 1], True, ["loss 0.375"])
         assert out.pop("by rows") == (0.25, 0.25)
         assert out.pop("plateau") == 0.375
+        said_by_it.append(out.pop("said"))
         assert not out
-    said = [line for line in capfd.readouterr().err.splitlines() if "differs between ranks" in line]
+    assert said_by_it[1] == ""
+    said = [line for line in said_by_it[0].splitlines() if "differs between ranks" in line]
     assert len(said) == 2
     assert re.search(r"test_reads\.py:\d+ reads a whole number that differs between ranks \(1, 2\)", said[0])
     assert re.search(r"test_reads\.py:\d+ reads a yes or no that differs between ranks \(True, False\)", said[1])

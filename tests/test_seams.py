@@ -126,7 +126,7 @@ SEAMS = [
 # Of robomimic's datasets and algorithms, and of tf.data; `python -m ddpshim patch new-release` looks at robomimic's.
 OF_CODEBASES = {
     *("_check_epoch", "_num_batch_steps", "_demo_id_to_demo_length", "_demo_id_to_start_indices", "_ds_ind_bins"),
-    *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_inputs"),
+    *("_demo_id_to_demo_lang_emb", "_hdf5_file", "_index_to_demo_id", "_lang_emb", "_data", "_data_loader", "_inputs"),
 }
 # Words in strings that are no names: of metrics and of files, and what the doctor looks for in other trainers.
 NO_NAMES = {

@@ -10,7 +10,8 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
-from types import TracebackType
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
 from typing import Optional
 
 from ddpshim import variables
@@ -65,8 +66,10 @@ def _run_program(argv: Sequence[str]) -> None:
             if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on: nothing was put there
                 sys.path[0] = os.path.dirname(os.path.abspath(name))
             module = import_hook.program_in(name)
-            if module is None:
+            if module is None and name.endswith((".pyc", ".pyz", ".zip")):
                 runpy.run_path(os.path.abspath(name), run_name="__main__")
+            elif module is None:
+                _run_file(name)
             else:  # so that it can be patched in memory
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as error:
@@ -82,6 +85,15 @@ def _run_program(argv: Sequence[str]) -> None:
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def _run_file(path: str) -> None:
+    """As `python path`: its `__file__` is absolute and its sys.argv[0] is not, of which runpy makes one."""
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = SourceFileLoader("__main__", main.__file__)
+    sys.modules["__main__"] = main
+    exec(main.__loader__.source_to_code(main.__loader__.get_data(main.__file__), main.__file__), vars(main))
 
 
 def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackType]:

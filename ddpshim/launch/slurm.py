@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from ddpshim import adapters
+from ddpshim import adapters, reading
 from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import EXIT_REQUEUE
-from ddpshim.launch.runner import module_file
 
 _NEVER_SENT_S = 65535  # SLURM's own limit of --signal
 
@@ -87,11 +85,12 @@ def joins_by_itself(settings: Settings) -> bool:
     """Whether the program reads SLURM's variables: it imports ddpshim, or is patched by it. Local; reads one file."""
     if settings.is_module and settings.program.partition(".")[0] in adapters.packages():
         return True
+    from ddpshim.launch.runner import module_file
+
     source = module_file(settings.program) if settings.is_module else settings.program
     try:
-        with tokenize.open(str(source)) as file:
-            return re.search(r"^\s*(import|from)\s+ddpshim\b", file.read(), re.MULTILINE) is not None
-    except (OSError, SyntaxError, UnicodeDecodeError):
+        return re.search(rb"^\s*(import|from)\s+ddpshim\b", reading.read_bytes(str(source)), re.MULTILINE) is not None
+    except OSError:
         return False
 
 
