@@ -156,7 +156,6 @@ class _OnRanks:
         made = make_loader(**arguments_of(data_loader))
         assert isinstance(made, ShardedLoader)
         training.loader = made
-        _say_what_is_filled_up(made)
         if training.checkpoint is not None:
             place_in_pass.enter(made, training.checkpoint / "training_state" / PLACE, training.step)
         return made
@@ -167,17 +166,6 @@ class _OnRanks:
         cleanup()
         of_one_process: Any = super()
         of_one_process.end_training()
-
-
-def _say_what_is_filled_up(loader: ShardedLoader) -> None:
-    here, samples = world(), loader._source.num_samples() if hasattr(loader._source, "num_samples") else None
-    last = (samples or 0) % (loader.global_batch_size or 1)
-    if last % here.world_size and here.is_main:
-        more = here.world_size - last % here.world_size
-        say(
-            f"the last batch of a pass has {last} samples, which do not split over {here.world_size} ranks: it is "
-            f"filled up with {more} of the pass's first samples. One process takes a step on {last}"
-        )
 
 
 # What stands in for functions of the trainer's module: each takes the original.
