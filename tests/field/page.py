@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.field.__main__ import Row
 
 HEAD = """# Public trainers, unedited
 
-Each trainer is as its authors published it, not one character edited. It trained twice: as `python TYPED`, without
-ddpshim, and as `python -m ddpshim run --nproc 2 TYPED`, two processes on a CPU. Same seed, noise and dropout on, tiny
+Each trainer is as its authors published it, not one character edited. It trained as `python TYPED`, without ddpshim,
+and as `python -m ddpshim run --nproc 2 TYPED`, two processes on a CPU. Same seed, noise and dropout on, tiny
 data, and tiny networks by the options in the line. Then all that the runs left behind was compared: weights and states
 of every optimizer on each rank, checkpoints with their averaged weights (EMA), the numbers in the logs row by row, and
 the names of all files, times left out.
+
+In brackets: how far `python TYPED` is from itself where the CPU's other instructions round otherwise. "Equal" is within
+1e-5, or within ten times that, and no file in excess or missing.
 
 `python -m tests.field --upstream DIR --write docs/trainers.md` makes this page.
 [patches/README.md](../patches/README.md) says what DIR is; requirements/trainers.txt is what the trainers need.
@@ -28,7 +31,7 @@ def written(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         found = row.differences
-        shown = [_shown(found, key) for key in ("weights", "EMA", "optimizer", "losses")]
+        shown = [_shown(row, key) for key in ("weights", "EMA", "optimizer", "losses")]
         result = {"equal": "equal", "refused": "refused, below"}.get(row.verdict, f"**{row.verdict}**, below")
         split = "yes" if row.is_split else "no: whole on each rank"
         lines.append(f"| {row.trainer.name} | {split if found else ''} | {result} | {' | '.join(shown)} |")
@@ -62,9 +65,13 @@ What cannot be had on a machine without a GPU, a network or a display has a stan
 """
 
 
-def _shown(found: dict[str, Optional[float]], key: str) -> str:
-    value = found.get(key)
-    return "" if value is None else f"{value:.0e}" if value else "0"
+def _shown(row: Row, key: str) -> str:
+    value, rounding = (found.get(key) for found in (row.differences, row.rounding))
+    return "" if value is None else f"{_short(value)} ({_short(rounding or 0.0)})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0e}" if value else "0"
 
 
 def _quoted(word: str) -> str:
