@@ -53,12 +53,12 @@ def written(rows: list[Row]) -> str:
 
 TAIL = """## What differs, and why
 
-- bet_lowdim: after each epoch it samples on a batch that it kept from training, in rows of batch times time. ddpshim does
-  not know these rows for the batch's, so that one process and two ranks draw different numbers from then on. Not said yet.
-- act, and gnm where it is run: the dataset draws random numbers for a sample, in a data worker. On ranks they depend on the
-  sample's place in the pass; a line says so. `run --nproc 1` draws the same.
-- vae: the network is equal. The trainer adds up losses that are themselves sums, and logs half of them; a line says that
-  sums over a pass are those of a share.
+- bet_lowdim: after each epoch it samples on a batch that it kept from training, in rows of batch times time. ddpshim
+  does not know these rows for the batch's: one process and two ranks draw different numbers from then on. Not said yet.
+- act, and gnm where it is run: the dataset draws random numbers for a sample, in a data worker. On ranks they depend
+  on the sample's place in the pass; a line says so. `run --nproc 1` draws the same.
+- vae: the network is equal. The trainer adds up losses that are themselves sums, and logs half of them; a line says
+  that sums over a pass are those of a share.
 
 ## Stand-ins
 
