@@ -32,7 +32,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     sys.modules["openpi.models_pytorch.pi0_pytorch"].PI0Pytorch = object  # type: ignore[attr-defined]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert stand_ins.hook([made]) == [
+    assert stand_ins.at_config.hook([made]) == [
         "openpi.training.config.cli: joins the job; the batch, the noise, the log and the checkpoints of one process"
     ]
     yield made

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, Callable
 
 from ddpshim.errors import HookError
 from ddpshim.job.launch_env import read_launch_env
-from ddpshim.trainers.swapping import refuse_unknown, swap, swap_back
+from ddpshim.trainers.exchanging import ByItsConfig
+from ddpshim.trainers.swapping import refuse_unknown, swap
 
 CONFIG = "lerobot.configs.train"
 VALIDATE = f"{CONFIG}.TrainPipelineConfig.validate"
@@ -36,65 +35,16 @@ FUNCTIONS = {
 }
 
 
-@dataclass
-class _Exchanged:
-    """The trainer's module by its names, and what they held."""
-
-    names: dict[str, Any] = field(default_factory=dict)
-    before: dict[str, Any] = field(default_factory=dict)
-
-
-_exchanged = _Exchanged()
-
-
-def begin() -> None:
-    """Before the first module of LeRobot is loaded: nothing to do. Local."""
-
-
-def is_patched(name: str) -> bool:
-    """No module of LeRobot is patched. Local."""
-    return False
-
-
-def concerns(name: str) -> bool:
-    """Whether the module of that name has something to replace. Local."""
-    return name == CONFIG
-
-
-def hook(modules: Sequence[ModuleType]) -> list[str]:
-    """Be called by `train`, of whichever module, when it validates its config; a line for that. Local.
-
-    Raises HookError, with nothing changed, where `validate` is not the function that is known here.
-    """
-    if CONFIG not in [module.__name__ for module in modules]:
-        return []
-    kind = getattr(sys.modules[CONFIG], "TrainPipelineConfig", None)
-    function = getattr(kind, "validate", None)
+def _swap_in(module: ModuleType) -> str:
+    """Have `train`, of whichever module, come to `_validate` when it validates its config."""
+    function = getattr(getattr(module, "TrainPipelineConfig", None), "validate", None)
     refuse_unknown(VALIDATE, function, ["self"])
     assert isinstance(function, FunctionType)
     swap(VALIDATE, function, _validate, lambda names: True)
-    return [f"{VALIDATE}: joins the job; the batch, the noise, the log and the checkpoints of one process"]
+    return f"{VALIDATE}: joins the job; the batch, the noise, the log and the checkpoints of one process"
 
 
-def unhook() -> None:
-    """Give everything back. Local."""
-    swap_back()
-    _exchanged.names.update(_exchanged.before)
-    _exchanged.names, _exchanged.before = {}, {}
-
-
-def replaced_names() -> list[str]:
-    """A line for each name of the trainer's module that was exchanged. Local."""
-    module = _exchanged.names.get("__name__")
-    return [f"{module}.{name}: on all ranks as in one process" for name in _exchanged.before]
-
-
-def end() -> None:
-    """At the end of the program: leave the job. Raises nothing."""
-    if _exchanged.before:
-        from ddpshim.job.group import cleanup
-
-        cleanup()
+at_config = ByItsConfig(CONFIG, _swap_in)
 
 
 def _validate(original: Callable[..., Any], config: Any) -> None:
@@ -112,8 +62,8 @@ def _validate(original: Callable[..., Any], config: Any) -> None:
         "eval_policy_all": ranks.outside_batches(names["eval_policy_all"]),
         **{name: getattr(ranks, name)(names[name]) for name in FUNCTIONS},
     }
-    _exchanged.names, _exchanged.before = names, {name: names[name] for name in stand_ins}
-    names.update(stand_ins)
+    for name, value in stand_ins.items():
+        at_config.put(names, name, value)
 
 
 def _refuse_unknown_trainer(caller: FrameType) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, Callable
 
 from ddpshim.errors import HookError
 from ddpshim.job.launch_env import read_launch_env
-from ddpshim.trainers.swapping import refuse_unknown, swap, swap_back
+from ddpshim.trainers.exchanging import ByItsConfig
+from ddpshim.trainers.swapping import refuse_unknown, swap
 
 CONFIG = "openpi.training.config"
 # The functions of the trainer's module that are exchanged, with their parameters.
@@ -34,63 +33,16 @@ CREATE = (
 )
 
 
-@dataclass
-class _Exchanged:
-    """Names that were exchanged, by their owner's names, and what they held."""
-
-    before: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-
-
-_exchanged = _Exchanged()
-
-
-def begin() -> None:
-    """Before the first module of openpi is loaded: nothing to do. Local."""
-
-
-def is_patched(name: str) -> bool:
-    """No module of openpi is patched. Local."""
-    return False
-
-
-def concerns(name: str) -> bool:
-    """Whether the module of that name has something to replace. Local."""
-    return name == CONFIG
-
-
-def hook(modules: Sequence[ModuleType]) -> list[str]:
-    """Be called by the trainer when it reads its config; a line for that. Local.
-
-    Raises HookError, with nothing changed, where `cli` is not the function that is known here.
-    """
-    if CONFIG not in [module.__name__ for module in modules]:
-        return []
-    function = getattr(sys.modules[CONFIG], "cli", None)
+def _swap_in(module: ModuleType) -> str:
+    """Have the trainer come to `_cli` when it reads its config."""
+    function = getattr(module, "cli", None)
     refuse_unknown(f"{CONFIG}.cli", function, [])
     assert isinstance(function, FunctionType)
     swap(f"{CONFIG}.cli", function, _cli, lambda names: "train_loop" in names and "torch" in names)
-    return [f"{CONFIG}.cli: joins the job; the batch, the noise, the log and the checkpoints of one process"]
+    return f"{CONFIG}.cli: joins the job; the batch, the noise, the log and the checkpoints of one process"
 
 
-def unhook() -> None:
-    """Give everything back. Local."""
-    swap_back()
-    for names, name, value in _exchanged.before:
-        names[name] = value
-    _exchanged.before.clear()
-
-
-def replaced_names() -> list[str]:
-    """A line for each name that was exchanged. Local."""
-    return [f"{names.get('__name__')}.{name}: as in one process" for names, name, _ in _exchanged.before]
-
-
-def end() -> None:
-    """At the end of the program: leave the job. Raises nothing."""
-    if _exchanged.before:
-        from ddpshim.job.group import cleanup
-
-        cleanup()
+at_config = ByItsConfig(CONFIG, _swap_in)
 
 
 def _cli(original: Callable[..., Any]) -> Any:
@@ -117,6 +69,5 @@ def _cli(original: Callable[..., Any]) -> Any:
     exchanged.append((vars(data), "create_torch_data_loader", ranks.create_torch_data_loader(create)))
     exchanged.append((vars(model), "PI0Pytorch", ranks.policy(model.PI0Pytorch)))
     for owner, name, value in exchanged:
-        _exchanged.before.append((owner, name, owner[name]))
-        owner[name] = value
+        at_config.put(owner, name, value)
     return ranks.join(config)

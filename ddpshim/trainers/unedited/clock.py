@@ -29,7 +29,9 @@ from ddpshim.trainers.unedited.holders import in_place
 
 T = TypeVar("T")
 
-_NUM_KEPT = 1 << 16  # values of each line: of a loop that waits, on a rank that has not come to it yet
+_NUM_KEPT = (
+    1 << 16
+)  # values of each line that stay in the store: a rank may ask for one that the main rank had long ago
 # Libraries that ask for themselves: progress bars, loggers and networks of threads have clocks of their own.
 _LIBRARIES = {
     *("ddpshim", "torch", "torchvision", "numpy", "tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "matplotlib"),

@@ -15,7 +15,7 @@ from ddpshim.job import shares
 from ddpshim.job.group import world
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
-# Nodes between a loss and what it was summed from.
+# Between a loss and the sum that it was computed from, the graph may have these nodes.
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
 _SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
 _ROUNDING = 1e-6

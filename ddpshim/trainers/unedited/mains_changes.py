@@ -61,7 +61,7 @@ class MainsChanges:
         self._num_read, self._num_apart = 0, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_process": None}  # of a child, which is told nothing
+        return {"_process": None}  # a child process tells the other ranks nothing
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
