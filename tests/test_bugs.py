@@ -40,7 +40,7 @@ def test_the_page_is_about_the_collection() -> None:
     tables = report([TOLD[bug.name] for bug in BUGS])
     assert page.partition(START)[2] == "\n" + tables
     (together,) = (line for line in tables.splitlines() if line.startswith("| together |"))
-    assert together in (PAGE.parent.parent / "README.md").read_text()
+    assert together in (PAGE.parent / "evidence.md").read_text()
 
 
 def test_the_doctor_finds_what_the_page_says(tmp_path: Path) -> None:

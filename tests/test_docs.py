@@ -159,7 +159,7 @@ def _a_migration_by_hand(folder: Path, steps: list[str]) -> None:
 
 
 def test_the_lines_on_checkpoints_run(tmp_path: Path) -> None:
-    (lines,) = (block.text for block in _section("The seeds of trouble") if "checkpoint.save(" in block.text)
+    (lines,) = (block.text for block in _section("Common pitfalls") if "checkpoint.save(" in block.text)
     policy = torch.nn.Linear(2, 2)
     names: dict[str, Any] = {"policy": policy, "epoch": 3, "folder": tmp_path, "world": World()}
     exec(lines, names)

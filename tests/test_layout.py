@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -227,6 +229,15 @@ def test_the_readmes_diff_is_that_of_the_examples() -> None:
             assert line[1:].strip() in before
         elif line.startswith("+"):
             assert line[1:].strip() in after
+
+
+def test_the_readme_is_short_and_its_config_trains_on_data_that_is_here() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 100
+    (config,) = set(re.findall(r"--config (\S+\.json)", readme))
+    settings = json.loads((ROOT / config).read_text())
+    assert (ROOT / settings["train"]["data"]).is_file()
+    assert Path(settings["train"]["output_dir"]).expanduser().is_absolute()  # else it is a folder inside robomimic
 
 
 def _losses(printed: str) -> list[float]:
