@@ -1,8 +1,6 @@
 """Parses the command line of `ddpshim` (`python -m ddpshim`), and prints what its commands return.
 
-Exit codes: 0 done or nothing to do, 1 refused (a `DdpShimError`, on stderr) or, of `doctor` and `audit`, findings, 2
-wrong usage, 130 Ctrl-C; of `run` and `audit` those of the ranks too. Each sub-command imports what it needs when it
-runs: patching needs no torch.
+Each sub-command imports what it needs when it runs: patching needs no torch.
 """
 
 from __future__ import annotations
@@ -19,14 +17,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from ddpshim.argument_types import natural, nproc, port, positive, seconds, several
+from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.observe import about_runs
 from ddpshim.trainers.patching import command
+from ddpshim.version import __version__
 
 if TYPE_CHECKING:
+    from ddpshim.arguments import Commands
     from ddpshim.launch.runner import Launch
+
+
+_NPROC = ("--nproc", "--nproc-per-node")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -54,13 +57,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 130
     except DdpShimError as error:
         say(str(error))
-        return 1
+        return error.exit_code
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 1
     except OSError as error:
         say(f"{error}; the command was not carried out. Name files and folders that it can read and write.")
-        return 1
+        return 2
     return code
 
 
@@ -82,31 +85,39 @@ def _refuse_missing_torch() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     prog = "ddpshim" if Path(sys.argv[0]).stem == "ddpshim" else "python -m ddpshim"
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    text = "From one GPU or DataParallel to DistributedDataParallel: the same experiment, faster."
+    parser = Parser(prog=prog, description=text, is_group=True)
+    parser.epilog = (
+        "Exit codes: 0 done; 1 looked, and says no (findings, a patch that does not fit, another experiment); "
+        "2 nothing was done (wrong usage, a file that does not exist, a job that could not start); 130 Ctrl-C. "
+        "run and audit also pass on those of the ranks."
+    )
+    parser.add_argument("--version", action="version", version=f"ddpshim {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    command.add(commands)
     _add_run(commands)
+    _add_prove(commands)
+    _add_doctor(commands)
+    _add_audit(commands)
+    command.add(commands)
+    about_runs.add(commands)
+    _add_selftest(commands)
     _add_slurm(commands)
     text = "every option of a run, as a Markdown table"
     options = commands.add_parser("options", help=text, description=text)
+    options.add_argument("--json", action="store_true", help="for programs")
     options.set_defaults(run=_options)
     _add_env(commands)
-    _add_selftest(commands)
-    _add_doctor(commands)
-    _add_audit(commands)
-    _add_prove(commands)
-    about_runs.add(commands)
     return parser
 
 
 def _options(arguments: argparse.Namespace) -> int:
-    from ddpshim.options import table
+    from ddpshim.options import as_json, table
 
-    print("\n".join(table()))
+    print(json.dumps([*as_json()], indent=2) if arguments.json else "\n".join(table()))
     return 0
 
 
-def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_env(commands: Commands) -> None:
     text = "what a bug report needs: versions, GPUs, launcher, variables, cores and memory"
     env = commands.add_parser("env", help=text, description=text)
     env.add_argument("--json", action="store_true", help="for programs")
@@ -124,10 +135,10 @@ def _env(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_selftest(commands: Commands) -> None:
     text = "start ranks and check that they reach each other and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
-    selftest.add_argument("--nproc", type=positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
+    selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
     selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
     selftest.add_argument("--nnodes", type=positive, default=1, metavar="N", help="run the same command on N nodes")
     selftest.add_argument("--node-rank", type=natural, metavar="R", help="of this node, from 0; else as srun says")
@@ -136,6 +147,7 @@ def _add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     selftest.add_argument(
         "--timeout", type=seconds, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
     )
+    selftest.add_argument("--json", action="store_true", help="for programs; what is tested meanwhile goes to stderr")
     gpus = selftest.add_argument_group("to accept a machine with GPUs (docs/gpus.md)")
     gpus.add_argument(
         "--gpu", action="store_true", help="try all that only GPUs can break, meant to take under ten minutes"
@@ -151,24 +163,25 @@ def _selftest(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.selftest.running import Plan, coloured, run
 
     plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
-    if arguments.gpu:
-        from ddpshim.tools.selftest.gpu import accept
-
-        line, is_good = accept(plan, arguments.quick, arguments.write)
-        print(coloured(line, is_good), flush=True)
-        return 0 if is_good else 1
-    if arguments.quick or arguments.write:
+    if (arguments.quick or arguments.write) and not arguments.gpu:
         say("--quick or --write without --gpu; nothing was tested. Add --gpu, or leave them out.")
         return 2
-    try:
-        line, is_good = run(plan), True
-    except DdpShimError as error:
-        line, is_good = f"selftest failed: {error}", False
-    print(coloured(line, is_good), flush=True)
+    with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        if arguments.gpu:
+            from ddpshim.tools.selftest.gpu import accept
+
+            line, is_good = accept(plan, arguments.quick, arguments.write)
+        else:
+            try:
+                line, is_good = run(plan), True
+            except DdpShimError as error:
+                line, is_good = f"selftest failed: {error}", False
+    told = json.dumps({"is_good": is_good, "said": line}) if arguments.json else coloured(line, is_good)
+    print(told, flush=True)
     return 0 if is_good else 1
 
 
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="find what breaks in a trainer on several ranks, without running it",
@@ -212,17 +225,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 1 if is_bad else 0 if report.num_programs else 2
 
 
-def _add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_audit(commands: Commands) -> None:
     audit = commands.add_parser(
         "audit",
         help="run a trainer that is distributed already, and find what is wrong with its first steps",
         description="Start a trainer of your own on several ranks, as torchrun would, look on from outside, and say "
         "what goes wrong (docs/audit.md). It writes what it always writes: give it a folder to waste. Exit code: 0 "
         "nothing found, 1 findings, 2 wrong usage; where a rank failed, its exit code.",
-        allow_abbrev=False,
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    audit.add_argument("--nproc", type=several, default=2, metavar="N", help="ranks, on this node (2)")
+    audit.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks, on this node (2)")
     audit.add_argument("--steps", type=positive, default=20, metavar="K", help="steps of an optimizer (20)")
     audit.add_argument("--to-end", action="store_true", help="do not end the job after them, but look on until it ends")
     text = "what one process trained on in a step: say where it is another batch now"
@@ -241,27 +253,22 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     job = replace(_launch(arguments), nproc=str(arguments.nproc))
     settings = Settings(arguments.steps, arguments.to_end, arguments.timeout)
-    try:
-        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-            report, code = audit(job, settings, arguments.single_batch)
-    except LaunchError as error:
-        say(str(error))
-        return 2
+    with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        report, code = audit(job, settings, arguments.single_batch)
     print(json.dumps(as_json(report, code), indent=2) if arguments.json else as_text(report, job.program, code))
     return code or int(bool(report.findings))
 
 
-def _add_prove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_prove(commands: Commands) -> None:
     prove = commands.add_parser(
         "prove",
         help="show that a trainer is the same experiment on several ranks as in one process",
         description="Run a few steps of a trainer in one process and on several ranks, compare what goes in and what "
         "comes out, and say yes, or where they part (docs/prove.md). It writes what it always writes, three times: "
         "give it a folder to waste. Exit code: 0 yes, 1 no, 2 nothing could be compared.",
-        allow_abbrev=False,
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    prove.add_argument("--nproc", type=several, default=2, metavar="N", help="ranks, on this node (2)")
+    prove.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks, on this node (2)")
     prove.add_argument("--steps", type=positive, default=20, metavar="K", help="steps of an optimizer (20)")
     text = "the trainer of one process, with its arguments, in one word (default: the same as on the ranks)"
     prove.add_argument("--one", metavar="COMMAND", help=text)
@@ -286,12 +293,8 @@ def _prove(arguments: argparse.Namespace) -> int:
             say(f"--one {arguments.one!r} is no command ({error}); nothing was compared. Give a program in one word.")
             return 2
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
-    try:
-        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-            proof = prove(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
-    except LaunchError as error:
-        say(str(error))
-        return 2
+    with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        proof = prove(job, Settings(arguments.steps, arguments.nproc, arguments.timeout), alone)
     print(json.dumps(as_json(proof), indent=2) if arguments.json else as_text(proof))
     return 0 if proof.is_same else 1
 
@@ -306,17 +309,16 @@ def _codes(text: str) -> list[str]:
     return out
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
         help="launch a trainer on this node's GPUs, or on several nodes",
         description="Launch a trainer through torchrun: checked first, a log for each rank, the first failure last. "
-        "Exit code: that of the first failing rank; 128 + N where signal N ended it; 1 also where the check refused.",
-        allow_abbrev=False,  # else a `--log` of the trainer is found ambiguous
+        "Exit code: that of the first failing rank, 128 + N if signal N ended it; 2 also if nothing could be started.",
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
     run.add_argument(
-        *("--nproc", "--nproc-per-node"),
+        *_NPROC,
         type=nproc,
         default="auto",
         metavar="N|gpu|cpu|auto",
@@ -326,6 +328,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("--node-rank", type=natural, metavar="N", help="which of them this is, from 0 up")
     run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
     run.add_argument("--master-port", type=port, metavar="PORT", help="a free port there (29500)")
+    text = "in place of the last three: where the nodes meet and number themselves, the same on each"
+    run.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help=text)
+    run.add_argument("--rdzv-backend", default="c10d", metavar="NAME", help="torchrun's way to meet there (c10d)")
+    run.add_argument("--rdzv-id", default="ddpshim", metavar="NAME", help="one for each job that meets there (ddpshim)")
+    run.add_argument("--standalone", action="store_true", help="one node, which is what run does without --nnodes")
     run.add_argument("--max-restarts", type=natural, default=0, metavar="N", help="start all ranks again if one fails")
     logs = run.add_mutually_exclusive_group()
     logs.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
@@ -356,7 +363,7 @@ def _launch(arguments: argparse.Namespace) -> Launch:
     return Launch(**{**given, "arguments": tuple(arguments.arguments)})
 
 
-def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_slurm(commands: Commands) -> None:
     from ddpshim.launch.slurm import Settings
 
     slurm = commands.add_parser(
@@ -365,7 +372,6 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Print an sbatch script: it is signalled before its time is over, and requeued where the trainer "
         "asks for that (exit code 75). Redirect it into a file, read it, and `sbatch` it. A trainer that is not found "
         "here is a warning: the job may run elsewhere.",
-        allow_abbrev=False,
         usage="%(prog)s [options] -- (script.py | -m package.module) [arguments]",
     )
     for field in fields(Settings):
@@ -373,6 +379,7 @@ def _add_slurm(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             default = "" if field.default in (None, "") else f" ({field.default})"
             slurm.add_argument(
                 f"--{field.name.replace('_', '-')}",
+                *field.metadata["also"],
                 default=field.default,
                 metavar=field.metadata["metavar"],
                 help=(field.metadata["help"] + default).replace("%", "%%"),

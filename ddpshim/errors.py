@@ -12,6 +12,7 @@
     ├── CheckpointError  (also OSError) a file could not be written, or none would be left
     ├── ReportError   a run left nothing to report, or its charts cannot be drawn
     ├── PatchError    a patch set does not fit the files it was asked to change
+    │   └── TargetError  there are no such files
     └── HookError     an installed trainer is not one that can be made distributed without an edit
 
 Every message has three parts: what was found, what it would have caused, what to do.
@@ -19,11 +20,19 @@ Every message has three parts: what was found, what it would have caused, what t
 
 
 class DdpShimError(RuntimeError):
-    """Base of all errors that ddpshim raises on purpose."""
+    """Base of all errors that ddpshim raises on purpose.
+
+    Attributes:
+        exit_code: of a command that ends with it. 1: it looked, and refused; 2: it was asked for what cannot be done.
+    """
+
+    exit_code = 1
 
 
 class LaunchError(DdpShimError):
     """The launch environment cannot be a process of a distributed job."""
+
+    exit_code = 2
 
 
 class OptionsError(DdpShimError, ValueError):
@@ -53,9 +62,17 @@ class CheckpointError(DdpShimError, OSError):
 class ReportError(DdpShimError):
     """A run cannot be reported."""
 
+    exit_code = 2
+
 
 class PatchError(DdpShimError):
     """A patch set does not fit its target."""
+
+
+class TargetError(PatchError):
+    """There is no such target."""
+
+    exit_code = 2
 
 
 class HookError(DdpShimError):

@@ -344,14 +344,20 @@ def names() -> list[str]:
     return [f.name for f in fields(Options)]
 
 
+def as_json() -> Iterator[dict[str, Any]]:
+    """What may be chosen, an option each."""
+    for f in fields(Options):
+        about = {"option": f.name, "variable": f"{PREFIX}{f.name.upper()}", "default": f.default}
+        yield {**about, "allowed": f.metadata["kind"].allowed, "effect": f.metadata["effect"]}
+
+
 def table() -> Iterator[str]:
     """The lines of a Markdown table of all options."""
     yield "| option | variable | default | allowed | effect |"
     yield "|---|---|---|---|---|"
-    for f in fields(Options):
-        default = "none" if f.default is None else json.dumps(f.default).strip('"')
-        kind = f.metadata["kind"]
-        yield f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | {default} | {kind.allowed} | {f.metadata['effect']} |"
+    for f in as_json():
+        default = "none" if f["default"] is None else json.dumps(f["default"]).strip('"')
+        yield f"| `{f['option']}` | `{f['variable']}` | {default} | {f['allowed']} | {f['effect']} |"
 
 
 def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, Any]], problems: list[str]) -> None:
@@ -360,7 +366,7 @@ def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, A
         if key in names():
             found[key] = (f"{source}, {key}" if source != "argument" else source, value)
         else:
-            problems.append(f"{source}: no option {key!r}{_nearest(str(key), names())}")
+            problems.append(f"{source}: no option {key!r}{nearest(str(key), names())}")
 
 
 def _unknown(variable: str) -> Iterator[str]:
@@ -388,7 +394,8 @@ def _share_a_word(name: str, other: str) -> bool:
     return any((a.startswith(b) or b.startswith(a)) and a not in _OF_NO_OPTION for a, b in pairs)
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
+    """The end of a message about a name that does not exist: which one is nearly it."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

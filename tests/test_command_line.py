@@ -65,25 +65,25 @@ SAMPLES: dict[Command, list[str]] = {
 
 # For each option that takes a file or folder: a call in which that is missing, and the exit code.
 MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
-    (("patch", "status"), "target"): (["--target", "absent"], 1),
-    (("patch", "check"), "target"): (["--target", "absent"], 1),
-    (("patch", "apply"), "target"): (["--target", "absent"], 1),
-    (("patch", "revert"), "target"): (["--target", "absent"], 1),
-    (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 1),
-    (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 1),
-    (("patch", "manifest"), "borrow"): ([*SAMPLES["patch", "manifest"], "--borrow", "absent/01.patch"], 1),
-    (("patch", "new-release"), "tree"): (["absent"], 1),
-    (("run",), "program"): (["absent.py"], 1),
-    (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 1),
+    (("patch", "status"), "target"): (["--target", "absent"], 2),
+    (("patch", "check"), "target"): (["--target", "absent"], 2),
+    (("patch", "apply"), "target"): (["--target", "absent"], 2),
+    (("patch", "revert"), "target"): (["--target", "absent"], 2),
+    (("patch", "manifest"), "directory"): (["absent", "--source", "tree", "--base", "abc"], 2),
+    (("patch", "manifest"), "source"): (["patches", "--source", "absent", "--base", "abc"], 2),
+    (("patch", "manifest"), "borrow"): ([*SAMPLES["patch", "manifest"], "--borrow", "absent/01.patch"], 2),
+    (("patch", "new-release"), "tree"): (["absent"], 2),
+    (("run",), "program"): (["absent.py"], 2),
+    (("run",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("slurm",), "program"): (["absent.py"], 0),  # a warning: the job may find it
     (("doctor",), "path"): (["absent"], 2),
     (("audit",), "program"): (["absent.py"], 2),
     (("prove",), "program"): (["absent.py"], 2),
     (("audit",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
-    (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 1),
+    (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 2),
     (("report",), "folder"): (["absent"], 2),
     (("predict",), "folder"): (["absent", "--gpus", "8"], 2),
-    (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 1),
+    (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 2),
 }
 MODULES = {command: MISSING[command, "program"][1] for command in COMMANDS if (command, "program") in MISSING}
 
@@ -161,12 +161,50 @@ def test_a_flag_that_there_is_not(command: Command, here: Path, capsys: pytest.C
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: ")
-    assert err.endswith("error: unrecognized arguments: --no-such-flag\n")
+    assert "error: unrecognized arguments: --no-such-flag" in err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("rnu", "run"),
+        ("patch aply", "apply"),
+        ("run --nprc 2 train.py", "--nproc"),
+        ("prove --step=3 train.py", "--steps"),
+    ],
+)
+def test_a_word_that_is_nearly_right(wrong: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _call(wrong.split()) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=_id)
+def test_torchruns_spellings(command: Command) -> None:
+    """Found in both spellings, before the program; what is behind it is the trainer's."""
+    for option in [name for name in PARSERS[command]._option_string_actions if name.count("-") > 2]:
+        action = PARSERS[command]._option_string_actions[option]
+        value = {int: "3", float: "3", None: "x"}.get(action.type if action.nargs != 0 else int, "3")
+        given = [option.replace("-", "_").replace("__", "--", 1), *([] if action.nargs == 0 else [value])]
+        argv = [*command, *given, *SAMPLES[command], "--a_b"]
+        if SAMPLES[command] and "program" in {a.dest for a in PARSERS[command]._actions}:
+            arguments = command_line._parser().parse_args(argv)
+            assert arguments.arguments[-1] == "--a_b"
+            assert getattr(arguments, action.dest) not in (action.default, None)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--json" in PARSERS[c]._option_string_actions], ids=_id)
+def test_json(command: Command, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if command not in NEED_TORCH:
+        _call([*command, *SAMPLES[command], "--json"])
+        out, err = capsys.readouterr()
+        assert json.loads(out) if out else err.startswith("ddpshim: ")
 
 
 @pytest.mark.parametrize("command", [command for command in PARSERS if command not in COMMANDS], ids=_id)
 def test_a_group_wants_a_command(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in ([], ["no-such-command"], ["--no-such-flag"]):
+    assert _call([*command]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+    for wrong in (["no-such-command"], ["--no-such-flag"]):
         assert _call([*command, *wrong]) == 2
         out, err = capsys.readouterr()
         assert out == ""
@@ -180,7 +218,7 @@ def test_every_command_and_every_option_that_takes_a_file_is_tried() -> None:
 
 
 def test_a_package_that_is_installed_is_out_of_reach(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _call(["patch", "status"]) == 1
+    assert _call(["patch", "status"]) == 2
     _check_message(capsys.readouterr().err, "robomimic is not installed for ")
 
 
@@ -221,9 +259,9 @@ def test_a_program_that_cannot_be_read(
 
 def test_files_that_cannot_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "patches" / "manifest.json").mkdir()
-    assert _call(["patch", "manifest", *SAMPLES["patch", "manifest"]]) == 1
+    assert _call(["patch", "manifest", *SAMPLES["patch", "manifest"]]) == 2
     _check_message(capsys.readouterr().err, "manifest.json cannot be written")
-    assert _call(["report", "run", "--markdown", "--out", "tree"]) == 1
+    assert _call(["report", "run", "--markdown", "--out", "tree"]) == 2
     _check_message(capsys.readouterr().err, "tree cannot be written")
     assert [path.name for path in here.rglob("*.partial")] == []
 
@@ -320,13 +358,13 @@ def test_what_needs_no_torch_is_the_same_without(
 
 
 def test_who_needs_torch() -> None:
-    assert NEED_TORCH == [("patch", "new-release"), ("run",), ("selftest",), ("audit",), ("prove",)]
+    assert NEED_TORCH == [("run",), ("prove",), ("audit",), ("patch", "new-release"), ("selftest",)]
 
 
 @pytest.mark.parametrize("command", NEED_TORCH, ids=_id)
 def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[str, Any]) -> None:
     code, out, err, cpu_s = without_torch[" ".join([*command, *SAMPLES[command]])]
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     _check_message(err, f"torch is not installed for {sys.executable}")
     assert "pip install torch" in err
     assert cpu_s < 0.5
@@ -334,5 +372,5 @@ def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[
 
 def test_a_page_without_matplotlib(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["report run"]
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     _check_message(err, "matplotlib cannot be imported")

@@ -391,5 +391,5 @@ def test_a_prediction_from_the_records_of_a_run(tmp_path: Path, capsys: pytest.C
     for file in (tmp_path / "ddpshim").iterdir():
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join(line for line in lines if '"pace"' not in line))
-    assert command_line.main(["predict", str(tmp_path), "--gpus", "8"]) == 1
+    assert command_line.main(["predict", str(tmp_path), "--gpus", "8"]) == 2
     assert "do not tell what the steps of all ranks are made of" in capsys.readouterr().err

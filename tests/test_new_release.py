@@ -89,5 +89,5 @@ def test_the_next_release_lacks_what_changed(
 
 
 def test_a_codebase_without_an_adapter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["patch", "new-release", "--codebase", "toybot", "."]) == 1
+    assert main(["patch", "new-release", "--codebase", "toybot", "."]) == 2
     assert "--codebase='toybot': no adapter knows" in capsys.readouterr().err

@@ -278,15 +278,15 @@ def test_markdown_has_the_same_numbers(tmp_path: Path, capsys: Any) -> None:
 
 def test_what_cannot_be_reported(tmp_path: Path, capsys: Any) -> None:
     assert command_line.main(["report", str(tmp_path / "nowhere")]) == 2
-    assert command_line.main(["report", str(tmp_path)]) == 1
+    assert command_line.main(["report", str(tmp_path)]) == 2
     (tmp_path / "a" / "ddpshim").mkdir(parents=True)
     (tmp_path / "a" / "ddpshim" / "rank_0.jsonl").write_text("garbage\n[1]\n")
-    assert command_line.main(["report", str(tmp_path)]) == 1
+    assert command_line.main(["report", str(tmp_path)]) == 2
     _put(tmp_path / "b", 0, _start(world_size=1))
-    assert command_line.main(["report", str(tmp_path)]) == 1
-    assert command_line.main(["report", "--markdown", str(tmp_path / "b"), "--out", str(tmp_path / "no" / "x.md")]) == 1
+    assert command_line.main(["report", str(tmp_path)]) == 2
+    assert command_line.main(["report", "--markdown", str(tmp_path / "b"), "--out", str(tmp_path / "no" / "x.md")]) == 2
     said = capsys.readouterr().err.splitlines()
-    for line, text in zip(said, ("does not exist", "holds no records", "hold no start", "of 2 runs", "cannot be wr")):
+    for line, text in zip(said, ("is no folder", "holds no records", "hold no start", "of 2 runs", "cannot be wr")):
         assert text in line
     assert len(said) == 5
 
@@ -321,7 +321,7 @@ def test_nothing_to_report_is_said_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "report", str(tmp_path)]
     assert (
         subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(120)).stdout
-        == "1 False\n"
+        == "2 False\n"
     )
 
 

@@ -32,6 +32,7 @@ from ddpshim.job import failure_notes, rank_log
 from ddpshim.job.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.launch import alone, runner, warm
 from ddpshim.launch.runner import Launch
+from ddpshim.observe import records
 from tests import ranks
 from tests.preloaded import kill_all_in, working_in
 from tests.preloaded_commands import patience
@@ -198,6 +199,56 @@ def test_every_rank_has_a_log_and_rank_0_the_screen(tmp_path: Path) -> None:
     first, rest = job.screen.split("\n", 1)
     assert re.fullmatch(rf"ddpshim: each rank's output goes to {tmp_path}/ddpshim-logs/\S+/rank_N.log", first)
     assert rest == job.log(0)
+
+
+def test_old_logs_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    dead = _pid_of_nobody()
+    old = [f"20260101-{number:06}-{dead}" for number in range(60)]
+    for name in (f"20250101-000000-{os.getpid()}", "mine", *old):
+        (tmp_path / name).mkdir()
+    runner._prune(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [f"20250101-000000-{os.getpid()}", *old[11:], "mine"]  # 49, and that of the run which begins now
+
+
+def _pid_of_nobody() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_the_end_of_a_run_says_where_its_report_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(job: Launch, run_dir: str, program: Any) -> Any:
+        records.begin(tmp_path / "a run", 0)
+        records.end("done")
+        return {}, []
+
+    monkeypatch.setattr(runner, "_run_ranks", train)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "train.py").touch()
+    for name in (variables.RUN_DIR, variables.RANK_LOGS, "PYTHONHASHSEED"):
+        monkeypatch.setenv(name, "")  # put back after the test
+    assert runner.run(Launch("train.py", nproc="2", has_logs=False)) == 0
+    assert capsys.readouterr().err.endswith(f"report '{tmp_path}/a run' builds a page about this run\n")
+
+
+def test_nodes_may_number_themselves() -> None:
+    job = Launch("train.py", nproc="4", nnodes=2, rdzv_endpoint="gpu1:29400")
+    assert [*runner._problems_of_nodes(job)] == []
+    assert runner.torchrun_arguments(runner.nodes_of_scheduler(job, {}), "DIR")[:4] == [
+        "--nnodes=2",
+        "--rdzv-endpoint=gpu1:29400",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=ddpshim",
+    ]
+    (problem,) = runner._problems_of_nodes(Launch("train.py", nnodes=2, rdzv_endpoint="a", standalone=True))
+    assert "--standalone" in problem
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -367,7 +418,7 @@ def test_a_rank_that_is_alone_is_started_without_torch(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import json, os, sys\nprint(json.dumps(dict(os.environ)))\nsys.exit(5)\n")
     (tmp_path / "run.py").write_text(
         "import sys\nfrom ddpshim.launch import runner\n"
-        "code = runner.run(runner.Launch('train.py', nproc='1', has_logs=False))\n"
+        "code = runner.run(Launch('train.py', nproc='1', has_logs=False))\n"
         "print(code, 'torch' in sys.modules, flush=True)\n"
     )
     command = [sys.executable, "run.py"]
@@ -532,7 +583,7 @@ def test_refused_is_exit_code_1_and_wrong_usage_2(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command_line.main(["run", "train.py"]) == 1
+    assert command_line.main(["run", "train.py"]) == 2
     assert capsys.readouterr().err.startswith("ddpshim: WORLD_SIZE='2' set already")
     for wrong in (["run"], ["run", "--nnodes", "0", "train.py"], ["run", "--log-dir", "x", "--no-logs", "train.py"]):
         with pytest.raises(SystemExit, match="2"):

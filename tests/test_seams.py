@@ -6,6 +6,7 @@ uses torch's public API; `TESTS_PUBLIC_API=1 python -m pytest tests/test_paralle
 
 from __future__ import annotations
 
+import argparse
 import ast
 import atexit
 import collections
@@ -121,7 +122,8 @@ SEAMS = [
     Seam("_exit", "job/failure.py", "test_frames", "Lib/os: documented"),
     Seam("_fields", "model/accumulation.py", "test_named_tuples", "Lib/collections: documented"),
     Seam("_asdict", "trainers/patching/patchset.py", "test_named_tuples", "Lib/collections: documented"),
-    Seam("_SubParsersAction", "__main__.py", "test_frames", "only an annotation: argparse has no public name for it"),
+    Seam("_SubParsersAction", "arguments.py", "test_frames", "only an annotation: argparse has no public name for it"),
+    Seam("_option_string_actions", "arguments.py", "test_options_of_a_parser", "argparse.py, _ActionsContainer"),
 ]
 # Of robomimic's datasets and algorithms, and of tf.data; `python -m ddpshim patch new-release` looks at robomimic's.
 OF_CODEBASES = {
@@ -539,6 +541,15 @@ def test_a_spawned_child_knows_that_it_is_one_before_its_main_module(tmp_path: P
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience(60))
     assert done.stdout.split("\n")[:3] == ["__main__ False", "__mp_main__ True", "child"]
     assert not multiprocessing.current_process().__dict__.get("_inheriting", False)
+
+
+@pytest.mark.unit
+def test_options_of_a_parser_are_found_by_their_names() -> None:
+    parser = argparse.ArgumentParser()
+    option = parser.add_argument("--a-b")
+    parser._option_string_actions["--a_b"] = parser._option_string_actions["--a-b"]
+    assert parser._option_string_actions["--a-b"] is option
+    assert parser.parse_args(["--a_b", "1"]).a_b == "1"
 
 
 @pytest.mark.unit

@@ -153,7 +153,7 @@ def cpu_job(program: str, *arguments: str, **settings: Any) -> Settings:
     return Settings(
         program=program,
         arguments=list(arguments),
-        **{"nodes": "2", "gpus_per_node": "0", "ranks_per_node": "1", "time": "10", "launcher": "srun", **settings},
+        **{"nodes": "2", "gpus_per_node": "0", "nproc_per_node": "1", "time": "10", "launcher": "srun", **settings},
     )
 
 
@@ -216,7 +216,7 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
         "--launcher=mpi",
         "--cpus-per-rank=x",
     ]
-    assert command_line.main(["slurm", *options, "train.py"]) == 1
+    assert command_line.main(["slurm", *options, "train.py"]) == 2
     said = capsys.readouterr().err.removeprefix("ddpshim: ").splitlines()
     assert [line.split(" ")[0].split("=")[0] for line in said] == [
         "--nodes",
@@ -281,7 +281,7 @@ def test_exit_codes(tmp_path: Path, batch: Starter, code: int, requeued: bool) -
 def test_the_ranks_are_signalled_save_and_the_job_is_requeued(
     tmp_path: Path, batch: Starter, also_the_shell: bool
 ) -> None:
-    job = batch(cpu_job("train.py", "--wait", "a b", ranks_per_node="2"))
+    job = batch(cpu_job("train.py", "--wait", "a b", nproc_per_node="2"))
     numbers = range(4)
     job.wait_for("tasks", *(f"ready_{number}" for number in numbers))
     if also_the_shell:

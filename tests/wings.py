@@ -17,7 +17,7 @@ WINGS = [
     "tools",
 ]
 # The files beside them that are open to all, and import only each other.
-OPEN = ["adapters", "argument_types", "config_files", "errors", "lazy", "options", "reading", "variables", "version"]
+OPEN = ["adapters", "arguments", "config_files", "errors", "lazy", "options", "reading", "variables", "version"]
 # These may import anything, inside functions.
 FACES = ["__init__", "__main__", "auto"]
 CHOOSE_BY_NAME = {"launch.rank": {"tools"}}  # inside functions

@@ -12,6 +12,9 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import re
+import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,6 +35,9 @@ from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.job.port import check_port, why_unknown
 from ddpshim.job.say import say
 from ddpshim.launch import alone, signals, warm
+from ddpshim.observe.records import FOLDER
+
+_NUM_LOGS = 50  # of runs in one folder
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,10 @@ class Launch:
     node_rank: Optional[int] = None
     master_addr: Optional[str] = None
     master_port: Optional[int] = None
+    rdzv_endpoint: Optional[str] = None  # in place of the last three
+    rdzv_backend: str = "c10d"
+    rdzv_id: str = "ddpshim"
+    standalone: bool = False
     max_restarts: int = 0
     log_dir: Optional[str] = None
     has_logs: bool = True
@@ -87,7 +97,11 @@ def run(job: Launch) -> int:
         program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
         with screen:
             failures, received = alone.run(program, job.grace_s) if is_alone else _run_ranks(job, run_dir, program)
+        records = Path(run_dir, FOLDER)
+        report = f"python -m ddpshim report {shlex.quote(records.read_text())}" if records.exists() else None
         if not failures:
+            if report is not None:
+                say(f"{report} builds a page about this run")
             return 0
         notes = failure_notes.read(run_dir)
         first, code = failure_notes.first(failures, notes, log_dir)
@@ -193,6 +207,8 @@ def _find_inside(package: Optional[ModuleSpec], name: str) -> Optional[ModuleSpe
 
 def _problems_of_nodes(job: Launch) -> Iterator[str]:
     nnodes, node_rank = job.nnodes or 1, job.node_rank or 0
+    if job.standalone and nnodes > 1:
+        yield f"--standalone with --nnodes={nnodes}: each node would start a job of its own. Leave one of them out."
     if nnodes == 1:
         given = {"--master-addr": job.master_addr, "--master-port": job.master_port, "--node-rank": job.node_rank}
         alone = [f"{name}={value}" for name, value in given.items() if value]
@@ -210,7 +226,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
     missing = [
         name for name, value in (("--node-rank", job.node_rank), ("--master-addr", job.master_addr)) if value is None
     ]
-    if missing:
+    if missing and job.rdzv_endpoint is None:
         yield (
             f"--nnodes={nnodes} without {' and '.join(missing)}: the nodes would not find each other. Give every node "
             "the address of node 0, and a number of its own from 0 up."
@@ -233,7 +249,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
 def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
     """`job` with its place among the nodes, where srun or mpirun started one `run` on each node of several."""
     if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
-        needs_port = (job.nnodes or 1) > 1 and job.master_port is None
+        needs_port = (job.nnodes or 1) > 1 and job.master_port is None and job.rdzv_endpoint is None
         return replace(job, master_port=29500) if needs_port else job  # torchrun's own; all nodes have to know it
     env = read_launch_env(environ)
     if env.world_size == 1:
@@ -255,6 +271,8 @@ def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
 def _make_log_dir(job: Launch) -> Path:
     log_dir = Path(job.log_dir or f"ddpshim-logs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     try:
+        if job.log_dir is None:
+            _prune(log_dir.parent)
         log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=log_dir):
             return log_dir
@@ -263,6 +281,18 @@ def _make_log_dir(job: Launch) -> Path:
             f"{log_dir} cannot be written to ({error}): what the ranks print would be lost. "
             "Give --log-dir another folder, or --no-logs."
         ) from error
+
+
+def _prune(folder: Path) -> None:
+    """Delete all but the newest logs below `folder` that have a name from here; not those of a run that goes on."""
+    names = sorted(path.name for path in folder.glob("*") if re.fullmatch(r"[0-9]{8}-[0-9]{6}-[0-9]+", path.name))
+    for name in names[: 1 - _NUM_LOGS]:
+        try:
+            os.kill(int(name.rpartition("-")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        except OSError:  # another user's
+            continue
 
 
 def _check_gpus(nproc: str) -> None:
@@ -285,6 +315,9 @@ def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
     if (job.nnodes or 1) == 1:
         # The kernel chooses a free port. The address is stated: the host's own name may not resolve.
         meet = ["--standalone", "--local-addr=127.0.0.1"]
+    elif job.rdzv_endpoint is not None:
+        meet = [f"--nnodes={job.nnodes}", f"--rdzv-endpoint={job.rdzv_endpoint}"]
+        meet += [f"--rdzv-backend={job.rdzv_backend}", f"--rdzv-id={job.rdzv_id}"]
     else:
         meet = [f"--nnodes={job.nnodes}", f"--node-rank={job.node_rank}"]
         meet += [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]

@@ -15,8 +15,8 @@ from ddpshim.job.launch_env import EXIT_REQUEUE
 _NEVER_SENT_S = 65535  # SLURM's own limit of --signal
 
 
-def _option(metavar: str, text: str, default: Optional[str] = None) -> Any:
-    return field(default=default, metadata={"metavar": metavar, "help": text})
+def _option(metavar: str, text: str, default: Optional[str] = None, also: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"metavar": metavar, "help": text, "also": also})
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Settings:
     program: str
     arguments: list[str] = field(default_factory=list)
     is_module: bool = False
-    nodes: str = _option("N", "nodes", "1")
+    nodes: str = _option("N", "nodes", "1", ("--nnodes",))
     gpus_per_node: str = _option("N", "GPUs of each node, 0 for the CPU", "1")
-    ranks_per_node: Optional[str] = _option("N", "ranks on each node (one for each GPU)")
+    nproc_per_node: Optional[str] = _option("N", "ranks on each node (one for each GPU)", also=("--nproc",))
     cpus_per_rank: Optional[str] = _option("N", "cores of each rank, its data workers included")
     time: Optional[str] = _option("TIME", "limit, in sbatch's notation: 2-12, 12:00:00, 30")
     partition: Optional[str] = _option("NAME", "the queue")
@@ -51,7 +51,7 @@ def batch_script(settings: Settings) -> str:
     problems = [*_problems(settings)]
     if problems:
         raise LaunchError("\n".join(problems))
-    ranks = int(settings.ranks_per_node or settings.gpus_per_node)
+    ranks = int(settings.nproc_per_node or settings.gpus_per_node)
     by_torchrun = not joins_by_itself(settings) if settings.launcher is None else settings.launcher == "torchrun"
     tasks = 1 if by_torchrun else ranks
     cores = settings.cpus_per_rank and int(settings.cpus_per_rank) * ranks // tasks
@@ -121,7 +121,7 @@ exit "$code"
 
 
 def _problems(settings: Settings) -> Iterator[str]:
-    numbers = {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "cpus_per_rank": 1, "signal_before": 1}
+    numbers = {"nodes": 1, "gpus_per_node": 0, "nproc_per_node": 1, "cpus_per_rank": 1, "signal_before": 1}
     for name, least in numbers.items():
         value = getattr(settings, name)
         if value is not None and not (re.fullmatch("[0-9]{1,6}", value) and int(value) >= least):
@@ -129,8 +129,8 @@ def _problems(settings: Settings) -> Iterator[str]:
                 f"{_flag(name)}={value!r} is not a whole number from {least} up: sbatch would refuse the script. "
                 "Correct it."
             )
-    if settings.gpus_per_node == "0" and settings.ranks_per_node is None:
-        yield "--gpus-per-node=0 without --ranks-per-node: no rank would be started. Say how many ranks a node gets."
+    if settings.gpus_per_node == "0" and settings.nproc_per_node is None:
+        yield "--gpus-per-node=0 without --nproc-per-node: no rank would be started. Say how many ranks a node gets."
     for name in ("partition", "account", "job_name", "output"):
         value = getattr(settings, name)
         if value is not None and not re.fullmatch(r"[\w%@+=:,./-]+", value):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ddpshim.argument_types import positive
-from ddpshim.job.say import say
+from ddpshim.arguments import positive
+
+if TYPE_CHECKING:
+    from ddpshim.arguments import Commands
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: Commands) -> None:
     """Add both to the commands of a parser. Local."""
     _add_report(commands)
     _add_predict(commands)
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
         help="a page about a run: losses of all ranks, time, memory, guards, checkpoints, how it ended",
         description="Write what the ranks of a run have written down as one page of HTML that needs no network, or as "
-        "Markdown, and print its path. Exit code: 0 written, 1 nothing to report, 2 wrong usage or no such folder.",
+        "Markdown, and print its path. Exit code: 0 written, 2 nothing to report, or wrong usage.",
     )
     report.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
     report.add_argument("--markdown", action="store_true", help="the same numbers without charts, nor matplotlib")
@@ -31,42 +35,34 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _report(arguments: argparse.Namespace) -> int:
     from ddpshim.observe.report.writing import write
 
-    if _is_absent(arguments.folder):
-        return 2
     print(write(arguments.folder, arguments.out, arguments.markdown))
     return 0
 
 
-def _add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_predict(commands: Commands) -> None:
     predict = commands.add_parser(
         "predict",
         help="how fast a run would be on another number of GPUs, and what its limit is there",
         description="Say, from the records of one run, how many times as fast it would be on other numbers of GPUs, "
         "what limits it there, and whether more would help (docs/report.md says how, and what is left out). Exit code: "
-        "0 said, 1 the records do not tell enough, 2 wrong usage or no such folder.",
+        "0 said, 2 the records do not tell enough, or wrong usage.",
     )
     predict.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
     text = "ranks, one on each GPU; several numbers make several lines"
     predict.add_argument("--gpus", type=positive, nargs="+", required=True, metavar="N", help=text)
     text = "GPUs of a node there (8, or as many as in the run)"
     predict.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
+    predict.add_argument("--json", action="store_true", help="for programs")
     predict.set_defaults(run=_predict)
 
 
 def _predict(arguments: argparse.Namespace) -> int:
     from ddpshim.observe.predict import as_text, measured, predict
 
-    if _is_absent(arguments.folder):
-        return 2
     run = measured(arguments.folder)
-    for number in arguments.gpus:
-        print(as_text(run, predict(run, number, arguments.gpus_per_node)))
+    found = [predict(run, number, arguments.gpus_per_node) for number in arguments.gpus]
+    if arguments.json:
+        print(json.dumps([prediction._asdict() for prediction in found], indent=2))
+    else:
+        print("\n".join(as_text(run, prediction) for prediction in found))
     return 0
-
-
-def _is_absent(folder: Path) -> bool:
-    if folder.is_dir():
-        return False
-    found = "is no folder" if folder.exists() else "does not exist"
-    say(f"{folder} {found}; nothing can be read. Name the folder of a run.")
-    return True

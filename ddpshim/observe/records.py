@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
+from ddpshim import variables
 from ddpshim.job import events
 from ddpshim.job.say import say
 from ddpshim.observe import sound
@@ -58,6 +59,10 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
         os.lseek(file, -1, os.SEEK_END)
         is_torn = os.read(file, 1) != b"\n"
     _append(("\n" if is_torn else "") + _line("start", {**facts, "rank": rank}))
+    started_by = os.environ.get(variables.RUN_DIR)
+    if started_by is not None and rank == 0:
+        with contextlib.suppress(OSError):  # `run` says where the records are, once all ranks have ended
+            Path(started_by, FOLDER).write_text(str(Path(folder).absolute()))
     return is_on()
 
 

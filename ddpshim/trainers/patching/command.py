@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpshim.errors import PatchError
+from ddpshim.errors import TargetError
 
 if TYPE_CHECKING:
+    from ddpshim.arguments import Commands
     from ddpshim.trainers.patching.files import Status
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: Commands) -> None:
     """Add `patch` to the commands of a parser. Local."""
-    patch = commands.add_parser("patch", help="make an upstream trainer use ddpshim, or take that back")
+    text = "make an upstream trainer use ddpshim, or take that back"
+    patch = commands.add_parser("patch", help=text, description=text, is_group=True)
     actions = patch.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="the patch sets that ddpshim carries")
+    text = "the patch sets that ddpshim carries"
+    listing = actions.add_parser("list", help=text, description=text)
+    listing.add_argument("--json", action="store_true", help="for programs")
     listing.set_defaults(run=_list)
     for name, run, text in (
         ("status", _status, "which set fits the target, and the state of each file"),
@@ -32,6 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             help="an installed package, or a folder that is or contains it (default: %(default)s)",
         )
         action.add_argument("--set", metavar="NAME", help="only this set, e.g. robomimic/0.3.0")
+        action.add_argument("--json", action="store_true", help="for programs")
         action.set_defaults(run=run)
     manifest = actions.add_parser("manifest", help="maintainers: write manifest.json from a pristine tree")
     manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
@@ -50,6 +56,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _list(arguments: argparse.Namespace) -> int:
     from ddpshim.trainers.patching.patchset import load_sets
 
+    if arguments.json:
+        sets = [{"set": s.name, "base": s.base, "files": [*s.files], "patches": [*s.patches]} for s in load_sets()]
+        print(json.dumps(sets, indent=2))
+        return 0
     for patch_set in load_sets():
         hunks = [hunk for diffs in patch_set.patches.values() for diff in diffs for hunk in diff.hunks]
         num_added = sum(len(hunk.new) - hunk.num_same for hunk in hunks)
@@ -66,7 +76,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from ddpshim.trainers.patching.files import status
 
-    _print_status(status(arguments.target, arguments.set))
+    _print_status(status(arguments.target, arguments.set), arguments.json)
     return 0
 
 
@@ -74,6 +84,9 @@ def _check(arguments: argparse.Namespace) -> int:
     from ddpshim.trainers.patching.files import check
 
     found, changed = check(arguments.target, arguments.set)
+    if arguments.json:
+        _print_status(found, True, changed)
+        return 0
     would = f"would change {len(changed)} files" if changed else "already applied"
     print(f"{found.patch_set.name} in {found.directory}: {would}")
     return 0
@@ -83,8 +96,9 @@ def _apply(arguments: argparse.Namespace) -> int:
     from ddpshim.trainers.patching.files import apply
 
     found, changed = apply(arguments.target, arguments.set)
-    print(f"{found.patch_set.name}: {'applied' if changed else 'already applied, nothing to do'}")
-    _print_status(found)
+    if not arguments.json:
+        print(f"{found.patch_set.name}: {'applied' if changed else 'already applied, nothing to do'}")
+    _print_status(found, arguments.json, changed)
     return 0
 
 
@@ -92,8 +106,9 @@ def _revert(arguments: argparse.Namespace) -> int:
     from ddpshim.trainers.patching.files import revert
 
     found, changed = revert(arguments.target, arguments.set)
-    print(f"{found.patch_set.name}: {'reverted' if changed else 'not applied, nothing to do'}")
-    _print_status(found)
+    if not arguments.json:
+        print(f"{found.patch_set.name}: {'reverted' if changed else 'not applied, nothing to do'}")
+    _print_status(found, arguments.json, changed)
     return 0
 
 
@@ -102,7 +117,7 @@ def _new_release(arguments: argparse.Namespace) -> int:
 
     compared = adapters.function(arguments.codebase, "new_release")
     if compared is None:
-        raise PatchError(
+        raise TargetError(
             f"--codebase={arguments.codebase!r}: no adapter knows what its releases must have; nothing was "
             f"compared. Use one of: {', '.join(adapters.packages())}."
         )
@@ -121,7 +136,13 @@ def _manifest(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_status(found: Status) -> None:
+def _print_status(found: Status, as_json: bool, changed: tuple[str, ...] = ()) -> None:
+    """`changed`: the files that were changed; of a check, that would be."""
+    if as_json:
+        files = [{"name": file.name, "state": file.state, "sha256": file.sha256} for file in found.files]
+        about = {"set": found.patch_set.name, "directory": str(found.directory), "state": found.state}
+        print(json.dumps({**about, "files": files, "changed": changed, "journal": found.journal}, indent=2))
+        return
     print(f"{found.patch_set.name} in {found.directory}: {found.state}")
     for file in found.files:
         print(f"  {file.state:8}  {file.sha256[:12]:12}  {file.name}{'  (CRLF)' if file.crlf else ''}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from ddpshim.errors import PatchError
+from ddpshim.errors import PatchError, TargetError
 from ddpshim.reading import read_bytes
 from ddpshim.trainers.patching.patchset import Hashes, PatchSet, load_sets, read, sha256, transform
 from ddpshim.trainers.patching.replacing import drop_bytecode, locked, replace, stage, temporary
@@ -79,7 +79,7 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
     package, directory = _find_package(target, sorted({s.package for s in sets}))
     chosen = [s for s in sets if s.package == package and set_name in (None, s.name, s.version)]
     if not chosen:
-        raise PatchError(
+        raise TargetError(
             f"ddpshim carries no patch set {set_name!r} for {package}; there is nothing to compare "
             f"{directory} with. Use one of: {', '.join(s.name for s in sets)}."
         )
@@ -312,12 +312,12 @@ def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
     if target in packages:
         spec = importlib.util.find_spec(target)
         if spec is None:
-            raise PatchError(
+            raise TargetError(
                 f"{target} is not installed for {sys.executable}; there is nothing to patch. Install it, "
                 f"use the python that has it, or give its folder with --target PATH (here: ./{target})."
             )
         if spec.origin is None or not spec.submodule_search_locations:
-            raise PatchError(
+            raise TargetError(
                 f"{target} resolves to {list(spec.submodule_search_locations or [])}, which has no "
                 "__init__.py (the root of a checkout?); what Python would run is unclear. Give the folder "
                 "with --target PATH."
@@ -329,7 +329,7 @@ def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
             return package, path / package
     if path.name in packages and path.is_dir():
         return path.name, path
-    raise PatchError(
+    raise TargetError(
         f"{target!r} is neither a package that ddpshim has patches for ({', '.join(packages)}) nor a folder "
         f"that is or contains one ({path}); there is nothing to patch. Correct --target."
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from ddpshim import adapters
-from ddpshim.errors import PatchError
+from ddpshim.errors import PatchError, TargetError
 from ddpshim.reading import read_bytes
 from ddpshim.trainers.patching.unidiff import FileDiff, apply_diff, apply_moved, parse_diff
 
@@ -58,7 +58,7 @@ def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
     for root in roots:
         found = sorted({path.parent for path in [*root.glob("*/*/manifest.json"), *root.glob("*/*/*.patch")]})
         if not found:
-            raise PatchError(
+            raise TargetError(
                 f"No patch set under {root}; there is nothing to apply. Install ddpshim, or what offers that folder, "
                 "from a wheel or a full checkout: both carry the folder."
             )
@@ -89,7 +89,7 @@ def build_manifest(
     patches = _read_patches(patch_dir, [os.path.relpath(path, patch_dir).replace(os.sep, "/") for path in borrowed])
     if not patches:
         no_folder = "" if patch_dir.is_dir() else ", which is no folder"
-        raise PatchError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
+        raise TargetError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
     files: dict[str, Hashes] = {}
     for name in _targets(patches):
         content = read(source_root / name)
@@ -105,7 +105,7 @@ def build_manifest(
     try:
         where.write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
-        raise PatchError(
+        raise TargetError(
             f"{where} cannot be written ({error}); the set could not be used. Make the folder writable."
         ) from error
     return manifest
@@ -180,7 +180,7 @@ def read(path: Path) -> bytes:
     try:
         return read_bytes(path)
     except OSError as error:
-        raise PatchError(
+        raise TargetError(
             f"Could not read {path}: {error}. Nothing can be decided without it. Check the path and the permissions."
         ) from error
 

@@ -1,0 +1,83 @@
+"""Parses command lines: a parser that helps after a wrong word, and the types of its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
+
+from ddpshim.options import nearest
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction["Parser"]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, and its sub-commands' parsers.
+
+    An option is found in torchrun's spelling as well (`--nproc_per_node`), and never by its first letters. A wrong
+    option or command gets the usage of the sub-command and the nearest word. A group without a command prints its help.
+    """
+
+    def __init__(self, *args: Any, is_group: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._is_group = is_group
+
+    def parse_known_args(self, args: Optional[Sequence[str]] = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        options = self._option_string_actions
+        for name in [*options]:
+            options.setdefault(re.sub(r"(?<=\w)-", "_", name), options[name])
+        if self._is_group and not args:
+            self.print_help()
+            self.exit()
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            name = rest[0].partition("=")[0]
+            known = [option for option in options if "_" not in option]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{nearest(name, known)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        super().error(message + ("" if wrong is None else nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))))
+
+
+def natural(text: str) -> int:
+    """A whole number from 0 up."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number from 0 up")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    if natural(text) == 0:
+        raise argparse.ArgumentTypeError("0 is not a whole number from 1 up")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """The number of a port."""
+    if not 1 <= natural(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; ports are 1 to 65535")
+    return int(text)
+
+
+def nproc(text: str) -> str:
+    """A number of ranks, or what torchrun understands."""
+    return text if text in ("auto", "gpu", "cpu", "xpu") else str(positive(text))
+
+
+def seconds(text: str) -> float:
+    """A number of seconds."""
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text):  # float() takes "nan", and digits of other scripts
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of seconds")
+    return float(text)
+
+
+def several(text: str) -> int:
+    """A whole number from 2 up."""
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError("1 rank has nothing to be compared with; give 2 or more")
+    return int(text)
