@@ -92,8 +92,13 @@ def asked(folder: Path, code: str, *arguments: str) -> Optional[str]:
     return None
 
 
-def refuse_too_new_a_python(folder: Path) -> None:
-    """End before anything is made or downloaded where the released robomimic cannot be installed."""
+def refuse_this_python(folder: Path) -> None:
+    """End before anything is made or downloaded where ddpshim or the released robomimic cannot be installed."""
+    if sys.version_info < (3, 9):
+        sys.exit(
+            f"this is Python {sys.version.split()[0]}, and ddpshim needs 3.9 or newer; nothing was changed. Run "
+            "bootstrap.py with Python 3.9, 3.10 or 3.11."
+        )
     if sys.version_info[:2] >= FIRST_TOO_NEW and not has(folder, "torchvision"):
         sys.exit(
             f"this is Python {sys.version_info[0]}.{sys.version_info[1]}, for which the torchvision that goes with "
@@ -210,7 +215,7 @@ def main() -> None:
     if args.what == "install" or not is_installed(folder):
         with locked(folder) as held:
             if args.what == "install" or not is_installed(folder):  # again: another bootstrap may have done it
-                refuse_too_new_a_python(folder)
+                refuse_this_python(folder)
                 make_environment(folder, held)
                 install(folder, held)
     for command in commands(args.what, args.fast, rest):

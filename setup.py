@@ -1,8 +1,15 @@
 """Packaging: what pyproject.toml cannot say. Each extra is a file of requirements/, and stands nowhere else."""
 
+import sys
 from pathlib import Path
 
 from setuptools import setup
+
+if sys.version_info < (3, 9):  # before pip has read `requires-python`
+    sys.exit(
+        f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}; nothing was installed. Make an "
+        "environment with a newer Python, as docs/installing.md shows."
+    )
 
 FILES = (Path(__file__).parent / "requirements").glob("*.txt")
 # Not in the file of the same name: from there they are installed without dependencies, beside a torch that must stay.

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from ddpshim import lazy
+if sys.version_info < (3, 9):  # where pip was not asked
+    raise ImportError(
+        f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}; nothing of it would run. Make an "
+        "environment with a newer Python, as docs/installing.md shows."
+    )
+
+from ddpshim import lazy, version
 from ddpshim.errors import (
     CheckpointError,
     DataError,
@@ -99,6 +106,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        version.check_torch()
     return lazy.load(__name__, _HOMES, name, globals())
 
 

@@ -17,12 +17,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from ddpshim import version
 from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, several
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.observe import about_runs
 from ddpshim.trainers.patching import command
-from ddpshim.version import __version__
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
@@ -75,12 +75,16 @@ def script() -> int:
 
 
 def _refuse_missing_torch() -> None:
-    """Raise LaunchError where torch is not installed, without the seconds that importing it takes."""
+    """Raise LaunchError where torch is not installed or too old, without the seconds that importing it takes."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(
             f"torch is not installed for {sys.executable}: no rank could start. Call ddpshim from the environment that "
             "you train in, or install torch there (pip install torch; https://pytorch.org/get-started/locally)."
         )
+    try:
+        version.check_torch()
+    except ImportError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "2 nothing was done (wrong usage, a file that does not exist, a job that could not start); 130 Ctrl-C. "
         "run and audit also pass on those of the ranks."
     )
-    parser.add_argument("--version", action="version", version=f"ddpshim {__version__}")
+    parser.add_argument("--version", action="version", version=f"ddpshim {version.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_prove(commands)

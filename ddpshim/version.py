@@ -1,3 +1,37 @@
-"""Holds the version of ddpshim, so that it can be read without importing anything else."""
+"""The version of the package, and the oldest torch that it runs on."""
+
+from __future__ import annotations
+
+import sys
 
 __version__ = "0.1.0"
+
+_NEEDS = {
+    (3, 9): "2.1",
+    (3, 12): "2.4",  # before, its TCPStore.compare_set ends such a Python: segmentation fault
+    (3, 13): "2.6",  # the wheels of 2.5 for it fail in torch.save
+}
+
+
+def check_torch() -> None:
+    """Raise ImportError if the torch of this Python is too old. Local; imports no torch.
+
+    pip does not check it: a bound in the package's requirements would have pip replace a torch of the user's.
+    """
+    from packaging.version import Version
+
+    needed = next(torch for python, torch in reversed(_NEEDS.items()) if sys.version_info[:2] >= python)
+    found = getattr(sys.modules.get("torch"), "__version__", None)
+    if found is None:
+        import importlib.metadata
+
+        try:
+            found = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            return  # importing it says so
+    if Version(str(found)).release < Version(needed).release:
+        raise ImportError(
+            f"torch {found} is too old for ddpshim, which needs {needed} or newer on Python {sys.version_info[0]}."
+            f"{sys.version_info[1]}: it would fail in the middle of a training. Make an environment with a newer "
+            "torch, as docs/installing.md shows."
+        )

@@ -217,6 +217,14 @@ def test_too_new_a_python_is_refused_before_anything_is_made(machine: Machine, m
     assert machine.run("demo")[-1] == ["examples/same_experiment.py"]
 
 
+def test_too_old_a_python_is_refused_before_anything_is_made(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 8, 18, "final", 0))
+    with pytest.raises(SystemExit, match=r"ddpshim needs 3\.9 or newer; nothing was changed"):
+        machine.run("demo")
+    assert machine.calls == []
+    assert not machine.venv.exists()
+
+
 def test_a_python_without_ensurepip_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SystemExit, match="python3-venv"):

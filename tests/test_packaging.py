@@ -12,10 +12,13 @@ import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import ddpshim
+import ddpshim.__main__ as command_line
+from ddpshim import version
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
@@ -94,10 +97,40 @@ def test_metadata(built: Path) -> None:
         "torch",
         "packaging",
     }
-    assert "torch>=2.1" in required
+    assert "torch" in required, "a bound would have pip replace the user's torch"
     extras = {file.stem for file in (ROOT / "requirements").glob("*.txt")} - {"no-deps"}
     assert set(metadata.get_all("Provides-Extra") or []) == extras
     assert 'robomimic>=0.3.0; extra == "robomimic"' in required
+
+
+@pytest.mark.parametrize(
+    ("python", "torch", "is_refused"),
+    [
+        ((3, 9), "2.0.1+cu117", True),
+        ((3, 9), "2.1.0", False),
+        ((3, 11), "2.1.0a0+git1", False),
+        ((3, 12), "2.3.1", True),
+        ((3, 12), "2.4.0", False),
+        ((3, 13), "2.5.1", True),
+        ((3, 14), "2.15.0", False),
+    ],
+)
+def test_a_torch_that_is_too_old_is_refused_when_ddpshim_is_used(
+    python: tuple[int, int], torch: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=torch, __spec__=sys.__spec__))
+    monkeypatch.delitem(vars(ddpshim), "wrap_parallel", raising=False)
+    if not is_refused:
+        version.check_torch()
+        return
+    with pytest.raises(ImportError, match=f"^torch {re.escape(torch)} is too old for ddpshim, which needs 2"):
+        ddpshim.wrap_parallel  # noqa: B018
+    assert command_line.main(["run", "train.py"]) == 2
+
+
+def test_the_citation_is_of_this_version() -> None:
+    assert f"\nversion: {ddpshim.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tmp_path: Path) -> None:
