@@ -29,7 +29,14 @@ from ddpshim.trainers.patching.unidiff import apply_diff, parse_diff
 from tests.preloaded_commands import patience
 
 LIBRARY = Path(ddpshim.__file__).parent
-PATCHING = ("command", "files", "patchset", "replacing", "unidiff")  # all that `patch` needs of trainers/patching
+PATCHING = (
+    "command",
+    "files",
+    "merging",
+    "patchset",
+    "replacing",
+    "unidiff",
+)  # all that `patch` needs of trainers/patching
 TRAIN = "import torch\n\n\ndef train(model):\n    model.fit()\n    return model\n"
 TRAIN_PATCHED = "import torch\nimport ddpshim\n\n\ndef train(model):\n    ddpshim.fit(model)\n    return model\n"
 LOOP = "one\ntwo\nthree"  # no newline at the end

@@ -11,7 +11,7 @@ from ddpshim.errors import TargetError
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
-    from ddpshim.trainers.patching.files import Status
+    from ddpshim.trainers.patching.files import Outcome, Status
 
 
 def add(commands: Commands) -> None:
@@ -38,6 +38,10 @@ def add(commands: Commands) -> None:
         )
         action.add_argument("--set", metavar="NAME", help="only this set, e.g. robomimic/0.3.0")
         action.add_argument("--json", action="store_true", help="for programs")
+        if run in (_check, _apply):
+            action.add_argument("--merge", action="store_true", help="into a fork: into files that are no release's")
+            text = "with --merge: the release that it was forked from, to merge three ways where lines were changed"
+            action.add_argument("--base", metavar="FOLDER", help=text)
         action.set_defaults(run=run)
     manifest = actions.add_parser("manifest", help="maintainers: write manifest.json from a pristine tree")
     manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
@@ -81,9 +85,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from ddpshim.trainers.patching.files import check
-
-    found, changed = check(arguments.target, arguments.set)
+    found, changed = _changed(arguments, is_trial=True)
     if arguments.json:
         _print_status(found, True, changed)
         return 0
@@ -93,13 +95,23 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _apply(arguments: argparse.Namespace) -> int:
-    from ddpshim.trainers.patching.files import apply
-
-    found, changed = apply(arguments.target, arguments.set)
+    found, changed = _changed(arguments, is_trial=False)
     if not arguments.json:
         print(f"{found.patch_set.name}: {'applied' if changed else 'already applied, nothing to do'}")
     _print_status(found, arguments.json, changed)
     return 0
+
+
+def _changed(arguments: argparse.Namespace, is_trial: bool) -> Outcome:
+    from ddpshim.trainers.patching import files
+
+    if arguments.merge:
+        from ddpshim.trainers.patching.merging import merge
+
+        return merge(arguments.target, arguments.base, arguments.set, is_trial=is_trial)
+    if arguments.base is not None:
+        raise TargetError("--base without --merge: it would not be used. Add --merge, or leave it out.")
+    return (files.check if is_trial else files.apply)(arguments.target, arguments.set)
 
 
 def _revert(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ fit, but never selects what is written.
 
 from __future__ import annotations
 
+import base64
 import importlib.metadata
 import importlib.util
 import json
@@ -29,7 +30,10 @@ _WORDS = {"original": "not applied", "patched": "applied"}
 
 @dataclass(frozen=True)
 class FileStatus:
-    """One target file: `state` is original, patched, unknown or missing; `path` has no symlinks left."""
+    """One target file: `state` is original, patched, unknown or missing; `path` has no symlinks left.
+
+    `before_merge`: the content that `merging.merge` has patched; None in a release.
+    """
 
     name: str
     path: Path
@@ -37,6 +41,7 @@ class FileStatus:
     sha256: str
     crlf: bool = False
     content: bytes = b""
+    before_merge: Optional[bytes] = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,27 @@ def revert(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
     return _turn("original", target, set_name, patches_root)
 
 
-_Changes = list[tuple[FileStatus, bytes]]
+Changes = list[tuple[FileStatus, bytes]]
+
+
+def write_merged(look: Status, changes: Changes, is_trial: bool) -> Outcome:
+    """Write what a merge made of the files that `look` saw, and the journal from which `revert` takes it back."""
+    changes = [(file, content) for file, content in changes if content != file.content]
+    _require_writable(look, changes)
+    if not is_trial:
+        files = {
+            file.name: {
+                "before": file.sha256,
+                "after": sha256(content),
+                "content": base64.b64encode(file.content).decode(),
+            }
+            for file, content in changes
+        }
+        with locked(look.directory):
+            _write(look, changes, _record(look, "applying", files))
+            look = look_at(look.patch_set, look.directory)
+            _close_journal(look, "patched")
+    return Outcome(look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
 
 
 def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optional[Path]) -> Outcome:
@@ -135,7 +160,17 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
         # Again: another process may have worked on the files while this one waited for the lock.
         look = status(target, set_name, patches_root)
         changes = _plan(look, wanted, patches_root)
-        _write(look, changes, wanted)
+        merged = {file.name for file in look.files if file.before_merge is not None}
+        files = {
+            file.name: {
+                "before": sha256(turned(look.patch_set, file, "original")),
+                "after": sha256(turned(look.patch_set, file, "patched")),
+            }
+            for file in look.files
+            if file.name not in merged
+        }
+        files.update({name: (look.journal or {})["files"][name] for name in merged})
+        _write(look, changes, _record(look, "applying" if wanted == "patched" else "reverting", files))
         after = look_at(look.patch_set, look.directory)
         wrong = [file.name for file in after.files if file.state != wanted]
         if wrong:
@@ -147,7 +182,7 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
     return Outcome(look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
 
 
-def _plan(look: Status, wanted: str, patches_root: Optional[Path]) -> _Changes:
+def _plan(look: Status, wanted: str, patches_root: Optional[Path]) -> Changes:
     """The new content of every file that is not as wanted, each verified against the manifest."""
     if look.state == "unknown":
         raise PatchError(_refusal(look, load_sets(patches_root)))
@@ -161,6 +196,13 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
     """
     if file.state == wanted:
         return file.content
+    if file.before_merge is not None:
+        if wanted == "original":
+            return file.before_merge
+        raise PatchError(
+            f"A merge into {file.path.parent} was interrupted: some files are merged and others not, so it may not "
+            "run. `python -m ddpshim patch revert` puts them back; then merge again."
+        )
     content = file.content.replace(b"\r\n", b"\n") if file.crlf else file.content
     content = transform(patch_set.patches, file.name, content, wanted)
     found, expected = sha256(content), getattr(patch_set.files[file.name], wanted)
@@ -175,7 +217,8 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
 
 def look_at(patch_set: PatchSet, directory: Path) -> Status:
     """How that set and the package in `directory` stand to each other. Local; reads only."""
-    files = []
+    files, journal = [], _read_journal(directory)
+    merged = (journal or {}).get("files", {}) if (journal or {}).get("set") == patch_set.name else {}
     for name, hashes in patch_set.files.items():
         # The folder stands for the first component: an editable install may call it anything. A symlink is
         # followed so that its target is replaced and the link stays one.
@@ -189,8 +232,20 @@ def look_at(patch_set: PatchSet, directory: Path) -> Status:
         unix = content.replace(b"\r\n", b"\n")
         if state == "unknown" and unix != content and unix.replace(b"\n", b"\r\n") == content:
             state, crlf = _state(hashes, sha256(unix)), True
-        files.append(FileStatus(name, path, state, found, crlf, content))
-    return Status(patch_set, directory, tuple(files), _read_journal(directory))
+        before_merge = _before_merge(merged.get(name, {}))
+        if state == "unknown" and before_merge is not None:
+            state = _state(Hashes(sha256(before_merge), str(merged[name].get("after"))), found)
+        files.append(FileStatus(name, path, state, found, crlf, content, before_merge))
+    return Status(patch_set, directory, tuple(files), journal)
+
+
+def _before_merge(entry: Mapping[str, Any]) -> Optional[bytes]:
+    """The content that a journal keeps; None where it keeps none, or another one than it says."""
+    try:
+        content = base64.b64decode(entry["content"], validate=True)
+    except (KeyError, TypeError, ValueError):
+        return None
+    return content if sha256(content) == entry.get("before") else None
 
 
 def _state(hashes: Hashes, found: str) -> str:
@@ -233,28 +288,22 @@ def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
         else f"`pip install --force-reinstall --no-deps {patch_set.codebase}=={patch_set.version}`"
     )
     lines.append(
-        f"Take back your own edits, or get the release again with {fresh}, then retry. If you changed "
+        f"In a fork, merge the set: `python -m ddpshim patch apply --merge --target {look.directory}` (MIGRATION.md, "
+        f"section 2). Else take back your own edits, or get the release again with {fresh}, then retry. If you changed "
         "nothing, open an issue at ddpshim with the hashes above."
     )
     return "\n".join(lines)
 
 
-def _write(look: Status, changes: _Changes, wanted: str) -> None:
+def _record(look: Status, state: str, files: Mapping[str, Any]) -> dict[str, Any]:
+    """What the journal notes; `files`: hashes before and after, and of a merge the content before."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"set": look.patch_set.name, "state": state, "ddpshim": _own_version(), "time": when, "files": files}
+
+
+def _write(look: Status, changes: Changes, record: Mapping[str, Any]) -> None:
     """Journal, then every file: all of them, or none with everything put back."""
     journal = look.directory / JOURNAL
-    record = {
-        "set": look.patch_set.name,
-        "state": "applying" if wanted == "patched" else "reverting",
-        "ddpshim": _own_version(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "files": {
-            file.name: {
-                "before": sha256(turned(look.patch_set, file, "original")),
-                "after": sha256(turned(look.patch_set, file, "patched")),
-            }
-            for file in look.files
-        },
-    }
     before: dict[Path, Optional[bytes]] = {file.path: file.content for file, _ in changes}
     before[journal] = read(journal) if journal.exists() else None
     after = {journal: _as_json(record), **{file.path: new for file, new in changes}}
@@ -297,7 +346,7 @@ def _as_json(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, indent=2) + "\n").encode()
 
 
-def _require_writable(look: Status, changes: _Changes) -> None:
+def _require_writable(look: Status, changes: Changes) -> None:
     # Replacing a file needs its folder's permission, not the file's: a read-only file stays one.
     for folder in sorted({look.directory, *(file.path.parent for file, _ in changes)}):
         if not os.access(folder, os.W_OK | os.X_OK):
