@@ -1,4 +1,4 @@
-"""Packaging: what pyproject.toml cannot say. Each extra is a file of requirements/, and stands nowhere else."""
+"""Packaging: what pyproject.toml cannot say. An extra is a file of requirements/, and stands nowhere else."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,9 @@ if sys.version_info < (3, 9):  # before pip has read `requires-python`
         "environment with a newer Python, as docs/installing.md shows."
     )
 
-FILES = (Path(__file__).parent / "requirements").glob("*.txt")
+EXTRAS = ("report", "robomimic", "zarr")  # for users; the other files are environments in which this project is tested
 # Not in the file of the same name: from there they are installed without dependencies, beside a torch that must stay.
-ITSELF = {"robomimic": ["robomimic>=0.3.0"], "simulator": ["robosuite==1.5.2"]}
+ITSELF = {"robomimic": ["robomimic>=0.3.0"]}
 
 
 def lines_of(file: Path) -> list[str]:
@@ -21,8 +21,5 @@ def lines_of(file: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-setup(
-    extras_require={
-        file.stem: [*ITSELF.get(file.stem, []), *lines_of(file)] for file in sorted(FILES) if file.stem != "no-deps"
-    }
-)
+requirements = Path(__file__).parent / "requirements"
+setup(extras_require={name: [*ITSELF.get(name, []), *lines_of(requirements / f"{name}.txt")] for name in EXTRAS})

@@ -1,0 +1,13 @@
+"""Builds the documentation site from the Markdown of this repository: `python -m tests.site`."""
+
+project = "ddpshim"
+author = "The ddpshim developers"
+copyright = author
+
+extensions = ["myst_parser"]
+root_doc = "docs/site/index"
+include_patterns = ["*.md", "docs/*.md", "docs/*/*.md", "examples/*.md", "examples/*/*.md", "patches/README.md"]
+exclude_patterns = ["out", ".venv", "tests"]
+myst_heading_anchors = 4
+html_theme = "furo"
+html_title = "ddpshim"

@@ -1,0 +1,73 @@
+"""Builds the documentation site from the Markdown of this repository, to read without a network.
+
+python -m tests.site [--out out/site] [--pictures FOLDER]
+
+A warning of the generator (a link that leads nowhere, a page in no list) fails it. --pictures takes pictures of some
+pages, wide and narrow, in light and dark, for a human to look at; it needs chromium. `pip install -r requirements/site.txt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "docs" / "site"
+SHOWN = ("README", "docs/any_trainer", "docs/benchmarks")
+WIDTHS = (1280, 480)
+DEADLINE_S = 600
+
+
+def build(out: Path) -> None:
+    """Write the site into the folder `out`. Raises CalledProcessError at a warning."""
+    how = ["-q", "-W", "--keep-going", "-E", "-c", str(CONF), "-d", str(out / ".doctrees"), "-b", "html"]
+    subprocess.run([sys.executable, "-m", "sphinx", *how, str(ROOT), str(out)], check=True, timeout=DEADLINE_S)
+    shutil.rmtree(out / ".doctrees")
+    (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=README.html">\n')
+
+
+def take_pictures(out: Path, folder: Path) -> list[Path]:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit("no chromium was found, so no picture was taken; the site is built")
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = []
+    for page in SHOWN:
+        for width in WIDTHS:
+            for is_dark in (False, True):
+                picture = folder.resolve() / f"{page.replace('/', '_')}_{width}{'_dark' if is_dark else ''}.png"
+                how = [
+                    "--headless",
+                    "--no-sandbox",
+                    "--disable-gpu",
+                    "--hide-scrollbars",
+                    f"--window-size={width},1000",
+                ]
+                how += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
+                url = (out.resolve() / f"{page}.html").as_uri()
+                subprocess.run(
+                    [browser, *how, f"--screenshot={picture}", url], check=True, timeout=120, capture_output=True
+                )
+                taken.append(picture)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "site")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    try:
+        build(args.out)
+    except subprocess.CalledProcessError:
+        sys.exit("the site has warnings (above); mend them, or install what requirements/site.txt lists")
+    print(f"open {args.out / 'index.html'}")
+    if args.pictures is not None:
+        print(*take_pictures(args.out, args.pictures), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
