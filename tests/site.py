@@ -3,7 +3,8 @@
 python -m tests.site [--out out/site] [--pictures FOLDER]
 
 A warning of the generator (a link that leads nowhere, a page in no list) fails it. --pictures takes pictures of some
-pages, wide and narrow, in light and dark, for a human to look at; it needs chromium. `pip install -r requirements/site.txt`.
+pages, wide and narrow, in light and dark, for a human to look at; they need chromium.
+`pip install -r requirements/site.txt` first.
 """
 
 from __future__ import annotations
