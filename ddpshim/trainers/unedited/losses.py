@@ -6,7 +6,7 @@ not padding) weighs ranks by these.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 
@@ -60,6 +60,15 @@ def factor(loss: Any) -> float:
     return 1.0
 
 
+def is_mean_over_counted(loss: Any, depends: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether a part of `loss` is a mean over numbers that the batch itself counts. Local.
+
+    Args:
+        depends: whether a tensor depends on the batch.
+    """
+    return any(term.is_counted and not term.is_constant for term in terms(loss.grad_fn, depends))
+
+
 def _refuse_or_say(found: list[Term], factors: list[float], share: shares.Share) -> None:
     for term, wanted in zip(found, factors):
         if term.is_loss and wanted == _whole(share):
@@ -105,8 +114,8 @@ def _is_plain(count: float, share: shares.Share) -> bool:
     return count <= share.num_rows or count % share.num_rows == 0
 
 
-def terms(node: Any) -> list[Term]:
-    """The terms of a loss with this `grad_fn`. Local."""
+def terms(node: Any, depends: Callable[[torch.Tensor], bool] = lambda tensor: False) -> list[Term]:
+    """The terms of a loss with this `grad_fn`; a number that `depends` on the batch is no constant. Local."""
     found: dict[Term, None] = {}
     waiting: list[tuple[Any, Optional[float], bool, bool]] = [(node, 1.0, False, True)]
     seen = set()
@@ -118,7 +127,7 @@ def terms(node: Any) -> list[Term]:
         name = node.name()
         reduction = getattr(node, "_saved_reduction", None)
         if name in _ELEMENTWISE:
-            by, is_fixed = _divided_by(node, name)
+            by, is_fixed = _divided_by(node, name, depends)
             inside = None if by is None or count is None else by * count
             divides, is_ours = is_divided or name == "DivBackward0", is_constant and is_fixed
             waiting += [(inner, inside, divides, is_ours) for inner, _ in node.next_functions]
@@ -140,7 +149,8 @@ def _num_averaged(node: Any, name: str, reduction: Optional[int]) -> Optional[fl
     weight, target = getattr(node, "_saved_total_weight", None), getattr(node, "_saved_target", None)
     share = shares.at_hand()
     if reduction == _MEAN and weight is not None and target is not None:  # without what ignore_index leaves out
-        return float(weight) if share is not None and target.numel() > share.num_rows else None
+        is_weighted = getattr(node, "_saved_weight", None) is not None  # each class by its own
+        return float(weight) if share is not None and (is_weighted or target.numel() > share.num_rows) else None
     is_mean = name == "MeanBackward0" or reduction == _MEAN
     if not is_mean or not any(inner is not None and inner.name() in _SELECTED for inner, _ in node.next_functions):
         return None
@@ -148,7 +158,7 @@ def _num_averaged(node: Any, name: str, reduction: Optional[int]) -> Optional[fl
     return float(node._saved_self_sym_numel if own is None else own.numel())
 
 
-def _divided_by(node: Any, name: str) -> tuple[Optional[float], bool]:
+def _divided_by(node: Any, name: str, depends: Callable[[torch.Tensor], bool]) -> tuple[Optional[float], bool]:
     """By what number this node divides, and whether that is a constant of the program's."""
     if name not in ("DivBackward0", "MulBackward0"):
         return 1.0, True
@@ -160,7 +170,8 @@ def _divided_by(node: Any, name: str) -> tuple[Optional[float], bool]:
         return (float(round(by)), True) if abs(by - round(by)) < _ROUNDING * by else (1.0, True)
     if other is None:
         return None, False
-    return float(other), other.dtype in (torch.float64, torch.int64) and other.device.type == "cpu"
+    looks_so = other.dtype in (torch.float64, torch.int64) and other.device.type == "cpu"
+    return float(other), looks_so and not depends(other)
 
 
 def _rows(tensor: Any) -> int:
