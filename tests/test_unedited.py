@@ -392,6 +392,13 @@ REFUSED = {
         "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)",
         "SyncError: train.py:31: the loss couples the samples of a batch: two batches that exchange some of their rows",
     ),
+    "padding": (
+        "def padded(rows):\n    size = max(row[0] % 5 for row in rows) + 1\n"
+        "    x, y = (torch.stack([row[k] for row in rows]) for k in (1, 2))\n"
+        "    return torch.tensor([row[0] for row in rows]), *(z[:, None].repeat(1, size, 1) for z in (x, y))\n"
+        "train(network(), DataLoader(Items(), 4, shuffle=True, collate_fn=padded))",
+        "SyncError: train.py:31: a mean in the loss (MseLossBackward0) is over ",
+    ),
     "another split": (
         "part = data.Subset(Items(), np.random.default_rng(os.getpid()).permutation(40)[:32])\n"
         "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
@@ -630,6 +637,7 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 COUPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "negatives": lambda x, y: F.cross_entropy(_net(x) @ _net(x).T, torch.arange(8)),
+    "both views": lambda x, y: F.cross_entropy(_net(x.repeat(2, 1)) @ _net(x.repeat(2, 1)).T, torch.arange(16)),
     "variance": lambda x, y: _net(x).var(0).sum() / 3 + _net(x).mean(),
     "advantages": lambda x, y: (_net(x).mean(1) * _normal(x[:, 0])).mean(),
     "scale": lambda x, y: _net(x).mean() / _net(x).abs().mean().detach(),
@@ -654,16 +662,37 @@ def test_a_loss_that_couples_samples_is_told_from_a_mean() -> None:
             shadows.begin({"obs": [x], "action": y}, 8, number=1)
             loss = compute(x, y)
             with shadows.aside():
-                assert not losses.is_mean_over_counted(loss, shadows.follows)
+                of_means, of_sums = (any(map(shadows.differs, scales)) for scales in losses.scales(loss))
+            assert not of_sums
+            assert not of_means or is_coupled
             assert (shadows.excess(loss) is not None) == is_coupled, name
             assert len({float(other.detach()) for other in (loss, *shadows._others(loss))}) > 1, "not followed"
             shadows.end()
-    for count in (lambda: (y > 0).sum(), lambda: (y > 0).float().sum()):  # which `losses.factor` knows
+    shadows = coupling.Shadows()
+    shadows.begin([x, y], 8, number=1)
+    packed = nn.utils.rnn.pack_padded_sequence(x.view(8, 2, 3), y % 2 + 1, batch_first=True, enforce_sorted=False)
+    assert shadows.excess(_lstm(packed)[1][0].square().mean()) is None  # of rows that were sorted by their lengths
+    shadows.end()
+    shadows = coupling.Shadows()
+    shadows.begin([x, y], 8, number=1)
+    value = _net(x).square()
+    scaled = -2.5 / value.mean().detach() * value.mean() + y.sum() * 0.0  # its value is the same for all batches
+    with shadows.aside():
+        assert [shadows.differs(scale) for scale in losses.scales(scaled)[0]] == [True]
+        assert shadows.excess(scaled) is None
+    shadows.end()
+    weights, y = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
+    counted: list[Callable[[], Tensor]] = [  # which `losses.factor` knows
+        lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).sum(),
+        lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).float().sum(),
+        lambda: F.cross_entropy(_net(x), y, weights),
+    ]
+    for weighed in counted:
         shadows = coupling.Shadows()
         shadows.begin([x, y], 8, number=1)
-        loss = (_net(x).mean(1) * (y > 0)).sum() / count()
+        loss = weighed()
         with shadows.aside():
-            assert losses.is_mean_over_counted(loss, shadows.follows)
+            assert any(map(shadows.differs, losses.scales(loss)[1]))
         shadows.end()
     batches: list[Any] = [(x, y[:4]), (x[:1], y[:1]), [torch.tensor(1.0)], "text"]
     for batch in batches:  # of which the rows are not known

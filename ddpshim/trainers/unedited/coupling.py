@@ -22,6 +22,9 @@ from ddpshim.errors import SyncError
 
 _NUM = 3  # batches beside the program's own: B, and two of rows of both
 _EACH = 256  # operations after which it forgets what is gone
+# Of rows that these select, as many as values want it, those of the program's own batch are taken in all four. Of what
+# else makes tensors of other shapes (a packed sequence) nothing is known.
+_SELECTING = ("aten::nonzero", "aten::index.Tensor", "aten::masked_select")
 _OF_ROUNDING = 64.0  # times the precision of the loss
 _OF_THE_ROWS = 1e-3  # of what other rows make of the loss
 
@@ -85,13 +88,13 @@ class Shadows:
 
         return self._is_on and _get_current_dispatch_mode() is self._mode
 
-    def follows(self, tensor: Any) -> bool:
-        """Whether it is known what `tensor` would hold for the other batches."""
-        return bool(self._of) and _is_plain(tensor) and self._has(tensor)
+    def differs(self, number: Any) -> bool:
+        """Whether `number`, a tensor, would be another one for one of the other batches."""
+        return self._follows(number) and any(float(other) != float(number) for other in self._others(number))
 
     def excess(self, loss: Any) -> Optional[tuple[float, float]]:
         """(the sum of this batch's and B's `loss`, that of the other two), where they differ by more than rounding."""
-        if not self.follows(loss) or loss.numel() != 1:
+        if not self._follows(loss):
             return None
         own, other, one, two = values = [float(x.detach().double()) for x in (loss, *self._others(loss))]
         apart = abs(own + other - one - two)
@@ -110,25 +113,25 @@ class Shadows:
             self._of = {key: kept for key, kept in self._of.items() if not kept[0].expired()}
         written = _written(func, args, kwargs)
         try:
+            before = _random_state(given)
             for tensor in written:
                 if not self._has(tensor):
                     self._keep_written(tensor)
-        except RuntimeError:
+        except RuntimeError:  # no memory, or a GPU whose operations are recorded
             self._of.clear()
-        before = _random_state(given) if torch.Tag.nondeterministic_seeded in func.tags else None
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        is_drawn = before is not None and not torch.equal(before, _random_state(given))
         made = _plain_tensors_in(result)
-        if not made or not self._of or (not written and all(map(self._has, made))):
-            return result  # a number, or a view
-        try:
-            if is_drawn or func.namespace.strip("_").startswith("c10d"):
-                raise NotImplementedError("the same for all batches")
-            self._follow(func, args, kwargs, made)
-        except torch.cuda.OutOfMemoryError:
+        if made and (written or not all(map(self._has, made))):  # else it is a number, or a view
+            with contextlib.suppress(Exception):  # the program has its own result
+                is_drawn = not torch.equal(before, _random_state(given))
+                is_alike = is_drawn or func.namespace.strip("_").startswith("c10d")
+                if not is_alike and self._follow(func, args, kwargs, made):
+                    return result
+                if is_alike or func.name() in _SELECTING:
+                    self._take_over(written)
+                    return result
             self._of.clear()
-        except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError):  # the program has its own result
-            self._take_over(written)
         return result
 
     def _take_over(self, written: list[torch.Tensor]) -> None:
@@ -137,8 +140,8 @@ class Shadows:
             for other in self._others(tensor):
                 other.copy_(tensor)
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
-        """Compute what `func` makes of the other batches, where it makes tensors of the same shapes of them."""
+    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> bool:
+        """Compute what `func` makes of the other batches; False where it fails, or makes tensors of other shapes."""
         found = []
         for number in range(_NUM):
 
@@ -149,18 +152,29 @@ class Shadows:
                 return self._other(x, number) if self._has(x) else x.clone() if "batch_norm" in func.name() else x
 
             changed, named = _each(other, args), _each(other, kwargs)
-            found.append(_plain_tensors_in(func(*changed, **named)))
+            try:
+                found.append(_plain_tensors_in(func(*changed, **named)))
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, IndexError):
+                return False
+        if any(x.shape != tensor.shape for there in found for x, tensor in zip(there, made)):
+            return False
         for place, tensor in enumerate(made):
             if not self._has(tensor):
                 self._keep(tensor, [there[place] for there in found])
+        return True
+
+    def _follows(self, tensor: Any) -> bool:
+        return bool(self._of) and _is_plain(tensor) and tensor.numel() == 1 and self._has(tensor)
 
     def _has(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._of
 
     def _keep(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> None:
         """`others` are to `tensor` what the three batches are to the program's."""
-        if tensor.storage_offset() or any(x.shape != tensor.shape or x.dtype != tensor.dtype for x in others):
-            raise NotImplementedError("a part of what was not followed, or a shape that depends on values")
+        if tensor.storage_offset():
+            raise NotImplementedError("a part of what was not followed")
         storage = tensor.untyped_storage()
         laid_out = [_laid_out_as(tensor, other).untyped_storage() for other in others]
         self._of[storage._cdata] = StorageWeakRef(storage), laid_out
@@ -179,12 +193,11 @@ class Shadows:
         return [self._other(tensor, number) for number in range(_NUM)]
 
 
-def refuse(sums: tuple[float, float], place: str, num_ranks: int) -> None:
-    """Raise SyncError: the loss at `place` couples samples; `sums`: as `Shadows.excess` found."""
+def refuse(found: str, place: str, num_ranks: int) -> None:
+    """Raise SyncError: the loss at `place` couples samples, as is `found`."""
     raise SyncError(
-        f"{place}: the loss couples the samples of a batch: two batches that exchange some of their rows have losses "
-        f"of together {sums[0]:.6g} before, and {sums[1]:.6g} afterwards. (Negatives, statistics or a normalisation of "
-        f"the batch do that.) A rank would see 1/{num_ranks} of the batch in it, and train otherwise than one process. "
+        f"{place}: the loss couples the samples of a batch: {found}. (Negatives, statistics or a normalisation of the "
+        f"batch do that.) A rank would see 1/{num_ranks} of the batch in it, and train otherwise than one process. "
         "Run it in one process; or edit it, and compute that loss by ddpshim.whole_batch (MIGRATION.md). "
         "DDPSHIM_GUARD=0 trains on such a loss all the same."
     )

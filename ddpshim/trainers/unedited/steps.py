@@ -47,6 +47,7 @@ class Steps:
         self.num_split = self.num_passes = 0
         self.shadows = coupling.Shadows()
         self._followed: list[DataLoader[Any]] = []
+        self._is_looked_at = False  # the batch at hand
         self._num_whole = 0  # backward passes on a whole batch
         self._has_said = False  # that no DataLoader gives batches
 
@@ -61,6 +62,8 @@ class Steps:
                 given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
                 if self.is_split:
                     self._check_coupling(given)
+                    if self._is_looked_at:
+                        losses.refuse_ragged(given)
                     factors = [losses.factor(loss) for loss in given]
                     if any(factor != 1 for factor in factors):
                         tensors = [loss * factor for loss, factor in zip(given, factors)]
@@ -76,8 +79,8 @@ class Steps:
         """Now and then, what is computed on `batch`, this rank's share of one of `loader`. Local."""
         at_hand = shares.at_hand()
         loader.num_given += 1
-        is_asked = is_milestone(loader.num_given) and world().options.guard and not self.is_compiled
-        if is_asked and at_hand is not None:
+        self._is_looked_at = is_milestone(loader.num_given) and world().options.guard
+        if self._is_looked_at and not self.is_compiled and at_hand is not None:
             self._followed.append(loader)
             self.shadows.begin(batch, at_hand.num_rows, loader.num_given)
 
@@ -102,9 +105,19 @@ class Steps:
         if current().part(shares.Sharing).is_permuted:
             return
         for loss in given:
-            sums = self.shadows.excess(loss)
-            if sums is not None and not losses.is_mean_over_counted(loss, self.shadows.follows):
-                coupling.refuse(sums, line_of_the_program(), world().world_size)
+            sums, found = self.shadows.excess(loss), ""
+            of_means, of_sums = losses.scales(loss)
+            if sums is not None and not any(map(self.shadows.differs, of_sums)):
+                found = (
+                    "two batches that exchange some of their rows have losses of together "
+                    f"{sums[0]:.6g} before, and {sums[1]:.6g} afterwards"
+                )
+            elif any(map(self.shadows.differs, of_means)):
+                found = (
+                    "a mean in it is multiplied by a number that was computed from the whole batch, without gradients"
+                )
+            if found:
+                coupling.refuse(found, line_of_the_program(), world().world_size)
 
     def check_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Say, once, where a step has nothing to gain from the peers of this rank. Local."""
