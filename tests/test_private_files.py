@@ -40,6 +40,8 @@ from ddpshim.errors import SyncError
 from ddpshim.job.job import Job
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import saves
+from ddpshim.trainers.unedited.clock import Clock
+from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from tests.ranks import run_ranks
 
@@ -292,6 +294,58 @@ def test_each_rank_sees_and_the_disk_has_what_one_process_would(tmp_path: Path, 
         early = tree(tmp_path / "early")
         assert as_rank(peer, tmp_path / "early", program) == alone, "a rank that comes first"
         assert tree(tmp_path / "early") == early
+
+
+def commands() -> Any:
+    """Commands that write in a folder of the program's own, in one that was there, and to open files."""
+    os.makedirs("run/code")
+    Path("run/code/a.py").write_text("a")
+    found: list[Any] = [subprocess.run(["cp", "-r", "run/code", "run/copy"], check=True).returncode]
+    found.append(subprocess.run("echo x >> log.txt; echo y >> run/code/a.py", shell=True).args)
+    found.append(subprocess.check_output("echo here >> run/where; cat log.txt; mkdir run/made", shell=True, text=True))
+    with open("run/hash", "w") as file:
+        found.append(subprocess.call(["sh", "-c", "echo hash; exit 3"], stdout=file))
+    found.append(subprocess.getstatusoutput("cat run/hash; rm run/copy/a.py; false"))
+    found.append([subprocess.getoutput("echo z | tee -a log.txt"), os.system("echo z >> log.txt")])
+    with os.popen("mkdir run/popen; exit 2") as stream:
+        found.append([stream.read(), stream.close()])
+    for arguments, options, kind in (
+        (
+            ["sh", "-c", "echo no >> log.txt; echo why >&2; exit 4"],
+            {"capture_output": True},
+            subprocess.CalledProcessError,
+        ),
+        (["no such command"], {}, FileNotFoundError),
+        (["sh", "-c", "echo early; sleep 9"], {"timeout": 0.2, "capture_output": True}, subprocess.TimeoutExpired),
+    ):
+        with pytest.raises(kind) as raised:
+            subprocess.run(arguments, check=True, **options)  # type: ignore[call-overload]
+        found += [str(raised.value), getattr(raised.value, "stderr", None), getattr(raised.value, "filename", None)]
+    found.append({path.name: content(path) for path in Path("run").rglob("*")})
+    found.append(Path("log.txt").read_text())
+    return found
+
+
+@pytest.mark.ranks
+def test_the_main_rank_runs_commands_and_all_have_what_came_of_them(
+    tmp_path: Path,
+) -> None:
+    expected, made = None, None
+    for name, several in (("plain", [None]), ("ranks", worlds())):
+        folder = tmp_path / name / "folder"
+        folder.mkdir(parents=True)
+        (folder / "log.txt").write_text("before\n")
+        for world in several:
+            with contextlib.ExitStack() as until:
+                if world is not None:
+                    files, clock = PrivateFiles(world, time.time(), lambda: False), Clock(world, lambda: False)
+                    for part in (files, clock, Commands(clock, files)):
+                        until.enter_context(part.installed())
+                found = in_folder(folder, commands)
+            expected = expected or found
+            assert found == expected
+            made = made or tree(folder)
+            assert tree(folder) == made
 
 
 def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:

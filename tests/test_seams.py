@@ -90,7 +90,7 @@ SEAMS = [
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
     Seam(
         "_saved_reduction _saved_self _saved_self_sym_sizes _saved_self_sym_numel _saved_other _saved_target "
-        "_saved_total_weight",
+        "_saved_total_weight _saved_weight",
         "trainers/unedited/losses.py",
         "test_a_loss_tells_its_reduction",
         "autograd codegen",
@@ -113,6 +113,12 @@ SEAMS = [
         "job/unshared.py",
         "test_a_group_counts_its_collectives",
         "torch/distributed/distributed_c10d",
+    ),
+    Seam(
+        "_python_dispatch _get_current_dispatch_mode _ops _schema _cdata",
+        "trainers/unedited/coupling.py",
+        "test_operations_are_handed_over_with_what_they_write",
+        "torch/utils/_python_dispatch.py, torch/_ops.py",
     ),
     Seam("_version", "model/running_sum.py", "test_a_tensor_counts_its_changes", "torch/_tensor: documented"),
     Seam("_run_exitfuncs", "job/failure.py", "test_exit_handlers_can_be_run", "Lib/atexit"),
@@ -447,7 +453,32 @@ def test_a_loss_tells_its_reduction() -> None:
     node = x[y > -1].mean().grad_fn
     assert (node._saved_self_sym_numel, node.next_functions[0][0].name()) == (4, "IndexBackward0")
     node = nn.functional.nll_loss(x.view(2, 2), torch.tensor([0, -100])).grad_fn
-    assert (float(node._saved_total_weight), node._saved_target.numel()) == (1, 2)
+    assert (float(node._saved_total_weight), node._saved_target.numel(), node._saved_weight) == (1, 2, None)
+
+
+@pytest.mark.unit
+def test_operations_are_handed_over_with_what_they_write() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+    seen: list[Any] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, args[0]))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    with Mode() as mode:
+        assert _get_current_dispatch_mode() is mode
+        made = (x * 2)[1:]
+        made.normal_()
+    assert _get_current_dispatch_mode() is None
+    (times, of), (view, whole), (draws, _) = seen
+    assert of is x
+    assert made.untyped_storage()._cdata == whole.untyped_storage()._cdata != x.untyped_storage()._cdata
+    assert all(isinstance(func, torch._ops.OpOverload) for func, _ in seen)
+    first = [func._schema.arguments[0].alias_info for func in (times, view, draws)]
+    assert [None if info is None else info.is_write for info in first] == [None, False, True]
 
 
 @pytest.mark.unit

@@ -9,17 +9,18 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
-from ddpshim.trainers.unedited import gpus, loaders, losses
+from ddpshim.trainers.unedited import coupling, gpus, loaders, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
@@ -385,6 +386,19 @@ REFUSED = {
         "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)",
         'train.py:31: the loss contains a sum over the samples of a batch (MseLossBackward0, reduction="sum") beside',
     ),
+    "negatives": (
+        "def loss(a, b):\n    z = torch.cat([a, b], 1)\n"
+        "    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))\n"
+        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)",
+        "SyncError: train.py:31: the loss couples the samples of a batch: two batches that exchange some of their rows",
+    ),
+    "padding": (
+        "def padded(rows):\n    size = max(row[0] % 5 for row in rows) + 1\n"
+        "    x, y = (torch.stack([row[k] for row in rows]) for k in (1, 2))\n"
+        "    return torch.tensor([row[0] for row in rows]), *(z[:, None].repeat(1, size, 1) for z in (x, y))\n"
+        "train(network(), DataLoader(Items(), 4, shuffle=True, collate_fn=padded))",
+        "SyncError: train.py:31: a mean in the loss (MseLossBackward0) is over ",
+    ),
     "another split": (
         "part = data.Subset(Items(), np.random.default_rng(os.getpid()).permutation(40)[:32])\n"
         "train(nn.DataParallel(network()), DataLoader(part, 8, shuffle=True))",
@@ -557,9 +571,6 @@ def test_left_alone_nothing_is_there(tmp_path: Path) -> None:
 # Pure functions
 
 
-F = nn.functional
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("make", "expected"),
@@ -588,6 +599,131 @@ def test_a_sum_over_samples_is_multiplied_by_the_number_of_ranks(
         return
     with pytest.raises(SyncError, match=r'a sum over the samples of a batch \(MseLossBackward0, reduction="sum"\)'):
         losses.factor(loss)
+
+
+_net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def _penalty(of_all: bool, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = (_net(x) @ _net(x).T).sum() if of_all else _net(x).sum()
+    (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def _in_place(x: Tensor, sums: bool = False) -> Tensor:
+    made = torch.zeros(8, 6)
+    made[:, :3] = x[:, 3:]
+    made[2:5, 3:] += x[2:5, :3].sum(0) if sums else x[2:5, :3]
+    return _net(made).square().mean()  # type: ignore[no-any-return]
+
+
+def _normal(x: Tensor) -> Tensor:
+    return (x - x.mean()) / x.std()
+
+
+_lstm = nn.LSTM(3, 4, batch_first=True)
+_layer = nn.TransformerEncoderLayer(3, 1, 8, batch_first=True)
+MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda x, y: F.cross_entropy(_net(x), y),
+    "sum": lambda x, y: F.cross_entropy(_net(x), y, reduction="sum") + x.square().mean(),
+    "dropout and noise": lambda x, y: _net(F.dropout(x) + torch.randn_like(x)).square().mean(),
+    "gradient penalty": lambda x, y: _penalty(False, x),
+    "in place": lambda x, y: _in_place(x),
+    "rsample": lambda x, y: torch.distributions.Normal(_net(x), 1.0).rsample().square().mean(),
+    "several of each": lambda x, y: _net(x.repeat_interleave(3, 0)).view(8, 3, 3).logsumexp(1).mean(),
+    "sequences": lambda x, y: _lstm(x.view(8, 2, 3))[0].square().mean() + _layer(x.view(8, 2, 3)).pow(3).mean(),
+    "bfloat16": lambda x, y: F.mse_loss(torch.autocast("cpu", torch.bfloat16)(_net)(x), x[:, :3]),
+}
+COUPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "negatives": lambda x, y: F.cross_entropy(_net(x) @ _net(x).T, torch.arange(8)),
+    "both views": lambda x, y: F.cross_entropy(_net(x.repeat(2, 1)) @ _net(x.repeat(2, 1)).T, torch.arange(16)),
+    "variance": lambda x, y: _net(x).var(0).sum() / 3 + _net(x).mean(),
+    "advantages": lambda x, y: (_net(x).mean(1) * _normal(x[:, 0])).mean(),
+    "scale": lambda x, y: _net(x).mean() / _net(x).abs().mean().detach(),
+    "weights": lambda x, y: (_net(x).mean(1) * torch.softmax(x[:, 0], 0)).sum(),
+    "gradient penalty": lambda x, y: _penalty(True, x),
+    "in place": lambda x, y: _in_place(x, True),
+    "mined": lambda x, y: (
+        _net(x)[(y[:, None] != y).nonzero()[:, 0]] * _net(x)[(y[:, None] != y).nonzero()[:, 1]]
+    ).mean(),
+    "pairs": lambda x, y: _net(0.3 * x + 0.7 * x.flip(0)).square().mean(),
+    "statistics": lambda x, y: nn.BatchNorm1d(6)(x).pow(3).mean(),
+}
+
+
+@pytest.mark.unit
+def test_a_loss_that_couples_samples_is_told_from_a_mean() -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    for losses_of, is_coupled in ((MEANS, False), (COUPLED, True)):
+        for name, compute in losses_of.items():
+            shadows = coupling.Shadows()
+            shadows.begin({"obs": [x], "action": y}, 8, number=1)
+            loss = compute(x, y)
+            with shadows.aside():
+                of_means, of_sums = (any(map(shadows.differs, scales)) for scales in losses.scales(loss))
+            assert not of_sums
+            assert not of_means or is_coupled
+            assert (shadows.excess(loss) is not None) == is_coupled, name
+            assert len({float(other.detach()) for other in (loss, *shadows._others(loss))}) > 1, "not followed"
+            shadows.end()
+    shadows = coupling.Shadows()
+    shadows.begin([x, y], 8, number=1)
+    packed = nn.utils.rnn.pack_padded_sequence(x.view(8, 2, 3), y % 2 + 1, batch_first=True, enforce_sorted=False)
+    assert shadows.excess(_lstm(packed)[1][0].square().mean()) is None  # of rows that were sorted by their lengths
+    shadows.end()
+    shadows = coupling.Shadows()
+    shadows.begin([x, y], 8, number=1)
+    value = _net(x).square()
+    scaled = -2.5 / value.mean().detach() * value.mean() + y.sum() * 0.0  # its value is the same for all batches
+    with shadows.aside():
+        assert [shadows.differs(scale) for scale in losses.scales(scaled)[0]] == [True]
+        assert shadows.excess(scaled) is None
+    shadows.end()
+    weights, y = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
+    counted: list[Callable[[], Tensor]] = [  # which `losses.factor` knows
+        lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).sum(),
+        lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).float().sum(),
+        lambda: F.cross_entropy(_net(x), y, weights),
+    ]
+    for weighed in counted:
+        shadows = coupling.Shadows()
+        shadows.begin([x, y], 8, number=1)
+        loss = weighed()
+        with shadows.aside():
+            assert any(map(shadows.differs, losses.scales(loss)[1]))
+        shadows.end()
+    batches: list[Any] = [(x, y[:4]), (x[:1], y[:1]), [torch.tensor(1.0)], "text"]
+    for batch in batches:  # of which the rows are not known
+        shadows = coupling.Shadows()
+        shadows.begin(batch, len(batch[0]) if isinstance(batch, tuple) else 8, number=1)
+        assert not shadows._is_on
+
+
+@pytest.mark.unit
+def test_what_is_not_followed_is_the_programs_own() -> None:
+    x = torch.randn(8, 6)
+    shadows = coupling.Shadows()
+    shadows.begin([x], 8, number=1)
+    running, drawn = torch.zeros(3), x.clone()
+    with shadows.aside():
+        aside = x * 2
+    F.batch_norm(x[:, :3], running, torch.ones(3), training=True)
+    assert torch.allclose(running, x[:, :3].mean(0) * 0.1)  # written to once
+    kept = x[x[:, 0] > 0].sum() + drawn.normal_().sum()
+    assert shadows.excess(aside.sum()) is None
+    assert shadows.excess(kept) is None
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Programs(TorchDispatchMode):
+        pass
+
+    with Programs():
+        shadows.end()  # in a mode of the program's own, which stays
+    assert shadows.excess(x.sum()) is None
+    shadows.end()
+    assert not shadows._is_on
 
 
 @pytest.mark.unit

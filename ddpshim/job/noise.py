@@ -328,6 +328,7 @@ def _sample_shape(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[
 def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(n: int, *arguments: Any, **options: Any) -> Any:
         if sharing.share is not None and n == sharing.share.num_rows:
+            sharing.is_permuted = True
             _name(sharing, "permutes the batch: on several ranks only the samples of a rank meet", "alike on all ranks")
         return original(n, *arguments, **options)
 

@@ -149,6 +149,7 @@ class Sharing:
         trains_whole_batches: whether ranks may train on a whole batch each, on which they are to draw alike.
         is_uneven: whether the last batch of a pass that is under way, or has just ended, is not divided by the ranks.
         has_fetched_ahead: whether that pass has ended before its last batch was trained on.
+        is_permuted: whether the rows of the batch at hand were permuted, which was said.
         num_passes: backward passes so far.
         given: what each pass has given.
         last_given: of the pass that gave the batch at hand.
@@ -158,7 +159,7 @@ class Sharing:
         self.share: Optional[Share] = None
         self.kept: Optional[Kept] = None
         self.is_on = self.trains_whole_batches = self.is_left = False
-        self.is_uneven = self.has_fetched_ahead = False
+        self.is_uneven = self.has_fetched_ahead = self.is_permuted = False
         self.sequence_first: set[tuple[int, ...]] = set()  # for `Share`
         self.named: set[str] = set()  # the lines that were told of
         self.last: tuple[Optional[Position], str] = None, ""  # the batch at hand, also of a pass that nobody holds
@@ -195,7 +196,7 @@ def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int]
         given.passes_then = sharing.num_passes
         sharing.last = getattr(of, "position", None), getattr(of, "called", "")
         given.feeds, sharing.last_given = sharing.last[0] is not None, given
-    sharing.kept, sharing.is_left = None, False
+    sharing.kept, sharing.is_left, sharing.is_permuted = None, False, False
     by_size = {given.num_rows: given.total for given in sharing.under_way() if given.num_rows != num_rows}
     others, totals = tuple(sorted(by_size)), (total, *(by_size[size] for size in sorted(by_size)))
     sharing.is_uneven = any(each % size for each in (total, *(given.total for given in sharing.under_way())))

@@ -6,11 +6,13 @@ import contextlib
 import functools
 import os
 import sys
+from types import FrameType
 from typing import Any, Callable
 
 from ddpshim.job.after_import import after_import
 from ddpshim.job.replaced import replaced
 from ddpshim.trainers.unedited.holders import in_place
+from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 _HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
 # What reads, and what writes anew: module, name in it, position and keyword of the path.
@@ -114,7 +116,11 @@ class CLibraries:
                 led = [self._argument(part) for part in args]
                 if os.path.basename(os.fsdecode(args[0])).startswith("ffmpeg") and _is_a_file_name(args[-1]):
                     led[-1] = self._writes(args[-1])
+                else:
+                    _say_where(args[0], sys._getframe(1))
                 args = led
+            else:
+                _say_where(args, sys._getframe(1))
             if kwargs.get("cwd") is not None:
                 kwargs["cwd"] = self._reads(kwargs["cwd"])
             real(process, args, *more, **kwargs)
@@ -124,6 +130,16 @@ class CLibraries:
     def _argument(self, part: Any) -> Any:
         is_a_path = isinstance(part, os.PathLike) or (isinstance(part, str) and not part.startswith("-"))
         return self._reads(part) if is_a_path and part and os.path.exists(part) else part
+
+
+def _say_where(command: Any, frame: FrameType) -> None:
+    """That every rank runs this command, if a line of the program starts it and does not wait for it."""
+    place = line_of_the_program()
+    if place == f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}":
+        say_on_main(
+            f"{place}: every rank starts {command!r} by subprocess.Popen; what it writes is written by each of them. "
+            "By subprocess.run, which waits for it, the main rank alone runs it"
+        )
 
 
 def _led(lead: Callable[[Any], Any], position: int, keyword: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ class Clock:
 
     def _stand_ins(self) -> list[tuple[Any, Any]]:
         """(a function, what takes its place)"""
-        of_main: Any = (time.time, time.time_ns, posix.urandom, input, os.system)
+        of_main: Any = (time.time, time.time_ns, posix.urandom, input)
         made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in of_main]
         made += [(real, self._at_moment(real, 0)) for real in (time.localtime, time.gmtime, time.ctime)]
         made += [(real, self._at_moment(real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))]
@@ -85,10 +85,10 @@ class Clock:
         """`real`, whose result is the main rank's."""
 
         def stand_in(*args: Any, **kwargs: Any) -> T:
-            line = self._line_of_program(sys._getframe(1))
+            line = self.line_of_program(sys._getframe(1))
             if line is None:
                 return real(*args, **kwargs)
-            return self._hand_out(line, lambda: real(*args, **kwargs))
+            return self.hand_out(line, lambda: real(*args, **kwargs))
 
         return stand_in
 
@@ -98,10 +98,10 @@ class Clock:
         def stand_in(*args: Any) -> Any:
             if len(args) > position and (args[position] is not None or convert is not None):
                 return real(*args)
-            line = self._line_of_program(sys._getframe(1))
+            line = self.line_of_program(sys._getframe(1))
             if line is None:
                 return real(*args)
-            moment = self._hand_out(line, _time)
+            moment = self.hand_out(line, _time)
             return real(*args[:position], moment if convert is None else convert(moment))
 
         return stand_in
@@ -112,10 +112,10 @@ class Clock:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             line = None
             if (args[0] if args else kwargs.get(keyword)) is None:
-                line = self._line_of_program(sys._getframe(1))
+                line = self.line_of_program(sys._getframe(1))
             if line is None:
                 return real(*args, **kwargs)
-            kwargs[keyword] = self._hand_out(line, lambda: int.from_bytes(posix.urandom(4), "little"))
+            kwargs[keyword] = self.hand_out(line, lambda: int.from_bytes(posix.urandom(4), "little"))
             return real(*args[1:], **kwargs)
 
         return stand_in
@@ -127,10 +127,10 @@ class Clock:
         return kind.fromtimestamp(self._seconds(sys._getframe(1)), datetime.timezone.utc).replace(tzinfo=None)
 
     def _seconds(self, frame: FrameType) -> float:
-        line = self._line_of_program(frame)
-        return _time() if line is None else self._hand_out(line, _time)
+        line = self.line_of_program(frame)
+        return _time() if line is None else self.hand_out(line, _time)
 
-    def _line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
+    def line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
         """ "train.py:12" where the program asks for what all ranks ask for; None for anybody else."""
         if self._is_asking:
             return None
@@ -151,7 +151,7 @@ class Clock:
             known = self._are_programs[file] = not is_pythons and package not in _LIBRARIES
         return known
 
-    def _hand_out(self, line: str, ask: Callable[[], T]) -> T:
+    def hand_out(self, line: str, ask: Callable[[], T]) -> T:
         """What `ask` returned on the main rank."""
         number = self._numbers[line] = self._numbers.get(line, -1) + 1
         store, key = self._world._job.store, f"clock/{line}/{number % _NUM_KEPT}"

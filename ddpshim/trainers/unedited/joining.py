@@ -29,6 +29,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.trainers.unedited import gpus, leaving
 from ddpshim.trainers.unedited.clock import Clock
+from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.loaders import DataLoader
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.program import Start
@@ -63,11 +64,14 @@ def joined(start: Start) -> Iterator[None]:
     undo.enter_context(_optimizers_seen())
     undo.enter_context(leaving.noticed(start, undo.close))
     if here.world_size > 1:
-        undo.enter_context(PrivateFiles(here, start.time, is_reading).installed())
-        undo.enter_context(Clock(here, is_reading).installed())
+        files, clock = PrivateFiles(here, start.time, is_reading), Clock(here, is_reading)
+        for part in (files, clock, Commands(clock, files)):
+            undo.enter_context(part.installed())
         undo.enter_context(equal_reads(here, is_reading))
         unshared.leave_to_others()
         undo.callback(register_optimizer_step_pre_hook(steps.check_step).remove)
+        undo.enter_context(replaced(torch, "compile", steps.compiled(torch.compile)))
+        undo.callback(steps.shadows.end)
         undo.enter_context(replaced(torch.autograd, "backward", steps.checked(torch.autograd.backward)))
     if here.device.type == "cuda":
         undo.enter_context(gpus.shown(here.local_world_size))

@@ -39,6 +39,7 @@ class DataLoader(torch_data.DataLoader[T_co]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.place = line_of_the_program()
+        self.num_given = 0  # batches that were split
         self._split: Optional[ShardedLoader] = None
 
     def __iter__(self) -> Any:
@@ -64,9 +65,11 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
     with _kept(loader) if is_split else shares.without_batch():
         while True:
             steps.is_reading = True
+            steps.leave(loader)
             try:
-                batches = begin() if batches is None else batches
-                batch = next(batches, _END)
+                with steps.shadows.aside():
+                    batches = begin() if batches is None else batches
+                    batch = next(batches, _END)
             finally:
                 steps.is_reading = False
             if batch is _END:
@@ -76,6 +79,8 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
                 steps.training.add(loader)
             if trains or not steps.training:  # else it is a look at other data between a batch and its step
                 steps.source, steps.is_split = loader, is_split
+            if is_split:
+                steps.follow(loader, batch)
             yield batch
     if is_split and steps.num_passes == num_passes:
         raise SyncError(
@@ -95,6 +100,7 @@ def _kept(loader: DataLoader[Any]) -> Iterator[None]:
         yield
         is_left = False
     finally:
+        current().part(Steps).leave(loader)
         num_rows = getattr(loader._split, "batch_size", None)
         if num_rows and current().world is not None:
             shares.keep(num_rows, is_left)

@@ -17,6 +17,8 @@ from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 # Between a loss and the sum that it was computed from, the graph may have these nodes.
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
+_SCALING = {"MulBackward0", "DivBackward0"}
+_MOST_SCALES = 16
 _SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
 _ROUNDING = 1e-6
 _MEAN, _SUM = 1, 2  # as at::Reduction has it
@@ -32,6 +34,7 @@ class Term(NamedTuple):
     is_counted: bool  # whether that may differ between ranks
     is_constant: bool  # whether it looks like a number of the program's own
     num_rows: int  # of what was summed; 0 where that is not known
+    num_averaged: int = 0  # over how many numbers it is a mean; 0 where that is not known
 
 
 def factor(loss: Any) -> float:
@@ -58,6 +61,49 @@ def factor(loss: Any) -> float:
         return factors[0]
     _refuse_or_say(found, factors, share)
     return 1.0
+
+
+def refuse_ragged(given: Any) -> None:
+    """Raise SyncError where a mean in a loss is over other numbers of entries a row on other ranks (collective)."""
+    share = shares.at_hand()
+    if share is None:
+        return
+    means = [term for loss in given for term in terms(loss.grad_fn) if not term.is_sum and not term.is_counted]
+    of_ranks = world().gather([share.num_rows, *(term.num_averaged for term in means)])
+    if len({len(there) for there in of_ranks}) > 1:
+        return
+    for term, *numbers in zip(means, *(there[1:] for there in of_ranks)):
+        a_row = {number / there[0] for number, there in zip(numbers, of_ranks)}
+        if len({*numbers}) > 1 and len(a_row) > 1:
+            told = " and ".join(f"{number:,}" for number in numbers)
+            raise SyncError(
+                f"{line_of_the_program()}: a mean in the loss ({term.name}) is over {told} numbers on the ranks, for "
+                f"{' and '.join(str(there[0]) for there in of_ranks)} samples: these are padded to the longest of a "
+                "rank, or are of different sizes. Gradients are averaged over samples, and one process would average "
+                "over all numbers. Divide a sum over what counts by its count: (loss * mask).sum() / mask.sum()."
+            )
+
+
+def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """By which tensors without gradients means in `loss` are multiplied or divided, and by which sums. Local."""
+    of_means: list[torch.Tensor] = []
+    of_sums: list[torch.Tensor] = []
+    waiting: list[tuple[Any, tuple[torch.Tensor, ...]]] = [(loss.grad_fn, ())]
+    while waiting:
+        node, path = waiting.pop()
+        if node is None or len(path) > _MOST_SCALES:
+            continue
+        name, weight = node.name(), getattr(node, "_saved_total_weight", None)
+        if name in _ELEMENTWISE:
+            saved = [getattr(node, part, None) for part in ("_saved_self", "_saved_other")] if name in _SCALING else []
+            path += tuple(x for x in saved if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.requires_grad)
+            waiting += [(inner, path) for inner, _ in node.next_functions]
+        elif name == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM:
+            of_sums += path
+        else:
+            of_means += path
+            of_sums += [] if weight is None else [weight]
+    return of_means, of_sums
 
 
 def _refuse_or_say(found: list[Term], factors: list[float], share: shares.Share) -> None:
@@ -131,7 +177,7 @@ def terms(node: Any) -> list[Term]:
             found[Term(name, True, False, count, is_divided and count is not None, is_constant, rows)] = None
         elif name != "torch::autograd::AccumulateGrad":
             averaged = _num_averaged(node, name, reduction)
-            found[Term(name, False, False, averaged, averaged is not None, False, 0)] = None
+            found[Term(name, False, False, averaged, averaged is not None, False, 0, _num_entries(node))] = None
     return [*found]
 
 
@@ -140,7 +186,8 @@ def _num_averaged(node: Any, name: str, reduction: Optional[int]) -> Optional[fl
     weight, target = getattr(node, "_saved_total_weight", None), getattr(node, "_saved_target", None)
     share = shares.at_hand()
     if reduction == _MEAN and weight is not None and target is not None:  # without what ignore_index leaves out
-        return float(weight) if share is not None and target.numel() > share.num_rows else None
+        is_weighted = getattr(node, "_saved_weight", None) is not None  # each class by its own
+        return float(weight) if share is not None and (is_weighted or target.numel() > share.num_rows) else None
     is_mean = name == "MeanBackward0" or reduction == _MEAN
     if not is_mean or not any(inner is not None and inner.name() in _SELECTED for inner, _ in node.next_functions):
         return None
@@ -148,9 +195,14 @@ def _num_averaged(node: Any, name: str, reduction: Optional[int]) -> Optional[fl
     return float(node._saved_self_sym_numel if own is None else own.numel())
 
 
+def _num_entries(node: Any) -> int:
+    own = getattr(node, "_saved_self", None)
+    return int(own.numel() if own is not None else getattr(node, "_saved_self_sym_numel", 0))
+
+
 def _divided_by(node: Any, name: str) -> tuple[Optional[float], bool]:
     """By what number this node divides, and whether that is a constant of the program's."""
-    if name not in ("DivBackward0", "MulBackward0"):
+    if name not in _SCALING:
         return 1.0, True
     other = getattr(node, "_saved_other", None)
     if other is not None and (other.numel() != 1 or other.requires_grad):

@@ -96,6 +96,21 @@ class MainsChanges:
             for name in posix.listdir(path):
                 self.tell_all(os.path.join(path, name))
 
+    def states(self) -> dict[str, Any]:
+        """What is at the paths that others do not see as they are on the disk: by path, when it changed last."""
+        with self._lock:
+            return {path: (there.st_mtime_ns, there.st_size, there.st_ino) for path, there in self._hidden()}
+
+    def _hidden(self) -> Iterator[tuple[str, os.stat_result]]:
+        waiting = [*self._told]
+        while waiting:
+            path = waiting.pop()
+            with contextlib.suppress(OSError):
+                there = posix.lstat(path)
+                if stat.S_ISDIR(there.st_mode) and (path not in self._told or self._told[path] == "nothing"):
+                    waiting += [os.path.join(path, name) for name in posix.listdir(path)]
+                yield path, there
+
     def may_have_changed(self, path: str) -> bool:
         """Whether anything has changed at `path` since the job began, by the clock of its file system."""
         if os.getpid() != self._process:

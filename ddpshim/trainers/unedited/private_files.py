@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.saves import Saves
 from ddpshim.trainers.unedited.slipped import refused
 from ddpshim.trainers.unedited.stand_ins import Files
+
+T = TypeVar("T")
 
 
 class PrivateFiles:
@@ -78,8 +80,23 @@ class PrivateFiles:
         """In this block the main rank alone is at work (a rollout), and others wait; then they see what it wrote."""
         with self._changes.apart():
             yield
+        self.see_what_is_shared()
+
+    def see_what_is_shared(self) -> None:
+        """From here on: what the main rank has made for all so far."""
         if self._view is not None:
             self._view.see_what_is_shared()
+
+    def shown_to_all(self, run: Callable[[], T]) -> T:
+        """What `run` returns on the main rank; what a process that it starts changes is there for all."""
+        before = self._changes.states()
+        result = run()
+        after = self._changes.states()
+        with self._changes.apart():
+            for path in sorted(before.keys() | after.keys()):
+                if before.get(path) != after.get(path):
+                    self._changes.tell(path)
+        return result
 
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         """torch.save; to a path or an open file, the main rank's alone. To a path, the file is whole or absent."""

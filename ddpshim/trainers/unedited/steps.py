@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 import torch
 
 from ddpshim.errors import SyncError
+from ddpshim.job import shares
 from ddpshim.job.group import world
+from ddpshim.job.job import current
 from ddpshim.model.equality import is_milestone
-from ddpshim.trainers.unedited import losses
+from ddpshim.trainers.unedited import coupling, losses
 from ddpshim.trainers.unedited.networks import Networks
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
@@ -31,16 +33,21 @@ class Steps:
         source: the loader that gave the last batch.
         is_split: whether that batch is a share of one process's.
         is_reading: whether a loader is asked for a batch just now.
+        is_compiled: whether the program compiles a network.
         num_split: how many loaders were split.
         num_passes: backward passes so far.
+        shadows: what the program would compute on other batches than the one at hand.
     """
 
     def __init__(self) -> None:
         self.networks = Networks()
         self.training: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
         self.source: Optional[DataLoader[Any]] = None
-        self.is_split = self.is_reading = False
+        self.is_split = self.is_reading = self.is_compiled = False
         self.num_split = self.num_passes = 0
+        self.shadows = coupling.Shadows()
+        self._followed: list[DataLoader[Any]] = []
+        self._is_looked_at = False  # the batch at hand
         self._num_whole = 0  # backward passes on a whole batch
         self._has_said = False  # that no DataLoader gives batches
 
@@ -49,20 +56,68 @@ class Steps:
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            self.networks.wrap()
-            self.num_passes += 1
-            given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-            if self.is_split:
-                factors = [losses.factor(loss) for loss in given]
-                if any(factor != 1 for factor in factors):
-                    tensors = [loss * factor for loss, factor in zip(given, factors)]
-            else:
-                self._num_whole += 1
-                if is_milestone(self._num_whole):
-                    self._check_alike(given)
-            return original(tensors, *args, **kwargs)
+            with self.shadows.aside():
+                self.networks.wrap()
+                self.num_passes += 1
+                given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+                if self.is_split:
+                    self._check_coupling(given)
+                    if self._is_looked_at:
+                        losses.refuse_ragged(given)
+                    factors = [losses.factor(loss) for loss in given]
+                    if any(factor != 1 for factor in factors):
+                        tensors = [loss * factor for loss, factor in zip(given, factors)]
+                else:
+                    self._num_whole += 1
+                    if is_milestone(self._num_whole):
+                        self._check_alike(given)
+                return original(tensors, *args, **kwargs)
 
         return backward
+
+    def follow(self, loader: DataLoader[Any], batch: Any) -> None:
+        """Now and then, what is computed on `batch`, this rank's share of one of `loader`. Local."""
+        at_hand = shares.at_hand()
+        loader.num_given += 1
+        self._is_looked_at = is_milestone(loader.num_given) and world().options.guard
+        if self._is_looked_at and not self.is_compiled and at_hand is not None:
+            self._followed.append(loader)
+            self.shadows.begin(batch, at_hand.num_rows, loader.num_given)
+
+    def leave(self, loader: DataLoader[Any]) -> None:
+        """The batch of `loader` that was followed. Local."""
+        if any(loader is followed for followed in self._followed):
+            self._followed.clear()
+            self.shadows.end()
+
+    def compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.compile, which compiles nothing while operations are followed."""
+
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            self.is_compiled = True
+            return original(*args, **kwargs)
+
+        return compile
+
+    def _check_coupling(self, given: Any) -> None:
+        """Raise SyncError where a loss is no mean over samples, nor a sum. Local."""
+        if current().part(shares.Sharing).is_permuted:
+            return
+        for loss in given:
+            sums, found = self.shadows.excess(loss), ""
+            of_means, of_sums = losses.scales(loss)
+            if sums is not None and not any(map(self.shadows.differs, of_sums)):
+                found = (
+                    "two batches that exchange some of their rows have losses of together "
+                    f"{sums[0]:.6g} before, and {sums[1]:.6g} afterwards"
+                )
+            elif any(map(self.shadows.differs, of_means)):
+                found = (
+                    "a mean in it is multiplied by a number that was computed from the whole batch, without gradients"
+                )
+            if found:
+                coupling.refuse(found, line_of_the_program(), world().world_size)
 
     def check_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Say, once, where a step has nothing to gain from the peers of this rank. Local."""

@@ -1,0 +1,126 @@
+"""Has the main rank alone run the commands that a program starts: all ranks get their exit codes and output.
+
+A command writes files past Python; with each rank running it, `git rev-parse HEAD >> log` would write several lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+from ddpshim.trainers.unedited.clock import Clock
+from ddpshim.trainers.unedited.holders import in_place
+from ddpshim.trainers.unedited.private_files import PrivateFiles
+
+_run, _system, _popen = subprocess.run, os.system, os.popen
+
+
+class Commands:
+    """Stands in for subprocess's functions that wait for a command, for os.system and os.popen. Local."""
+
+    def __init__(self, clock: Clock, files: PrivateFiles) -> None:
+        self._clock, self._files = clock, files
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In this block the program's calls come here."""
+        made: dict[Any, Any] = {subprocess.run: self._stand_in(_run, self._completed), os.system: self._system}
+        made[subprocess.call] = self._stand_in(subprocess.call, self._code)
+        made[subprocess.check_call] = self._stand_in(subprocess.check_call, self._checked_code)
+        made[subprocess.check_output] = self._stand_in(subprocess.check_output, self._output)
+        made[subprocess.getstatusoutput] = self._stand_in(subprocess.getstatusoutput, self._status)
+        made[subprocess.getoutput] = self._stand_in(
+            subprocess.getoutput, lambda *given, **options: self._status(*given, **options)[1]
+        )
+        made[os.popen] = self._stand_in(_popen, self._stream)
+        with in_place({id(real): stand_in for real, stand_in in made.items()}):
+            yield
+
+    def _stand_in(self, real: Callable[..., Any], of_all: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            line = self._clock.line_of_program(sys._getframe(1))
+            return real(*args, **kwargs) if line is None else of_all(line, *args, **kwargs)
+
+        return stand_in
+
+    def _handed_out(self, line: str, run: Callable[[], Any]) -> Any:
+        """What `run` returns on the main rank, whose files are then there for all."""
+        result = self._clock.hand_out(line, lambda: self._files.shown_to_all(run))
+        self._files.see_what_is_shared()
+        return result
+
+    def _system(self, command: Any) -> int:
+        line = self._clock.line_of_program(sys._getframe(1))
+        return _system(command) if line is None else self._handed_out(line, lambda: _system(command))
+
+    def _completed(self, line: str, *args: Any, check: bool = False, **kwargs: Any) -> Any:
+        """subprocess.run. Where output goes to an open file, each rank writes it to its own."""
+        files = {name: kwargs[name] for name in ("stdout", "stderr") if _is_a_file(kwargs.get(name))}
+        kwargs |= dict.fromkeys(files, subprocess.PIPE)
+        command = args[0] if args else kwargs.get("args")
+        kind, *found = self._handed_out(line, lambda: _outcome(args, kwargs))
+        if kind == "failed":
+            raise OSError(*found)
+        outputs = dict(zip(("stdout", "stderr"), found[1:]))
+        for name, file in files.items():
+            output = outputs[name] or b""
+            descriptor = file if isinstance(file, int) else file.fileno()
+            os.write(descriptor, output if isinstance(output, bytes) else output.encode())
+            outputs[name] = None
+        if kind == "late":
+            raise subprocess.TimeoutExpired(command, found[0], *outputs.values())  # type: ignore[arg-type]
+        if check and found[0]:
+            raise subprocess.CalledProcessError(found[0], command, *outputs.values())  # type: ignore[arg-type]
+        return subprocess.CompletedProcess(command, found[0], *outputs.values())  # type: ignore[arg-type]
+
+    def _code(self, line: str, *args: Any, **kwargs: Any) -> int:
+        return self._completed(line, *args, **kwargs).returncode  # type: ignore[no-any-return]
+
+    def _checked_code(self, line: str, *args: Any, **kwargs: Any) -> int:
+        return self._code(line, *args, check=True, **kwargs)
+
+    def _output(self, line: str, *args: Any, **kwargs: Any) -> Any:
+        return self._completed(line, *args, stdout=subprocess.PIPE, check=True, **kwargs).stdout
+
+    def _status(self, line: str, command: Any, **kwargs: Any) -> tuple[int, str]:
+        to: Any = {"shell": True, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = self._completed(line, command, **to, **kwargs)
+        return done.returncode, done.stdout.removesuffix("\n")
+
+    def _stream(self, line: str, command: str, mode: str = "r", buffering: int = -1) -> Any:
+        if mode != "r":
+            return _popen(command, mode, buffering)
+        done = self._completed(line, command, shell=True, text=True, stdout=subprocess.PIPE)
+        return _Stream(done.stdout, done.returncode)
+
+
+class _Stream(io.StringIO):
+    """What os.popen returns, of a command that has ended."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self._code = code
+
+    def close(self) -> Optional[int]:  # type: ignore[override]
+        super().close()
+        return (self._code << 8 if self._code > 0 else self._code) or None
+
+
+def _is_a_file(given: Any) -> bool:
+    return hasattr(given, "fileno") or (isinstance(given, int) and given >= 0)
+
+
+def _outcome(args: Any, kwargs: Any) -> list[Any]:
+    """What became of the command, in values that can be sent."""
+    try:
+        done = _run(*args, **kwargs)
+    except subprocess.TimeoutExpired as error:
+        return ["late", error.timeout, error.output, error.stderr]
+    except OSError as error:
+        return ["failed", error.errno, error.strerror, error.filename]
+    return ["done", done.returncode, done.stdout, done.stderr]

@@ -1,0 +1,279 @@
+"""Finds out by computing whether a loss couples the samples of a batch, as one with negatives from the batch does.
+
+Where a loss is a mean over samples, it does not matter which other samples are in the batch: of two batches A and B,
+and of two that have some rows of A and the others of B, the losses of each pair add up to the same. Here B is A with
+its rows in another order. While a program computes on A, each of torch's operations that depends on the batch is
+computed on the other three, too. What is drawn meanwhile, and what crosses the ranks, is the same in all four.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, Callable, Optional
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ddpshim.errors import SyncError
+
+_NUM = 3  # batches beside the program's own: B, and two of rows of both
+_EACH = 256  # operations after which it forgets what is gone
+# Of rows that these select, as many as values want it, those of the program's own batch are taken in all four. Of what
+# else makes tensors of other shapes (a packed sequence) nothing is known.
+_SELECTING = ("aten::nonzero", "aten::index.Tensor", "aten::masked_select")
+_OF_ROUNDING = 64.0  # times the precision of the loss
+_OF_THE_ROWS = 1e-3  # of what other rows make of the loss
+
+
+class Shadows:
+    """What a program's tensors would hold for three other batches, while it computes on one. Local.
+
+    Kept by storages, so that views and writes in place are followed. What is not followed is as for the batch itself.
+    """
+
+    def __init__(self) -> None:
+        self._mode: Any = None  # in which torch hands each operation to `_called`
+        self._is_on = self._is_aside = False
+        self._of: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage]]] = {}
+        self._num_seen = 0
+
+    def begin(self, batch: Any, num_rows: int, number: int) -> None:
+        """Follow what is computed from `batch`, if all its tensors have `num_rows` rows.
+
+        `number`: of the batch; which rows are exchanged depends on it.
+        """
+        tensors = list(_tensors_in(batch))
+        if num_rows < 2 or not tensors or any(not _is_plain(x) or x.shape[:1] != (num_rows,) for x in tensors):
+            return
+        with self.aside():
+            try:
+                for tensor in tensors:
+                    if not self._has(tensor):
+                        self._keep(tensor, [tensor.detach()[order] for order in _orders(num_rows, number)])
+            except (RuntimeError, NotImplementedError):  # no memory, or a batch that is a view of something larger
+                self._of.clear()
+        if self._of and not self._is_on:
+            self._is_on = True
+            self._mode = self._mode or _mode(self._called)
+            self._mode.__enter__()
+
+    def end(self) -> None:
+        """Follow nothing any more."""
+        self._of.clear()
+        if self._is_innermost():
+            self._is_on = False
+            self._mode.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """In this block nothing is followed."""
+        is_innermost = self._is_innermost()
+        before, self._is_aside = self._is_aside, True
+        if is_innermost:
+            self._mode.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._is_aside = before
+            if is_innermost:
+                self._mode.__enter__()
+
+    def _is_innermost(self) -> bool:
+        """Whether no mode of the program's own was entered since."""
+        from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+        return self._is_on and _get_current_dispatch_mode() is self._mode
+
+    def differs(self, number: Any) -> bool:
+        """Whether `number`, a tensor, would be another one for one of the other batches."""
+        return self._follows(number) and any(float(other) != float(number) for other in self._others(number))
+
+    def excess(self, loss: Any) -> Optional[tuple[float, float]]:
+        """(the sum of this batch's and B's `loss`, that of the other two), where they differ by more than rounding."""
+        if not self._follows(loss):
+            return None
+        own, other, one, two = values = [float(x.detach().double()) for x in (loss, *self._others(loss))]
+        apart = abs(own + other - one - two)
+        by_rows = max(values) - min(values)
+        by_rounding = torch.finfo(loss.dtype).eps * max(map(abs, values))
+        is_more = math.isfinite(apart) and apart > max(_OF_ROUNDING * by_rounding, _OF_THE_ROWS * by_rows)
+        return (own + other, one + two) if is_more else None
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The program calls `func`: what it returns."""
+        given = [] if self._is_aside or not self._of else _plain_tensors_in((args, kwargs))
+        if not isinstance(func, torch._ops.OpOverload) or not any(map(self._has, given)):
+            return func(*args, **kwargs)
+        self._num_seen += 1
+        if self._num_seen % _EACH == 0:
+            self._of = {key: kept for key, kept in self._of.items() if not kept[0].expired()}
+        written = _written(func, args, kwargs)
+        try:
+            before = _random_state(given)
+            for tensor in written:
+                if not self._has(tensor):
+                    self._keep_written(tensor)
+        except RuntimeError:  # no memory, or a GPU whose operations are recorded
+            self._of.clear()
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        made = _plain_tensors_in(result)
+        if made and (written or not all(map(self._has, made))):  # else it is a number, or a view
+            with contextlib.suppress(Exception):  # the program has its own result
+                is_drawn = not torch.equal(before, _random_state(given))
+                is_alike = is_drawn or func.namespace.strip("_").startswith("c10d")
+                if not is_alike and self._follow(func, args, kwargs, made):
+                    return result
+                if is_alike or func.name() in _SELECTING:
+                    self._take_over(written)
+                    return result
+            self._of.clear()
+        return result
+
+    def _take_over(self, written: list[torch.Tensor]) -> None:
+        """These hold the same for all batches from here on."""
+        for tensor in written:
+            for other in self._others(tensor):
+                other.copy_(tensor)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> bool:
+        """Compute what `func` makes of the other batches; False where it fails, or makes tensors of other shapes."""
+        found = []
+        for number in range(_NUM):
+
+            def other(x: Any, number: int = number) -> Any:
+                if not _is_plain(x):
+                    return x
+                # BatchNorm writes to running statistics, which its schema does not say.
+                return self._other(x, number) if self._has(x) else x.clone() if "batch_norm" in func.name() else x
+
+            changed, named = _each(other, args), _each(other, kwargs)
+            try:
+                found.append(_plain_tensors_in(func(*changed, **named)))
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, IndexError):
+                return False
+        if any(x.shape != tensor.shape for there in found for x, tensor in zip(there, made)):
+            return False
+        for place, tensor in enumerate(made):
+            if not self._has(tensor):
+                self._keep(tensor, [there[place] for there in found])
+        return True
+
+    def _follows(self, tensor: Any) -> bool:
+        return bool(self._of) and _is_plain(tensor) and tensor.numel() == 1 and self._has(tensor)
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._of
+
+    def _keep(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> None:
+        """`others` are to `tensor` what the three batches are to the program's."""
+        if tensor.storage_offset():
+            raise NotImplementedError("a part of what was not followed")
+        storage = tensor.untyped_storage()
+        laid_out = [_laid_out_as(tensor, other).untyped_storage() for other in others]
+        self._of[storage._cdata] = StorageWeakRef(storage), laid_out
+
+    def _keep_written(self, tensor: torch.Tensor) -> None:
+        """The program writes to `tensor`, which was the same for all batches so far."""
+        storage = tensor.untyped_storage()
+        self._of[storage._cdata] = StorageWeakRef(storage), [storage.clone() for _ in range(_NUM)]
+
+    def _other(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        storage = self._of[tensor.untyped_storage()._cdata][1][number]
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _others(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [self._other(tensor, number) for number in range(_NUM)]
+
+
+def refuse(found: str, place: str, num_ranks: int) -> None:
+    """Raise SyncError: the loss at `place` couples samples, as is `found`."""
+    raise SyncError(
+        f"{place}: the loss couples the samples of a batch: {found}. (Negatives, statistics or a normalisation of the "
+        f"batch do that.) A rank would see 1/{num_ranks} of the batch in it, and train otherwise than one process. "
+        "Run it in one process; or edit it, and compute that loss by ddpshim.whole_batch (MIGRATION.md). "
+        "DDPSHIM_GUARD=0 trains on such a loss all the same."
+    )
+
+
+def _mode(called: Callable[[Any, Any, Any], Any]) -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        supports_higher_order_operators = True  # handed over as well, and not followed
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return called(func, args, kwargs or {})
+
+    return Mode()  # type: ignore[no-untyped-call]
+
+
+def _each(change: Callable[[Any], Any], given: Any) -> Any:
+    """`given`, with all that is in its lists, tuples and dictionaries changed."""
+    if isinstance(given, dict):
+        return {key: _each(change, part) for key, part in given.items()}
+    if isinstance(given, (list, tuple)):
+        return type(given)(_each(change, part) for part in given)
+    return change(given)
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors_in(part)
+
+
+def _orders(num_rows: int, number: int) -> list[list[int]]:
+    """The rows of the batch that B has, and those of the two that have rows of both."""
+    own = [*range(num_rows)]
+    other = own[1:] + own[:1]
+    draw = random.Random(number)
+    picked = [draw.random() < 0.5 for _ in own]
+    if len({*picked}) == 1:
+        picked[0] = not picked[0]
+    one = [o if p else b for o, b, p in zip(own, other, picked)]
+    two = [b if p else o for o, b, p in zip(own, other, picked)]
+    return [other, one, two]
+
+
+def _laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`other` with the strides of `tensor`, in a storage of its own."""
+    num_bytes = tensor.untyped_storage().nbytes()
+    is_alone = not other.storage_offset() and other.untyped_storage().nbytes() == num_bytes
+    if other.stride() == tensor.stride() and is_alone:
+        return other
+    made = torch.zeros(num_bytes // tensor.element_size(), dtype=tensor.dtype, device=tensor.device)
+    made.as_strided(tensor.size(), tensor.stride()).copy_(other)
+    return made
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta
+
+
+def _plain_tensors_in(given: Any) -> list[torch.Tensor]:
+    return [x for x in _tensors_in(given) if _is_plain(x)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that this call writes to in place."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.name in kwargs else args[place] if place < len(args) else None
+            found += _plain_tensors_in(value)
+    return found
+
+
+def _random_state(tensors: list[torch.Tensor]) -> torch.Tensor:
+    on_gpu = next((x.device for x in tensors if x.is_cuda), None)
+    return torch.get_rng_state() if on_gpu is None else torch.cuda.get_rng_state(on_gpu)
