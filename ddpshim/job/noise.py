@@ -407,8 +407,8 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
         if at_hand.is_of_it(shape) is None:
             _say_of_line(
                 sharing,
-                f"draws for {sizes} numbers, alike on all ranks, as in a rollout. If they are for a batch that was kept "
-                f"from a pass ({at_hand.num_rows} rows on a rank), one process would draw otherwise",
+                f"draws for {sizes} numbers, alike on all ranks, as in a rollout. If they are for a batch that was "
+                f"kept from a pass ({at_hand.num_rows} rows on a rank), one process would draw otherwise",
             )
     elif at_hand is not None and math.prod(shape) >= LARGE:
         what = f"draws for {sizes} numbers, and none of these is the batch ({at_hand.num_rows})"
