@@ -54,6 +54,8 @@ class Steps:
             given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
             if self.is_split:
                 factors = [losses.factor(loss) for loss in given]
+                for loss, factor in zip(given, factors):
+                    losses.note(loss, factor)
                 if any(factor != 1 for factor in factors):
                     tensors = [loss * factor for loss, factor in zip(given, factors)]
             else:
