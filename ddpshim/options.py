@@ -178,6 +178,11 @@ class Options:
         "one_process: ranks draw in a step what one process would have drawn, each its rows; per_rank: each rank has "
         "random streams of its own; none: one_process with order=torch, else per_rank",
     )
+    data_draws: str = _option(
+        "one_process",
+        _choice("one_process", "by_sample"),
+        "one_process: where a dataset draws, each rank loads whole batches; by_sample: its rows, with other draws",
+    )
     exact: Optional[int] = _option(
         None,
         _or_none(_whole(1)),

@@ -27,11 +27,13 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 import ddpshim
 from ddpshim.errors import DataError, OptionsError, SyncError
 from ddpshim.job import noise, shares
+from ddpshim.job.random_streams import seed_everything
 from ddpshim.options import Options
 from ddpshim.trainers.session import _Metrics
 from tests.preloaded import START_DEADLINE_S, environment, start_afresh
@@ -173,6 +175,50 @@ def test_where_the_batch_stands_in_a_shape() -> None:
     assert share.rows(samples.t()[:, :8], (1, 1)).shape == (2, 4)
 
 
+def _predict(obs: torch.Tensor, drawn: Any) -> Any:
+    """As a policy does that flattens batch and time before it draws."""
+    probs = torch.ones(obs.shape[0], 3, 5)
+    return drawn(probs.view(-1, 5))
+
+
+def test_what_is_drawn_for_a_kept_batch_in_rows_of_batch_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """And not what is drawn for a rollout, of as many environments as that."""
+    kept = shares.Kept(rank=0, world_size=2, num_rows=4)
+
+    def where(obs: torch.Tensor, like: Any = None) -> Any:
+        return _predict(obs, lambda rows: kept.dimension(rows.shape))
+
+    assert where(torch.ones(4, 2)) == (0, 3)
+    assert where(torch.ones(12, 2)) is None  # 12 environments are 36 rows
+    assert where(torch.ones(3, 2)) is None
+
+    def of_environments(obs: torch.Tensor) -> Any:
+        return kept.dimension((len(obs), 7)), kept.is_of_it((len(obs), 7))
+
+    assert of_environments(torch.ones(12, 2)) == (None, False)
+
+    def of_several_samples(obs: torch.Tensor) -> Any:
+        return kept.dimension((len(obs) * 5, 7))
+
+    assert of_several_samples(torch.ones(4, 2)) == (0, 5)
+
+    def of_either(obs: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        return torch.rand(len(samples), 2)
+
+    sharing = shares.Sharing()
+    sharing.kept = kept
+    with noise.names_replaced(sharing), torch.no_grad():
+        assert len(of_either(torch.ones(4, 2), torch.ones(20, 2))) == 20
+        assert "test_noise.py" in (said := capsys.readouterr().err)
+        assert "draws for 20 x 2 numbers, alike on all ranks" in said
+        _predict(torch.ones(4, 2), lambda rows: torch.multinomial(rows, 1))
+        assert not capsys.readouterr().err
+        torch.manual_seed(1)
+        own = _predict(torch.ones(4, 2), lambda rows: torch.multinomial(rows, 1))
+    torch.manual_seed(1)
+    assert torch.equal(own.view(4, 3), torch.multinomial(torch.ones(24, 5), 1).view(8, 3)[::2])
+
+
 # Whole trainings, in float64: what is left is rounding.
 
 
@@ -213,6 +259,34 @@ def _clean() -> Any:
     return TensorDataset(x, x[:, :2].sin(), torch.arange(NUM_SAMPLES))
 
 
+class _Augmented(Dataset[Any]):
+    """Adds noise from all global generators to samples; to one of them alone, if `later`."""
+
+    def __init__(self, later: bool = False) -> None:
+        self._clean, self._later = _clean(), later
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, number = self._clean[index]
+        if not self._later or index == 57:
+            x = x + 0.1 * (random.random() + np.random.rand() + float(torch.randn(())))
+        return x, y, number
+
+
+def _mixed(samples: list[Any]) -> Any:
+    """Collates, and mixes each sample with one that is drawn."""
+    x, y, number = default_collate(samples)
+    return 0.8 * x + 0.2 * x[torch.randperm(len(x))], y, number
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "augmented later, by workers": lambda: _Augmented(later=True),
+    **dict.fromkeys(("augmented", "augmented by workers"), _Augmented),
+}
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(8)
 
@@ -227,6 +301,7 @@ class _OneByOne:
         return 72
 
 
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}  # those of a rank of a test would start slowly
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffled": lambda: {"batch_size": BATCH, "shuffle": True},
     "in order": lambda: {"batch_size": BATCH},
@@ -240,6 +315,10 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "of the user": lambda: {"batch_size": BATCH, "sampler": _OneByOne()},
     "workers": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 1},
     "workers that stay": lambda: {"batch_size": BATCH, "shuffle": True, "num_workers": 1, "persistent_workers": True},
+    "augmented": lambda: {"batch_size": BATCH, "shuffle": True},
+    "augmented by workers": lambda: {"batch_size": 16, "shuffle": True, "drop_last": False, **FORKED},
+    "augmented later, by workers": lambda: {"batch_size": BATCH, "shuffle": True, **FORKED},
+    "drawn when collated": lambda: {"batch_size": BATCH, "shuffle": True, "collate_fn": _mixed},
 }
 
 
@@ -248,7 +327,8 @@ def _train(
 ) -> Any:
     """The weights, the samples of each step, the state of the generator and the losses after three epochs."""
     net = wrap(_Net())
-    loader = make(_clean(), **{"drop_last": "batch_sampler" not in KINDS[kind](), **KINDS[kind]()})
+    data = DATA.get(kind, _clean)()
+    loader = make(data, **{"drop_last": "batch_sampler" not in KINDS[kind](), **KINDS[kind]()})
     optimizer, samples, losses = torch.optim.Adam(net.parameters(), 1e-3), [], []
     for _ in range(3):
         for x, y, index in loader:
@@ -277,7 +357,7 @@ def _in_one_process(train: Callable[..., Any], *arguments: Any) -> Any:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     try:
-        torch.manual_seed(SEED)
+        seed_everything(SEED)
         return train(DataLoader, lambda net: net, *arguments)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -336,7 +416,8 @@ def test_a_step_on_the_samples_of_two_loaders() -> None:
     _check_equal(plain, ranks)
 
 
-SIZES = {"workers": (2,), "workers that stay": (2,), "the ranks do not divide a batch": (3,)}  # workers start slowly
+ONLY_TWO = [kind for kind in KINDS if "worker" in kind or kind in DATA or kind == "drawn when collated"]
+SIZES = {"the ranks do not divide a batch": (3,), **dict.fromkeys(ONLY_TWO, (2,))}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "of the user"])
@@ -378,7 +459,7 @@ def _rank_goes_on(
     torch.manual_seed(SEED)
     net = ddpshim.wrap_parallel(_Net())
     optimizer, samples, num_made = torch.optim.Adam(net.parameters(), 1e-3), [], 0
-    loader = ddpshim.make_loader(_clean(), **KINDS[kind]())
+    loader = ddpshim.make_loader(DATA.get(kind, _clean)(), **KINDS[kind]())
     training = ddpshim.Resumable(folder, {"net": net, "optimizer": optimizer})
     training.restore()
     for epoch in range(training.epoch, 3):
@@ -398,7 +479,11 @@ def _rank_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("kind", "until"), [("shuffled", 2), ("shuffled", 4), ("shuffled", 7), ("a generator", 4), ("a generator", 7)]
+    ("kind", "until"),
+    [
+        *(("shuffled", 2), ("shuffled", 4), ("shuffled", 7), ("a generator", 4), ("a generator", 7)),
+        ("augmented by workers", 10),
+    ],
 )
 def test_left_in_an_epoch_it_goes_on_with_the_order_and_the_noise_on_other_ranks(
     kind: str, until: int, tmp_path: Path
@@ -558,38 +643,40 @@ def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> No
     assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, and none of these is the batch (4);") == 1
 
 
-def _rank_augments(num_workers: int, kind: str = "always") -> Any:
-    _join()
-    kinds = {"always": _Noisy(), "now and then": _NowAndThen(), "a subset": Subset(_Noisy(), range(NUM_SAMPLES))}
-    loader = ddpshim.make_loader(kinds[kind], 20, shuffle=True, num_workers=num_workers)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        batches = [(noise_of.tolist(), index.tolist()) for _, noise_of, index in loader]
-    return batches, torch.get_rng_state(), said.getvalue()
+def _rank_augments(data_draws: str) -> Any:
+    """The order and the draws of a pass over some datasets, the streams of the training then, and what is said."""
+    found = []
+    for data in (_Noisy(), _NowAndThen(), Subset(_Noisy(), range(NUM_SAMPLES))):
+        _join(data_draws=data_draws)
+        loader = ddpshim.make_loader(data, 20, shuffle=True)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            batches = [(noise_of.tolist(), index.tolist()) for _, noise_of, index in loader]
+        found.append((batches, torch.get_rng_state(), said.getvalue()))
+    return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_a_dataset_draws_depends_on_the_place_of_the_sample_and_leaves_the_streams_of_the_training(
-    num_workers: int,
-) -> None:
-    torch.manual_seed(SEED)
+def test_by_sample_what_a_dataset_draws_depends_on_its_place_and_leaves_the_streams_of_the_training() -> None:
+    seed_everything(SEED)
     samples = [index.tolist() for _, _, index in DataLoader(_clean(), 20, shuffle=True, drop_last=True)]
     state = torch.get_rng_state()
-    ((alone, _, said),) = run_ranks(_rank_augments, 1, 0)
-    assert said.count("_Noisy draws random numbers for a sample: here they depend on the seed") == 1
-    for rank, (batches, own_state, _) in enumerate(run_ranks(_rank_augments, 2, num_workers)):
-        assert [index for _, index in batches] == [batch[rank::2] for batch in samples]
-        assert torch.equal(own_state, state)
-        assert [drawn for drawn, _ in batches] == [drawn[rank::2] for drawn, _ in alone]
-    drawn = [number for of_batch, _ in alone for number in of_batch]
+    (alone,) = run_ranks(_rank_augments, 1, "by_sample")
+    for rank, found in enumerate(run_ranks(_rank_augments, 2, "by_sample")):
+        for (batches, own_state, _), (of_all, _, said), name in zip(found, alone, ("_Noisy", "_NowAndThen", "Subset")):
+            assert said.count(f"{name} draws random numbers for a sample: here they depend on the seed") == 1
+            assert [index for _, index in batches] == [batch[rank::2] for batch in samples]
+            assert torch.equal(own_state, state)
+            assert [drawn for drawn, _ in batches] == [drawn[rank::2] for drawn, _ in of_all]
+    drawn = [number for of_batch, _ in alone[0][0] for number in of_batch]
     assert len({tuple(numbers) for numbers in drawn}) == len(drawn)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("now and then", "_NowAndThen"), ("a subset", "Subset")])
-def test_a_dataset_that_draws_for_some_samples_alone(kind: str, name: str) -> None:
-    ((alone, _, said),) = run_ranks(_rank_augments, 1, 0, kind)
-    assert said.count(f"{name} draws random numbers for a sample") == 1
-    for rank, (batches, _, _) in enumerate(run_ranks(_rank_augments, 2, 0, kind)):
-        assert [drawn for drawn, _ in batches] == [drawn[rank::2] for drawn, _ in alone]
+def test_that_each_rank_loads_whole_batches_is_said() -> None:
+    for found, num in zip(run_ranks(_rank_augments, 2, "one_process"), (1, 0)):
+        for (_, _, said), name in zip(found, ("_Noisy", "_NowAndThen", "Subset")):
+            assert (
+                said.count(f"{name} draws random numbers for a sample: so that these are those of one process") == num
+            )
+            assert said.count("DDPSHIM_DATA_DRAWS=by_sample") == num
 
 
 class _Stream(IterableDataset[Any]):

@@ -24,6 +24,7 @@ import ddpshim
 from ddpshim.errors import WorldError
 from ddpshim.job import shares
 from ddpshim.job.world import World
+from ddpshim.trainers.unedited import losses
 from ddpshim.trainers.unedited.reads import equal_reads
 from tests.ranks import run_ranks
 
@@ -61,6 +62,18 @@ class _Peeks(nn.Module):
         return x.argmax().item(), bool(x[0] > 0.3), x[0].item()
 
 
+def _sums(own: float) -> list[float]:
+    """What is read of a sum over the samples of a batch, and of its parts, before its backward pass and after it."""
+    x, weights = torch.full((2, 3), own, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    parts = (2 * x).sum(), functional.mse_loss(x, torch.zeros(2, 3), reduction="sum")
+    loss = parts[0] + parts[1]
+    read = [loss.item(), parts[1].item(), (parts[0] / 2).item(), (loss / 2 / 4).item()]
+    losses.note(loss, 2.0)
+    loss.backward()
+    read += [loss.item(), loss.detach().item(), parts[1].item(), float(f"{loss.detach():.6f}")]
+    return [*read, (2 * weights).sum().item(), x.mean().item()]
+
+
 def _reads() -> dict[str, Any]:
     here, is_alone = ddpshim.world(), []
     loss = torch.tensor(_OWN[here.rank], requires_grad=True) * 1
@@ -82,6 +95,9 @@ def _reads() -> dict[str, Any]:
         out["logged"] = records
         shares.begin_batch((3, 1)[here.rank])
         out["by rows"] = loss.item(), loss.double().item()
+        shares.end_batch()
+        shares.begin_batch(2)
+        out["sums"] = _sums(_OWN[here.rank])
         shares.end_batch()
         plateau = ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), patience=0)
         plateau.step(loss)
@@ -120,6 +136,10 @@ def test_numbers_are_those_of_all_ranks() -> None:
         assert (out.pop("count"), out.pop("yes"), out.pop("logged")) == ([1, 1], True, ["loss 0.375"])
         assert out.pop("by rows") == (0.25, 0.25)
         assert out.pop("plateau") == 0.375
+        in_all, squares = 12 * sum(_OWN), 6 * sum(own**2 for own in _OWN)
+        whole = in_all + squares
+        sums = [whole, squares, in_all / 4, whole / 16, whole, whole, squares, whole, 16.0, 0.375]
+        assert out.pop("sums") == pytest.approx(sums, rel=1e-6)
         said_by_it.append(out.pop("said"))
         assert not out
     assert said_by_it[1] == ""

@@ -1,22 +1,45 @@
-"""Gives what a dataset draws for a sample random streams that depend on the sample's place in the epoch alone."""
+"""Has a dataset draw what it draws in one process: each rank fetches whole batches, and keeps its rows of the samples.
+
+Where nothing is drawn, or by the option data_draws, a rank fetches its own rows alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Callable, Optional
 
+import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from ddpshim.job.random_streams import derive_seed, digest, seed_globals
+from ddpshim.job.random_streams import (
+    derive_seed,
+    global_states,
+    is_same_state,
+    restore_global_states,
+    seed_globals,
+)
 from ddpshim.job.say import say
+
+_UNKNOWN, _DRAWS, _DRAWS_NOT = range(3)
+_MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late first draw
 
 
 class Numbered(list[Any]):
-    """A rank's indices of one step, which know of which: they also travel to data workers."""
+    """A rank's indices of one step, which know of which: they also travel to data workers.
+
+    Attributes:
+        whole: the indices of all ranks; empty where they are not known.
+        rows: which of these are this rank's.
+        before: of batches that the same worker has fetched earlier in the pass, before it was interrupted.
+    """
 
     def __init__(self, indices: Iterable[Any], epoch: int, step: int) -> None:
         super().__init__(indices)
         self.epoch, self.step = epoch, step
+        self.whole: list[Any] = []
+        self.rows: Sequence[int] = ()
+        self.before: list[list[Any]] = []
 
 
 def numbered(batches: Iterable[list[Any]], epoch: int, start_step: int) -> Iterator[list[Any]]:
@@ -25,59 +48,226 @@ def numbered(batches: Iterable[list[Any]], epoch: int, start_step: int) -> Itera
         yield Numbered(batch, epoch, step)
 
 
+class _Fetched(list[Any]):
+    """A rank's samples of a batch, with those of all ranks."""
+
+    def __init__(self, whole: Sequence[Any], rows: Sequence[int]) -> None:
+        super().__init__(whole[row] for row in rows)
+        self.whole, self.rows = whole, rows
+
+
 class SampleStreams(Dataset[Any]):
-    """`dataset`, with the global generators seeded before each sample, if it draws from them at all.
+    """`dataset`, with the random streams that it has in one process, or with streams of each sample's own.
 
-    The seed depends on `seed`, the epoch, and the sample's place in it: neither on the worker that fetches it nor on
-    the number of ranks. Row j of rank r of W is row j * W + r of the step. A batch in which a first draw is noticed is
-    fetched again, with seeds.
+    In one process a worker, or the training itself, fetches whole batches. So each rank fetches the whole of the first
+    batch, and goes on so if that, or what collates it, draws from the global generators of Python, numpy or torch. If
+    not, it fetches its rows alone. A worker in which a first draw comes later fetches what it has fetched again, whole.
 
-    Args:
-        speaks: whether to say, once, that the dataset draws.
+    Streams of each sample's own are seeded by `seed`, the epoch, and the sample's place in it: neither by the worker
+    that fetches it nor by the number of ranks. Row j of rank r of W is row j * W + r of the step.
+
+    Attributes:
+        is_as_in_one_process: which of the two, in the passes to come.
     """
 
-    def __init__(self, dataset: Any, seed: int, rank: int, world_size: int, speaks: bool) -> None:
-        self.dataset = dataset
-        self._seed, self._rank, self._world_size, self._speaks = seed, rank, world_size, speaks
-        self._draws, self._is_first = False, True
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], seed: int, share: tuple[int, int], num_workers: int
+    ):
+        self.dataset, self.is_as_in_one_process = dataset, False
+        self._collate, self._seed = collate, seed
+        self._rank, self._world_size = share
+        # What each worker knows, for its successors in the next pass; then whether the user was told.
+        self._known = torch.zeros(max(1, num_workers) + 1, dtype=torch.int8, device="cpu")
+        if num_workers:
+            with contextlib.suppress(RuntimeError, OSError):  # no shared memory: then each finds out for itself
+                self._known.share_memory_()
+        self._began: Optional[dict[str, Any]] = None  # the generators, before this worker's first batch
+        self._is_late = False
+        self._past: Optional[list[list[Any]]] = []  # the batches since then; None for too many
+
+    @property
+    def draws_with_the_training(self) -> bool:
+        """Whether the next batch, if this process fetches it, is to draw from the streams of the training."""
+        return self.is_as_in_one_process and (self._world_size == 1 or self._state() != _DRAWS_NOT)
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
     def __getitems__(self, indices: list[Any]) -> Any:
-        by_batch = _by_batch(self.dataset)
         if not isinstance(indices, Numbered):
-            return by_batch(indices) if by_batch else [self.dataset[index] for index in indices]
-        place = derive_seed(self._seed, "sample", indices.epoch, indices.step)
+            return self._fetch(indices)
+        if not self.is_as_in_one_process or not indices.whole:
+            return self._by_place(indices)
+        if self._world_size == 1:
+            return self._fetch(indices)
+        before = global_states()
+        state = self._state()
+        if self._began is None:
+            self._began, self._past = before, [*indices.before]
+            if state == _DRAWS:
+                self._fetch_again(self._past)
+        if state == _DRAWS_NOT:
+            samples = self._fetch(indices)
+            if not _has_drawn(before):
+                self._remember(indices.whole)
+                return samples
+            return self._after_a_late_draw(indices, before)
+        whole = self._fetch(indices.whole)
+        if not isinstance(whole, (list, tuple)) or len(whole) != len(indices.whole):
+            return self._undivided(indices, before)
+        if state == _UNKNOWN and _has_drawn(before):
+            self._go_on_with_whole_batches("draws random numbers for a sample")
+            if self._past:
+                self._fetch_again(self._past)
+                whole = self._fetch(indices.whole)
+        elif state == _UNKNOWN:
+            self._remember(indices.whole)
+        return _Fetched(whole, indices.rows)
+
+    def collated(self, samples: Any) -> Any:
+        """What the loader's collate_fn makes of the samples; of a batch for which it draws it makes the whole."""
+        if not self.is_as_in_one_process or self._world_size == 1:
+            return self._collate(samples)
+        before = global_states()
+        batch = self._collate([*samples] if isinstance(samples, _Fetched) else samples)
+        has_drawn = _has_drawn(before)
+        if not isinstance(samples, _Fetched):
+            if has_drawn:
+                self._tell(
+                    f"{_name(self._collate)} draws now, and did not for the first batch: one process draws otherwise",
+                    is_seen_by_all=False,
+                )
+            return batch
+        if has_drawn and self._state() == _UNKNOWN and self._past is not None and len(self._past) > 1:
+            self._fetch_again(self._past[:-1])
+            samples, before = _Fetched(self._fetch(self._past[-1]), samples.rows), global_states()
+        if has_drawn:
+            restore_global_states(before)
+            try:
+                batch = _rows_of(self._collate([*samples.whole]), len(samples.whole), samples.rows)
+            except _Indivisible:
+                self._tell(
+                    f"{_name(self._collate)} draws for a batch that cannot be divided: one process draws otherwise"
+                )
+        if self._state() == _UNKNOWN and has_drawn:
+            self._go_on_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
+        elif self._state() == _UNKNOWN:
+            self._set_state(_DRAWS_NOT)
+        return batch
+
+    def _fetch(self, indices: list[Any]) -> Any:
+        by_batch = _by_batch(self.dataset)
+        return by_batch([*indices]) if by_batch else [self.dataset[index] for index in indices]
+
+    def _by_place(self, indices: Numbered) -> Any:
+        """This rank's samples; seeded, if any of them draws."""
+        before = global_states()
+        samples = [] if self._state() == _DRAWS else self._fetch(indices)
+        if self._state() != _DRAWS and not _has_drawn(before):
+            return samples
+        self._set_state(_DRAWS)
+        self._tell(
+            "draws random numbers for a sample: here they depend on the seed, the epoch and the sample's place in it, "
+            "on any number of ranks and workers; in a process without a launcher they do not (option data_draws)",
+            is_seen_by_all=not self._is_late,
+        )
+        place, by_batch = derive_seed(self._seed, "sample", indices.epoch, indices.step), _by_batch(self.dataset)
         if by_batch:
             seed_globals((place + self._rank) % 2**63)
             return by_batch(indices)
-        samples = [] if self._draws else self._unseeded(indices)
-        if self._draws:
-            for row, index in enumerate(indices):
-                seed_globals((place + row * self._world_size + self._rank) % 2**63)
-                samples.append(self.dataset[index])
+        samples = []
+        for row, index in enumerate(indices):
+            seed_globals((place + row * self._world_size + self._rank) % 2**63)
+            samples.append(self.dataset[index])
         return samples
 
-    def _unseeded(self, indices: list[Any]) -> list[Any]:
-        """The samples of a dataset that is not known to draw; none where it does."""
-        samples, before = [], digest()
-        for index in indices:
-            samples.append(self.dataset[index])
-            if self._is_first and digest() != before:  # most that draw do so for each sample: only one is fetched again
-                break
-        self._is_first = False
-        if digest() == before:
-            return samples
-        self._draws = True
-        worker = get_worker_info()
-        if self._speaks and (worker is None or worker.id == 0):
-            say(
-                f"{type(self.dataset).__name__} draws random numbers for a sample: here they depend on the seed, the "
-                "epoch and the sample's place in it, on any number of ranks and workers; in a process without a "
-                "launcher they do not. A run to compare with: python -m ddpshim run --nproc 1"
-            )
-        return []
+    def _after_a_late_draw(self, indices: Numbered, before: dict[str, Any]) -> Any:
+        if get_worker_info() is None or self._past is None:
+            self.is_as_in_one_process, self._is_late = False, True
+            self._set_state(_UNKNOWN)
+            restore_global_states(before)
+            return self._by_place(indices)
+        self._go_on_with_whole_batches("draws random numbers for a sample, first in the middle of a pass", False)
+        self._fetch_again(self._past)
+        return _Fetched(self._fetch(indices.whole), indices.rows)
+
+    def _fetch_again(self, batches: list[list[Any]]) -> None:
+        """Draw what this worker, had it fetched whole batches, would have drawn so far."""
+        assert self._began is not None
+        restore_global_states(self._began)
+        for batch in batches:
+            self._collate(self._fetch(batch))
+
+    def _undivided(self, indices: Numbered, before: dict[str, Any]) -> Any:
+        """This rank's batch of a dataset whose `__getitems__` gives something else than samples."""
+        restore_global_states(before)
+        self.is_as_in_one_process = False
+        batch = self._by_place(indices)
+        if get_worker_info() is None:
+            restore_global_states(before)
+        return batch
+
+    def _state(self) -> int:
+        return int(self._known[_worker()].item())
+
+    def _set_state(self, state: int) -> None:
+        self._known[_worker()] = state
+
+    def _remember(self, batch: list[Any]) -> None:
+        if self._past is not None and get_worker_info() is not None:
+            self._past.append(batch)
+            if len(self._past) * len(batch) > _MOST_AGAIN:
+                self._past = None
+
+    def _go_on_with_whole_batches(self, what: str, is_seen_by_all: bool = True) -> None:
+        self._set_state(_DRAWS)
+        self._tell(
+            f"{what}: so that these are those of one process, each rank loads the whole of every batch and keeps its "
+            "rows, which is as slow as in one process. With DDPSHIM_DATA_DRAWS=by_sample each rank loads its rows "
+            "alone, and draws others",
+            is_seen_by_all,
+        )
+
+    def _tell(self, what: str, is_seen_by_all: bool = True) -> None:
+        """Say it of the dataset, once in a loader; where one rank alone may see it, on that."""
+        if not (self._rank and is_seen_by_all) and not self._known[-1].item():
+            self._known[-1] = 1
+            say(f"{type(self.dataset).__name__} {what}")
+
+
+class _Indivisible(Exception):
+    """A collated batch has a part of which it is not known which rows are whose."""
+
+
+def _rows_of(batch: Any, num_rows: int, rows: Sequence[int]) -> Any:
+    """The rows of a collated batch. Raises _Indivisible."""
+    if hasattr(batch, "shape") and len(batch.shape):
+        if batch.shape[0] != num_rows:
+            raise _Indivisible
+        return batch[list(rows)]
+    if isinstance(batch, dict):
+        return {key: _rows_of(part, num_rows, rows) for key, part in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == num_rows and not all(hasattr(part, "shape") and len(part.shape) for part in batch):
+            return type(batch)([batch[row] for row in rows])
+        parts = [_rows_of(part, num_rows, rows) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    raise _Indivisible
+
+
+def _has_drawn(before: dict[str, Any]) -> bool:
+    """Whether a generator has left the state that it had in `global_states`."""
+    now = global_states()
+    return any(name in before and not is_same_state(before[name], state) for name, state in now.items())
+
+
+def _worker() -> int:
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _by_batch(dataset: Any) -> Any:

@@ -64,8 +64,8 @@ def make_loader(
     The order is that which torch draws in one process, from the same random streams, at any world size; of an
     iterable dataset, and with the option order=computed, it is a function of (seed, epoch). The epoch advances
     with each `iter()`, also when the pass before was abandoned. While a batch is at hand, what is drawn is drawn
-    for the batch of all ranks, and each takes its rows (option noise). What a map-style dataset draws for a sample
-    depends on (seed, epoch) and the sample's place in the epoch, and leaves the streams of the training alone.
+    for the batch of all ranks, and each takes its rows (option noise). Where a map-style dataset draws for a sample,
+    each rank fetches the whole of each batch, with the draws of one process (option data_draws).
 
     10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
 

@@ -130,7 +130,7 @@ class Parts:
             raise DataError("The batch_sampler has length 0; a pass would have no step. Give it at least one batch.")
         from ddpshim.data.torchs_order import TorchsBatches
 
-        batches = TorchsBatches(plain, self.world, EpochCounter())
+        batches = TorchsBatches(plain, self.world, EpochCounter(), self.options["num_workers"])
         declared = getattr(plain.batch_sampler, "batch_size", None)
         whole = declared if isinstance(declared, int) else None
         per_rank = None if whole is None else len(range(self.world.rank, whole, self.num_shares)) or 1

@@ -78,6 +78,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self.deals_shares = False  # of the batches of one process
         self.number, self.called = 0, "a loader"  # in the job, and in messages: where it was made
         self.fetches_whole_batches = False  # and so draws nothing for a sample
+        self._streams: Optional[SampleStreams] = None
         self.restarts_workers = not self.persistent_workers  # in one process: torch draws a seed for those that start
         self._has_begun = False
         # What users read off a loader. torch forbids setting these because its batches are made already; so
@@ -102,49 +103,68 @@ class ShardedLoader(DataLoader[Any], Enterable):
         source: Any = self._source
         if not hasattr(source, "begun_with"):
             return None
-        return {"begun with": source.begun_with, "generators": source.generator_states()}
+        generators = source.generator_states()
+        return {"begun with": source.begun_with, "generators": generators, "workers": source.workers_begun_with}
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         """Make the next `iter()` draw the order of the pass in which `state` was taken, or after it. Local."""
         source: Any = self._source
         if state is not None and hasattr(source, "begins_with"):
             source.begins_with = state["begun with"] if is_inside else None
+            source.workers_begun_with = state["workers"]
             self._has_begun = state["begun with"] is not None
             source.restore_generators(state["generators"])
 
     def __iter__(self) -> Any:
         epoch = self._source.epochs.advance()
         start, source = self._source.epochs.start_step, cast(Any, self._source)
-        draw, next_size = None, lambda: (self.batch_size, None)
+        draw, next_size, num_ahead = None, lambda: (self.batch_size, None), 0
         if hasattr(source, "draw"):
             source.begin(epoch, draws_seed=self.restarts_workers or not self._has_begun)
             draw, next_size = functools.partial(source.draw, source.drawn), source.drawn.sizes.popleft
+            num_ahead = source.drawn.num_ahead
             if self.num_workers:
                 draw = draw()
         else:
             source.begin(epoch)
         self._has_begun = True
         scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
-        self._of_workers.manual_seed(derive_seed(self._seed, "workers", *scope))
-        is_map_style = not isinstance(self.dataset, IterableDataset)
-        shown = self.dataset
-        if is_map_style and not self.fetches_whole_batches:
-            speaks = self.rank == 0 and epoch == 0
-            streams = SampleStreams(shown, derive_seed(self._seed, "samples"), self.rank, self.world_size, speaks)
-            self.__dict__["dataset"] = streams  # for the iterator that torch makes
+        streams = None
+        if not isinstance(self.dataset, IterableDataset) and not self.fetches_whole_batches:
+            streams = self._draws()
+        if streams is not None and streams.is_as_in_one_process:
+            self._of_workers.set_state(source.workers_begun_with)
+        else:
+            self._of_workers.manual_seed(derive_seed(self._seed, "workers", *scope))
+        shown = {name: self.__dict__[name] for name in ("dataset", "collate_fn")}
+        if streams is not None:  # for the iterator that torch makes
+            self.__dict__.update(dataset=streams, collate_fn=streams.collated)
         try:
             batches = super().__iter__()
         finally:
-            self.__dict__["dataset"] = shown
+            self.__dict__.update(shown)
         if self.num_workers:
             cast(Any, batches).busy = self._busy  # for the clock that waits for them (`job/meter.py`)
             _with_workers.add(batches)
             _dismiss_workers_with(os.getpid())
-        fetches_here = self.num_workers == 0 and not self.fetches_whole_batches
-        own = PrivateRandom(derive_seed(self._seed, "here", *scope)) if fetches_here else None
+        own = None
+        if self.num_workers == 0 and streams is not None:
+            own = _Own(streams, derive_seed(self._seed, "here", *scope))
         num_samples = source.num_samples() if hasattr(source, "num_samples") else None
         first = shares.Position(self.number, epoch, start, num_samples)
-        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called)
+        return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called, num_ahead)
+
+    def _draws(self) -> SampleStreams:
+        """The dataset, as it is fetched in the pass that begins."""
+        here, is_first = world(), self._streams is None
+        if self._streams is None:
+            seed, share = derive_seed(self._seed, "samples"), (self.rank, self.world_size)
+            self._streams = SampleStreams(self.dataset, self.collate_fn, seed, share, self.num_workers)
+        as_ever = here.options.data_draws == "one_process" and self.deals_shares and draws_alike()
+        has_seed = getattr(self._source, "workers_begun_with", None) is not None
+        streams = self._streams
+        streams.is_as_in_one_process = as_ever and has_seed and (is_first or streams.is_as_in_one_process)
+        return streams
 
     def __len__(self) -> int:
         return self._source.num_steps()
@@ -158,14 +178,16 @@ class _Pass:
         batches: Any,
         draw: Optional[Callable[[], None]],
         next_size: Callable[[], Any],
-        own: Optional[PrivateRandom],
+        own: "Optional[_Own]",
         deals_shares: bool,
         first: shares.Position,
         called: str,
+        num_ahead: int,
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
         self._deals_shares, self._is_uneven = deals_shares, False  # the batch at hand
         self._next, self.called = first, called
+        self._num_ahead = num_ahead  # batches that are fetched so that each worker has its own, and not given
         self.position: Optional[shares.Position] = None  # of the batch at hand, if it may be trained on
 
     def __iter__(self) -> "_Pass":
@@ -180,6 +202,9 @@ class _Pass:
         if self._draw is not None:
             draw, self._draw = self._draw, None
             draw()
+        for _ in range(self._num_ahead):
+            next(self._batches), self._next_size()
+        self._num_ahead = 0
         with contextlib.nullcontext() if self._own is None else self._own.swapped_in():
             batch = next(self._batches)
         num_rows, total = self._next_size()
@@ -220,11 +245,24 @@ class _Pass:
         return getattr(self._batches, name)
 
 
+class _Own:
+    """The random streams from which a dataset draws that this process fetches, if not from those of the training."""
+
+    def __init__(self, streams: SampleStreams, seed: int) -> None:
+        self._streams, self._private = streams, PrivateRandom(seed)
+
+    def swapped_in(self) -> Any:
+        """Have the next batch drawn from them. Local."""
+        is_shared = self._streams.draws_with_the_training
+        return contextlib.nullcontext() if is_shared else self._private.swapped_in()
+
+
 def _start_worker(start: Optional[Callable[[int], None]], busy: Optional[torch.Tensor], worker: int) -> None:
     """What a worker does first, and the user's `start`; it counts in `busy` its seconds and batches."""
     from ddpshim.job import preemption
 
     preemption.ignore_in_worker()
+    shares.end_batch()  # that of a pass that was left: nothing here is drawn for it
     if busy is not None:
         _count_fetches(busy[worker])
     show_dataset_to_worker()

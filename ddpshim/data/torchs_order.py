@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Optional
@@ -29,6 +29,8 @@ class _Drawn:
     epoch: int
     start_step: int
     batches: Iterable[Any] = ()
+    before: list[Any] = field(default_factory=list)  # the global batches before the first of these
+    num_ahead: int = 0  # how many of these come before `start_step`
     sizes: deque[tuple[int, int]] = field(default_factory=deque)
 
 
@@ -46,10 +48,13 @@ class TorchsBatches(Sampler[Any]):
     Attributes:
         begun_with: the random streams that the order of the pass was drawn from, the samplers' own generators included.
         begins_with: those that the next one is to be drawn from, in place of the current ones.
+        workers_begun_with: the state from which torch drew the seed of the workers there are; None if it did not.
     """
 
-    def __init__(self, plain: DataLoader[Any], world: World, epochs: EpochCounter) -> None:
+    def __init__(self, plain: DataLoader[Any], world: World, epochs: EpochCounter, num_workers: int = 0) -> None:
         self.epochs = epochs
+        self._num_workers = num_workers
+        self.workers_begun_with: Optional[torch.Tensor] = None
         self.begun_with: Optional[dict[str, Any]] = None
         self.begins_with: Optional[dict[str, Any]] = None
         self._plain, self._world = plain, world
@@ -78,9 +83,13 @@ class TorchsBatches(Sampler[Any]):
 
     def begin(self, epoch: int, draws_seed: bool = True) -> None:
         """Begin a pass, for which torch's loader draws the seed of its workers if it `draws_seed`. Local."""
-        self._drawn = _Drawn(epoch, self.epochs.start_step)
+        start = self.epochs.start_step
+        # A worker fetches every n-th batch: those that remain go to the same ones as in a pass without an interruption.
+        self._drawn = _Drawn(epoch, start, num_ahead=start % self._num_workers if self._num_workers else 0)
         if draws_seed and self.begins_with is None and (draws_alike() or self._world.is_main):
-            torch.empty((), dtype=torch.int64).random_(generator=self._plain.generator)
+            generator = self._plain.generator or torch.default_generator
+            self.workers_begun_with = generator.get_state()
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def draw(self, drawn: _Drawn) -> None:
         """Draw the order of a pass that was begun (collective). Raises what the sampler raises."""
@@ -101,7 +110,8 @@ class TorchsBatches(Sampler[Any]):
         start = drawn.start_step
         # By these all that torch draws for the order is drawn, but for what it may draw at the end.
         taken = [*islice(chain(first, batches), max(1, min(start + 1, len(self._plain))))]
-        drawn.batches = chain(taken[start:], batches)
+        first_given = start - drawn.num_ahead
+        drawn.before, drawn.batches = taken[:first_given], chain(taken[first_given:], batches)
         if own is not None or begins_with is not None:
             restore_rank_states(own or now, here.device)
 
@@ -153,18 +163,23 @@ class TorchsBatches(Sampler[Any]):
     def _deal(self, drawn: _Drawn) -> Iterator[Any]:
         if drawn is self._drawn:
             self._drawn = None
-        for step, batch in enumerate(drawn.batches, drawn.start_step):
+        first_step, num_workers = drawn.start_step - drawn.num_ahead, self._num_workers
+        for step, batch in enumerate(drawn.batches, first_step):
             if not isinstance(batch, (list, tuple)):
                 drawn.sizes.append((1, self._world.world_size))
                 yield batch
                 continue
-            share = Numbered(self._share(batch), drawn.epoch, step)
+            rows = self._rows(batch)
+            share = Numbered([batch[row] for row in rows], drawn.epoch, step)
+            share.whole, share.rows = list(batch), rows
+            if step < first_step + num_workers:
+                share.before = drawn.before[step % num_workers :: num_workers]
             drawn.sizes.append((len(share), len(batch)))
             yield share
 
-    def _share(self, batch: Any) -> list[Any]:
-        """This rank's rows; a rank without one repeats the row of another, which counts for nothing."""
-        here, batch = self._world, list(batch)
+    def _rows(self, batch: Any) -> Sequence[int]:
+        """Which are this rank's; a rank without one repeats the row of another, which counts for nothing."""
+        here = self._world
         if not batch:
             raise DataError("A batch of the batch_sampler is empty; there is nothing to train on. Leave it out.")
         if here.options.exact is not None and len(batch) % here.options.exact:
@@ -172,7 +187,7 @@ class TorchsBatches(Sampler[Any]):
                 f"A batch of the batch_sampler has {len(batch)} indices, with exact={here.options.exact}, which does "
                 "not divide them: virtual ranks would have different numbers of samples. Make it a multiple."
             )
-        return batch[here.rank :: here.world_size] or [batch[here.rank % len(batch)]]
+        return range(here.rank, len(batch), here.world_size) or [here.rank % len(batch)]
 
 
 def is_torchs(sampler: Any) -> bool:

@@ -390,7 +390,8 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
     The shared generators are drawn from all the same: they stay where those of one process would be.
     """
     drawn = draw()
-    if math.prod(shape) < LARGE or isinstance(sharing.of_draws, Kept):
+    if isinstance(sharing.of_draws, Kept) or math.prod(shape) < LARGE:
+        _name_alike(sharing, shape)
         return drawn
     assert sharing.of_draws is not None
     sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
@@ -400,16 +401,29 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
 
 
 def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
-    """Name a draw without the batch in its shape that is alike on all ranks, where it is large."""
-    if sharing.of_draws is not None and math.prod(shape) >= LARGE and not isinstance(sharing.of_draws, Kept):
-        sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
-        _name(sharing, f"draws for {sizes} numbers, and none of these is the batch ({num_rows})", "alike on all ranks")
+    """Name a draw that is alike on all ranks, and may not be that of one process."""
+    at_hand = sharing.of_draws
+    sizes = " x ".join(map(str, shape))
+    if isinstance(at_hand, Kept):
+        if at_hand.is_of_it(shape) is None:
+            _say_of_line(
+                sharing,
+                f"draws for {sizes} numbers, alike on all ranks, as in a rollout. If they are for a batch that was "
+                f"kept from a pass ({at_hand.num_rows} rows on a rank), one process would draw otherwise",
+            )
+    elif at_hand is not None and math.prod(shape) >= LARGE:
+        what = f"draws for {sizes} numbers, and none of these is the batch ({at_hand.num_rows})"
+        _name(sharing, what, "alike on all ranks")
 
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
     """Say once on which line something is drawn that one process would have drawn otherwise."""
+    _say_of_line(sharing, f"{what}; that is {whose}, and one process would draw otherwise (option noise)")
+
+
+def _say_of_line(sharing: Sharing, text: str) -> None:
     line = line_of_the_caller()
     if line not in sharing.named:
         sharing.named.add(line)
         if sharing.of_draws is not None and sharing.of_draws.rank == 0:
-            say(f"{line} {what}; that is {whose}, and one process would draw otherwise (option noise)")
+            say(f"{line} {text}")

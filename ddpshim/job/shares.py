@@ -8,13 +8,19 @@ mean. A rank without a row repeats one of another rank, with the weight 0.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from operator import mul
+from types import FrameType
 from typing import Any, NamedTuple, Optional
 
 import torch
 
 from ddpshim.job.job import current
+
+_NOT_WHO_DRAWS = ("torch", "ddpshim", "contextlib", "functools")
 
 
 class Share(NamedTuple):
@@ -102,12 +108,41 @@ class Share(NamedTuple):
 class Kept(Share):
     """The share of a batch that a program may have kept from a pass that is over, to look at it without gradients.
 
-    What is drawn then is the batch's only where it has exactly as many rows: all else (a rollout) is drawn alike.
+    What is drawn then is the batch's where it has as many rows, or several of each (batch times time), and the
+    functions that draw hold tensors with the batch's rows. All else (a rollout) is drawn alike.
     """
 
     def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
         """Of the first dimension alone."""
-        return (0, 1) if len(shape) and shape[0] == self.num_rows else None
+        if len(shape) and shape[0] == self.num_rows:
+            return 0, 1
+        return (0, shape[0] // self.num_rows) if self.is_of_it(shape) else None
+
+    def is_of_it(self, shape: Sequence[int]) -> Optional[bool]:
+        """Whether what is drawn in `shape` has several rows for each of the batch's; None if that is not known. Local.
+
+        The nearest functions that hold tensors of either size say so: one of (rows, time, ...) before it is flattened,
+        or others with the batch's rows alone. Several environments that are played at once have their own number.
+        """
+        if self.num_rows < 2 or not len(shape) or shape[0] <= self.num_rows or shape[0] % self.num_rows:
+            return False
+        nearest = _sizes_held((self.num_rows, shape[0]))
+        if any(sizes[0] == self.num_rows and shape[0] in accumulate(sizes, mul) for held in nearest for sizes in held):
+            return True
+        first = {sizes[0] for sizes in nearest[0]} if nearest else set()
+        return self.num_rows in first if len(first) == 1 else None
+
+
+def _sizes_held(first: tuple[int, int], num_functions: int = 2) -> list[list[tuple[int, ...]]]:
+    """The sizes of tensors with one of `first` as the first of them, in the nearest functions that hold any. Local."""
+    found: list[list[tuple[int, ...]]] = []
+    frame: Optional[FrameType] = sys._getframe(2)
+    while frame is not None and len(found) < num_functions:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_WHO_DRAWS:
+            held = [tuple(value.shape) for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
+            found += [with_it] if (with_it := [sizes for sizes in held if sizes and sizes[0] in first]) else []
+        frame = frame.f_back
+    return found
 
 
 class Position(NamedTuple):

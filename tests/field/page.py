@@ -53,12 +53,11 @@ def written(rows: list[Row]) -> str:
 
 TAIL = """## What differs, and why
 
-- bet_lowdim: after each epoch it samples on a batch that it kept from training, in rows of batch times time. ddpshim
-  does not know these rows for the batch's: one process and two ranks draw different numbers from then on. Not said yet.
-- act, and gnm where it is run: the dataset draws random numbers for a sample, in a data worker. On ranks they depend
-  on the sample's place in the pass; a line says so. `run --nproc 1` draws the same.
-- vae: the network is equal. The trainer adds up losses that are themselves sums, and logs half of them; a line says
-  that sums over a pass are those of a share.
+- vae: the network is equal, and so are the losses of epochs, which it adds up of sums over the samples of a batch. In
+  between it prints such a sum divided by the length of the batch, and multiplies by that to count samples: on a rank
+  this is the length of a share, so that it prints twice the loss and half the count. A line says so, with the length.
+
+act and gnm draw random numbers for a sample, in a data worker. So each rank loads whole batches, and a line says that.
 
 ## Stand-ins
 

@@ -138,7 +138,7 @@ def _split(loader: DataLoader[Any], steps: Steps) -> ShardedLoader:
     if here.world_size > 1:
         say_on_main(
             f"{loader.place}: training passes over this DataLoader are split, each rank sees 1/{here.world_size} of "
-            "the samples; so are sums that the program takes over such a pass"
+            "the samples; the length of a batch, and what the program computes with it, is that of such a share"
         )
     return made  # type: ignore[no-any-return]
 

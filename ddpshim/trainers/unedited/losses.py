@@ -13,6 +13,7 @@ import torch
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
 from ddpshim.job.group import world
+from ddpshim.job.job import current
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 # Between a loss and the sum that it was computed from, the graph may have these nodes.
@@ -22,6 +23,8 @@ _MOST_SCALES = 16
 _SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
 _ROUNDING = 1e-6
 _MEAN, _SUM = 1, 2  # as at::Reduction has it
+_MOST_KEPT = 8  # losses
+_KEY = "ddpshim: what makes it that of the batch"  # in the metadata of a node
 
 
 class Term(NamedTuple):
@@ -56,7 +59,9 @@ def factor(loss: Any) -> float:
             say_on_main(
                 f"{line_of_the_program()}: the loss is a sum over the samples of a batch ({found[0].name}), of which "
                 f"each rank has its share; it is multiplied by {share.world_size}, since gradients are averaged over "
-                "the ranks"
+                "the ranks. A number that is read out of it is the sum over the whole batch: where the program divides "
+                f"that by the length of the batch, which is {share.num_rows} on a rank, it is {share.world_size} times "
+                "too large"
             )
         return factors[0]
     _refuse_or_say(found, factors, share)
@@ -104,6 +109,56 @@ def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             of_means += path
             of_sums += [] if weight is None else [weight]
     return of_means, of_sums
+
+
+class _Losses:
+    """Those of the last backward passes that are more than a mean, by where their number lies."""
+
+    def __init__(self) -> None:
+        self.by_place: dict[int, tuple[torch.Tensor, float]] = {}
+
+
+def note(loss: torch.Tensor, found: float) -> None:
+    """Keep the `factor` of a loss for who reads it, or parts of it, once its graph is freed. Local."""
+    waiting: list[tuple[Any, float, bool]] = [(loss.grad_fn, found, True)]
+    while waiting:
+        node, by, is_loss = waiting.pop()
+        if node is not None and _KEY not in node.metadata:
+            node.metadata[_KEY] = by, is_loss
+            if node.name() in _ELEMENTWISE:
+                waiting += [(inner, _local_factor(inner), False) for inner, _ in node.next_functions]
+    if found != 1:
+        kept = current().part(_Losses).by_place
+        kept[loss.data_ptr()] = loss.detach(), found
+        while len(kept) > _MOST_KEPT:
+            del kept[next(iter(kept))]
+
+
+def factor_of_what_is_read(tensor: torch.Tensor) -> tuple[float, bool]:
+    """(what makes the mean over the ranks of a number that of the whole batch, whether that is sure). Local.
+
+    A sum over samples is known by its graph, before the backward pass and after it; a loss also without a graph.
+    """
+    node: Any = tensor.grad_fn
+    if node is None:
+        _, found = current().part(_Losses).by_place.get(tensor.data_ptr(), (None, 1.0))
+        return found, True
+    return node.metadata.get(_KEY) or (_local_factor(node), False)
+
+
+def _local_factor(node: Any) -> float:
+    """That of a sum of sums over samples; 1 for all else."""
+    share = shares.at_hand()
+    try:
+        found = terms(node)
+    except RuntimeError:  # the graph was freed
+        return 1.0
+    if share is None or not found or not all(term.is_sum for term in found):
+        return 1.0
+    if any(term.is_counted and not term.is_constant for term in found):
+        return 1.0
+    factors = {_factor_of(term, [term.num] * share.world_size, share) for term in found}
+    return factors.pop() if len(factors) == 1 else 1.0
 
 
 def _refuse_or_say(found: list[Term], factors: list[float], share: shares.Share) -> None:

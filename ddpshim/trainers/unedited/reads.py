@@ -28,6 +28,7 @@ from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.job.world import CROSSED_DEADLINE_S, World
+from ddpshim.trainers.unedited import losses
 
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__")
 _ARRAYS = ("tolist", "numpy", "__array__")
@@ -83,7 +84,7 @@ class _Reads:
 
         def read(tensor: torch.Tensor) -> Any:
             line = self._line(tensor, sys._getframe(1))
-            return original(tensor if line is None else self._of_all(tensor.detach().cpu(), line))
+            return original(tensor if line is None else self._of_all(tensor, line))
 
         return read
 
@@ -94,7 +95,7 @@ class _Reads:
             line = None if tensor.dim() else self._line(tensor, sys._getframe(1))
             if line is None or ((tensor.requires_grad or tensor.is_cuda) and original.__name__ != "tolist"):
                 return original(tensor, *arguments, **options)  # torch may refuse it
-            return original(self._of_all(tensor.detach().cpu(), line), *arguments, **options)
+            return original(self._of_all(tensor, line), *arguments, **options)
 
         return read
 
@@ -124,7 +125,7 @@ class _Reads:
     def _alike(self, tensor: torch.Tensor, line: FrameType) -> torch.Tensor:
         """`tensor` where all ranks have one number in it, else one like it."""
         own = tensor.detach().cpu()
-        of_all = self._of_all(own, line)
+        of_all = self._of_all(tensor, line, own)
         return tensor if of_all is own else of_all.to(tensor.device)
 
     def _line(self, tensor: torch.Tensor, caller: Optional[FrameType]) -> Optional[FrameType]:
@@ -139,13 +140,18 @@ class _Reads:
             return None
         return line
 
-    def _of_all(self, own: torch.Tensor, line: FrameType) -> torch.Tensor:
-        """`own`, which is on the CPU, where all ranks have one number in it; else one of its kind (collective)."""
-        value = self._item(own)
+    def _of_all(self, tensor: torch.Tensor, line: FrameType, own: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """`own`, `tensor` on the CPU, where all ranks have one number in it; else one of its kind (collective).
+
+        Of a sum over samples the sum over those of all ranks.
+        """
+        factor, is_sure = losses.factor_of_what_is_read(tensor) if tensor.is_floating_point() else (1.0, True)
+        own = tensor.detach().cpu() if own is None else own
+        value = self._item(own) if factor == 1 else self._item(own) * factor
         bits = struct.unpack("<q", struct.pack("<d", value))[0] if own.is_floating_point() else int(value)
         everyones = self._exchange(bits, own.dtype, line)
-        if all(other == bits for other, _ in everyones):
-            return own
+        if all(other == bits for other, _ in everyones) and (factor == 1 or not is_sure):
+            return own  # what looks like a sum over samples is one over weights
         if own.is_floating_point():
             values = [struct.unpack("<d", struct.pack("<q", other))[0] for other, _ in everyones]
             return own.clone().fill_(_mean(values, [weight for _, weight in everyones]))

@@ -65,6 +65,8 @@ class Steps:
                     if self._is_looked_at:
                         losses.refuse_ragged(given)
                     factors = [losses.factor(loss) for loss in given]
+                    for loss, factor in zip(given, factors):
+                        losses.note(loss, factor)
                     if any(factor != 1 for factor in factors):
                         tensors = [loss * factor for loss, factor in zip(given, factors)]
                 else:
