@@ -335,6 +335,64 @@ say("rows", [torch.rand(4).tolist()])
     assert two.said(0, "two loaders meet") == [False]
 
 
+ROLLS_OUT = """
+np.random.seed(0)
+from diffusion_policy.env_runner.base_image_runner import BaseImageRunner
+
+class Runner(BaseImageRunner):
+    def __init__(self, output_dir, num_envs):
+        super().__init__(output_dir)
+        self.shift, self.num_envs = np.random.rand(), num_envs
+        open(output_dir + f"/made_by_{os.environ.get('RANK', 0)}", "w").close()
+    def run(self, policy):
+        with torch.no_grad():
+            reward = policy(torch.randn(self.num_envs, 4).double()).abs().mean() + self.shift
+        with open(self.output_dir + "/video.mp4", "w") as file:
+            file.write("seen")
+        return {"mean_score": reward.item(), "video": object(), "each": np.array([float(reward)])}
+
+class Longer(Runner):
+    def run(self, policy):
+        return {**super().run(policy), "steps": np.int64(3)}
+
+model = network(dropout=0.1)
+loader = DataLoader(Items(), batch_size=8, shuffle=True)
+os.mkdir("out")
+runner = Longer("out", num_envs=4)  # as many as a rank has rows
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for epoch in range(2):
+    model.train()
+    for index, x, y in loader:
+        kept = x
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x + torch.randn(x.shape)), y.double()).backward()
+        optimizer.step()
+    model.eval()
+    found = runner.run(model)
+    found["drawn"] = [float(torch.rand(1)), np.random.rand()]
+    say("found", [found["mean_score"], float(found["each"][0]), int(found["steps"]), *found["drawn"]])
+    say("files", [sorted(os.listdir("out")), open("out/video.mp4").read()])
+say("rank", [found["video"] is None, hasattr(runner, "shift"), runner.output_dir])
+"""
+
+
+def test_the_main_rank_plays_rollouts_and_the_others_get_what_it_found(tmp_path: Path) -> None:
+    package = tmp_path / "stubs" / "diffusion_policy" / "env_runner"
+    package.mkdir(parents=True)
+    (package / "base_image_runner.py").write_text(
+        "class BaseImageRunner:\n    def __init__(self, output_dir):\n        self.output_dir = output_dir\n"
+    )
+    script = "sys.path.insert(0, os.environ['STUBS'])\n" + ROLLS_OUT
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True, STUBS=str(tmp_path / "stubs")))
+    two = succeeded(run(tmp_path, script, 2, STUBS=str(tmp_path / "stubs")))
+    expected = plain.said(0, "found")
+    for rank in (0, 1):
+        for found, of_one in zip(two.said(rank, "found"), expected):
+            assert found == pytest.approx(of_one, abs=1e-6)
+        assert two.said(rank, "files") == plain.said(0, "files") == 2 * [[["made_by_0", "video.mp4"], "seen"]]
+    assert [two.said(rank, "rank") for rank in (0, 1)] == [[[False, True, "out"]], [[True, False, "out"]]]
+
+
 @pytest.mark.parametrize("environ", [{"DDPSHIM_ORDER": "computed"}, {"DDPSHIM_NOISE": "per_rank"}])
 def test_another_order_or_noise_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
     ran = run(tmp_path, "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))", 2, **environ)
