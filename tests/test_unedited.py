@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
-from ddpshim.trainers.unedited import gpus, loaders, losses
+from ddpshim.trainers.unedited import gpus, loaders, loops, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
@@ -472,10 +474,14 @@ validation = DataLoader(Items(), 8)
 def loss_and_a_look(a, b):
     with torch.no_grad():
         model(next(iter(validation))[1])
-    return ((a - b) ** 2).sum() / len(a)
+    return ((a - b) ** 2).sum() / len(a) + 0 * sum(torch.rand(()) for row in a)
 
 train(model, DataLoader(Items(27), 8, shuffle=True), 1, loss_and_a_look)
 train(model, DataLoader(Items(27), 8, shuffle=True, drop_last=True), 1, lambda a, b: ((a - b) ** 2).sum())
+model.train()
+for index, x, y in DataLoader(Items(27), 8, shuffle=True):
+    with torch.no_grad():
+        say("looked at", [*index.tolist(), *model(x).shape])
 """
     two = succeeded(run(tmp_path, script, 2))
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
@@ -485,6 +491,9 @@ train(model, DataLoader(Items(27), 8, shuffle=True, drop_last=True), 1, lambda a
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]
     assert sizes == [4, 4, 4, 1, 4, 4, 4]
+    assert two.said(0, "looked at") == two.said(1, "looked at")
+    assert [looked[-2:] for looked in two.said(0, "looked at")] == [[8, 1], [8, 1], [8, 1], [3, 1]]
+    assert [log.count("train.py:43 drew 4 times on the 4 rows of this rank") for log in two.logs] == [1, 0]
 
 
 def test_the_main_rank_writes(tmp_path: Path) -> None:
@@ -649,6 +658,58 @@ def test_a_sum_over_samples_is_multiplied_by_the_number_of_ranks(
 
 
 @pytest.mark.unit
+class Loops:
+    """Loops over something that notes whether it evaluates: `self.seen`."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+        self.others = {"a": self}
+
+    def __iter__(self) -> Iterator[int]:
+        self.seen.append(loops.evaluates(sys._getframe(1)))
+        return iter([1])
+
+    def looks(self, x: int) -> int:
+        with torch.no_grad():
+            return self.decorated(x)
+
+    @torch.no_grad()
+    def decorated(self, x: int) -> int:
+        return x
+
+    def trains(self, x: Any) -> None:
+        if self.looks(x) == 0:
+            x.backward()
+
+    def evaluate(self) -> None:
+        for x in self:
+            self.looks(x)
+        for _, x in enumerate(self):
+            self.decorated(x)
+        for _ in self:
+            with torch.inference_mode():
+                pass
+
+    def train(self) -> None:
+        for x in self:
+            self.trains(x)
+        for x in self:
+            self.decorated(x)
+            self.others["a"].trains(x)
+        for x in self:
+            print(x)
+        next(iter(self))
+
+
+def test_loops_that_evaluate_are_told_by_what_they_call() -> None:
+    one, other = Loops(), Loops()
+    one.evaluate()
+    other.train()
+    assert one.seen == [True] * 3
+    assert other.seen == [False] * 4
+    assert loops.evaluates(None) is False
+
+
 def test_which_orders_are_drawn() -> None:
     items = list(range(8))
     sequential, random = SequentialSampler(items), RandomSampler(items)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from ddpshim.errors import SyncError
+from ddpshim.job import small_draws
 from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
@@ -390,6 +391,7 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
     """
     drawn = draw()
     if math.prod(shape) < LARGE or isinstance(sharing.of_draws, Kept):
+        small_draws.count(sharing)
         return drawn
     assert sharing.of_draws is not None
     sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
@@ -403,6 +405,8 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
     if sharing.of_draws is not None and math.prod(shape) >= LARGE and not isinstance(sharing.of_draws, Kept):
         sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
         _name(sharing, f"draws for {sizes} numbers, and none of these is the batch ({num_rows})", "alike on all ranks")
+    else:
+        small_draws.count(sharing)
 
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:

@@ -18,7 +18,8 @@ from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed
 from ddpshim.job.world import World
 from ddpshim.model import guard
-from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+from ddpshim.trainers.unedited.loops import evaluates
+from ddpshim.trainers.unedited.places import frame_of_the_program, line_of_the_program, say_on_main
 from ddpshim.trainers.unedited.steps import Steps
 
 T_co = TypeVar("T_co", covariant=True)
@@ -33,7 +34,8 @@ _PASSED_ON = (
 class DataLoader(torch_data.DataLoader[T_co]):
     """torch's, in all that it shows; its passes are split over the ranks where they train in an order that is drawn.
 
-    A pass trains if it begins with gradients enabled and a network of the program in training mode.
+    A pass trains if it begins with gradients enabled and a network of the program in training mode, unless its loop
+    turns gradients off and trains nothing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,6 +49,8 @@ class DataLoader(torch_data.DataLoader[T_co]):
             steps.networks.wrap()
         trains = torch.is_grad_enabled() and steps.networks.is_training()
         is_split = trains and is_drawn(self)
+        if is_split and evaluates(frame_of_the_program()):
+            trains = is_split = False
         if is_split and self._split is None:
             self._split = _split(self, steps)
         batches = self._split.__iter__ if is_split and self._split is not None else super().__iter__

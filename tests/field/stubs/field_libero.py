@@ -25,6 +25,9 @@ class DummyVectorEnv:
         dones = np.asarray(actions)[:, 0] > 0
         return self._observed(), dones.astype(float), dones, [{}] * self.num_envs
 
+    def get_sim_state(self):
+        return np.zeros((self.num_envs, 4))
+
     def close(self):
         pass
 
