@@ -423,6 +423,34 @@ torch.save(states, "weights.pth")
     assert "weights differed between ranks" not in two.logs[0]
 
 
+def test_workers_that_stay_are_seeded_once_by_passes_that_train_and_evaluate(tmp_path: Path) -> None:
+    script = """
+model = network(dropout=0.1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for looks_first in (True, False):
+    loader = DataLoader(Items(), 8, shuffle=True, num_workers=1, persistent_workers=True)
+    for trains in (not looks_first, looks_first, not looks_first):
+        model.train()
+        if trains:
+            for index, x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y.double()).backward()
+                optimizer.step()
+        else:
+            for index, x, y in loader:
+                with torch.no_grad():
+                    say("looked at", [*index.tolist(), float(model(x).mean())])
+    say("drawn", torch.rand(2).tolist())
+torch.save(model.state_dict(), "weights.pth")
+"""
+    plain, two = succeeded(run(tmp_path, script, 1, is_plain=True)), succeeded(run(tmp_path, script, 2))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-12
+    for rank in (0, 1):
+        assert two.said(rank, "drawn") == plain.said(0, "drawn")
+        for looked, of_one in zip(two.said(rank, "looked at"), plain.said(0, "looked at")):
+            assert looked == pytest.approx(of_one, abs=1e-12)
+
+
 # What is refused, and what is said
 
 REFUSED = {

@@ -31,6 +31,7 @@ class Trainer:
     needs: tuple[str, ...] = ()  # packages beyond torch
     stubs: tuple[str, ...] = ()  # what has a stand-in, told in the page
     losses: str = ""  # a pattern of the printed lines whose numbers are compared; else files of JSON lines
+    distributes_itself: bool = False  # `run` leaves it alone, and what its ranks end with is compared
     path: tuple[str, ...] = ()  # folders for PYTHONPATH: of these sources, or others beside them
 
     @property
@@ -268,6 +269,7 @@ TRAINERS = [
             "eval.num_workers=1",
             "eval.batch_size=16",
             "data.seq_len=2",
+            "policy/data_augmentation@policy.color_aug=identity_aug",
             "policy.embed_size=16",
             "policy.transformer_num_layers=1",
             "policy.transformer_num_heads=2",
@@ -312,9 +314,11 @@ TRAINERS = [
             "val_dataloader.num_workers=1",
             "checkpoint.topk.k=2",
             "logging.mode=disabled",
+            "hydra.run.dir=data/outputs/run",
         ],
         data.umi,
-        environment={"ACCELERATE_USE_CPU": "true"},
+        environment={"ACCELERATE_USE_CPU": "true", "DDPSHIM_UNEDITED": "off"},
+        distributes_itself=True,
         needs=("hydra", "zarr", "numba", "diffusers", "einops", "dill", "wandb", "accelerate", "timm", "imagecodecs"),
     ),
     visualnav("gnm"),
