@@ -58,6 +58,9 @@ TAIL = """## What differs, and why
   does not know these rows for the batch's: one process and two ranks draw different numbers from then on. Not said yet.
 - act, and gnm where it is run: the dataset draws random numbers for a sample, in a data worker. On ranks they depend
   on the sample's place in the pass; a line says so. `run --nproc 1` draws the same.
+- libero: the colours of images are changed by numbers that are drawn in a loop over the samples, of which a rank has
+  fewer: they would be other numbers. A line says so. The run below leaves that out (`color_aug`), and nothing else.
+- umi distributes itself (accelerate), and is left alone: its batch size is that of a rank, its ranks draw equal noise.
 - vae: the network is equal. The trainer adds up losses that are themselves sums, and logs half of them; a line says
   that sums over a pass are those of a share.
 
@@ -66,7 +69,10 @@ TAIL = """## What differs, and why
 What cannot be had on a machine without a GPU, a network or a display has a stand-in beside the trainer, never in it
 (tests/field/stubs, put on PYTHONPATH for both runs):
 
-- simulator: an `env_runner` that plays the policy for a few steps on random observations, and scores what it did
+- simulator: an `env_runner` (LIBERO: environments) that plays the policy for a few steps on random observations, and
+  scores what it did
+- transformers: BERT's embedding of LIBERO's sentences, whose weights are on a hub, is computed from their letters
+- numpy's name `bool`, which robomimic 0.2.0 uses, and `torch.load` as before torch 2.6 (a variable): LIBERO pins both
 - CUDA: ACT calls `.cuda()` on all that it makes, which here leaves it on the CPU
 - ResNet's weights: a file of random ones, where torch would download them to
 - dm_control, IPython, pytorch3d: imported by ACT and DP3, and not used while they train as here
