@@ -58,8 +58,8 @@ TAIL = """## What differs, and why
   does not know these rows for the batch's: one process and two ranks draw different numbers from then on. Not said yet.
 - act, and gnm where it is run: the dataset draws random numbers for a sample, in a data worker. On ranks they depend
   on the sample's place in the pass; a line says so. `run --nproc 1` draws the same.
-- libero: as its authors have it, the colours of images are changed by numbers that are drawn in a loop over the samples,
-  of which a rank has fewer: other numbers than those of one process. A line says so, and what was typed leaves it out
+- libero: as published, it changes the colours of images by numbers that are drawn in a loop over the samples, of which
+  a rank has fewer: other numbers than those of one process. A line says so, and what was typed leaves it out
   (`color_aug`). What was logged is equal, and so are the weights; running statistics of BatchNorm in one of the two
   encoders are 8e-04 apart, 13 times what rounding amounts to. Why is not known.
 - umi distributes itself (accelerate), and is left alone: its batch size is that of a rank, its ranks draw equal noise.
