@@ -14,7 +14,10 @@ from importlib import metadata
 from typing import Any, Optional
 
 GROUP = "ddpshim.trainers"
-_BUILT_IN = {package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi")}
+_BUILT_IN = {
+    **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi", "diffusion_policy")},
+    "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
+}
 
 
 @functools.lru_cache(maxsize=1)

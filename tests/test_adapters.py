@@ -62,7 +62,8 @@ def toybot(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 def test_only_ours_without_entry_points() -> None:
     assert adapters.packages() == {
-        package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi")
+        **{package: f"ddpshim.{package}.adapter" for package in ("robomimic", "lerobot", "openpi", "diffusion_policy")},
+        "diffusion_policy_3d": "ddpshim.diffusion_policy.adapter",
     }
     assert fetching.fetcher_of(Squares()) is None
     assert not draws_by_weight(OwnSampler([1.0, 2.0], 2))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -20,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
-from ddpshim.trainers.unedited import coupling, gpus, loaders, losses
+from ddpshim.trainers.unedited import coupling, gpus, loaders, loops, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
@@ -336,6 +338,64 @@ say("rows", [torch.rand(4).tolist()])
     assert two.said(0, "two loaders meet") == [False]
 
 
+ROLLS_OUT = """
+np.random.seed(0)
+from diffusion_policy.env_runner.base_image_runner import BaseImageRunner
+
+class Runner(BaseImageRunner):
+    def __init__(self, output_dir, num_envs):
+        super().__init__(output_dir)
+        self.shift, self.num_envs = np.random.rand(), num_envs
+        open(output_dir + f"/made_by_{os.environ.get('RANK', 0)}", "w").close()
+    def run(self, policy):
+        with torch.no_grad():
+            reward = policy(torch.randn(self.num_envs, 4).double()).abs().mean() + self.shift
+        with open(self.output_dir + "/video.mp4", "w") as file:
+            file.write("seen")
+        return {"mean_score": reward.item(), "video": object(), "each": np.array([float(reward)])}
+
+class Longer(Runner):
+    def run(self, policy):
+        return {**super().run(policy), "steps": np.int64(3)}
+
+model = network(dropout=0.1)
+loader = DataLoader(Items(), batch_size=8, shuffle=True)
+os.mkdir("out")
+runner = Longer("out", num_envs=4)  # as many as a rank has rows
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for epoch in range(2):
+    model.train()
+    for index, x, y in loader:
+        kept = x
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x + torch.randn(x.shape)), y.double()).backward()
+        optimizer.step()
+    model.eval()
+    found = runner.run(model)
+    found["drawn"] = [float(torch.rand(1)), np.random.rand()]
+    say("found", [found["mean_score"], float(found["each"][0]), int(found["steps"]), *found["drawn"]])
+    say("files", [sorted(os.listdir("out")), open("out/video.mp4").read()])
+say("rank", [found["video"] is None, hasattr(runner, "shift"), runner.output_dir])
+"""
+
+
+def test_the_main_rank_plays_rollouts_and_the_others_get_what_it_found(tmp_path: Path) -> None:
+    package = tmp_path / "stubs" / "diffusion_policy" / "env_runner"
+    package.mkdir(parents=True)
+    (package / "base_image_runner.py").write_text(
+        "class BaseImageRunner:\n    def __init__(self, output_dir):\n        self.output_dir = output_dir\n"
+    )
+    script = "sys.path.insert(0, os.environ['STUBS'])\n" + ROLLS_OUT
+    plain = succeeded(run(tmp_path, script, 1, is_plain=True, STUBS=str(tmp_path / "stubs")))
+    two = succeeded(run(tmp_path, script, 2, STUBS=str(tmp_path / "stubs")))
+    expected = plain.said(0, "found")
+    for rank in (0, 1):
+        for found, of_one in zip(two.said(rank, "found"), expected):
+            assert found == pytest.approx(of_one, abs=1e-6)
+        assert two.said(rank, "files") == plain.said(0, "files") == 2 * [[["made_by_0", "video.mp4"], "seen"]]
+    assert [two.said(rank, "rank") for rank in (0, 1)] == [[[False, True, "out"]], [[True, False, "out"]]]
+
+
 @pytest.mark.parametrize("environ", [{"DDPSHIM_ORDER": "computed"}, {"DDPSHIM_NOISE": "per_rank"}])
 def test_another_order_or_noise_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
     ran = run(tmp_path, "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))", 2, **environ)
@@ -362,6 +422,34 @@ torch.save(states, "weights.pth")
     assert two.said(0, "evaluated on") == two.said(1, "evaluated on") == one.said(0, "evaluated on")
     assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (one, two))) < 1e-12
     assert "weights differed between ranks" not in two.logs[0]
+
+
+def test_workers_that_stay_are_seeded_once_by_passes_that_train_and_evaluate(tmp_path: Path) -> None:
+    script = """
+model = network(dropout=0.1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for looks_first in (True, False):
+    loader = DataLoader(Items(), 8, shuffle=True, num_workers=1, persistent_workers=True)
+    for trains in (not looks_first, looks_first, not looks_first):
+        model.train()
+        if trains:
+            for index, x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y.double()).backward()
+                optimizer.step()
+        else:
+            for index, x, y in loader:
+                with torch.no_grad():
+                    say("looked at", [*index.tolist(), float(model(x).mean())])
+    say("drawn", torch.rand(2).tolist())
+torch.save(model.state_dict(), "weights.pth")
+"""
+    plain, two = succeeded(run(tmp_path, script, 1, is_plain=True)), succeeded(run(tmp_path, script, 2))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-12
+    for rank in (0, 1):
+        assert two.said(rank, "drawn") == plain.said(0, "drawn")
+        for looked, of_one in zip(two.said(rank, "looked at"), plain.said(0, "looked at")):
+            assert looked == pytest.approx(of_one, abs=1e-12)
 
 
 # What is refused, and what is said
@@ -428,10 +516,14 @@ validation = DataLoader(Items(), 8)
 def loss_and_a_look(a, b):
     with torch.no_grad():
         model(next(iter(validation))[1])
-    return ((a - b) ** 2).sum() / len(a)
+    return ((a - b) ** 2).sum() / len(a) + 0 * sum(torch.rand(()) for row in a)
 
 train(model, DataLoader(Items(27), 8, shuffle=True), 1, loss_and_a_look)
 train(model, DataLoader(Items(27), 8, shuffle=True, drop_last=True), 1, lambda a, b: ((a - b) ** 2).sum())
+model.train()
+for index, x, y in DataLoader(Items(27), 8, shuffle=True):
+    with torch.no_grad():
+        say("looked at", [*index.tolist(), *model(x).shape])
 """
     two = succeeded(run(tmp_path, script, 2))
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
@@ -441,6 +533,9 @@ train(model, DataLoader(Items(27), 8, shuffle=True, drop_last=True), 1, lambda a
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]
     assert sizes == [4, 4, 4, 1, 4, 4, 4]
+    assert two.said(0, "looked at") == two.said(1, "looked at")
+    assert [looked[-2:] for looked in two.said(0, "looked at")] == [[8, 1], [8, 1], [8, 1], [3, 1]]
+    assert [log.count("train.py:43 drew 4 times on the 4 rows of this rank") for log in two.logs] == [1, 0]
 
 
 def test_the_main_rank_writes(tmp_path: Path) -> None:
@@ -727,6 +822,58 @@ def test_what_is_not_followed_is_the_programs_own() -> None:
 
 
 @pytest.mark.unit
+class Loops:
+    """Loops over something that notes whether it evaluates: `self.seen`."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+        self.others = {"a": self}
+
+    def __iter__(self) -> Iterator[int]:
+        self.seen.append(loops.evaluates(sys._getframe(1)))
+        return iter([1])
+
+    def looks(self, x: int) -> int:
+        with torch.no_grad():
+            return self.decorated(x)
+
+    @torch.no_grad()
+    def decorated(self, x: int) -> int:
+        return x
+
+    def trains(self, x: Any) -> None:
+        if self.looks(x) == 0:
+            x.backward()
+
+    def evaluate(self) -> None:
+        for x in self:
+            self.looks(x)
+        for _, x in enumerate(self):
+            self.decorated(x)
+        for _ in self:
+            with torch.inference_mode():
+                pass
+
+    def train(self) -> None:
+        for x in self:
+            self.trains(x)
+        for x in self:
+            self.decorated(x)
+            self.others["a"].trains(x)
+        for x in self:
+            print(x)
+        next(iter(self))
+
+
+def test_loops_that_evaluate_are_told_by_what_they_call() -> None:
+    one, other = Loops(), Loops()
+    one.evaluate()
+    other.train()
+    assert one.seen == [True] * 3
+    assert other.seen == [False] * 4
+    assert loops.evaluates(None) is False
+
+
 def test_which_orders_are_drawn() -> None:
     items = list(range(8))
     sequential, random = SequentialSampler(items), RandomSampler(items)

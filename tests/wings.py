@@ -13,6 +13,7 @@ WINGS = [
     "droid",
     "lerobot",
     "openpi",
+    "diffusion_policy",
     "launch",
     "tools",
 ]

@@ -80,7 +80,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         self.fetches_whole_batches = False  # and so draws nothing for a sample
         self._streams: Optional[SampleStreams] = None
         self.restarts_workers = not self.persistent_workers  # in one process: torch draws a seed for those that start
-        self._has_begun = False
+        self.has_begun = False  # a pass: workers that stay have their seed
         # What users read off a loader. torch forbids setting these because its batches are made already; so
         # are ours, and `shown` says how.
         for name, value in shown.items():
@@ -112,7 +112,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         if state is not None and hasattr(source, "begins_with"):
             source.begins_with = state["begun with"] if is_inside else None
             source.workers_begun_with = state["workers"]
-            self._has_begun = state["begun with"] is not None
+            self.has_begun = state["begun with"] is not None
             source.restore_generators(state["generators"])
 
     def __iter__(self) -> Any:
@@ -120,14 +120,14 @@ class ShardedLoader(DataLoader[Any], Enterable):
         start, source = self._source.epochs.start_step, cast(Any, self._source)
         draw, next_size, num_ahead = None, lambda: (self.batch_size, None), 0
         if hasattr(source, "draw"):
-            source.begin(epoch, draws_seed=self.restarts_workers or not self._has_begun)
+            source.begin(epoch, draws_seed=self.restarts_workers or not self.has_begun)
             draw, next_size = functools.partial(source.draw, source.drawn), source.drawn.sizes.popleft
             num_ahead = source.drawn.num_ahead
             if self.num_workers:
                 draw = draw()
         else:
             source.begin(epoch)
-        self._has_begun = True
+        self.has_begun = True
         scope: list[Union[int, str]] = ["rank", self.rank, epoch, *([start] if start else [])]
         streams = None
         if not isinstance(self.dataset, IterableDataset) and not self.fetches_whole_batches:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from ddpshim.errors import SyncError
+from ddpshim.job import small_draws
 from ddpshim.job.group import draws_alike, use_own_batches
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed, shared_random_streams
@@ -414,6 +415,8 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
     elif at_hand is not None and math.prod(shape) >= LARGE:
         what = f"draws for {sizes} numbers, and none of these is the batch ({at_hand.num_rows})"
         _name(sharing, what, "alike on all ranks")
+    else:
+        small_draws.count(sharing)
 
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:

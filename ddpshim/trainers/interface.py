@@ -51,6 +51,10 @@ class Adapter(Protocol):
         """The functions of the package that train, each with its module; without it every program that imports the
         package is taken for its trainer."""
 
+    def rollouts(self) -> list[tuple[str, str]]:
+        """The classes of the package, each with its module, whose subclasses make environments and play them in `run`:
+        in an unedited program on the main rank alone, while others wait for what `run` returns."""
+
     def stand_ins(self) -> StandIns:
         """For trainers of the package that are installed and unedited."""
 

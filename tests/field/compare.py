@@ -90,7 +90,7 @@ def rows(left: Left, pattern: str) -> list[list[float]]:
     found = []
     if pattern:
         for line in left.printed.splitlines():
-            line = line.split("\r")[-1]
+            line = re.sub(r"time: *[\d.]+", "", line.split("\r")[-1])
             if re.search(pattern, line):
                 found.append([float(number) for number in NUMBER.findall(line)])
         return found

@@ -77,6 +77,55 @@ def trajectories(root: Path) -> None:
         (root / "splits" / split / "traj_names.txt").write_text(names)
 
 
+def umi(root: Path) -> None:
+    """Four episodes with a gripper's camera, as a zip of zarr; and no more workers for the normalizer than needed."""
+    import zarr
+
+    rng = np.random.default_rng(0)
+    lengths = [14, 12, 15, 13]
+    shapes = {"eef_pos": 3, "eef_rot_axis_angle": 3, "gripper_width": 1, "demo_start_pose": 6, "demo_end_pose": 6}
+    path = root / "example_demo_session" / "dataset.zarr.zip"
+    path.parent.mkdir()
+    with zarr.ZipStore(str(path), mode="w") as store:
+        group = zarr.group(store)
+        data, meta = group.create_group("data"), group.create_group("meta")
+        for key, width in shapes.items():
+            data.array(f"robot0_{key}", rng.random((sum(lengths), width), dtype=np.float32) / 8, chunks=False)
+        images = rng.integers(0, 255, (sum(lengths), 64, 64, 3), dtype=np.uint8)
+        data.array("camera0_rgb", images, chunks=(1, 64, 64, 3))
+        meta.array("episode_ends", np.cumsum(lengths))
+
+
+def libero(root: Path) -> None:
+    """A short demonstration of each of the ten tasks, a config file that says where, and the command that pip makes."""
+    import ast
+
+    import h5py
+    import torch
+
+    rng = np.random.default_rng(0)
+    tree = ast.parse((root / "libero/libero/benchmark/libero_suite_task_map.py").read_text())
+    tasks = ast.literal_eval(next(node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)))
+    folders = {name: root / "home" / name for name in ("datasets", "init_states", "bddl_files", "assets")}
+    for name in ("datasets", "init_states"):
+        (folders[name] / "libero_spatial").mkdir(parents=True)
+    lines = [f"{name}: {folder}" for name, folder in {"benchmark_root": root / "libero", **folders}.items()]
+    (root / "home" / "config.yaml").write_text("\n".join(lines) + "\n")
+    command = "import sys\nfrom libero.lifelong.main import main\n\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    (root / "home" / "lifelong.main").write_text(command)
+    for task in tasks["libero_spatial"]:
+        torch.save(np.zeros((2, 4)), folders["init_states"] / "libero_spatial" / f"{task}.pruned_init")
+        with h5py.File(folders["datasets"] / "libero_spatial" / f"{task}_demo.hdf5", "w") as file:
+            file.create_group("data").attrs["env_args"] = '{"env_name": "none", "type": 1, "env_kwargs": {}}'
+            demo, steps = file.create_group("data/demo_0"), 9
+            demo.attrs["num_samples"] = steps
+            demo["actions"] = rng.random((steps, 7), dtype=np.float32)
+            for key in ("agentview_rgb", "eye_in_hand_rgb"):
+                demo[f"obs/{key}"] = rng.integers(0, 255, (steps, 32, 32, 3), dtype=np.uint8)
+            demo["obs/gripper_states"] = rng.random((steps, 2), dtype=np.float32)
+            demo["obs/joint_states"] = rng.random((steps, 7), dtype=np.float32)
+
+
 def mnist(root: Path) -> None:
     """MNIST's four files with 250 and 60 random digits, beside the trainer's folder as it expects them."""
     rng = np.random.default_rng(0)

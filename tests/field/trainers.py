@@ -12,6 +12,8 @@ DIFFUSION_POLICY = ("real-stanford/diffusion_policy", "5ba07ac6661db573af695b419
 DP3 = ("YanjieZe/3D-Diffusion-Policy", "47385d9d6f5bde3f2ebdf2400ecb8261cc9e6b97")
 ACT = ("tonyzhaozh/act", "742c753c0d4a5d87076c8f69e5628c79a8cc5488")
 VISUALNAV = ("robodhruv/visualnav-transformer", "dca79815b704e5aa9c6bdc3082351f9e3b2848c2")
+UMI = ("real-stanford/universal_manipulation_interface", "d095ba9590df789df5189eea5ee7e431689038a6")
+LIBERO = ("Lifelong-Robot-Learning/LIBERO", "8f1084e3132a39270c3a13ebe37270a43ece2a01")
 EXAMPLES = ("pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8")
 WANDB_STUB = str(Path(__file__).parent / "wandb_stub")
 
@@ -29,6 +31,7 @@ class Trainer:
     needs: tuple[str, ...] = ()  # packages beyond torch
     stubs: tuple[str, ...] = ()  # what has a stand-in, told in the page
     losses: str = ""  # a pattern of the printed lines whose numbers are compared; else files of JSON lines
+    distributes_itself: bool = False  # `run` leaves it alone, and what its ranks end with is compared
     path: tuple[str, ...] = ()  # folders for PYTHONPATH: of these sources, or others beside them
 
     @property
@@ -155,6 +158,33 @@ TRAINERS = [
         "policy.crop_shape=[84,84]",
         "training.num_epochs=2",
     ),
+    workspace(
+        "transformer_hybrid",
+        "train_diffusion_transformer_hybrid_workspace",
+        *PUSHT_IMAGE,
+        *WARM,
+        "policy.n_layer=2",
+        "policy.n_emb=32",
+        "policy.num_inference_steps=3",
+        "policy.crop_shape=[84,84]",
+        "training.num_epochs=2",
+    ),
+    workspace(
+        "ibc_hybrid",
+        "train_ibc_dfo_hybrid_workspace",
+        *PUSHT_IMAGE,
+        *WARM,
+        "policy.train_n_neg=16",
+        "policy.pred_n_samples=16",
+        "training.num_epochs=2",
+    ),
+    workspace(
+        "robomimic_image",
+        "train_robomimic_image_workspace",
+        *PUSHT_IMAGE,
+        "policy.crop_shape=[84,84]",
+        "training.num_epochs=2",
+    ),
     Trainer(
         "dp3",
         DP3,
@@ -219,6 +249,77 @@ TRAINERS = [
         stubs=("CUDA", "dm_control", "IPython", "ResNet's weights"),
         losses=r"^(Val loss|Train loss|loss|l1)",
         path=("detr",),
+    ),
+    Trainer(
+        "libero",
+        LIBERO,
+        [
+            "home/lifelong.main",
+            "lifelong=multitask",
+            "lifelong.eval_in_train=true",
+            "device=cpu",
+            "seed=0",
+            "train.n_epochs=2",
+            "train.batch_size=16",
+            "train.num_workers=1",
+            "eval.eval_every=1",
+            "eval.n_eval=2",
+            "eval.use_mp=false",
+            "eval.max_steps=2",
+            "eval.num_workers=1",
+            "eval.batch_size=16",
+            "data.seq_len=2",
+            "policy/data_augmentation@policy.color_aug=identity_aug",
+            "policy.embed_size=16",
+            "policy.transformer_num_layers=1",
+            "policy.transformer_num_heads=2",
+            "policy.transformer_head_output_size=16",
+            "policy.transformer_mlp_hidden_size=16",
+            "policy.transformer_max_seq_len=2",
+        ],
+        data.libero,
+        environment={
+            "LIBERO_CONFIG_PATH": "{sources}/home",
+            "FIELD_INSTEAD": "libero.libero.envs:field_libero",
+            "FIELD_NUMPY": "1.22",
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+        },
+        needs=("hydra", "h5py", "einops", "easydict", "thop"),
+        stubs=("simulator", "transformers"),
+        losses=r"^.info. Epoch|All task",
+        path=(".", "robomimic-0.2.0", str(Path(__file__).parent / "transformers_stub"), WANDB_STUB),
+    ),
+    Trainer(
+        "umi",
+        UMI,
+        [
+            "train.py",
+            "--config-name=train_diffusion_unet_timm_umi_workspace",
+            "task.shape_meta.obs.camera0_rgb.shape=[3,64,64]",
+            "task.action_horizon=4",
+            "task.obs_down_sample_steps=1",
+            "task.dataset.val_ratio=0.3",
+            "policy.obs_encoder.model_name=resnet18",
+            "policy.obs_encoder.pretrained=False",
+            "policy.num_inference_steps=2",
+            *SMALL_UNET,
+            *WARM,
+            "training.num_epochs=2",
+            "training.rollout_every=1",
+            "training.checkpoint_every=1",
+            "training.sample_every=1",
+            "dataloader.batch_size=8",
+            "dataloader.num_workers=1",
+            "val_dataloader.batch_size=8",
+            "val_dataloader.num_workers=1",
+            "checkpoint.topk.k=2",
+            "logging.mode=disabled",
+            "hydra.run.dir=data/outputs/run",
+        ],
+        data.umi,
+        environment={"ACCELERATE_USE_CPU": "true", "DDPSHIM_UNEDITED": "off"},
+        distributes_itself=True,
+        needs=("hydra", "zarr", "numba", "diffusers", "einops", "dill", "wandb", "accelerate", "timm", "imagecodecs"),
     ),
     visualnav("gnm"),
     visualnav("vint"),

@@ -34,6 +34,7 @@ from ddpshim.trainers.unedited.loaders import DataLoader
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from ddpshim.trainers.unedited.program import Start
 from ddpshim.trainers.unedited.reads import equal_reads
+from ddpshim.trainers.unedited.rollouts import Rollouts
 from ddpshim.trainers.unedited.steps import Steps
 
 
@@ -50,7 +51,10 @@ def joined(start: Start) -> Iterator[None]:
             "the data and its evaluations on each rank, and they would differ. Leave both options out."
         )
     noise.share(trains_whole_batches=True)
-    steps = current().part(Steps)
+    steps, rollouts = current().part(Steps), Rollouts(here)
+
+    def is_apart() -> bool:
+        return rollouts.is_playing or is_reading()
 
     def is_reading() -> bool:
         # Of the thread that asks a loader: what another one saves meanwhile is a checkpoint, not a dataset's cache.
@@ -64,10 +68,11 @@ def joined(start: Start) -> Iterator[None]:
     undo.enter_context(_optimizers_seen())
     undo.enter_context(leaving.noticed(start, undo.close))
     if here.world_size > 1:
-        files, clock = PrivateFiles(here, start.time, is_reading), Clock(here, is_reading)
+        files, clock = PrivateFiles(here, start.time, is_reading), Clock(here, is_apart)
         for part in (files, clock, Commands(clock, files)):
             undo.enter_context(part.installed())
-        undo.enter_context(equal_reads(here, is_reading))
+        undo.enter_context(equal_reads(here, is_apart))
+        undo.enter_context(rollouts.on_main(files.apart))
         unshared.leave_to_others()
         undo.callback(register_optimizer_step_pre_hook(steps.check_step).remove)
         undo.enter_context(replaced(torch, "compile", steps.compiled(torch.compile)))

@@ -16,9 +16,11 @@ from ddpshim.job import shares
 from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.job.random_streams import derive_seed
+from ddpshim.job.replaced import replaced
 from ddpshim.job.world import World
 from ddpshim.model import guard
-from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
+from ddpshim.trainers.unedited.loops import evaluates
+from ddpshim.trainers.unedited.places import frame_of_the_program, line_of_the_program, say_on_main
 from ddpshim.trainers.unedited.steps import Steps
 
 T_co = TypeVar("T_co", covariant=True)
@@ -33,7 +35,8 @@ _PASSED_ON = (
 class DataLoader(torch_data.DataLoader[T_co]):
     """torch's, in all that it shows; its passes are split over the ranks where they train in an order that is drawn.
 
-    A pass trains if it begins with gradients enabled and a network of the program in training mode.
+    A pass trains if it begins with gradients enabled and a network of the program in training mode, unless its loop
+    turns gradients off and trains nothing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,10 +51,24 @@ class DataLoader(torch_data.DataLoader[T_co]):
             steps.networks.wrap()
         trains = torch.is_grad_enabled() and steps.networks.is_training()
         is_split = trains and is_drawn(self)
+        if is_split and evaluates(frame_of_the_program()):
+            trains = is_split = False
         if is_split and self._split is None:
             self._split = _split(self, steps)
-        batches = self._split.__iter__ if is_split and self._split is not None else super().__iter__
+        if is_split and self._split is not None:
+            self._split.has_begun |= self._iterator is not None  # its workers, if they stay, are one process's as well
+            batches = self._split.__iter__
+        else:
+            batches = self._whole
         return batches() if world().world_size == 1 else _pass(self, batches, is_split, trains)
+
+    def _whole(self) -> Any:
+        """A pass as torch makes it."""
+        stay = self.persistent_workers and self._split is not None and self._split.has_begun
+        if not stay or self._iterator is not None:
+            return super().__iter__()
+        with replaced(self, "generator", torch.Generator()):  # one process's stay from a pass that trained: no new seed
+            return super().__iter__()
 
 
 def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split: bool, trains: bool) -> Iterator[Any]:

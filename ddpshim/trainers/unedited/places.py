@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
+from typing import Optional
 
 import torch
 
@@ -15,20 +17,30 @@ _NOT_THE_PROGRAMS = (_OURS, os.path.dirname(torch.__file__), os.path.dirname(os.
 
 
 def line_of_the_program() -> str:
-    """file:line of the innermost frame of the program's own; of an installed package, if there is none. Local."""
-    frame = sys._getframe(1)
-    installed = ""
+    """file:line of `frame_of_the_program`. Local."""
+    frame = frame_of_the_program()
+    if frame is None:
+        return "a line of torch"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def frame_of_the_program() -> Optional[FrameType]:
+    """The innermost frame of the program's own; of an installed package, if there is none. Local."""
+    frame: Optional[FrameType] = sys._getframe(1)
+    installed = None
     while frame is not None:
         path = frame.f_code.co_filename
-        is_package = "site-packages" in path or "dist-packages" in path
-        if is_package or not path.startswith(_NOT_THE_PROGRAMS):
-            where = f"{os.path.basename(path)}:{frame.f_lineno}"
-            if not is_package:
-                return where
-            if not path.startswith(_NOT_THE_PROGRAMS):
-                installed = installed or where
-        frame = frame.f_back  # type: ignore[assignment]
-    return installed or "a line of torch"
+        if not is_not_the_programs(path):
+            if "site-packages" not in path and "dist-packages" not in path:
+                return frame
+            installed = installed or frame
+        frame = frame.f_back
+    return installed
+
+
+def is_not_the_programs(path: str) -> bool:
+    """Whether the file is ours, torch's or Python's. Local."""
+    return path.startswith(_NOT_THE_PROGRAMS)
 
 
 def say_on_main(text: str) -> None:

@@ -1,11 +1,14 @@
 """Observes a trainer from outside: at its end each rank writes its optimizers' parameters and states to $FIELD_PROBE.
 
 With FIELD_CUDA=cpu, `.cuda()` leaves modules and tensors where they are: some trainers know no other device.
+With FIELD_NUMPY=1.22, numpy has the name `bool` that it lost in 1.24: some trainers pin an older one.
+With FIELD_INSTEAD=MODULE:OTHER, another module is imported in place of one of the trainer's: that of its simulator.
 """
 
 import atexit
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import io
 import os
 import sys
@@ -29,6 +32,10 @@ def _modules_stay(module):
 
 def _tensors_stay(module):
     module.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _as_in_1_22(module):
+    module.bool = bool
 
 
 def _write():
@@ -77,8 +84,27 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _Instead(importlib.abc.MetaPathFinder):
+    """Imports another module by a module's name."""
+
+    def __init__(self, name, other):
+        self.name, self.other = name, other
+
+    def find_spec(self, name, path, target=None):
+        if name != self.name:
+            return None
+        origin = importlib.machinery.PathFinder.find_spec(self.other).origin
+        return importlib.util.spec_from_file_location(name, origin)
+
+
+if "FIELD_INSTEAD" in os.environ:
+    sys.meta_path.insert(0, _Instead(*os.environ["FIELD_INSTEAD"].split(":")))
+ACTIONS = {}
 if "FIELD_PROBE" in os.environ:
-    actions = {"torch.optim.optimizer": _watch_optimizers}
-    if os.environ.get("FIELD_CUDA") == "cpu":
-        actions.update({"torch.nn.modules.module": _modules_stay, "torch._tensor": _tensors_stay})
-    sys.meta_path.insert(0, _AfterImport(actions))
+    ACTIONS["torch.optim.optimizer"] = _watch_optimizers
+if os.environ.get("FIELD_CUDA") == "cpu":
+    ACTIONS.update({"torch.nn.modules.module": _modules_stay, "torch._tensor": _tensors_stay})
+if os.environ.get("FIELD_NUMPY") == "1.22":
+    ACTIONS["numpy"] = _as_in_1_22
+if ACTIONS:
+    sys.meta_path.insert(0, _AfterImport(ACTIONS))

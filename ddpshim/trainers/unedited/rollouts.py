@@ -1,0 +1,123 @@
+"""Has the main rank alone make and play a trainer's environments; the other ranks wait for what it found.
+
+Which classes play is for an adapter to say. Each rank would need as many simulators as one process, and where one of
+them is not deterministic ranks would decide differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Callable
+
+from ddpshim import adapters
+from ddpshim.job import shares
+from ddpshim.job.after_import import after_import
+from ddpshim.job.random_streams import rank_states, restore_rank_states
+from ddpshim.job.replaced import replaced
+from ddpshim.job.world import World
+
+
+class Rollouts:
+    """What plays in a job.
+
+    Attributes:
+        is_playing: whether this rank plays just now, and the others wait.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.is_playing = False
+        self._world, self._process = world, os.getpid()
+
+    @contextlib.contextmanager
+    def on_main(self, apart: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        """In it, classes that adapters name are made, and their `run` is called, on the main rank alone.
+
+        `apart`: a block in which the main rank's files are for all.
+        """
+        with contextlib.ExitStack() as until:
+
+            def take(module: str, name: str) -> None:
+                base = getattr(sys.modules[module], name)
+                until.enter_context(replaced(base, "__init_subclass__", self._hook(base, apart)))
+
+            for package in adapters.packages():
+                offered = adapters.function(package, "rollouts")
+                for module, name in [] if offered is None else offered():
+                    if module.startswith(f"{package}."):
+                        after_import(module, functools.partial(take, module, name))
+            yield
+
+    def _hook(self, base: Any, apart: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
+        """The `__init_subclass__` of `base`."""
+
+        def made(kind: Any, /, **arguments: Any) -> None:
+            super(base, kind).__init_subclass__(**arguments)
+            for name, instead in (("__init__", self._make), ("run", self._play)):
+                method = getattr(kind, name)
+                if not hasattr(method, "is_on_main"):
+                    setattr(kind, name, instead(method, base, apart))
+                    getattr(kind, name).is_on_main = True
+
+        return classmethod(made)
+
+    def _make(self, method: Callable[..., None], base: Any, apart: Any) -> Callable[..., None]:
+        """`__init__`, that of `base` on other ranks: they have no environments."""
+        play = self._play(method, base, apart)
+
+        @functools.wraps(method)
+        def make(runner: Any, *args: Any, **kwargs: Any) -> None:
+            if self._is_for_all() and not self._world.is_main:
+                given = {**kwargs, **inspect.signature(method).bind(runner, *args, **kwargs).arguments}
+                names = [name for name in [*inspect.signature(base.__init__).parameters][1:] if name in given]
+                base.__init__(runner, **{name: given[name] for name in names})
+            play(runner, *args, **kwargs)
+
+        return make
+
+    def _play(self, method: Callable[..., Any], base: Any, apart: Any) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def play(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_for_all():
+                return method(runner, *args, **kwargs)
+            own, device = [], self._world.device
+
+            def alone() -> Any:
+                self.is_playing = True
+                try:
+                    with shares.without_batch():
+                        own.append(method(runner, *args, **kwargs))
+                finally:
+                    self.is_playing = False
+                return _portable(own[0]), rank_states(device)
+
+            with apart():
+                found, states = self._world.run_on_main(alone)
+            if not self._world.is_main:
+                restore_rank_states(states, device)
+            return own[0] if own else found
+
+        return play
+
+    def _is_for_all(self) -> bool:
+        """Whether all ranks are here, and have not begun to play."""
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        return self._world.world_size > 1 and is_main_thread and os.getpid() == self._process and not self.is_playing
+
+
+def _portable(value: Any) -> Any:
+    """`value` as other ranks get it: numbers, text, tensors and arrays; None for a video, which the main rank logs."""
+    if isinstance(value, Mapping):
+        return {key: _portable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else list)(map(_portable, value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value).__module__ in ("numpy", "torch"):
+        return value.item() if not getattr(value, "shape", (1,)) else value
+    return None
