@@ -215,6 +215,8 @@ def checkpoints() -> Any:
             os.remove(f"models/{epoch - 1}.pt")
         seen.append(sorted(os.listdir("models")))
     shutil.copyfile("models/latest.pt", "best.pt")
+    with open(b"caf\xe9", "wb") as no_utf_8:
+        torch.save({}, no_utf_8)
     with Path("models/2.pt").open("rb") as file:
         seen.append(torch.load(file))
     seen += [torch.load("models/latest.pt"), torch.load("best.pt")]
