@@ -178,6 +178,9 @@ def removed_and_moved() -> Any:
     Path("latest/through.txt").write_text("a link")
     os.link("log.txt", "same.txt")
     os.renames("large.bin", "far/away/large.bin")
+    seen.append(os.readlink("link"))
+    os.symlink("far", "link.new")
+    os.replace("link.new", "link")
     seen += [Path("run_1/through.txt").read_text(), os.readlink("latest"), os.path.realpath("latest/..")]
     seen[-1] = os.path.relpath(seen[-1], os.getcwd())
     return seen, raised.value.filename, os.path.exists("old"), os.path.exists("link"), os.path.islink("link")
@@ -196,7 +199,8 @@ def lists() -> Any:
         )
     seen.append(sorted((base, sorted(folders), sorted(files)) for base, folders, files in os.walk("old")))
     os.chdir("new")
-    seen += [os.path.basename(os.getcwd()), os.listdir("..") != [], Path("inner").is_dir(), Path.cwd().name]
+    seen += [os.path.basename(os.getcwd()), os.path.basename(os.getcwdb())]
+    seen += [os.listdir("..") != [], Path("inner").is_dir(), Path.cwd().name]
     Path("relative.txt").write_text("r")
     os.chdir("inner")
     Path("../../old/inner/e.txt").write_text("e")
