@@ -88,6 +88,16 @@ def test_clocks_of_whole_seconds_are_the_main_ranks(monkeypatch: pytest.MonkeyPa
     assert told == 2 * [[(1971, 1, 1), (1971, 1, 2), "1971", "1971", "1971"]]
 
 
+def test_a_file_of_any_name_asks() -> None:
+    told = []
+    for world in worlds():
+        with Clock(world, lambda: False).installed():
+            names: dict[str, Any] = {"__name__": "__main__"}
+            exec(compile("import time\nfound = time.time()", os.fsdecode(b"caf\xe9.py"), "exec"), names)
+            told.append(names["found"])
+    assert told[0] == told[1]
+
+
 def test_who_is_not_told() -> None:
     """Threads, children, what a rank does apart from others, and libraries have the time themselves."""
     _, peer = worlds(side_timeout_s=0.05)

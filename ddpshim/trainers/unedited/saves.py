@@ -44,7 +44,7 @@ class Saves:
         self._there[path] = self._num, self._num_to[path]
         if self._world.is_main:
             # In this order: who has seen the number looks for the name.
-            self._world.count(_key(path), 1)
+            self._world.count(f"saved to {path}", 1)
             self._world.count("saved", 1)
 
     def forget(self, path: str) -> None:
@@ -66,7 +66,7 @@ class Saves:
         count, timeout_s = self._world.count, self._world.options.timeout_s
         number, number_to_path = self._there[path]
         end, is_late = time.monotonic() + timeout_s, False
-        while (found := count(_key(path))) < number_to_path and time.monotonic() < end:
+        while (found := count(f"saved to {path}")) < number_to_path and time.monotonic() < end:
             if not is_late and count("saved") >= number:
                 is_late, end = True, min(end, time.monotonic() + _THREADS_S)
             time.sleep(_TICK_S)
@@ -79,8 +79,3 @@ class Saves:
                 "pass, of which each rank sees its share."
             )
         return True
-
-
-def _key(path: str) -> str:
-    """By which a store, whose keys are UTF-8, counts the saves to a path of any bytes."""
-    return f"saved to {os.fsencode(path).decode('latin-1')}"
