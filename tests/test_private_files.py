@@ -40,6 +40,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job.job import Job
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import saves
+from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from tests.ranks import run_ranks
 
@@ -298,6 +299,15 @@ def test_each_rank_sees_and_the_disk_has_what_one_process_would(tmp_path: Path, 
         early = tree(tmp_path / "early")
         assert as_rank(peer, tmp_path / "early", program) == alone, "a rank that comes first"
         assert tree(tmp_path / "early") == early
+
+
+def test_each_change_of_the_main_rank_is_told_once(tmp_path: Path) -> None:
+    (main, peer), told = (MainsChanges(world, time.time()) for world in worlds()), []
+    for names in (["a"], ["b", "c"], []):
+        for name in names:
+            main.tell(str(tmp_path / name))
+        told.append([Path(before.path).name for before in peer.news()])
+    assert told == [["a"], ["b", "c"], []]
 
 
 def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
