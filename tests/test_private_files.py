@@ -40,6 +40,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job.job import Job
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import saves
+from ddpshim.trainers.unedited.layers import View
 from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from tests.ranks import run_ranks
@@ -308,6 +309,28 @@ def test_each_change_of_the_main_rank_is_told_once(tmp_path: Path) -> None:
             main.tell(str(tmp_path / name))
         told.append([Path(before.path).name for before in peer.news()])
     assert told == [["a"], ["b", "c"], []]
+
+
+class Looking:
+    """Has another rank list a folder while it is saved."""
+
+    def __init__(self, view: View, folder: Path) -> None:
+        self._look = lambda: view.names(str(folder))
+
+    def __reduce__(self) -> Any:
+        self.seen = self._look()
+        return list, ()
+
+
+def test_a_checkpoint_that_is_being_written_is_not_seen(tmp_path: Path) -> None:
+    (tmp_path / "old.pt").touch()
+    main, peer = worlds()
+    view = View(MainsChanges(peer, time.time() - 1), saves.Saves(peer))
+    looking = Looking(view, tmp_path)
+    as_rank(main, tmp_path, lambda: torch.save(looking, "new.pt"))
+    view.remove_all()
+    assert looking.seen == ["old.pt"]
+    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:
