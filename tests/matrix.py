@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
 ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
 QUICK = ("seams", "parallel", "guard", "sampler", "loader", "noise", "streams", "import_cost")
+UNEDITED = ("unedited", "private_files", "reads", "clock", "whole_batch", "replaced", "tasks", "lerobot", "openpi")
 MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "doctor")
 DEADLINE_S = 3600
 HEAD = [
@@ -35,7 +36,8 @@ HEAD = [
     "",
     "Written by `python -m tests.matrix`: the wheel in a fresh environment, tried by these files of the source",
     "distribution's tests:",
-    f"{', '.join(QUICK)}; where it says *all*, also",
+    f"{', '.join(QUICK)}; where it says *unedited*, also",
+    f"{', '.join(UNEDITED)}; where it says *all*, also",
     f"{', '.join(MORE)}.",
     "On CPUs, through gloo; skipped is what needs robomimic or other packages. No row: not tried.",
     "",
@@ -66,9 +68,9 @@ def main() -> int:
     parser.add_argument("--python", choices=PYTHONS, action="append", help="only this one; lines of others are kept")
     parser.add_argument("--torch", choices=ENDS, action="append", help="only this one; lines of others are kept")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "supported.md")
-    parser.add_argument("--quick", action="store_true", help="without the tests that take longest")
+    sets = {"quick": QUICK, "unedited": QUICK + UNEDITED, "all": QUICK + MORE}
+    parser.add_argument("--tests", choices=sets, default="all", help="which ones (all)")
     arguments = parser.parse_args()
-    names = QUICK if arguments.quick else QUICK + MORE
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would tests
     lines = _lines(arguments.out)
     num_failed = 0
@@ -78,9 +80,9 @@ def main() -> int:
             for end in arguments.torch or ENDS:
                 try:
                     with environment(python, end, next(Path(folder).glob("*.whl"))) as interpreter:
-                        tried = try_in(interpreter, next(Path(folder).glob("*.tar.gz")), names)
+                        tried = try_in(interpreter, next(Path(folder).glob("*.tar.gz")), sets[arguments.tests])
                     num_failed += len(tried.failed)
-                    lines[python, end] = row(python, end, "quick" if arguments.quick else "all", tried)
+                    lines[python, end] = row(python, end, arguments.tests, tried)
                 except CannotInstall as error:
                     lines[python, end] = (
                         f"| {python} | {end} | not installable here: {error} | | | | | | | {_today()} |"
@@ -104,7 +106,7 @@ def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
         # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both as wheels or not at all.
         wheels = ("--only-binary", "torch", "--only-binary", "numpy", "--resolution", ENDS[end])
         _run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), "numpy>=1.24")
-        _run(*install, str(wheel), "pytest", "pytest-xdist", "pytest-timeout")
+        _run(*install, str(wheel), "pytest", "pytest-xdist", "pytest-timeout", "h5py", "matplotlib", "tensorboardX")
         yield interpreter
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import itertools
 import os
 import pickle
 import random
@@ -25,6 +26,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job.job import Job
 from ddpshim.job.world import World
 from ddpshim.options import Options
+from ddpshim.trainers.unedited import clock
 from ddpshim.trainers.unedited.clock import Clock
 from tests.ranks import run_ranks
 
@@ -74,6 +76,26 @@ def test_each_rank_is_told_what_the_main_rank_was() -> None:
     assert pickle.loads(pickle.dumps(main[9])) == main[9]
     assert time.time() != main[0]
     assert imported_before.now() > main[9]
+
+
+def test_clocks_of_whole_seconds_are_the_main_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    days, told = itertools.count(365), []
+    monkeypatch.setattr(clock, "_time", lambda: next(days) * 86400.0 + 43200)
+    for world in worlds():
+        with Clock(world, lambda: False).installed():
+            told.append([time.localtime()[:3], time.gmtime()[:3], time.ctime()[-4:], time.asctime()[-4:]])
+            told[-1].append(time.strftime("%Y"))
+    assert told == 2 * [[(1971, 1, 1), (1971, 1, 2), "1971", "1971", "1971"]]
+
+
+def test_a_file_of_any_name_asks() -> None:
+    told = []
+    for world in worlds():
+        with Clock(world, lambda: False).installed():
+            names: dict[str, Any] = {"__name__": "__main__"}
+            exec(compile("import time\nfound = time.time()", os.fsdecode(b"caf\xe9.py"), "exec"), names)
+            told.append(names["found"])
+    assert told[0] == told[1]
 
 
 def test_who_is_not_told() -> None:

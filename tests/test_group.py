@@ -656,6 +656,23 @@ def _fail_without_a_text() -> None:
     assert num_boom
 
 
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+@pytest.mark.unit
+def test_a_rank_ends_also_where_it_cannot_say_why(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ddpshim.abort(_Unprintable(), 3)
+    assert codes == [3]
+    assert "TypeError: no text" in capfd.readouterr().err
+
+
 def _fail_and_abort(bad: int, waits_in: str) -> None:
     here = setup(device="cpu", timeout_s=50, side_timeout_s=50)
     try:

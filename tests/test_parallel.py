@@ -417,6 +417,7 @@ def _rank_sends_buckets() -> list[Any]:
     with ddpshim.shared_random_streams(0):
         net = _LastFirst()
     places = {p.data_ptr(): i for i, p in enumerate(net.parameters())}
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 64 * 64 * 4  # torch 2.1: whatever bucket_cap_mb is
     wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=64 * 64 * 4 / 2**20, comm_hook=hook)
     for i, p in enumerate(net.parameters()):
         p.register_post_accumulate_grad_hook(lambda _, i=i: came.append(i))
@@ -627,6 +628,7 @@ def _rank_trains_actor_and_critics() -> tuple[list[Any], list[torch.Tensor]]:
         return work.get_future().then(lambda future: future.value()[0])
 
     def wrap(net: nn.Module, name: str) -> Any:
+        torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 104  # torch 2.1: whatever bucket_cap_mb is
         wrapped = ddpshim.wrap_parallel(net, bucket_cap_mb=0.0001, comm_hook=note, comm_hook_state=name)
         assert wrapped.process_group is torch.distributed.group.WORLD
         return wrapped

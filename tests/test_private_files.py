@@ -42,6 +42,8 @@ from ddpshim.job.world import World
 from ddpshim.trainers.unedited import saves
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
+from ddpshim.trainers.unedited.layers import View
+from ddpshim.trainers.unedited.mains_changes import MainsChanges
 from ddpshim.trainers.unedited.private_files import PrivateFiles
 from tests.ranks import run_ranks
 
@@ -180,6 +182,9 @@ def removed_and_moved() -> Any:
     Path("latest/through.txt").write_text("a link")
     os.link("log.txt", "same.txt")
     os.renames("large.bin", "far/away/large.bin")
+    seen.append(os.readlink("link"))
+    os.symlink("far", "link.new")
+    os.replace("link.new", "link")
     seen += [Path("run_1/through.txt").read_text(), os.readlink("latest"), os.path.realpath("latest/..")]
     seen[-1] = os.path.relpath(seen[-1], os.getcwd())
     return seen, raised.value.filename, os.path.exists("old"), os.path.exists("link"), os.path.islink("link")
@@ -198,7 +203,8 @@ def lists() -> Any:
         )
     seen.append(sorted((base, sorted(folders), sorted(files)) for base, folders, files in os.walk("old")))
     os.chdir("new")
-    seen += [os.path.basename(os.getcwd()), os.listdir("..") != [], Path("inner").is_dir(), Path.cwd().name]
+    seen += [os.path.basename(os.getcwd()), os.path.basename(os.getcwdb())]
+    seen += [os.listdir("..") != [], Path("inner").is_dir(), Path.cwd().name]
     Path("relative.txt").write_text("r")
     os.chdir("inner")
     Path("../../old/inner/e.txt").write_text("e")
@@ -217,6 +223,8 @@ def checkpoints() -> Any:
             os.remove(f"models/{epoch - 1}.pt")
         seen.append(sorted(os.listdir("models")))
     shutil.copyfile("models/latest.pt", "best.pt")
+    with open(b"caf\xe9", "wb") as no_utf_8:
+        torch.save({}, no_utf_8)
     with Path("models/2.pt").open("rb") as file:
         seen.append(torch.load(file))
     seen += [torch.load("models/latest.pt"), torch.load("best.pt")]
@@ -346,6 +354,37 @@ def test_the_main_rank_runs_commands_and_all_have_what_came_of_them(
             assert found == expected
             made = made or tree(folder)
             assert tree(folder) == made
+
+
+def test_each_change_of_the_main_rank_is_told_once(tmp_path: Path) -> None:
+    (main, peer), told = (MainsChanges(world, time.time()) for world in worlds()), []
+    for names in (["a"], ["b", "c"], []):
+        for name in names:
+            main.tell(str(tmp_path / name))
+        told.append([Path(before.path).name for before in peer.news()])
+    assert told == [["a"], ["b", "c"], []]
+
+
+class Looking:
+    """Has another rank list a folder while it is saved."""
+
+    def __init__(self, view: View, folder: Path) -> None:
+        self._look = lambda: view.names(str(folder))
+
+    def __reduce__(self) -> Any:
+        self.seen = self._look()
+        return list, ()
+
+
+def test_a_checkpoint_that_is_being_written_is_not_seen(tmp_path: Path) -> None:
+    (tmp_path / "old.pt").touch()
+    main, peer = worlds()
+    view = View(MainsChanges(peer, time.time() - 1), saves.Saves(peer))
+    looking = Looking(view, tmp_path)
+    as_rank(main, tmp_path, lambda: torch.save(looking, "new.pt"))
+    view.remove_all()
+    assert looking.seen == ["old.pt"]
+    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_all_see_what_the_main_rank_does_for_all(tmp_path: Path) -> None:

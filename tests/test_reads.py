@@ -25,7 +25,7 @@ from ddpshim.errors import WorldError
 from ddpshim.job import shares
 from ddpshim.job.world import World
 from ddpshim.trainers.unedited import losses
-from ddpshim.trainers.unedited.reads import equal_reads
+from ddpshim.trainers.unedited.reads import _mean, equal_reads
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -220,3 +220,9 @@ def test_one_process_reads_as_ever() -> None:
     before = vars(torch.Tensor).get("item")
     with equal_reads(World(), lambda: False):
         assert vars(torch.Tensor).get("item") is before
+
+
+def test_the_mean_of_numbers_that_are_large_or_none() -> None:
+    assert math.isnan(_mean([math.inf, -math.inf], [1, 1]))
+    assert _mean([math.inf, 1.0], [1, 2]) == math.inf
+    assert _mean([1e16, 1.0, -1e16], [1, 1, 1]) == 1 / 3

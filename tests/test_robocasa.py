@@ -207,7 +207,7 @@ def test_a_failing_episode_ends_its_evaluation_and_no_more(
 ) -> None:
     number = 2 + rank  # the second that the rank plays
     run = _evaluate(trainer, 2, fault=f"toy_env:{rank}:2")
-    text = f"ddpshim: environment 'Toy', episode {number} failed on rank {rank} (ValueError: the toy broke on purpose)"
+    text = f"ddpshim: environment 'Toy', episode {number} failed on rank {rank} (ValueError: the toy broke on purpose ("
     assert run.log.count(text) == 2
     assert run.log.count(f"As without ddpshim, they are of the {number} before it.") == 2
     assert ", in reset\n" in run.log, "the environment's own traceback is gone"
@@ -292,4 +292,5 @@ def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer) -> 
         assert largest_difference(observed["networks"], whole.observed[0]["networks"]) == 0
     assert again.losses()[-1] == pytest.approx(whole.losses()[-1], rel=1e-6)
     (parent,) = again.folder.glob("out/*/*")
-    assert sorted(p.name for p in parent.iterdir()) == ["config.json", "ddpshim", "logs", "models", "videos", "vis"]
+    names = ["config.json", "ddpshim", "logs", "models", "resume.finished", "videos", "vis"]
+    assert sorted(p.name for p in parent.iterdir()) == names

@@ -397,6 +397,7 @@ def test_ctrl_c(tmp_path: Path, last: int) -> None:
         assert job.exit_code() == 130
     assert job.screen.count("KeyboardInterrupt") == last, "rank 0's own, which the agent's SIGTERM cuts short"
     assert "failed first" not in job.screen
+    assert "rank.py" not in job.screen
     (log_dir,) = (tmp_path / "ddpshim-logs").iterdir()
     said = f"ddpshim: the ranks were ended by SIGINT, as asked; what they did last is in {log_dir}\n"
     assert job.screen.endswith(said)
@@ -511,6 +512,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 NODES = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": 29400}
+
+
+@pytest.mark.unit
+def test_what_python_was_told_holds_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for optimize, warns, expected in (
+        (0, [], {}),
+        (2, [], {"PYTHONOPTIMIZE": "2"}),
+        (0, ["error", "ignore::UserWarning"], {"PYTHONWARNINGS": "error,ignore::UserWarning"}),
+    ):
+        python = SimpleNamespace(flags=SimpleNamespace(optimize=optimize), warnoptions=warns)
+        monkeypatch.setattr(runner, "sys", python)
+        assert runner._options_of_python() == expected
 
 
 @pytest.mark.unit

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -891,6 +892,23 @@ def test_which_orders_are_drawn() -> None:
         DataLoader(items, batch_sampler=BatchSampler(sequential, 2, False)),  # type: ignore[arg-type]
     ]
     assert not any(loaders.is_drawn(loader) for loader in given)  # type: ignore[arg-type]
+
+
+class Batches:
+    def __next__(self) -> int:
+        return 0
+
+
+@pytest.mark.unit
+def test_a_pass_that_is_left_is_over_at_once() -> None:
+    # Python up to 3.10 keeps its frame until it collects garbage, which ranks do not do at the same step.
+    given = [Batches()]
+    left, passing = weakref.ref(given[0]), loaders._pass(loaders.DataLoader([0]), given.pop, True, True)
+    assert next(passing) == 0
+    frame = passing.gi_frame  # type: ignore[attr-defined]
+    passing.close()  # type: ignore[attr-defined]
+    assert left() is None
+    del frame
 
 
 @pytest.mark.unit

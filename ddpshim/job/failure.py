@@ -143,6 +143,15 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
     me, watched = rank(), current().watched
     if watched is not None and not watched.ending.acquire(blocking=False):
         threading.Event().wait()  # another thread ends this rank, and says why
+    try:
+        _tell(error, exit_code, me, watched)
+    except BaseException:  # whatever it is, peers would wait for a rank that stays
+        traceback.print_exc(file=sys.__stderr__)
+    os._exit(exit_code)
+
+
+def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watched]) -> None:
+    """Tell the job, the launcher and the screen of `error`, and run exit handlers."""
     told: list[int] = []
     with contextlib.suppress(ValueError):  # not the main thread
         # A launcher that has seen another rank end sends this: only the records are still to be written.
@@ -192,7 +201,6 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
             out.flush()
     if first == me:
         _ask_store(lambda store: store.set("left", "1"))
-    os._exit(exit_code)
 
 
 def _with_who_left(error: BaseException) -> BaseException:
@@ -211,7 +219,8 @@ def _claim(error: BaseException) -> int:
     """The rank that failed first: this one, unless another has said so in the store."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
-    _ask_store(lambda store: store.set(f"why/{rank()}", f"{type(error).__name__} in {place(error)}"))
+    why = f"{type(error).__name__} in {place(error)}".encode(errors="backslashreplace").decode()
+    _ask_store(lambda store: store.set(f"why/{rank()}", why))
     claimed = _ask_store(lambda store: _rank_in(claim(store, "first_failure", str(rank()))))
     if claimed == rank() and isinstance(error, SystemExit):
         _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for

@@ -47,6 +47,11 @@ def unpacked(message: bytes, trusts_peers: bool, sender: int) -> Any:
         ) from error
 
 
+def key(name: str) -> str:
+    """`name` for a store, whose text is UTF-8: names of files are any bytes. Local."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 class Crossed(Exception):
     """Ranks met in different collectives."""
 
@@ -76,7 +81,7 @@ def broadcast(value: Any, src: int, rank: int, size: int, group: Any, trusts_pee
 
 def _lengths(own: int, size: int, group: Any, what: str) -> list[int]:
     """How long the messages of all ranks are, once all have said that they are in the same collective."""
-    lengths, places = zip(*pairs((own, zlib.crc32(what.encode())), size, group))
+    lengths, places = zip(*pairs((own, zlib.crc32(what.encode(errors="backslashreplace"))), size, group))
     if len(set(places)) > 1:
         raise Crossed
     return list(lengths)

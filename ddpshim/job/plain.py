@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import sys
+import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from fractions import Fraction
@@ -18,6 +19,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from packaging.version import Version
+
+if Version(torch.__version__).release < (2, 2):
+    # Its torch.load(weights_only=True) warns of what it does itself: each rank would say so, and one process not.
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
 
 
 class NotPlain(TypeError):

@@ -240,7 +240,7 @@ class World:
         """
         if self._job.store is None:
             self._job.store = dist.HashStore()
-        return int(self._job.store.add(f"count/{name}", by))
+        return int(self._job.store.add(messages.key(f"count/{name}"), by))
 
     def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
         """Send whole numbers to every rank without waiting; the result, called, waits for those of all (collective).

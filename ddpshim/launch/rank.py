@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -76,15 +77,16 @@ def _run_program(argv: Sequence[str]) -> None:
         if error.code:
             failure_notes.write(error, error.code if isinstance(error.code, int) else 1)
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)
-        failure_notes.write(error, 1)
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        failure_notes.write(error, code)
         if sys.excepthook is sys.__excepthook__:
             say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')} failed:")
             traceback.print_exception(type(error), error, error.__traceback__)  # with lines that no file has, too
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        sys.exit(code)
 
 
 def _run_file(path: str) -> None:

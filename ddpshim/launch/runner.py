@@ -83,6 +83,7 @@ def run(job: Launch) -> int:
         # Sets of strings have one order in all ranks: a script may number its classes by it.
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
+        os.environ.update(_options_of_python())
         for name, folder in ((variables.AUDIT, job.audit), (variables.PROVE, job.proof)):
             os.environ.pop(name, None)
             if folder is not None:
@@ -114,6 +115,12 @@ def run(job: Launch) -> int:
         else:
             _report(first, code, log_dir, notes[first].traceback if first in notes else "")
         return 128 - code if code < 0 else code
+
+
+def _options_of_python() -> dict[str, str]:
+    """`python -O -W error -m ddpshim run train.py` is to run what `python -O -W error train.py` does."""
+    optimize = {"PYTHONOPTIMIZE": str(sys.flags.optimize)} if sys.flags.optimize else {}
+    return {**optimize, **({"PYTHONWARNINGS": ",".join(sys.warnoptions)} if sys.warnoptions else {})}
 
 
 def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mapping[int, Any], list[int]]:

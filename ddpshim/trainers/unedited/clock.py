@@ -154,7 +154,7 @@ class Clock:
     def hand_out(self, line: str, ask: Callable[[], T]) -> T:
         """What `ask` returned on the main rank."""
         number = self._numbers[line] = self._numbers.get(line, -1) + 1
-        store, key = self._world._job.store, f"clock/{line}/{number % _NUM_KEPT}"
+        store, key = self._world._job.store, messages.key(f"clock/{line}/{number % _NUM_KEPT}")
         if self._world.is_main:
             self._is_asking = True
             try:

@@ -79,26 +79,30 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
     """
     steps, batches = current().part(Steps), None
     num_passes = steps.num_passes
-    with _kept(loader) if is_split else shares.without_batch():
-        while True:
-            steps.is_reading = True
-            steps.leave(loader)
-            try:
-                with steps.shadows.aside():
-                    batches = begin() if batches is None else batches
-                    batch = next(batches, _END)
-            finally:
-                steps.is_reading = False
-            if batch is _END:
-                steps.training.discard(loader)
-                break
-            if trains:
-                steps.training.add(loader)
-            if trains or not steps.training:  # else it is a look at other data between a batch and its step
-                steps.source, steps.is_split = loader, is_split
-            if is_split:
-                steps.follow(loader, batch)
-            yield batch
+    try:
+        with _kept(loader) if is_split else shares.without_batch():
+            while True:
+                steps.is_reading = True
+                steps.leave(loader)
+                try:
+                    with steps.shadows.aside():
+                        batches = begin() if batches is None else batches
+                        batch = next(batches, _END)
+                finally:
+                    steps.is_reading = False
+                if batch is _END:
+                    steps.training.discard(loader)
+                    break
+                if trains:
+                    steps.training.add(loader)
+                if trains or not steps.training:  # else it is a look at other data between a batch and its step
+                    steps.source, steps.is_split = loader, is_split
+                if is_split:
+                    steps.follow(loader, batch)
+                yield batch
+    finally:
+        # A pass that is left is over here on every rank. Python up to 3.10 keeps this frame until it collects garbage.
+        batches = None
     if is_split and steps.num_passes == num_passes:
         raise SyncError(
             f"{loader.place}: a pass over this DataLoader began with gradients enabled and a network in training mode, "

@@ -111,11 +111,15 @@ class PrivateFiles:
             return
         if isinstance(f, (str, os.PathLike)):
             self._changes.tell(path)
-            checkpoint.save_whole(self._save, obj, path, *args, **kwargs)
+            checkpoint.save_whole(self._save_partial, obj, path, *args, **kwargs)
         else:
             self._save(obj, f, *args, **kwargs)
             f.flush()
         self._saves.note(path)
+
+    def _save_partial(self, obj: Any, partial: str, *args: Any, **kwargs: Any) -> None:
+        self._changes.tell(partial)  # else another rank finds it in its folder meanwhile
+        self._save(obj, partial, *args, **kwargs)
 
     def load(self, f: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.load; of a path that the program has saved to, when the main rank has written it."""

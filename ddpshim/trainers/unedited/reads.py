@@ -164,7 +164,7 @@ class _Reads:
         at_hand, last = shares.at_hand(), current().part(shares.Sharing).last[0]
         num_rows = 1 if at_hand is None else at_hand.num_counted
         what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {dtype} {self._num_reads} {last}"
-        tag = zlib.crc32(what.encode())
+        tag = zlib.crc32(what.encode(errors="backslashreplace"))
         everyones = messages.pairs((bits, num_rows << 32 | tag), self._here.world_size, self._here._peers())
         if any(theirs & 0xFFFFFFFF != tag for _, theirs in everyones):
             self._refuse(line, last)
