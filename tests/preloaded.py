@@ -40,7 +40,7 @@ from ddpshim.job.group import settle_rounding
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from tests import simulated_gpus, trainer
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
-from tests.ranks import free_port
+from tests.ranks import OURS, free_port
 
 ROOT = Path(__file__).parent.parent
 START_DEADLINE_S = 240.0  # the first start waits for the imports
@@ -476,7 +476,7 @@ def main() -> None:
     measured = Path(listener.getsockname()).with_name(f"{IMPORT_S}.part")
     measured.write_text(str(time.monotonic() - float(sys.argv[3])))
     measured.rename(measured.with_suffix(""))
-    for name in FOREIGN:
+    for name in (*FOREIGN, *OURS):
         with contextlib.suppress(Exception):  # absent, or not for this torch: whoever imports it is told
             importlib.import_module(name)
     trainer.preload()

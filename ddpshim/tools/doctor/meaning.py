@@ -35,7 +35,7 @@ _IS_MAIN = re.compile(
 # Plain words that are too common for other things, unless they ask ("is_...").
 _NOT_MAIN = {"main", "root", "first", "master", "primary", "_main", "first_rank", "root_node", "on_main", "if_main"}
 _MAIN_ONLY = re.compile(
-    r"(?i)^(?:on_)?(?:local_|global_)?(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)$|on_(?:local_)?main_process$"
+    r"(?i)^(?:on_)?(?:local_|global_)?(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)$|on_(?:local_)?main_process$|^(?:run_on|only)_main$"
 )
 _WORLD_SIZE = re.compile(
     r"(?i)^_*(?:ddp_|global_)?(?:world_?size|num_?(?:gpus|processes|replicas|ranks|devices)|n_?gpus?|ngpus(?:_per_node)?|get_world_size|device_count|nprocs?|num_procs)$"
@@ -185,6 +185,9 @@ class Meaning(Kinds):
                 for value in parent.values[: parent.values.index(child)] if child in parent.values else []:
                     if self.test(value, unit):
                         return parent
+            elif isinstance(parent, ast.Call) and child in parent.args and not isinstance(child, ast.Call):
+                if _MAIN_ONLY.search(last_name(parent.func)):  # `run_on_main(write, path)`: the function, not its arguments
+                    return parent
             names = entered(parent)
             if any(map(_MAIN_ONLY.search, names)) or (isinstance(parent, FUNCTIONS) and "main_process" in names):
                 return parent
