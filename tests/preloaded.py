@@ -205,9 +205,10 @@ class Preloaded:
         listener.listen(64)
         self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
         passed, kind = (theirs.fileno(), listener.fileno()), ("robomimic",) if tree else ()
+        own = commands() / "python"  # for what is forked
         self._process = subprocess.Popen(
             # Unbuffered, as torchrun has its ranks.
-            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), *kind))],
+            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), own, *kind))],
             env=environ,
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
@@ -266,6 +267,7 @@ class _Request:
     environ: dict[str, str]
     folder: str
     output: Optional[str] = None  # a file in its folder for what it prints
+    parent: Optional[int] = None  # of the process that asked, in whose place it is
     files: dict[int, int] = field(default_factory=dict)  # that are open in it; here under other numbers
 
 
@@ -332,7 +334,8 @@ class _Server:
         except (OSError, ValueError):  # it was killed while it asked
             asking.close()
             return None
-        request = _Request(told["argv"], told["environ"], told["folder"], None, dict(zip(told["files"], here)))
+        files = dict(zip(told["files"], here))
+        request = _Request(told["argv"], told["environ"], told["folder"], None, told["parent"], files)
         self._asking[asking] = -1
         pid = self._fork(request)
         if not pid:
@@ -389,6 +392,8 @@ def _become(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.environ)
     tempfile.tempdir = None  # what was found by another TMPDIR
+    if request.parent is not None:
+        os.getppid = _parent_of(request.parent)
     os.chdir(request.folder)
     opened = dict(request.files)
     if request.output is not None:
@@ -401,6 +406,11 @@ def _become(request: _Request) -> None:
         os.dup2(file, number)
     for file in {*moved.values(), *opened.values()} - {*opened}:
         os.close(file)
+
+
+def _parent_of(parent: int) -> Callable[[], int]:
+    """For os.getppid: `parent` as long as that lives."""
+    return lambda: parent if Path(f"/proc/{parent}").exists() else 1
 
 
 class _Ranks:
@@ -483,6 +493,8 @@ def main() -> None:
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
     settle_rounding()  # or one plain run in fifty is not the other, to the last digit
+    # What is forked forks what it starts, as the process that writes in the background: importing torch takes 2 s of CPU.
+    sys.executable = sys.argv[4]
     # As in a terminal: a shell without job control has what it starts in the background ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if SHOW_STACKS is not None:
