@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import json
 import os
+import posix
 import re
 import runpy
 import signal
@@ -392,8 +393,7 @@ def _become(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.environ)
     tempfile.tempdir = None  # what was found by another TMPDIR
-    if request.parent is not None:
-        os.getppid = _parent_of(request.parent)
+    os.getppid = posix.getppid if request.parent is None else _parent_of(request.parent)
     os.chdir(request.folder)
     opened = dict(request.files)
     if request.output is not None:
@@ -493,7 +493,7 @@ def main() -> None:
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
     settle_rounding()  # or one plain run in fifty is not the other, to the last digit
-    # What is forked forks what it starts, as the process that writes in the background: importing torch takes 2 s of CPU.
+    # What is forked forks what it starts, as the process that writes in the background: torch is 2 s of CPU to import.
     sys.executable = sys.argv[4]
     # As in a terminal: a shell without job control has what it starts in the background ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

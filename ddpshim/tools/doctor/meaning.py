@@ -185,9 +185,8 @@ class Meaning(Kinds):
                 for value in parent.values[: parent.values.index(child)] if child in parent.values else []:
                     if self.test(value, unit):
                         return parent
-            elif isinstance(parent, ast.Call) and child in parent.args and not isinstance(child, ast.Call):
-                if _MAIN_ONLY.search(last_name(parent.func)):  # `run_on_main(write, path)`: the function, not its arguments
-                    return parent
+            elif _given_to_main(child, parent):
+                return parent
             names = entered(parent)
             if any(map(_MAIN_ONLY.search, names)) or (isinstance(parent, FUNCTIONS) and "main_process" in names):
                 return parent
@@ -206,12 +205,14 @@ class Meaning(Kinds):
             child = parent
         return None
 
-    def _calls_of_inner(self, function: Function, unit: Unit) -> list[ast.Call]:
+    def _calls_of_inner(self, function: Function, unit: Unit) -> list[ast.expr]:
         """Calls of a function inside of a function; of a hook of Accelerate's, those of what calls it."""
-        named = [c for c in unit.all(ast.Call) if function.name in (n.id for n in c.args if isinstance(n, ast.Name))]
-        hooks = {last_name(c).replace("register_", "").partition("_pre_hook")[0] for c in named}
+        names = ((n, c) for c in unit.all(ast.Call) for n in c.args if isinstance(n, ast.Name))
+        given = [(name, call) for name, call in names if name.id == function.name]
+        hooks = {last_name(call).replace("register_", "").partition("_pre_hook")[0] for _, call in given}
         wanted = {function.name} | (hooks & {"save_state", "load_state"})
-        return [c for c in unit.all(ast.Call) if last_name(c) in wanted]
+        on_main: list[ast.expr] = [name for name, call in given if _given_to_main(name, call)]
+        return on_main + [c for c in unit.all(ast.Call) if last_name(c) in wanted]
 
     def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
         """Whether a test asks for the rank and nothing else but for being distributed."""
@@ -260,6 +261,12 @@ class Meaning(Kinds):
             if sites and all(self.is_guarded(node, where) for where, node in surely or sites):
                 return True
         return False
+
+
+def _given_to_main(child: ast.AST, parent: ast.AST) -> bool:
+    """Whether `child` is what the main rank alone is to call: `write` in `run_on_main(write, path)`."""
+    is_function = isinstance(child, (ast.Name, ast.Attribute, ast.Lambda)) and isinstance(parent, ast.Call)
+    return is_function and child in parent.args and bool(_MAIN_ONLY.search(last_name(parent.func)))
 
 
 def is_world_size(node: ast.AST) -> bool:
