@@ -27,6 +27,7 @@ from typing import Any, Callable
 
 from benchmarks.results import alternate
 from benchmarks.whole_run import CONFIGS, ROOT, config_file, script, tree
+from tests import pages
 from tests.preloaded import as_torchrun_says
 
 BEGIN, END = "<!-- step profile -->", "<!-- end of step profile -->"
@@ -199,8 +200,7 @@ def main() -> None:
     tables = "\n".join(table(name, args.rounds) for name in args.only)
     print(tables)
     if args.write:
-        before, _, rest = args.write.read_text().partition(BEGIN)
-        args.write.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{rest.partition(END)[2]}")
+        pages.fill(args.write, BEGIN, f"\n{tables}\n", END)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from tests import pages
 from tests.idioms import parts_in, texts_in
 from tests.preloaded import environment, preloaded, start_afresh
 from tests.preloaded_commands import commands
@@ -286,7 +287,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         page = chosen.write.read_text()
         every = {**read_page(page), **{result.bug.name: result for result in results}}
         made = report([every[bug.name] for bug in BUGS])
-        chosen.write.write_text(f"{page.partition(START)[0]}{START}\n{made}")
+        pages.fill(chosen.write, START, made)
     else:
         print(report(results), end="")
     return int(any(answer.trouble for each in results for answer in (*each.buggy.values(), *each.clean.values())))

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from tests import pages
+
 LABELS = Path(__file__).with_suffix(".json")
 NEAR = 3  # lines: a call and its arguments, an assignment and its use
 DEADLINE_S = 300.0
@@ -284,8 +286,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 0
     page = report(runs)
     if args.write:
-        kept = args.write.read_text(encoding="utf-8").partition(START)[0] if args.write.exists() else HEAD + "\n"
-        args.write.write_text(kept + START + "\n" + page, encoding="utf-8")
+        if not args.write.exists():
+            args.write.write_text(f"{HEAD}\n{START}", encoding="utf-8")
+        pages.fill(args.write, START, page)
     else:
         print(page, end="")
     unjudged = Counter(_short(run) for run in runs for _ in run.score.unjudged)

@@ -57,6 +57,13 @@ nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 --- end
 if rank == 0:
     torch.save(model.module.state_dict(), "last.pt")
+=== the main rank saves by run_on_main
+--- before
+def write_last(path):
+    torch.save(model.module.state_dict(), path)
+start = 0
+--- end
+world.run_on_main(write_last, "last.pt")
 === device by index
 --- device
 device = torch.device("cuda", local_rank)

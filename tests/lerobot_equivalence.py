@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests import pages
+
 ROOT = Path(__file__).parent.parent
 HOW_TO_GET = "LeRobot is not installed; requirements/lerobot.txt says how to get it"
 START = "<!-- what follows is written by python -m tests.lerobot_equivalence --write docs/lerobot.md -->\n"
@@ -261,8 +263,7 @@ def main() -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if args.write:
-        page = args.write.read_text()
-        args.write.write_text(page[: page.index(START) + len(START)] + "\n" + text)
+        pages.fill(args.write, START, text)
     sys.exit("**" in text)
 
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tests import pages
+
 ROOT = Path(__file__).parent.parent
 TREE = "openpi-15a9616"
 HOW_TO_GET = f"no openpi: put its tree at commit 15a9616 into $DDPSHIM_UPSTREAM/{TREE}"
@@ -293,8 +295,7 @@ def main() -> None:
     text = "\n".join([*lines, "", f"torch {torch.__version__}, gloo on CPU, {STEPS} steps of 8 samples."]) + "\n"
     print(text)
     if args.write:
-        page = args.write.read_text()
-        args.write.write_text(page[: page.index(START) + len(START)] + "\n" + text)
+        pages.fill(args.write, START, text)
     sys.exit("**" in text)
 
 

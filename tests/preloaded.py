@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import json
 import os
+import posix
 import re
 import runpy
 import signal
@@ -40,7 +41,7 @@ from ddpshim.job.group import settle_rounding
 from ddpshim.job.launch_env import EXIT_REQUEUE
 from tests import simulated_gpus, trainer
 from tests.preloaded_commands import IMPORT_S, SOCKET, commands, patience
-from tests.ranks import free_port
+from tests.ranks import OURS, free_port
 
 ROOT = Path(__file__).parent.parent
 START_DEADLINE_S = 240.0  # the first start waits for the imports
@@ -205,9 +206,10 @@ class Preloaded:
         listener.listen(64)
         self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
         passed, kind = (theirs.fileno(), listener.fileno()), ("robomimic",) if tree else ()
+        own = commands() / "python"  # for what is forked
         self._process = subprocess.Popen(
             # Unbuffered, as torchrun has its ranks.
-            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), *kind))],
+            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), own, *kind))],
             env=environ,
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
@@ -266,6 +268,7 @@ class _Request:
     environ: dict[str, str]
     folder: str
     output: Optional[str] = None  # a file in its folder for what it prints
+    parent: Optional[int] = None  # of the process that asked, in whose place it is
     files: dict[int, int] = field(default_factory=dict)  # that are open in it; here under other numbers
 
 
@@ -332,7 +335,8 @@ class _Server:
         except (OSError, ValueError):  # it was killed while it asked
             asking.close()
             return None
-        request = _Request(told["argv"], told["environ"], told["folder"], None, dict(zip(told["files"], here)))
+        files = dict(zip(told["files"], here))
+        request = _Request(told["argv"], told["environ"], told["folder"], None, told["parent"], files)
         self._asking[asking] = -1
         pid = self._fork(request)
         if not pid:
@@ -389,6 +393,7 @@ def _become(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.environ)
     tempfile.tempdir = None  # what was found by another TMPDIR
+    os.getppid = posix.getppid if request.parent is None else _parent_of(request.parent)
     os.chdir(request.folder)
     opened = dict(request.files)
     if request.output is not None:
@@ -401,6 +406,11 @@ def _become(request: _Request) -> None:
         os.dup2(file, number)
     for file in {*moved.values(), *opened.values()} - {*opened}:
         os.close(file)
+
+
+def _parent_of(parent: int) -> Callable[[], int]:
+    """For os.getppid: `parent` as long as that lives."""
+    return lambda: parent if Path(f"/proc/{parent}").exists() else 1
 
 
 class _Ranks:
@@ -476,13 +486,15 @@ def main() -> None:
     measured = Path(listener.getsockname()).with_name(f"{IMPORT_S}.part")
     measured.write_text(str(time.monotonic() - float(sys.argv[3])))
     measured.rename(measured.with_suffix(""))
-    for name in FOREIGN:
+    for name in (*FOREIGN, *OURS):
         with contextlib.suppress(Exception):  # absent, or not for this torch: whoever imports it is told
             importlib.import_module(name)
     trainer.preload()
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
     settle_rounding()  # or one plain run in fifty is not the other, to the last digit
+    # What is forked forks what it starts, as the process that writes in the background: torch is 2 s of CPU to import.
+    sys.executable = sys.argv[4]
     # As in a terminal: a shell without job control has what it starts in the background ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if SHOW_STACKS is not None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ddpshim.job.world import World
+from tests import pages
 from tests.equivalence import copy_release, make_run_config
 from tests.preloaded import environment, kill_all_in, preloaded
 from tests.preloaded_commands import patience
@@ -72,6 +73,19 @@ def _apply(diff: str, source: str) -> str:
 def _losses(said: str) -> list[float]:
     """Of training and of validation in each epoch, as a trainer prints them."""
     return [float(loss) for loss in re.findall(r"(?:loss|validation) ([\d.]+)", said)]
+
+
+def test_a_part_of_a_page_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("above\n<a>\nold\n<b>\nbelow\n")
+    pages.fill(page, "<a>", "new\n", "<b>")
+    assert page.read_text() == "above\n<a>\nnew\n<b>\nbelow\n"
+    pages.fill(page, "<a>\n", "all\n")
+    assert page.read_text() == "above\n<a>\n\nall\n"
+    for marks in (("<c>", ""), ("<a>", "<b>")):
+        with pytest.raises(ValueError, match=f"has no '{max(marks)}': there is no place"):
+            pages.fill(page, marks[0], "lost", marks[1])
+    assert page.read_text() == "above\n<a>\n\nall\n"
 
 
 def test_a_diff_that_does_not_fit_is_seen() -> None:

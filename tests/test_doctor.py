@@ -340,6 +340,10 @@ def test_the_migration_of_the_examples_leaves_nothing_to_find() -> None:
     assert check(after).findings == ()
 
 
+def test_what_run_on_main_calls_runs_on_one_rank() -> None:
+    assert check(ROOT / "examples" / "rloo").findings == ()
+
+
 def test_the_pages_are_those_of_the_codes() -> None:
     assert {p.stem for p in PAGES.glob("DDP*.md")} == set(CODES)
     index = (PAGES / "index.md").read_text()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
-from ddpshim.job import devices, failure, rendezvous
+from ddpshim.job import devices, failure, group, rendezvous
 from ddpshim.job import job as jobs
 from ddpshim.job.devices import backend_of, choose_backend
 from ddpshim.observe import records
@@ -284,6 +284,10 @@ def _numbers() -> None:
     assert here.sum([1e16, 1.0, -1e16][rank]) == 1.0
     assert here.mean(rank) == 1.0
     assert here.mean(rank == 0) == 1 / 3
+    rows = [[1.0, 2.0], [6.0], [6.0]][rank]
+    assert here.mean(sum(rows) / len(rows)) == 4.5, "each rank counts once"
+    assert here.sum(sum(rows)) / here.sum(len(rows)) == 3.75
+    assert here.mean(here.mean_over(torch.tensor(sum(rows)), len(rows)).item()) == 3.75
     assert math.isnan(here.sum([math.inf, -math.inf, 0.0][rank]))
     assert here.mean([1.0, math.inf, 0.0][rank]) == math.inf
     ints = here.sum(torch.tensor([2**53 + 1, rank]))
@@ -310,6 +314,20 @@ def _numbers() -> None:
 @pytest.mark.ranks
 def test_numbers_are_exact() -> None:
     run_ranks(_numbers, 3)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("is_main", [True, False])
+def test_ranks_that_order_sets_differently_are_told_once(is_main: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """As srun's and torchrun's are, whose interpreters have started before anybody can set PYTHONHASHSEED."""
+    of_another: dict[str, Any] = {}
+    made: Any = SimpleNamespace(is_main=is_main, options=ddpshim.Options())
+    made.gather = lambda own: [own, {**own, **of_another}]
+    group._check_same_options(made)
+    assert capsys.readouterr().err == ""
+    of_another[group._ORDER] = 1
+    group._check_same_options(made)
+    assert ("Sort the set, or set PYTHONHASHSEED=0 before Python starts" in capsys.readouterr().err) == is_main
 
 
 def _raises(act: Callable[[], Any], kind: type[BaseException], match: str) -> None:

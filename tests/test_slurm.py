@@ -195,6 +195,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert f"\n#SBATCH --{directive}\n" in script
     assert "account" not in script
+    assert '\nexport PYTHONHASHSEED="${PYTHONHASHSEED:-0}"' in script
     command = "python -u -m ddpshim.launch.rank -m robomimic.scripts.train --config 'my config.json' || code=$?"
     assert f"\nsrun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=8 {command}\n" in script
 

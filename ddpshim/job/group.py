@@ -38,6 +38,7 @@ ENDS_THREADS = Version(torch.__version__).release >= (2, 8)
 _kept: list[Any] = []
 _worlds = itertools.count(1)  # of this process
 _LAST_MESSAGE_S = 0.05
+_ORDER = "the order of a set of strings"
 
 
 def world() -> World:
@@ -295,7 +296,7 @@ def _check_same(made: World, asked: dict[str, Any]) -> None:
 
 def _check_same_options(made: World) -> None:
     """Raise OptionsError, on all ranks, where they were given different options (collective)."""
-    everyones = made.gather({name: getattr(made.options, name) for name in names()})
+    everyones = made.gather({**{name: getattr(made.options, name) for name in names()}, _ORDER: hash(_ORDER)})
     for name in names():
         values = [options.get(name) for options in everyones]
         odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
@@ -304,6 +305,11 @@ def _check_same_options(made: World) -> None:
                 f"option {name} is {values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}; ranks would train "
                 "differently, or wait for each other for ever. Give every rank the same variables and config."
             )
+    if made.is_main and len({options[_ORDER] for options in everyones}) > 1:
+        say(
+            "each rank has its own order of a set of strings: what a program numbers by it, as its classes, differs "
+            "between ranks. Sort the set, or set PYTHONHASHSEED=0 before Python starts (`python -m ddpshim run` does)"
+        )
 
 
 def _join(

@@ -196,7 +196,11 @@ class World:
         return reduce(self.gather(to_cpu(value)), mean=False, like=value)
 
     def mean(self, value: Any) -> Any:
-        """The mean over ranks (collective); see `sum`. A mean of integers is a float."""
+        """The mean over ranks (collective); see `sum`. A mean of integers is a float.
+
+        Every rank counts once, whatever its value is of: of ranks with 2 samples and 1, the one sample weighs as much
+        as the two. For the mean over samples add up sums and counts (`sum`, `running`), or take `mean_over`.
+        """
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
     def mean_over(self, total: torch.Tensor, count: Any) -> torch.Tensor:

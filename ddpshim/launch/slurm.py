@@ -103,6 +103,7 @@ _TEMPLATE = """\
 # The site's own lines go here: module load ..., source .../bin/activate
 
 set -euo pipefail
+export PYTHONHASHSEED="${{PYTHONHASHSEED:-0}}"  # sets of strings have one order in all ranks
 echo "job $SLURM_JOB_ID (restart ${{SLURM_RESTART_COUNT:-0}}) on $SLURM_JOB_NODELIST, in $PWD"
 
 # --signal without "B:" reaches the ranks and not this shell. Where a site signals both, the shell outlives it.

@@ -35,7 +35,7 @@ _IS_MAIN = re.compile(
 # Plain words that are too common for other things, unless they ask ("is_...").
 _NOT_MAIN = {"main", "root", "first", "master", "primary", "_main", "first_rank", "root_node", "on_main", "if_main"}
 _MAIN_ONLY = re.compile(
-    r"(?i)^(?:on_)?(?:local_|global_)?(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)$|on_(?:local_)?main_process$"
+    r"(?i)^(?:on_)?(?:local_|global_)?(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)$|on_(?:local_)?main_process$|^(?:run_on|only)_main$"
 )
 _WORLD_SIZE = re.compile(
     r"(?i)^_*(?:ddp_|global_)?(?:world_?size|num_?(?:gpus|processes|replicas|ranks|devices)|n_?gpus?|ngpus(?:_per_node)?|get_world_size|device_count|nprocs?|num_procs)$"
@@ -185,6 +185,8 @@ class Meaning(Kinds):
                 for value in parent.values[: parent.values.index(child)] if child in parent.values else []:
                     if self.test(value, unit):
                         return parent
+            elif _given_to_main(child, parent):
+                return parent
             names = entered(parent)
             if any(map(_MAIN_ONLY.search, names)) or (isinstance(parent, FUNCTIONS) and "main_process" in names):
                 return parent
@@ -203,12 +205,14 @@ class Meaning(Kinds):
             child = parent
         return None
 
-    def _calls_of_inner(self, function: Function, unit: Unit) -> list[ast.Call]:
+    def _calls_of_inner(self, function: Function, unit: Unit) -> list[ast.expr]:
         """Calls of a function inside of a function; of a hook of Accelerate's, those of what calls it."""
-        named = [c for c in unit.all(ast.Call) if function.name in (n.id for n in c.args if isinstance(n, ast.Name))]
-        hooks = {last_name(c).replace("register_", "").partition("_pre_hook")[0] for c in named}
+        names = ((n, c) for c in unit.all(ast.Call) for n in c.args if isinstance(n, ast.Name))
+        given = [(name, call) for name, call in names if name.id == function.name]
+        hooks = {last_name(call).replace("register_", "").partition("_pre_hook")[0] for _, call in given}
         wanted = {function.name} | (hooks & {"save_state", "load_state"})
-        return [c for c in unit.all(ast.Call) if last_name(c) in wanted]
+        on_main: list[ast.expr] = [name for name, call in given if _given_to_main(name, call)]
+        return on_main + [c for c in unit.all(ast.Call) if last_name(c) in wanted]
 
     def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
         """Whether a test asks for the rank and nothing else but for being distributed."""
@@ -257,6 +261,12 @@ class Meaning(Kinds):
             if sites and all(self.is_guarded(node, where) for where, node in surely or sites):
                 return True
         return False
+
+
+def _given_to_main(child: ast.AST, parent: ast.AST) -> bool:
+    """Whether `child` is what the main rank alone is to call: `write` in `run_on_main(write, path)`."""
+    is_function = isinstance(child, (ast.Name, ast.Attribute, ast.Lambda)) and isinstance(parent, ast.Call)
+    return is_function and child in parent.args and bool(_MAIN_ONLY.search(last_name(parent.func)))
 
 
 def is_world_size(node: ast.AST) -> bool:

@@ -32,8 +32,9 @@ class Files:
     def stand_ins(self) -> dict[int, Any]:
         """By the identity of what they stand for."""
         made = {name: getattr(self, name) for name in ("readlink", "listdir", "scandir", "chdir", "getcwd", "getcwdb")}
-        made |= {name: getattr(self, name) for name in ("open", "lstat", "symlink", "link", "unlink", "rmdir")}
-        made |= {"remove": self.unlink, "rename": self.rename, "replace": self.rename}
+        made |= {name: getattr(self, name) for name in ("open", "lstat", "symlink", "link")}
+        made |= {"rename": self.rename, "replace": self.rename}
+        made |= {name: self._removing(getattr(posix, name)) for name in ("unlink", "remove", "rmdir")}
         for names, kind in ((_READING, self._reading), (_ATTRIBUTES, self._changing), (_MAKING, self._making)):
             made |= {name: kind(getattr(posix, name)) for name in names if hasattr(posix, name)}
         return {**{id(getattr(posix, name)): made[name] for name in made}, id(_io.open): self.open_file}
@@ -198,19 +199,17 @@ class Files:
 
         return stand_in
 
-    def unlink(self, path: Any, *, dir_fd: Optional[int] = None) -> None:
-        found = self._path(path, dir_fd, is_written=True)
-        if found is None:
-            posix.unlink(path, dir_fd=dir_fd)
-            return
-        self._do(lambda: self._view.remove(self._view.find(found, follows=False), is_folder=False), path)
+    def _removing(self, real: Callable[..., None]) -> Callable[..., None]:
+        is_folder = real is posix.rmdir
 
-    def rmdir(self, path: Any, *, dir_fd: Optional[int] = None) -> None:
-        found = self._path(path, dir_fd, is_written=True)
-        if found is None:
-            posix.rmdir(path, dir_fd=dir_fd)
-            return
-        self._do(lambda: self._view.remove(self._view.find(found, follows=False), is_folder=True), path)
+        def stand_in(path: Any, *, dir_fd: Optional[int] = None) -> None:
+            found = self._path(path, dir_fd, is_written=True)
+            if found is None:
+                real(path, dir_fd=dir_fd)
+                return
+            self._do(lambda: self._view.remove(self._view.find(found, follows=False), is_folder), path)
+
+        return stand_in
 
     def rename(self, src: Any, dst: Any, *, src_dir_fd: Optional[int] = None, dst_dir_fd: Optional[int] = None) -> None:
         """os.rename, os.replace"""
@@ -236,7 +235,10 @@ class Files:
             copy_file(place, dst if to is None else self._view.place_to_write(self._view.find(to), keeps=False))
 
         self._do(copy, src, dst)
-        (posix.unlink if source is None else self.unlink)(src)
+        if source is None:
+            posix.unlink(src, dir_fd=src_dir_fd)
+        else:
+            self._view.remove(self._view.find(source, follows=False), is_folder=False)
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
         source, to = self._path(src, is_written=True), self._path(dst, is_written=True)

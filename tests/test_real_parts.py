@@ -1,0 +1,124 @@
+"""Hydra, zarr and TensorBoard themselves, and W&B where it is installed, in a program that `run` distributes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.test_unedited import Ran, run, succeeded
+
+TRAINER = """
+import logging
+import hydra, zarr
+from hydra.core.config_store import ConfigStore
+from tensorboardX import SummaryWriter
+
+folder = {"run": {"dir": "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S.%f}"}, "job": {"chdir": True, "name": "train"}}
+ConfigStore.instance().store("config", {"lr": 0.01, "hydra": folder})
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    torch.manual_seed(0)
+    model, loader = network(), DataLoader(Items(), 8, shuffle=True)
+    optimizer = torch.optim.Adam(model.parameters(), config.lr)
+    writer = SummaryWriter("events")
+    own = 1 + int(os.environ.get("RANK", 0))
+    zarr.save("buffer.zarr", np.zeros(6))
+    for epoch in range(2):
+        model.train()
+        for index, x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y.double()).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            writer.add_scalar("loss", sum(model(x).sum().item() for _, x, _ in loader), epoch)
+        logging.getLogger("train").info("epoch %d at %s", epoch, config.lr)
+        zarr.open("buffer.zarr", mode="r+")[epoch * 3 : epoch * 3 + 2] = own
+    writer.close()
+    say("kept", zarr.load("buffer.zarr")[:].tolist())
+    if "OF_RANKS" in os.environ:
+        say("of ranks", zarr.load(os.environ["OF_RANKS"])[:].tolist())
+
+main()
+"""
+
+
+def _lacks(*packages: str) -> str:
+    return ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
+
+
+def _losses(folder: Path) -> list[tuple[int, float]]:
+    """The steps and values in the only file of events below `folder`, each record of which is whole."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = folder.rglob("events.out.tfevents.*")
+    data, at, found = file.read_bytes(), 0, []
+    while at < len(data):
+        (size,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        found += [(event.step, value.simple_value) for value in event.summary.value]
+        at += size + 16
+    assert at == len(data), "the last record is cut off"
+    return found
+
+
+def _run_folder(ran: Ran) -> Path:
+    """The only one of hydra's."""
+    (folder,) = ran.folder.glob("outputs/*/*")
+    return folder
+
+
+def _files(folder: Path) -> set[str]:
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {re.sub(r"tfevents\..*", "tfevents", name) for name in names}
+
+
+@pytest.mark.launch
+def test_hydra_zarr_and_tensorboard_on_two_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
+    if lacking := _lacks("hydra", "zarr", "tensorboardX"):
+        pytest.skip(f"lacking {lacking}: pip install -r requirements/test.txt -r requirements/robomimic.txt")
+    ranks = succeeded(run(tmp_path, TRAINER, 2))
+    written = _run_folder(ranks)
+    plain = succeeded(run(tmp_path, TRAINER, 1, is_plain=True, OF_RANKS=str(written / "buffer.zarr")))
+    alone = _run_folder(plain)
+    assert _files(written) == _files(alone)
+    assert {".hydra/config.yaml", "train.log", "events/events.out.tfevents"} < _files(written)
+    assert [re.sub(r"\[.*?\d\]", "", line) for line in (written / "train.log").read_text().splitlines()] == [
+        "[train][INFO] - epoch 0 at 0.01",
+        "[train][INFO] - epoch 1 at 0.01",
+    ]
+    assert [step for step, _ in _losses(written)] == [0, 1]
+    for (_, loss), (_, expected) in zip(_losses(written), _losses(alone)):
+        assert loss == pytest.approx(expected, rel=1e-5)
+    # Each rank reads what it wrote itself; on the disk is what the main rank wrote.
+    mains, others = ([number, number, 0.0] * 2 for number in (1.0, 2.0))
+    assert [ranks.said(number, "kept") for number in (0, 1)] == [[mains], [others]]
+    assert plain.said(0, "of ranks") == plain.said(0, "kept") == [mains]
+
+
+LOGGED = """
+import wandb
+
+model, loader = network(), DataLoader(Items(), 8, shuffle=True)
+run = wandb.init(project="p", mode="offline", dir=".", settings=wandb.Settings(console="off"))
+train(model, loader, 1)
+for step in range(3):
+    run.log({"step": step})
+run.finish()
+"""
+
+
+@pytest.mark.launch
+def test_an_offline_run_of_wandb_is_one_folder(tmp_path: Path) -> None:
+    if _lacks("wandb"):
+        pytest.skip("W&B is not installed (80 MB, 8 s of CPU to install): pip install wandb==0.18.7")
+    ranks = succeeded(run(tmp_path, LOGGED, 2))
+    (folder,) = (path for path in ranks.folder.glob("wandb/*") if path.is_dir() and not path.is_symlink())
+    assert folder.name.startswith("offline-run-")
+    (file,) = folder.glob("run-*.wandb")
+    assert file.stat().st_size > 0
