@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from ddpshim.model import batchnorm, closures, exact, guard, seams
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.reducer import DistributedModule
 from ddpshim.model.refused import check_device, check_kind, check_same_structure, watch_wrapping
+from ddpshim.model.sharding import ShardedModule, check_shard
 from ddpshim.model.transparent import BareModule, Transparent
 
 
@@ -33,6 +35,7 @@ def wrap_parallel(
     comm_hook: Any = None,
     comm_hook_state: Any = None,
     process_group: Any = None,
+    shard: Union[bool, Sequence[str]] = False,
     world: Optional[World] = None,
 ) -> Any:
     """`module`, trained in parallel: by DDP in a world of several ranks, else by DataParallel, else bare.
@@ -58,6 +61,9 @@ def wrap_parallel(
             forward in training mode is then collective. It holds for all networks of the process.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
         process_group: the ranks that share gradients; default all.
+        shard: True, each rank holds a part of the parameters, gradients and optimizer state, by torch's `fully_shard`
+            (from torch 2.6 on; for networks that do not fit). Optimizers are made afterwards; every forward pass and
+            `state_dict()` is collective (docs/sharding.md). Names of methods, as ["compute_loss"]: they train, too.
         world: default the current one, as `setup()` made it.
 
     Raises:
@@ -72,6 +78,9 @@ def wrap_parallel(
     if isinstance(module, DataParallel):
         module = module.module
     check_kind(module, is_alone=here.world_size == 1 and here.options.exact is None)
+    if shard:
+        refused = {"exact": here.options.exact, "comm_hook": comm_hook, "process_group": process_group}
+        check_shard([name for name, value in refused.items() if value is not None])
     if here.options.exact is not None:
         if comm_hook is not None or process_group is not None:
             raise SyncError(
@@ -107,7 +116,13 @@ def wrap_parallel(
     closures.share_losses()
     watch_wrapping()
     wrapped: Any
-    if _nothing_to_reduce(module):
+    if shard:
+        wrapped = ShardedModule(
+            module,
+            methods=[] if shard is True else [shard] if isinstance(shard, str) else [*shard],
+            sync_buffers=_either(broadcast_buffers, given.broadcast_buffers),
+        )
+    elif _nothing_to_reduce(module):
         broadcast_state(module, process_group)
         if process_group is None:
             guard.watch(module)
