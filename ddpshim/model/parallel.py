@@ -45,7 +45,8 @@ def wrap_parallel(
     DataParallel is taken by one process without a launcher that sees several GPUs and whose module is on a GPU.
     Whatever comes back has `.module`; attributes, methods and indexing reach the module; `state_dict` keys are
     the bare module's. The module itself is not changed and may be used beside the wrapper: its gradients are
-    reduced all the same. What is not given here is as the world's `options` say.
+    reduced all the same. What is not given here is as the world's `options` say; with `precision` its forward, in
+    training mode, is under autocast.
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
@@ -95,7 +96,7 @@ def wrap_parallel(
             batchnorm.sync()
         exact.reduce(module)
         split_random_streams()
-        return BareModule(module)
+        return _in_precision(BareModule(module), here)
     given = here.options
     bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
     if here.world_size == 1:
@@ -103,8 +104,8 @@ def wrap_parallel(
         split_random_streams()
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
         if several and any(p.is_cuda for p in module.parameters()):
-            return DataParallelModule(module)
-        return BareModule(module)
+            return _in_precision(DataParallelModule(module), here)
+        return _in_precision(BareModule(module), here)
     check_device(module, here)
     if process_group is None:
         check_same_structure(module, here)
@@ -141,6 +142,13 @@ def wrap_parallel(
             **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
         )
     split_random_streams()
+    return _in_precision(wrapped, here)
+
+
+def _in_precision(wrapped: Any, here: World) -> Any:
+    """`wrapped`, whose forward computes in the precision of the options while it trains. Local."""
+    if here.options.precision != "float32":
+        wrapped.__dict__["_autocast"] = here.autocast
     return wrapped
 
 
@@ -189,5 +197,5 @@ class DataParallelModule(BareModule):
         super().__init__(module)
         self.__dict__["_spread"] = DataParallel(module)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._spread(*args, **kwargs)
