@@ -10,9 +10,8 @@ from typing import Any, Optional
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.latest import link
 
-_OF_AN_EPOCH = re.compile(
-    r"model_epoch_(\d+)(.*)\.pth"
-)  # behind the number: best_validation_..., ..._success_...
+# Behind the number stands nothing, or best_validation_..., ..._success_...
+_OF_AN_EPOCH = re.compile(r"model_epoch_(\d+)(.*)\.pth")
 
 
 def keep(ckpt_path: str, num_kept: int, config: Any) -> None:
