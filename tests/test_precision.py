@@ -17,8 +17,9 @@ import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import Options
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.job import debugging
+from ddpshim.job import debugging, precision
 from ddpshim.job.devices import limit_memory
+from ddpshim.job.job import Job
 
 
 def _net() -> nn.Sequential:
@@ -51,14 +52,14 @@ class _ByHand(nn.Module):
             return self.net(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_forward_of_what_is_wrapped_computes_in_the_precision(precision: str) -> None:
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_forward_of_what_is_wrapped_computes_in_the_precision(name: str) -> None:
     if not hasattr(torch.amp, "GradScaler"):
         pytest.skip("torch before 2.3 scales losses on GPUs alone")
-    is_scaled = precision == "fp16"
-    expected = _train(_ByHand(DTYPES[precision]), torch.amp.GradScaler("cpu", enabled=is_scaled))
+    is_scaled = name == "fp16"
+    expected = _train(_ByHand(DTYPES[name]), torch.amp.GradScaler("cpu", enabled=is_scaled))
     plain = _train(_net(), torch.amp.GradScaler("cpu", enabled=False))
-    here = ddpshim.setup(options=Options(precision=precision), device="cpu")
+    here = ddpshim.setup(options=Options(precision=name), device="cpu")
     try:
         net, scaler = ddpshim.wrap_parallel(_net()), here.grad_scaler()
         assert scaler.is_enabled() == is_scaled
@@ -70,8 +71,24 @@ def test_the_forward_of_what_is_wrapped_computes_in_the_precision(precision: str
     assert any(not torch.equal(a, b) for a, b in zip(found, plain))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
-def test_a_precision_that_nobody_computes_in_is_refused(precision: str) -> None:
+def test_the_scale_of_ranks_is_a_part_of_one_process_and_its_file_is_not() -> None:
+    if not hasattr(torch.amp, "GradScaler"):
+        pytest.skip("torch before 2.3 scales losses on GPUs alone")
+    options, cpu = Options(precision="fp16"), torch.device("cpu")
+    one, four = (precision.grad_scaler(options, cpu, Job(), num_ranks) for num_ranks in (1, 4))
+    assert one.get_scale() == torch.amp.GradScaler("cpu").get_scale() == 4 * four.get_scale()
+    assert one.state_dict() == four.state_dict()
+    one.load_state_dict({**one.state_dict(), "scale": 2.0**10})
+    four.load_state_dict(one.state_dict())
+    four.scale(torch.ones(()))
+    assert four.get_scale() == 2.0**8
+    off = precision.grad_scaler(Options(), cpu, Job(), 4)
+    off.load_state_dict(off.state_dict())
+    assert off.scale(torch.ones(())) == 1.0
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16", "fp16"])
+def test_a_precision_that_nobody_computes_in_is_refused(name: str) -> None:
     def step(way: Any) -> torch.dtype:
         net = _net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -81,18 +98,18 @@ def test_a_precision_that_nobody_computes_in_is_refused(precision: str) -> None:
         optimizer.step()
         return out.dtype
 
-    here = ddpshim.setup(options=Options(precision=precision), device="cpu")
+    here = ddpshim.setup(options=Options(precision=name), device="cpu")
     try:
-        if precision != "float32":
+        if name != "float32":
             with torch.no_grad(), here.autocast():
                 _net()(X)  # an evaluation is no training
-            with pytest.raises(OptionsError, match=f"precision={precision}, but this step was computed without it"):
+            with pytest.raises(OptionsError, match=f"precision={name}, but this step was computed without it"):
                 step(contextlib.nullcontext)
-            if precision == "fp16":
+            if name == "fp16":
                 with pytest.raises(OptionsError, match="precision=fp16, but no loss was scaled"):
                     step(here.autocast)
                 here.grad_scaler()
-            assert step(here.autocast) == DTYPES[precision]
+            assert step(here.autocast) == DTYPES[name]
         assert step(contextlib.nullcontext) == torch.float32
     finally:
         ddpshim.cleanup()

@@ -12,6 +12,8 @@ from ddpshim.errors import OptionsError
 from ddpshim.job.job import Job
 from ddpshim.options import Options
 
+_GradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+_FIRST_SCALE = 2.0**16  # torch's own
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -31,18 +33,39 @@ def autocast(options: Options, device: torch.device, job: Job) -> Any:
     return torch.autocast(device.type, _DTYPES[options.precision], cache_enabled=False)
 
 
-def grad_scaler(options: Options, device: torch.device, job: Job) -> Any:
+class _Scaler(_GradScaler):  # type: ignore[misc]
+    """A scaler whose losses are the means of `num_ranks` shares, which give each sample as many times the gradient.
+
+    So its scale is that part of one process's, and numbers get too large where they do there. In files it is one
+    process's.
+    """
+
+    def __init__(self, num_ranks: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, init_scale=_FIRST_SCALE / num_ranks)
+        self._num_ranks = num_ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "scale": state["scale"] * self._num_ranks} if state else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(
+            {**state_dict, "scale": state_dict["scale"] / self._num_ranks} if state_dict else state_dict
+        )
+
+
+def grad_scaler(options: Options, device: torch.device, job: Job, num_ranks: int) -> Any:
     """See `World.grad_scaler`."""
     job.part(_Entered).is_scaled = True
     is_on = options.precision == "fp16"
     if hasattr(torch.amp, "GradScaler"):
-        return torch.amp.GradScaler(device.type, enabled=is_on)
+        return _Scaler(num_ranks, device.type, enabled=is_on)
     if is_on and device.type != "cuda":
         raise OptionsError(
             f"precision=fp16 on {device.type} with torch {torch.__version__}, which scales losses on GPUs alone: small "
             "gradients would become 0. Upgrade to torch 2.3, or use bf16."
         )
-    return torch.cuda.amp.GradScaler(enabled=is_on)
+    return _Scaler(num_ranks, enabled=is_on)
 
 
 def check_first_step(options: Options, job: Job) -> None:

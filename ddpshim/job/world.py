@@ -91,10 +91,11 @@ class World:
     def grad_scaler(self) -> Any:
         """torch's GradScaler for the precision of `options`: on with fp16, else one that changes nothing. Local.
 
-        Gradients are scaled on all ranks alike, and all leave a step out where one has an inf. Its state belongs into
-        `Resumable`'s objects.
+        Gradients are scaled as those of one process, and all ranks leave a step out where one has an inf. (It may be
+        another step than in one process: sums over a share get too large where those over the batch cancel.) Its state
+        belongs into `Resumable`'s objects.
         """
-        return precision.grad_scaler(self.options, self.device, self._job)
+        return precision.grad_scaler(self.options, self.device, self._job, self.world_size)
 
     def only_main(self, obj: T) -> T:
         """`obj` on the main rank; on the others a stand-in that takes every call and does nothing. Local.
