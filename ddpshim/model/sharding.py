@@ -29,7 +29,8 @@ from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.reducer import Wrapped
 from ddpshim.model.transparent import BareModule
 
-_DEADLINE_S = 120.0  # after a step that they made together ranks are seconds apart
+# The main rank may write a large file between two `state_dict()`; ranks that wait elsewhere are found long before.
+_DEADLINE_S = 3600.0
 
 
 class _Sharding:
