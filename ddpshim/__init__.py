@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ddpshim.data.replay_buffers import load_replay_buffer as load_replay_buffer
     from ddpshim.data.tasks import deal as deal
     from ddpshim.data.tfdata import shard_tfdata as shard_tfdata
+    from ddpshim.data.transfer import on_device as on_device
     from ddpshim.evaluation.evaluating import evaluate as evaluate
     from ddpshim.evaluation.evaluating import evaluate_in_background as evaluate_in_background
     from ddpshim.job.failure import abort as abort
@@ -77,6 +78,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluating",
     "evaluate_in_background": "evaluation.evaluating",
     "Windows": "data.replay_buffers",
+    "on_device": "data.transfer",
     "load_replay_buffer": "data.replay_buffers",
     "record": "observe.recording",
     "shard_iterable": "data.iterable",

@@ -200,8 +200,9 @@ class Options:
     )
     precision: str = _option(
         "float32",
-        _choice("float32", "bf16"),
-        "bf16: autocast around robomimic's epochs, and in `World.autocast()`, which other trainers have to call",
+        _choice("float32", "bf16", "fp16"),
+        "bf16, fp16: autocast around robomimic's epochs, in the forward of what `wrap_parallel` returns while it "
+        "trains, and in `World.autocast()`; fp16 needs `World.grad_scaler()`, too, and is refused for robomimic",
     )
     max_memory_per_gpu_gb: Optional[float] = _option(
         None,
@@ -222,6 +223,12 @@ class Options:
         600.0, _or_none(_positive()), "save the progress of a training whenever this many seconds have passed"
     )
     keep_checkpoints: int = _option(2, _whole(1), "how many files of progress are kept")
+    keep_models: Optional[int] = _option(
+        None,
+        _or_none(_whole(1)),
+        "robomimic: of its `models/model_epoch_N.pth` the newest so many are kept, beside those named for a best "
+        "result and those of `experiment.save.epochs`; the link latest.pth names the last one; none: all are kept",
+    )
     background_save: bool = _option(
         True,
         _flag(),
@@ -415,7 +422,7 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
                 values[f.name] = f.metadata["kind"].parse(raw)
             except (TypeError, ValueError, OverflowError):
                 source = f"argument {f.name}" if source == "argument" else source
-                problems.append(f"{source}: {_short(raw)}; allowed: {f.metadata['kind'].allowed}{_why_not(raw)}")
+                problems.append(f"{source}: {_short(raw)}; allowed: {f.metadata['kind'].allowed}")
     if values.get("lr_rule", "none") != "none" and not values.get("per_rank_batch", False):
         problems.append(
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch; the batch is that of one "
@@ -446,10 +453,3 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
 def _short(raw: Any) -> str:
     text = repr(raw)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
-
-
-def _why_not(raw: Any) -> str:
-    """A hint for a value that many will try."""
-    if str(raw).lower() in ("fp16", "float16", "half"):
-        return " (fp16 needs a loss scaler, for which robomimic's optimizer code has no place; bf16 needs none)"
-    return ""

@@ -10,8 +10,6 @@ sent once either way (in one message, as the policy is small). A trainer takes b
 DDPSHIM_PRECISION and DDPSHIM_ACCUMULATION_STEPS; then `accumulate` needs no `steps`.
 """
 
-import contextlib
-
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -22,13 +20,12 @@ import ddpshim
 BATCH_SIZE = 64
 
 
-def gradients(policy, batch, num_parts, precision):
+def gradients(policy, forward, batch, num_parts):
     """The gradients of the mean loss of `batch`, in one vector, and that loss."""
     policy.zero_grad()
     total = 0.0
     for obs, action in ddpshim.accumulate(batch, policy, steps=num_parts):
-        with precision():
-            loss = (policy(obs) - action).square().mean() / num_parts
+        loss = (forward(obs) - action).square().mean() / num_parts
         loss.backward()  # gradients are reduced in that of the last part
         total += loss.item()
     return torch.cat([p.grad.flatten() for p in policy.parameters()]), total
@@ -48,19 +45,20 @@ def main():
     policy = ddpshim.wrap_parallel(policy, comm_hook=count_and_reduce)
     loader = ddpshim.make_loader(dataset, batch_size=BATCH_SIZE, shuffle=False)
     batch = [x.to(world.device) for x in next(iter(loader))]
-    gradients(policy, batch, 1, contextlib.nullcontext)  # after the first pass DDP packs its messages anew
+    in_float32, in_bf16 = policy.module, policy  # what wrap_parallel returns has the precision of the options
+    gradients(policy, in_float32, batch, 1)  # after the first pass DDP packs its messages anew
 
-    exact, _ = gradients(policy, batch, 1, contextlib.nullcontext)
+    exact, _ = gradients(policy, in_float32, batch, 1)
     if world.is_main:
         print("gradients of one global batch   loss      norm      largest difference  messages")
-    for name, num_parts, precision in (
-        ("float32, the whole batch", 1, contextlib.nullcontext),
-        ("float32, in 4 parts", 4, contextlib.nullcontext),
-        ("bf16, the whole batch", 1, world.autocast),
-        ("bf16, in 4 parts", 4, world.autocast),
+    for name, num_parts, forward in (
+        ("float32, the whole batch", 1, in_float32),
+        ("float32, in 4 parts", 4, in_float32),
+        ("bf16, the whole batch", 1, in_bf16),
+        ("bf16, in 4 parts", 4, in_bf16),
     ):
         sent.clear()
-        found, loss = gradients(policy, batch, num_parts, precision)
+        found, loss = gradients(policy, forward, batch, num_parts)
         loss = world.mean(loss)
         if world.is_main:
             difference = (found - exact).abs().max() / exact.abs().max()

@@ -35,6 +35,7 @@ CHAPTERS = {
     "Data": (
         "make_loader",
         "data.sharded_loader.ShardedLoader",
+        "on_device",
         "scale_lr",
         "check_equal_steps",
         "watch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import time
@@ -47,9 +48,22 @@ SAID = {
         "in the background: the ranks waited for ",
         "leaving with exit code 75",
         "80 steps on 2, 4 and 1 ranks, ended by SIGTERM and SIGKILL: from the unbroken run ",
-        "40 steps with noise, ended after ",
+        "40 noisy bf16 steps, ended after ",
     ],
 }
+
+
+def test_the_notebooks_are_made_from_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    notebooks = importlib.import_module("notebooks")
+    for script in notebooks.scripts():
+        text = script.read_text()
+        made = script.with_suffix(".ipynb").read_text()
+        assert made == notebooks.notebook(text), "python examples/course/notebooks.py"
+        code = [cell for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        found = [line for cell in code for line in "".join(cell["source"]).splitlines()]
+        assert [line for line in found if line and not line.startswith("#")] == lines, "a line is in no cell"
 
 
 def test_every_chapter_is_here() -> None:
@@ -60,7 +74,9 @@ def test_every_chapter_is_here() -> None:
 @pytest.mark.parametrize("chapter", SAID)
 def test_a_chapter_runs_and_says_what_it_claims(chapter: str, tmp_path: Path) -> None:
     # What is asserted in a chapter fails it; what is looked for here shows that it came to that line.
-    command = [str(FOLDER / chapter), "--quick"], {**environment(), "OMP_NUM_THREADS": "1"}
+    # The notebook: its cells are those of the script.
+    notebook = str((FOLDER / chapter).with_suffix(".ipynb"))
+    command = [str(FOLDER / "notebooks.py"), notebook, "--quick"], {**environment(), "OMP_NUM_THREADS": "1"}
     job = preloaded().start([command], tmp_path)
     try:
         code = job.wait(DEADLINE_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import re
 import shutil
 import subprocess
@@ -13,8 +15,14 @@ from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+import ddpshim
+import ddpshim.__main__ as command_line
+from ddpshim import checkpoint as checkpoints
+from ddpshim import options
 from ddpshim.job.world import World
+from ddpshim.model.transparent import BareModule
 from tests import pages
 from tests.equivalence import copy_release, make_run_config
 from tests.preloaded import environment, kill_all_in, preloaded
@@ -225,3 +233,84 @@ def test_links_lead_somewhere(page: str) -> None:
         there = (here.parent / path).resolve() if path else here
         assert there.exists(), target
         assert not anchor or anchor in _anchors(there), target
+
+
+OTHER_GUIDES = ROOT / "docs" / "from_other_guides.md"
+
+
+def _what_to_type() -> Iterator[str]:
+    """What stands in the second column of the page's tables, as code."""
+    for row in OTHER_GUIDES.read_text().splitlines():
+        if row.startswith("| ") and not row.startswith("| the guides'"):
+            _, _, ours, state, _ = row.split("|")
+            assert state.strip() in ("works", "your trainer", "refused", "out of reach"), row
+            yield from re.findall("`(.+?)`", ours)
+
+
+def _flags_of(command: str) -> set[str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
+        command_line.main([command, "--help"])
+    return set(re.findall(r"--[\w-]+", said.getvalue()))
+
+
+def _lacking(code: str, flags: dict[str, set[str]], objects: dict[str, Any]) -> Iterator[str]:
+    """What of `code` does not exist."""
+    variables = {f"DDPSHIM_{name.upper()}" for name in options.names()}
+    yield from (name for name in re.findall(r"DDPSHIM_[A-Z_]+", code) if name not in variables)
+    for start, rest in re.findall(r"\b(ddpshim|world|running|training|policy|checkpoint)\.(\w+)\b(?! apply)", code):
+        if rest != "py" and not hasattr(objects[start], rest):
+            yield f"{start}.{rest}"
+    yield from (path for path in re.findall(r"examples/[\w/.]+", code) if not (ROOT / path).exists())
+    found = re.match(r"(?:python -m ddpshim )?(run|slurm|selftest|doctor|report|patch)\b(.*)", code)
+    if found:
+        own = re.split(r" (?:-m|--|\w+\.py|scripts/\w+\.py) ", found[2] + " ")[0]
+        yield from (f"{found[1]} {flag}" for flag in re.findall(r"--[\w-]+", own) if flag not in flags[found[1]])
+    elif code.startswith("--"):  # of the example of reinforcement learning
+        yield from (flag for flag in [code] if f'"{flag}"' not in (ROOT / "examples/rloo/train.py").read_text())
+
+
+def test_what_the_page_of_other_guides_names_exists() -> None:
+    objects: dict[str, Any] = {"ddpshim": ddpshim, "checkpoint": checkpoints, "training": ddpshim.Resumable}
+    objects.update(world=World(), running=World().running(), policy=BareModule(torch.nn.Linear(1, 1)))
+    flags = {name: _flags_of(name) for name in ("run", "slurm", "selftest", "doctor", "report", "patch")}
+    codes = [*_what_to_type()]
+    assert len(codes) > 100
+    assert [(code, lacking) for code in codes for lacking in _lacking(code, flags, objects)] == []
+    wrong = ["DDPSHIM_PRECISON=bf16", "world.meen(x)", "run --dry", "examples/no.py", "--rollouts", "ddpshim.on_gpu(x)"]
+    assert [code for code in wrong if not [*_lacking(code, flags, objects)]] == []
+
+
+def test_the_loop_with_all_options_gives_what_one_by_hand_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(3, 8), torch.nn.Linear(8, 2)
+            self.dropout = torch.nn.Dropout(0.2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = checkpoint(lambda x: self.dropout(torch.tanh(self.first(x))), x, use_reentrant=False)
+            return self.last(hidden)  # type: ignore[no-any-return]
+
+    (loop,) = (block for block in _BLOCK.findall(OTHER_GUIDES.read_text()) if block[0] == "python")
+    data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 72).view(24, 3), torch.linspace(0, 1, 48).view(24, 2))
+    names = {"ddpshim": ddpshim, "torch": torch, "make_network": Network, "dataset": data, "folder": tmp_path / "out"}
+    monkeypatch.setattr(torch, "compile", lambda net: net)  # what a compiler makes is tested elsewhere
+    try:
+        exec(loop[1], names)
+    finally:
+        ddpshim.cleanup()
+    torch.manual_seed(1)
+    net = Network()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for _ in range(2):
+        for batch in torch.utils.data.DataLoader(data, 8, shuffle=True):
+            optimizer.zero_grad()
+            for x, y in zip(*(part.chunk(2) for part in batch)):
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = net(x)
+                ((out - y).square().mean() / 2).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+    for ours, by_hand in zip(names["policy"].parameters(), net.parameters()):
+        assert torch.equal(ours, by_hand)

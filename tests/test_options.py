@@ -116,7 +116,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("backend", "nccll"),
     ("lr_rule", "cubic"),
     ("lr_rule", None),
-    ("precision", "fp16"),
+    ("precision", "fp8"),
     ("logs", 3),
     ("resume", True),
     ("rollouts", "some"),
@@ -131,11 +131,6 @@ def test_what_is_refused(name: str, raw: Any) -> None:
             refuse()
         assert f"{name}: {raw!r}; allowed: " in str(caught.value)
         assert isinstance(caught.value, ValueError)
-
-
-def test_fp16_is_refused_with_the_reason() -> None:
-    with pytest.raises(OptionsError, match=r"fp16 needs a loss scaler, .* no place; bf16 needs none"):
-        Options(precision="fp16")
 
 
 def test_all_that_is_wrong_is_told_in_one_message() -> None:

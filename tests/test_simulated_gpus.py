@@ -336,6 +336,9 @@ def _rank_saves(folder: str) -> tuple[list[bool], list[int]]:
         snapshot.take(state, buffer, 20_000).write(f"{folder}/ours.pth")
     torch.save(state, f"{folder}/torchs.pth")
     ours, torchs = torch.load(f"{folder}/ours.pth"), torch.load(f"{folder}/torchs.pth")
+    batch = {"pinned": torch.ones(2).pin_memory(), "others": (torch.ones(1), ["text"])}
+    sent = [(b["pinned"], b["others"][0], b["others"][1]) for b in ddpshim.on_device([batch])]
+    assert [(x.device.type, y.device.type, text) for x, y, text in sent] == [("cuda", "cuda", ["text"])]
     return [torch.equal(ours[key], torchs[key]) and ours[key].is_cuda for key in state], pinned
 
 

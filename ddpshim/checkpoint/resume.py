@@ -23,7 +23,7 @@ from ddpshim.job.launch_env import EXIT_REQUEUE
 from ddpshim.job.random_streams import derive_seed, rank_states, seed_everything
 from ddpshim.job.running import Running
 from ddpshim.job.say import count, say
-from ddpshim.model import guard
+from ddpshim.model import guard, sharding
 
 _LOOK_EVERY_S = 0.5
 _STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by then all have told
@@ -209,7 +209,7 @@ class Resumable:
                 batch = next(batches)
             self._num_unsaved += 1
             yield batch
-            if self._in_background and not self._is_ready:
+            if self._in_background and not self._is_ready and not sharding.is_used():
                 self._is_ready = True  # a step was made: optimizers have their state
                 checkpoint.get_ready({name: stateful.state_dict() for name, stateful in self._objects.items()})
         if total % len(loader) == 0:
@@ -299,6 +299,7 @@ class Resumable:
             if isinstance(stateful, Running):
                 stateful.collect()
         states = self._world.gather(self._streams or rank_states(self._world.device))
+        objects = {name: stateful.state_dict() for name, stateful in self._objects.items()}  # of all ranks, if divided
         self._last_save, self._num_unsaved = time.monotonic(), 0
         if not self._world.is_main:
             return
@@ -308,7 +309,7 @@ class Resumable:
             "step": self.step,
             "world_size": self._world.world_size,
             "computes_on": self._computes_on,
-            "objects": {name: stateful.state_dict() for name, stateful in self._objects.items()},
+            "objects": objects,
             "values": self.values,
             "random": states,
             "order": self._loader.order_state() if isinstance(self._loader, Enterable) else None,

@@ -12,24 +12,64 @@ from ddpshim.errors import OptionsError
 from ddpshim.job.job import Job
 from ddpshim.options import Options
 
+_GradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+_FIRST_SCALE = 2.0**16  # torch's own
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class _Entered:
-    """Whether somebody computed in the precision that was asked for."""
+    """Whether somebody computed in the precision that was asked for, and scaled losses where that needs it."""
 
     def __init__(self) -> None:
-        self.is_so = False
+        self.is_so = self.is_scaled = False
 
 
 def autocast(options: Options, device: torch.device, job: Job) -> Any:
     """See `World.autocast`."""
-    job.part(_Entered).is_so = True
+    if torch.is_grad_enabled():  # an evaluation before the training says nothing about it
+        job.part(_Entered).is_so = True
     if options.precision == "float32":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+    return torch.autocast(device.type, _DTYPES[options.precision], cache_enabled=False)
+
+
+class _Scaler(_GradScaler):  # type: ignore[misc]
+    """A scaler whose losses are the means of `num_ranks` shares, which give each sample as many times the gradient.
+
+    So its scale is that part of one process's, and numbers get too large where they do there. In files it is one
+    process's.
+    """
+
+    def __init__(self, num_ranks: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, init_scale=_FIRST_SCALE / num_ranks)
+        self._num_ranks = num_ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "scale": state["scale"] * self._num_ranks} if state else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(
+            {**state_dict, "scale": state_dict["scale"] / self._num_ranks} if state_dict else state_dict
+        )
+
+
+def grad_scaler(options: Options, device: torch.device, job: Job, num_ranks: int) -> Any:
+    """See `World.grad_scaler`."""
+    job.part(_Entered).is_scaled = True
+    is_on = options.precision == "fp16"
+    if hasattr(torch.amp, "GradScaler"):
+        return _Scaler(num_ranks, device.type, enabled=is_on)
+    if is_on and device.type != "cuda":
+        raise OptionsError(
+            f"precision=fp16 on {device.type} with torch {torch.__version__}, which scales losses on GPUs alone: small "
+            "gradients would become 0. Upgrade to torch 2.3, or use bf16."
+        )
+    return _Scaler(num_ranks, enabled=is_on)
 
 
 def check_first_step(options: Options, job: Job) -> None:
-    """Have the first step of an optimizer raise OptionsError where `autocast` was not called before. Local."""
+    """Have the first step of an optimizer raise OptionsError where the precision was not entered before. Local."""
     if options.precision == "float32":
         return
 
@@ -39,8 +79,15 @@ def check_first_step(options: Options, job: Job) -> None:
         if not entered.is_so:
             raise OptionsError(
                 f"precision={options.precision}, but this step was computed without it: nothing would be faster, and "
-                "the records would say another precision than that of the run. Compute the loss in "
-                "`with ddpshim.world().autocast():`, or drop the option where the program has its own."
+                "the records would say another precision than that of the run. What wrap_parallel returns enters it in "
+                "its forward in training mode; compute the loss of another method in `with "
+                "ddpshim.world().autocast():`, or drop the option where the program has its own."
+            )
+        if options.precision == "fp16" and not entered.is_scaled:
+            raise OptionsError(
+                "precision=fp16, but no loss was scaled: small gradients become 0. Take `scaler = "
+                "ddpshim.world().grad_scaler()`, call scaler.scale(loss).backward(), scaler.step(optimizer) and "
+                "scaler.update(), or use bf16, which needs none."
             )
 
     hook = register_optimizer_step_pre_hook(check)

@@ -81,10 +81,21 @@ class World:
     def autocast(self) -> Any:
         """A context that computes in the precision of `options`, for forward and loss. Local.
 
-        Weights, gradients and optimizers stay float32. No cast of a weight is kept: an optimizer may step inside. With
-        another precision than float32, a step before anybody has called this raises OptionsError.
+        What `wrap_parallel` returns enters it in its `forward` in training mode; a loss of other methods is computed in
+        `with world.autocast():`. Weights, gradients and optimizers stay float32. No cast of a weight is kept: an
+        optimizer may step inside. With another precision than float32, a step before anybody entered it raises
+        OptionsError.
         """
         return precision.autocast(self.options, self.device, self._job)
+
+    def grad_scaler(self) -> Any:
+        """torch's GradScaler for the precision of `options`: on with fp16, else one that changes nothing. Local.
+
+        Gradients are scaled as those of one process, and all ranks leave a step out where one has an inf. (It may be
+        another step than in one process: sums over a share get too large where those over the batch cancel.) Its state
+        belongs into `Resumable`'s objects.
+        """
+        return precision.grad_scaler(self.options, self.device, self._job, self.world_size)
 
     def only_main(self, obj: T) -> T:
         """`obj` on the main rank; on the others a stand-in that takes every call and does nothing. Local.

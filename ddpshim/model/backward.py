@@ -27,6 +27,7 @@ class Passes:
         self.depth = 0  # a reentrant checkpoint makes them inside of one another
         self.at_end: list[Callable[[], None]] = []  # where the engine takes no callbacks
         self.at_outer_end: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []  # each pass of the program
         self.has_outer_end = False  # the engine calls `end` when the outermost pass ends
         self.unfinished: Callable[[], Optional[str]] = lambda: None
         self.left: Optional[str] = None  # the pass that an exception has ended in the middle
@@ -130,6 +131,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             passes.depth -= 1
         while passes.at_end and not passes.depth:
             passes.at_end.pop(0)()
+        for call in () if passes.depth else passes.after:
+            call()
         if clock is not None:
             clock.end()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from ddpshim.model import batchnorm, closures, exact, guard, seams
 from ddpshim.model.broadcasting import broadcast_state
 from ddpshim.model.reducer import DistributedModule
 from ddpshim.model.refused import check_device, check_kind, check_same_structure, watch_wrapping
+from ddpshim.model.sharding import ShardedModule, check_shard
 from ddpshim.model.transparent import BareModule, Transparent
 
 
@@ -33,6 +35,7 @@ def wrap_parallel(
     comm_hook: Any = None,
     comm_hook_state: Any = None,
     process_group: Any = None,
+    shard: Union[bool, Sequence[str]] = False,
     world: Optional[World] = None,
 ) -> Any:
     """`module`, trained in parallel: by DDP in a world of several ranks, else by DataParallel, else bare.
@@ -42,7 +45,8 @@ def wrap_parallel(
     DataParallel is taken by one process without a launcher that sees several GPUs and whose module is on a GPU.
     Whatever comes back has `.module`; attributes, methods and indexing reach the module; `state_dict` keys are
     the bare module's. The module itself is not changed and may be used beside the wrapper: its gradients are
-    reduced all the same. What is not given here is as the world's `options` say.
+    reduced all the same. What is not given here is as the world's `options` say; with `precision` its forward, in
+    training mode, is under autocast.
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
@@ -58,6 +62,9 @@ def wrap_parallel(
             forward in training mode is then collective. It holds for all networks of the process.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
         process_group: the ranks that share gradients; default all.
+        shard: True, each rank holds a part of the parameters, gradients and optimizer state, by torch's `fully_shard`
+            (from torch 2.6 on; for networks that do not fit). Optimizers are made afterwards; every forward pass and
+            `state_dict()` is collective (docs/sharding.md). Names of methods, as ["compute_loss"]: they train, too.
         world: default the current one, as `setup()` made it.
 
     Raises:
@@ -72,6 +79,9 @@ def wrap_parallel(
     if isinstance(module, DataParallel):
         module = module.module
     check_kind(module, is_alone=here.world_size == 1 and here.options.exact is None)
+    if shard:
+        refused = {"exact": here.options.exact, "comm_hook": comm_hook, "process_group": process_group}
+        check_shard([name for name, value in refused.items() if value is not None])
     if here.options.exact is not None:
         if comm_hook is not None or process_group is not None:
             raise SyncError(
@@ -86,7 +96,7 @@ def wrap_parallel(
             batchnorm.sync()
         exact.reduce(module)
         split_random_streams()
-        return BareModule(module)
+        return _in_precision(BareModule(module), here)
     given = here.options
     bucket_cap_mb = given.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb
     if here.world_size == 1:
@@ -94,8 +104,8 @@ def wrap_parallel(
         split_random_streams()
         several = not here.is_launched and torch.cuda.is_available() and torch.cuda.device_count() > 1
         if several and any(p.is_cuda for p in module.parameters()):
-            return DataParallelModule(module)
-        return BareModule(module)
+            return _in_precision(DataParallelModule(module), here)
+        return _in_precision(BareModule(module), here)
     check_device(module, here)
     if process_group is None:
         check_same_structure(module, here)
@@ -107,7 +117,13 @@ def wrap_parallel(
     closures.share_losses()
     watch_wrapping()
     wrapped: Any
-    if _nothing_to_reduce(module):
+    if shard:
+        wrapped = ShardedModule(
+            module,
+            methods=[] if shard is True else [shard] if isinstance(shard, str) else [*shard],
+            sync_buffers=_either(broadcast_buffers, given.broadcast_buffers),
+        )
+    elif _nothing_to_reduce(module):
         broadcast_state(module, process_group)
         if process_group is None:
             guard.watch(module)
@@ -126,6 +142,13 @@ def wrap_parallel(
             **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
         )
     split_random_streams()
+    return _in_precision(wrapped, here)
+
+
+def _in_precision(wrapped: Any, here: World) -> Any:
+    """`wrapped`, whose forward computes in the precision of the options while it trains. Local."""
+    if here.options.precision != "float32":
+        wrapped.__dict__["_autocast"] = here.autocast
     return wrapped
 
 
@@ -174,5 +197,5 @@ class DataParallelModule(BareModule):
         super().__init__(module)
         self.__dict__["_spread"] = DataParallel(module)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._spread(*args, **kwargs)

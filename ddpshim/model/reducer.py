@@ -34,7 +34,7 @@ from ddpshim.model import agreement, backward, guard, inputs, order, refused, se
 from ddpshim.model.agreement import Agreement
 from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.equality import Equality, is_milestone
-from ddpshim.model.transparent import Transparent, note_call
+from ddpshim.model.transparent import Transparent
 from ddpshim.model.unused import Unused
 
 _OF_TORCH = {"process_group", "reducer", "_reducer", "logger"}
@@ -240,9 +240,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._device.type != "cpu":  # inputs follow, as under DataParallel
             args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
-        note_call()
         with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
-            return self.module(*args, **kwargs)
+            return Transparent.forward(self, *args, **kwargs)
 
     def _detach(self) -> None:
         """Stop reducing: the module is bare again. Local."""

@@ -83,6 +83,7 @@ class Transparent:
     """
 
     module: nn.Module
+    _autocast: Any = None  # what makes the context of `forward` in training mode, with the option `precision`
 
     def _show(self, module: nn.Module) -> None:
         mine = self.__dict__
@@ -137,6 +138,12 @@ class Transparent:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         note_call()
+        if self._autocast is None or not self.module.training:
+            return self._run(*args, **kwargs)
+        with self._autocast():
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:

@@ -37,7 +37,7 @@ from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.reducer import average
 from ddpshim.observe.recording import numbers
 from ddpshim.options import SECTION, Options
-from ddpshim.robomimic import reads, rollout, virtual_ranks
+from ddpshim.robomimic import reads, retention, rollout, virtual_ranks
 from ddpshim.robomimic.algo import AlgoState, algos, flat, trained_together
 from ddpshim.robomimic.datasets import advise_on_cache
 from ddpshim.trainers import import_hook
@@ -122,6 +122,11 @@ def join(device: torch.device) -> torch.device:
             f"accumulation_steps={options.accumulation_steps} for robomimic, whose train_on_batch clears gradients, "
             "steps and moves target networks itself, several times for actor-critics; its parts would train another "
             "model. Use a smaller train.batch_size, or more ranks."
+        )
+    if options.precision == "fp16":
+        raise OptionsError(
+            "precision=fp16 for robomimic: fp16 needs a loss scaler, for which robomimic's optimizer code has no "
+            "place, and small gradients would become 0. Use bf16, which needs none."
         )
     here = setup(device=None if device.type == "cuda" else device, options=options)
     return here.device if here.is_launched else device
@@ -385,6 +390,8 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
         noted = contextlib.nullcontext() if in_background else checkpoint.noted(ckpt_path)
         with noted, checkpoint.written(ckpt_path, in_background=in_background) as partial:
             TrainUtils.save_model(ckpt_path=partial, **options)
+    if here.is_main and here.options.keep_models is not None:
+        retention.keep(ckpt_path, here.options.keep_models, options.get("config"))
 
 
 def copyfile(source: str, path: str) -> None:

@@ -147,7 +147,7 @@ assert first.any()
 
 
 # %%
-def train(folder, log, noise=0.0, num_epochs=NUM_EPOCHS, disturb=None):
+def train(folder, log, disturb=None):
     """`disturb`: (rank, epoch, step, signal), where a rank sends itself a signal."""
     world = ddpshim.setup(seed=1)
     policy = ddpshim.wrap_parallel(Policy().double())
@@ -155,11 +155,10 @@ def train(folder, log, noise=0.0, num_epochs=NUM_EPOCHS, disturb=None):
     loader = ddpshim.make_loader(TRAINING, batch_size=128, shuffle=True)
     training = ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer}, every_n_steps=7)
     training.restore()
-    for epoch in range(training.epoch, num_epochs):
+    for epoch in range(training.epoch, NUM_EPOCHS):
         for obs, action in training.steps(loader, epoch):
             if disturb is not None and disturb[:3] == (world.rank, epoch, training.step):
                 os.kill(os.getpid(), disturb[3])
-            obs = obs + noise * torch.randn_like(obs)
             loss = -policy.forward_train(obs).log_prob(action).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -185,11 +184,11 @@ unbroken = losses(FOLDER / "unbroken.log")
 
 resumed = FOLDER / "resumed"
 disturb = 1, 1, 5, signal.SIGTERM
-failed = run_failing(train, 2, resumed, FOLDER / "first.log", 0.0, NUM_EPOCHS, disturb)
+failed = run_failing(train, 2, resumed, FOLDER / "first.log", disturb)
 assert failed.exit_codes == [REQUEUE, REQUEUE], failed
 print(next(line for line in failed.output.splitlines() if "exit code 75" in line))
 disturb = 0, *divmod(KILLED_AT, per_epoch), signal.SIGKILL
-failed = run_failing(train, 4, resumed, FOLDER / "second.log", 0.0, NUM_EPOCHS, disturb)
+failed = run_failing(train, 4, resumed, FOLDER / "second.log", disturb)
 assert failed.exit_codes[0] == -signal.SIGKILL, failed
 run(train, 1, resumed, FOLDER / "third.log")
 
@@ -230,20 +229,53 @@ def curve(figure):
 draw("4_resumed", curve, width=9, height=4)
 
 # %% [markdown]
-# ## Random streams go on as well
+# ## So do random streams, mixed precision and accumulation
 #
 # A policy that trains on noise depends on what was drawn before. On as many ranks as before each rank goes on with its
 # own stream, and the run is the unbroken one to the last bit. (On another number each rank gets a new stream: samples
 # and schedule are the same, the noise is another draw.)
+#
+# Here also in bf16, and with each batch in two parts that make one step. In fp16 losses are scaled, and the scale moves
+# with the training: it belongs into the file as the optimizer does. (With `precision="fp16"` the code is the same; with
+# bf16 the scaler does nothing.) A method other than `forward` computes its loss in `world.autocast()`.
+
 
 # %%
-run(train, 2, FOLDER / "noise", FOLDER / "noise.log", 0.05, 2)
-disturb = 0, 0, 5, signal.SIGTERM
-failed = run_failing(train, 2, FOLDER / "noise_resumed", FOLDER / "noise_1.log", 0.05, 2, disturb)
-run(train, 2, FOLDER / "noise_resumed", FOLDER / "noise_2.log", 0.05, 2)
+def train_lean(folder, log, disturb=None):
+    world = ddpshim.setup(seed=1, options=ddpshim.Options.read(precision="bf16", accumulation_steps=2))
+    policy = ddpshim.wrap_parallel(Policy())
+    optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
+    scaler = world.grad_scaler()
+    loader = ddpshim.make_loader(demonstrations(64, seed=1), batch_size=128, shuffle=True)
+    training = ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer, "scaler": scaler})
+    training.restore()
+    for epoch in range(training.epoch, 2):
+        for batch in training.steps(loader, epoch):
+            if disturb is not None and disturb[:3] == (world.rank, epoch, training.step):
+                os.kill(os.getpid(), disturb[3])
+            optimizer.zero_grad()
+            total = 0.0
+            for obs, action in ddpshim.accumulate(batch, policy):  # gradients cross the ranks in the last part
+                with world.autocast():
+                    obs = obs + 0.05 * torch.randn_like(obs)
+                    loss = -policy.forward_train(obs).log_prob(action).mean() / 2
+                scaler.scale(loss).backward()
+                total += loss.item()
+            scaler.step(optimizer)
+            scaler.update()
+            mean = world.mean(total)
+            if world.is_main:
+                with open(log, "a") as file:
+                    file.write(json.dumps([epoch * len(loader) + training.step, mean]) + "\n")
+    training.finish()
+
+
+run(train_lean, 2, FOLDER / "noise", FOLDER / "noise.log")
+failed = run_failing(train_lean, 2, FOLDER / "noise_resumed", FOLDER / "noise_1.log", (0, 0, 5, signal.SIGTERM))
+run(train_lean, 2, FOLDER / "noise_resumed", FOLDER / "noise_2.log")
 joined = {**losses(FOLDER / "noise_1.log"), **losses(FOLDER / "noise_2.log")}
 assert joined == losses(FOLDER / "noise.log")
-print(f"{len(joined)} steps with noise, ended after {len(losses(FOLDER / 'noise_1.log'))}: equal to the last bit")
+print(f"{len(joined)} noisy bf16 steps, ended after {len(losses(FOLDER / 'noise_1.log'))}: equal to the last bit")
 
 # %% [markdown]
 # A trainer to copy from: `examples/resume.py`. More: [docs/resuming.md](../../docs/resuming.md), and

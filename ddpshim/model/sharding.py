@@ -1,0 +1,311 @@
+"""Divides a network's parameters, gradients and optimizer state over the ranks, by torch's `fully_shard` (FSDP2).
+
+For networks that do not fit a GPU together with Adam's state. What is saved is what a plain run saves: `state_dict` of
+the network and of its optimizers put the parts together, and `load_state_dict` divides what it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddpshim.errors import SyncError
+from ddpshim.job import noise
+from ddpshim.job.group import world
+from ddpshim.job.job import current
+from ddpshim.job.replaced import replaced
+from ddpshim.model import backward, guard
+from ddpshim.model.broadcasting import Buffers, broadcast_state
+from ddpshim.model.reducer import Wrapped
+from ddpshim.model.transparent import BareModule
+
+# The main rank may write a large file between two `state_dict()`; ranks that wait elsewhere are found long before.
+_DEADLINE_S = 3600.0
+
+
+class _Sharding:
+    """Of a job: the parameters that were there before networks were divided, and whether optimizers are watched."""
+
+    def __init__(self) -> None:
+        self.former: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self.is_watched = False
+        self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.networks: list[ShardedModule] = []
+
+
+class ShardedModule(BareModule):
+    """A network of which each rank holds a part; made by `wrap_parallel(module, shard=True)`."""
+
+    def __init__(self, module: nn.Module, methods: Sequence[str], sync_buffers: bool) -> None:
+        fsdp = _fsdp()
+        for name in methods:
+            if not callable(getattr(type(module), name, None)):
+                raise SyncError(
+                    f"wrap_parallel(shard={list(methods)!r}): {type(module).__name__} has no method {name!r}. Name the "
+                    "methods that train beside forward."
+                )
+        broadcast_state(module)
+        name_of_class = type(module).__name__  # fully_shard puts another one in its place
+        before = dict(module.named_parameters())
+        blocks = {id(child) for parent in module.modules() if isinstance(parent, nn.ModuleList) for child in parent}
+        # The inner ones first: each takes the parameters that none has taken.
+        for child in reversed([child for child in module.modules() if id(child) in blocks]):
+            if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters()):
+                fsdp.fully_shard(child)
+        fsdp.fully_shard(module)
+        super().__init__(module)
+        mine = self.__dict__
+        mine["_name"] = name_of_class
+        mine["_parts"] = dict(module.named_parameters())
+        mine["has_unreduced_gradients"], mine["is_armed"], mine["num_reductions"] = False, False, 0
+        mine["_num_steps"], mine["_rates"] = 0, []
+        mine["_equality"] = SimpleNamespace(is_on=False, covers_all=False)  # each rank holds other weights
+        mine["_has_run"], mine["_syncs"], mine["_told"] = False, True, None
+        mine["_buffers_to_send"] = Buffers(module, dist.group.WORLD) if sync_buffers and [*module.buffers()] else None
+        module.register_forward_pre_hook(lambda *_: self._note_run())
+        for name in methods:
+            fsdp.register_fsdp_forward_method(module, name)
+            method = _after(self._note_run, getattr(module, name))
+            setattr(module, name, method)
+        module.register_state_dict_post_hook(_put_together)
+        module.register_load_state_dict_pre_hook(_divide)
+        guard.own(self, [p for p in self._parts.values() if p.requires_grad])
+        backward.watch(current().part(Wrapped).unfinished)
+        current().part(backward.Passes).after.append(self._after_pass)
+        sharding = current().part(_Sharding)
+        sharding.networks.append(self)
+        sharding.former.update((id(p), (weakref.ref(p), name)) for name, p in before.items())
+        _watch_optimizers(sharding)
+
+    def no_sync(self) -> Any:
+        """A context in which backward passes add up on each rank; the next one outside reduces the sum."""
+        return self._without_reduction()
+
+    @contextlib.contextmanager
+    def _without_reduction(self) -> Iterator[None]:
+        before, self.__dict__["_syncs"] = self._syncs, False
+        self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.__dict__["_syncs"] = before
+            self.module.set_requires_gradient_sync(before)  # type: ignore[operator]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        raise SyncError(
+            f"a copy of a {self._name} that is divided over the ranks (shard=True), which torch cannot make. Copy the "
+            "network before wrap_parallel, and give the copy to wrap_parallel(copy, shard=True), too."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise SyncError(
+            f"a {self._name} that is divided over the ranks (shard=True) was pickled, and this rank has a part of it. "
+            "Save its state_dict(), called on every rank."
+        )
+
+    def check_equality(self) -> None:
+        """Nothing: no two ranks hold the same."""
+
+    def _note_run(self) -> None:
+        if torch.is_grad_enabled():
+            self.__dict__["_has_run"] = True
+
+    def _after_pass(self) -> None:
+        """After a backward pass: check that gradients were reduced, and alike on all ranks (collective)."""
+        mine = self.__dict__
+        if not self._has_run:
+            return
+        mine["_has_run"] = False
+        if not self._syncs:
+            mine["has_unreduced_gradients"] = True
+            return
+        mine["has_unreduced_gradients"] = False
+        for name, p in self.module.named_parameters():
+            if p is not self._parts[name] and p.grad is not None:
+                raise SyncError(
+                    f"the gradient of '{name}' of {self._name} was not reduced over the ranks: "
+                    "fully_shard found no tensor in what the network returned (a torch.distributions object?), and "
+                    "ranks would not train it. Return tensors, or name the method that returns the loss: "
+                    'wrap_parallel(policy, shard=["compute_loss"]).'
+                )
+        if not self.num_reductions:
+            noise.begin_training(self._name)
+        mine["num_reductions"] += 1
+        if self._buffers_to_send is not None:
+            self._buffers_to_send.start()
+            self._buffers_to_send.finish()
+        device = next(iter(self._parts.values())).device
+        current().progress.end_pass(device.type == "cuda")
+        if world().options.guard:
+            self._compare_unused(device)
+
+    def _compare_unused(self, device: torch.device) -> None:
+        """Raise SyncError where ranks used different parameters; on a GPU, for which nobody waits, a pass later."""
+        names = [name for name, p in self._parts.items() if p.requires_grad and p.grad is None]
+        own = torch.tensor([zlib.crc32(repr(names).encode()), len(names)], device=device)
+        told = [torch.empty_like(own) for _ in range(world().world_size)]
+        work = dist.all_gather(told, own, async_op=True)
+        before, self.__dict__["_told"] = self._told, (told, work)
+        if device.type == "cpu":
+            before, self.__dict__["_told"] = self._told, None
+        if before is not None:
+            rows, started = before
+            started.wait()
+            counts = torch.stack(rows).tolist()
+            if any(row != counts[0] for row in counts):
+                raise SyncError(
+                    f"ranks left out different parameters of {self._name} in a backward pass "
+                    f"({', '.join(f'{num} on rank {rank}' for rank, (_, num) in enumerate(counts))}); of a network "
+                    "that is divided, gradients of different parameters were added up. Use all parameters in every "
+                    "pass (add 0 * output.sum() of those that are left out), or leave shard out."
+                )
+
+
+def check_shard(others: Sequence[str]) -> None:
+    """Refuse `shard` where torch lacks it, and beside what takes gradients another way. Local."""
+    _fsdp()
+    if others:
+        raise SyncError(
+            f"wrap_parallel(shard=...) with {' and '.join(others)}: fully_shard reduces gradients by messages of its "
+            "own, and it would not be used. Leave one of them out."
+        )
+
+
+def is_used() -> bool:
+    """Whether a network of this job is divided over the ranks: `state_dict()` is collective then. Local."""
+    return bool(current().part(_Sharding).networks)
+
+
+def _fsdp() -> Any:
+    import torch.distributed.fsdp as fsdp
+
+    if not hasattr(fsdp, "fully_shard") or not hasattr(fsdp, "register_fsdp_forward_method"):
+        raise SyncError(
+            f"wrap_parallel(shard=True) with torch {torch.__version__}, which has no "
+            "torch.distributed.fsdp.fully_shard; every rank would hold the whole network. Upgrade to torch 2.6, or "
+            "leave shard out."
+        )
+    return fsdp
+
+
+def _is_part(value: Any) -> bool:
+    return hasattr(value, "full_tensor") and hasattr(value, "placements")
+
+
+def _meet(what: str) -> None:
+    here = world()
+    if here.world_size == 1:
+        return
+    came = here.meet(f"sharded/{what}", None, _DEADLINE_S)
+    if away := [rank for rank in range(here.world_size) if rank not in came]:
+        raise SyncError(
+            f"ranks {away} did not come to the {what} of a network that is divided over the ranks (shard=True) within "
+            f"{_DEADLINE_S:g} s of rank {here.rank}: each holds a part of it. Call it on every rank, and write "
+            "the file on the main rank alone."
+        )
+
+
+def _whole(value: Any) -> Any:
+    """The parts of all ranks in one tensor, on the CPU where they are on GPUs (collective)."""
+    return value.full_tensor().detach().cpu() if _is_part(value) else value
+
+
+def _part(value: Any, like: Any) -> Any:
+    """This rank's part of the main rank's `value` (collective)."""
+    if not isinstance(value, torch.Tensor) or _is_part(value) or not _is_part(like) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.detach().to(like.device), like.device_mesh, like.placements)
+
+
+def _put_together(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
+    _meet("state_dict()")
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[key] = _whole(state_dict[key])
+
+
+def _divide(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    _meet("load_state_dict()")
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = _part(state_dict[prefix + name], p)
+
+
+def _after(note: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return method(*args, **kwargs)
+
+    return noted
+
+
+def _watch_optimizers(sharding: _Sharding) -> None:
+    """Have optimizers save whole states, and refuse those that hold what is no parameter any more. Local."""
+    if sharding.is_watched:
+        return
+    sharding.is_watched = True
+    save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for network in sharding.networks:
+            if network.has_unreduced_gradients and any(guard.owner_of(p) is network for p in _params(optimizer)):
+                raise SyncError(
+                    f"{type(optimizer).__name__}.step() after a backward pass of {network._name} under no_sync() or "
+                    "accumulate(is_last=False): its gradients are not reduced yet, and nothing would be stepped. Leave "
+                    "them for the last backward pass before a step."
+                )
+        if optimizer in sharding.known:
+            return
+        sharding.known.add(optimizer)
+        for p in _params(optimizer):
+            reference, name = sharding.former.get(id(p), (lambda: None, ""))
+            if reference() is p:
+                raise SyncError(
+                    f"{type(optimizer).__name__}.step(): it was made before wrap_parallel(..., shard=True) and holds "
+                    f"'{name}' as it was then, which nothing trains any more. Make optimizers, and lists of "
+                    "parameters, afterwards."
+                )
+
+    @functools.wraps(save)
+    def state_dict(self: torch.optim.Optimizer) -> Any:
+        found = save(self)
+        if not any(map(_is_part, _params(self))):
+            return found
+        _meet(f"state_dict() of {type(self).__name__}")
+        whole = {key: {name: _whole(v) for name, v in state.items()} for key, state in found["state"].items()}
+        return {**found, "state": whole}
+
+    @functools.wraps(load)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        params = _params(self)
+        if any(map(_is_part, params)):
+            _meet(f"load_state_dict() of {type(self).__name__}")
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            like = dict(zip(keys, params))
+            parts = {
+                key: {name: _part(v, like.get(key)) for name, v in state.items()}
+                for key, state in state_dict["state"].items()
+            }
+            state_dict = {**state_dict, "state": parts}
+        load(self, state_dict)
+
+    at_end = current().at_end
+    at_end.callback(register_optimizer_step_pre_hook(check).remove)
+    at_end.enter_context(replaced(torch.optim.Optimizer, "state_dict", state_dict))
+    at_end.enter_context(replaced(torch.optim.Optimizer, "load_state_dict", load_state_dict))
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

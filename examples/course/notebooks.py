@@ -1,0 +1,57 @@
+"""Makes the notebooks of the course from its scripts, and runs one without Jupyter.
+
+    python examples/course/notebooks.py                                  # writes 1_setup.ipynb and the others
+    python examples/course/notebooks.py examples/course/1_setup.ipynb    # runs its cells one after another
+
+The scripts are what is edited: a test fails where a notebook is not what this makes of its script.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+CELL = re.compile(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", re.MULTILINE)
+
+
+def notebook(script: str) -> str:
+    """The text of the notebook (nbformat 4.5, without outputs) of a script whose cells begin with `# %%`."""
+    cells: list[dict[str, Any]] = []
+    for number, (kind, text) in enumerate(CELL.findall(script)):
+        is_markdown = kind.strip() == "[markdown]"
+        text = re.sub(r"^# ?", "", text, flags=re.MULTILINE) if is_markdown else text
+        cell: dict[str, Any] = {"cell_type": "markdown" if is_markdown else "code", "id": f"cell-{number}"}
+        cell.update({"metadata": {}, "source": text.strip("\n").splitlines(keepends=True)})
+        cells.append(cell if is_markdown else {**cell, "execution_count": None, "outputs": []})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def scripts() -> list[Path]:
+    """The chapters."""
+    return sorted(FOLDER.glob("[0-9]_*.py"))
+
+
+def run(path: Path) -> None:
+    """Execute the code cells of the notebook at `path` in one namespace, as a kernel does."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{path.name}, {cell['id']}", "exec"), names)
+
+
+def main() -> None:
+    notebooks = [Path(argument) for argument in sys.argv[1:] if argument.endswith(".ipynb")]
+    for path in notebooks:
+        run(path)
+    for script in () if notebooks else scripts():
+        script.with_suffix(".ipynb").write_text(notebook(script.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""wrap_parallel(shard=True): ranks that hold a part each train what one process does, and save the same files."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable, Union
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddpshim
+from ddpshim.errors import SyncError
+from ddpshim.model import sharding
+from tests.ranks import run_ranks
+
+Shard = Union[bool, list[str]]
+NUM, GLOBAL_BATCH = 11, 4  # the last batch of 3 is not divided by two ranks
+
+needs_fsdp2 = pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "fully_shard"), reason="torch before 2.6: pip install torch>=2.6"
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(7, 7), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.layer(x)))
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 7, bias=False), nn.BatchNorm1d(7)
+        self.blocks, self.last = nn.ModuleList([Block(), Block()]), nn.Linear(7, 3)
+        self.other = nn.Linear(7, 3)  # used where it is asked for
+
+    def forward(self, x: torch.Tensor, head: str = "last") -> torch.Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return getattr(self, head)(x)
+
+    def compute_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Reaches into layers, as `forward` does."""
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return (self.last(x) - y).square().mean()
+
+
+def _make(shard: Shard, drop_last: bool = False) -> tuple[Any, torch.optim.Optimizer, Any]:
+    policy = ddpshim.wrap_parallel(Policy(), shard=shard)
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(NUM, 6, generator=generator), torch.randn(NUM, 3, generator=generator))
+    loader = ddpshim.make_loader(data, batch_size=GLOBAL_BATCH, shuffle=True, drop_last=drop_last)
+    return policy, torch.optim.AdamW(policy.parameters(), lr=0.01), loader
+
+
+def _train(shard: Shard, folder: Path) -> dict[str, Any]:
+    policy, optimizer, loader = _make(shard)
+    training = ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer})
+    norms = []
+    for epoch in range(2):
+        for x, y in training.steps(loader, epoch):
+            optimizer.zero_grad()
+            (policy(x) - y).square().mean().backward()
+            norms.append(float(nn.utils.clip_grad_norm_(policy.parameters(), 0.5)))
+            optimizer.step()
+    training.save()
+    result = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict(), "norms": norms}
+    result["unwrapped"] = ddpshim.unwrap(policy).state_dict()
+    result["held"] = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in policy.parameters())
+    return result
+
+
+def _load(shard: Shard, folder: Path) -> dict[str, Any]:
+    policy, optimizer, _ = _make(shard)
+    assert ddpshim.Resumable(folder, {"policy": policy, "optimizer": optimizer}).restore()
+    return {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _close(one: Any, other: Any, tolerance: float) -> None:
+    torch.testing.assert_close(one["policy"], other["policy"], rtol=0, atol=tolerance)
+    torch.testing.assert_close(one["optimizer"]["state"], other["optimizer"]["state"], rtol=0, atol=tolerance)
+    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+    assert type(other["policy"]["first.weight"]) is torch.Tensor
+
+
+@pytest.mark.ranks
+@needs_fsdp2
+def test_ranks_that_hold_a_part_train_what_one_process_does(tmp_path: Path) -> None:
+    (one,) = run_ranks(_train, 1, True, tmp_path / "one")  # nothing to divide
+    ranks = run_ranks(_train, 2, True, tmp_path / "two")
+    for result in ranks:
+        _close(one, result, 2e-6)
+        torch.testing.assert_close(result["unwrapped"], result["policy"], rtol=0, atol=0)
+        assert result["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    assert sum(result["held"] for result in ranks) == one["held"]
+    assert max(result["held"] for result in ranks) < 0.6 * one["held"]
+    # A file of two ranks in one process, and one of one process on two ranks.
+    _close(ranks[0], run_ranks(_load, 1, False, tmp_path / "two")[0], 0.0)
+    for result in run_ranks(_load, 2, True, tmp_path / "one"):
+        _close(one, result, 0.0)
+
+
+def _accumulate(shard: Shard) -> Any:
+    policy, optimizer, loader = _make(shard, drop_last=True)  # equally many parts on all ranks
+    policy.eval()
+    for x, y in loader:
+        optimizer.zero_grad()
+        parts = [*zip(x.split(1), y.split(1))]
+        for i, (xs, ys) in enumerate(parts):
+            with policy.accumulate(is_last=i == len(parts) - 1):
+                (policy.compute_loss(xs, ys) / len(parts)).backward()
+        optimizer.step()
+    return policy.state_dict()
+
+
+@pytest.mark.ranks
+@needs_fsdp2
+def test_parts_of_a_batch_by_a_method_of_the_networks_own() -> None:
+    (one,), ranks = run_ranks(_accumulate, 1, False), run_ranks(_accumulate, 2, ["compute_loss"])
+    torch.testing.assert_close(ranks[0], one, rtol=0, atol=2e-6)
+
+
+class Gaussian(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.Normal(self.layer(x), 1.0)
+
+
+def _made_before(x: torch.Tensor) -> None:
+    net = Policy()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddpshim.wrap_parallel(net, shard=True)(x).sum().backward()
+    optimizer.step()
+
+
+def _not_reduced(x: torch.Tensor) -> None:
+    policy, optimizer, _ = _make(True)
+    with policy.no_sync():
+        policy(x).sum().backward()
+    optimizer.step()
+
+
+def _distribution(x: torch.Tensor) -> None:
+    policy = ddpshim.wrap_parallel(Gaussian(), shard=True)
+    policy(x).log_prob(torch.zeros(3)).sum().backward()
+
+
+def _used_differently(x: torch.Tensor) -> None:
+    policy, _, _ = _make(True)
+    policy(x, ["last", "other"][ddpshim.world().rank]).sum().backward()
+
+
+def _saved_by_one(x: torch.Tensor) -> None:
+    policy, _, _ = _make(True)
+    if ddpshim.world().is_main:
+        policy.state_dict()
+    raise SyncError("did not come to the state_dict()")  # what the main rank says
+
+
+def _copied(x: torch.Tensor) -> None:
+    copy.deepcopy(_make(True)[0])
+
+
+def _pickled(x: torch.Tensor) -> None:
+    pickle.dump(_make(True)[0], io.BytesIO())
+
+
+def _no_such_method(x: torch.Tensor) -> None:
+    ddpshim.wrap_parallel(Policy(), shard=["compute_lose"])
+
+
+def _with_a_hook(x: torch.Tensor) -> None:
+    ddpshim.wrap_parallel(Policy(), shard=True, comm_hook=print)
+
+
+REFUSED: dict[Callable[[torch.Tensor], None], str] = {
+    _made_before: "SGD.step(): it was made before wrap_parallel(..., shard=True) and holds 'first.weight'",
+    _not_reduced: "AdamW.step() after a backward pass of Policy under no_sync()",
+    _distribution: "the gradient of 'layer.weight' of Gaussian was not reduced over the ranks",
+    _used_differently: "ranks left out different parameters of Policy in a backward pass (2 on rank 0, 2 on rank 1)",
+    _saved_by_one: "did not come to the state_dict()",
+    _copied: "a copy of a Policy that is divided over the ranks",
+    _pickled: "a Policy that is divided over the ranks (shard=True) was pickled",
+    _no_such_method: "Policy has no method 'compute_lose'",
+    _with_a_hook: "wrap_parallel(shard=...) with comm_hook",
+}
+
+
+def _refused() -> list[str]:
+    sharding._DEADLINE_S = 0.5
+    said = []
+    for attempt in REFUSED:
+        torch.manual_seed(0)
+        try:
+            attempt(torch.ones(2, 6))
+            said.append("nothing")
+        except SyncError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.ranks
+@needs_fsdp2
+def test_what_would_go_wrong_is_refused() -> None:
+    for said in run_ranks(_refused, 2):
+        for text, expected in zip(said, REFUSED.values()):
+            assert expected in text
+
+
+def test_an_older_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.distributed.fsdp", ModuleType("fsdp"))
+    monkeypatch.setattr(torch.distributed, "fsdp", ModuleType("fsdp"))
+    with pytest.raises(SyncError, match=r"which has no torch\.distributed\.fsdp\.fully_shard"):
+        ddpshim.wrap_parallel(Policy(), shard=True)
