@@ -35,6 +35,12 @@ def function(package: str, name: str) -> Optional[Any]:
     return None if module is None else getattr(importlib.import_module(module), name, None)
 
 
+def has_trainer(package: str) -> bool:
+    """Whether the package's trainer is for an adapter to distribute; not where an adapter says it has none. Local."""
+    trainer = function(package, "trainer")
+    return package in packages() and (trainer is None or bool(trainer()))
+
+
 def functions_for(value: Any, name: str) -> Iterator[Any]:
     """What adapters offer under `name` for objects of the class of `value` or of one it is derived from. Local."""
     for package in dict.fromkeys(str(kind.__module__).partition(".")[0] for kind in type(value).__mro__):

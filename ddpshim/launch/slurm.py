@@ -83,7 +83,7 @@ def batch_script(settings: Settings) -> str:
 
 def joins_by_itself(settings: Settings) -> bool:
     """Whether the program reads SLURM's variables: it imports ddpshim, or is patched by it. Local; reads one file."""
-    if settings.is_module and settings.program.partition(".")[0] in adapters.packages():
+    if settings.is_module and adapters.has_trainer(settings.program.partition(".")[0]):
         return True
     from ddpshim.launch.runner import module_file
 

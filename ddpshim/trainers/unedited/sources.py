@@ -62,7 +62,7 @@ class Sources:
                 for name, _ in source.imports:
                     top = name.partition(".")[0]
                     self.imports_torch |= top == "torch"
-                    if not _has_trainer(top) and top not in sys.builtin_module_names:
+                    if not adapters.has_trainer(top) and top not in sys.builtin_module_names:
                         pending += self._files_of(name)
 
     def _files_of(self, name: str) -> Iterator[str]:
@@ -138,12 +138,6 @@ def _own_way(source: Source, is_program: bool) -> Optional[str]:
     if is_program and not _JOINS.isdisjoint(source.names):
         return f"{where} calls {sorted(_JOINS & source.names)[0]}"
     return None
-
-
-def _has_trainer(package: str) -> bool:
-    """Whether an adapter knows a trainer of the package, which is then for the adapter to distribute."""
-    trainer = adapters.function(package, "trainer")
-    return package in adapters.packages() and (trainer is None or bool(trainer()))
 
 
 def _trains(package: str, name: str, source: Source) -> bool:
