@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(arguments: argparse.Namespace) -> int:
-    from ddpshim.options import as_json, table
+    from ddpshim.tools.options import as_json, table
 
     print(json.dumps([*as_json()], indent=2) if arguments.json else "\n".join(table()))
     return 0

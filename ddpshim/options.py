@@ -6,7 +6,6 @@ Imports no torch: `python -m ddpshim options` answers at once.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import warnings
@@ -354,22 +353,6 @@ class Options:
 def names() -> list[str]:
     """The names of all options."""
     return [f.name for f in fields(Options)]
-
-
-def as_json() -> Iterator[dict[str, Any]]:
-    """What may be chosen, an option each."""
-    for f in fields(Options):
-        about = {"option": f.name, "variable": f"{PREFIX}{f.name.upper()}", "default": f.default}
-        yield {**about, "allowed": f.metadata["kind"].allowed, "effect": f.metadata["effect"]}
-
-
-def table() -> Iterator[str]:
-    """The lines of a Markdown table of all options."""
-    yield "| option | variable | default | allowed | effect |"
-    yield "|---|---|---|---|---|"
-    for f in as_json():
-        default = "none" if f["default"] is None else json.dumps(f["default"]).strip('"')
-        yield f"| `{f['option']}` | `{f['variable']}` | {default} | {f['allowed']} | {f['effect']} |"
 
 
 def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, Any]], problems: list[str]) -> None:

@@ -23,6 +23,7 @@ from ddpshim.job.job import current
 from ddpshim.job.meter import PARTS
 from ddpshim.observe.report.run import load
 from ddpshim.options import Options
+from ddpshim.tools import options as listing
 from tests.equivalence import (
     Run,
     batches,
@@ -417,7 +418,7 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert "\n".join(options.table()) in (ROOT / "docs" / "options.md").read_text(), (
+    assert "\n".join(listing.table()) in (ROOT / "docs" / "options.md").read_text(), (
         "paste the output of: python -m ddpshim options"
     )
 
@@ -436,7 +437,7 @@ def test_the_command_prints_the_table_without_torch() -> None:
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=patience(120), check=True
     )
     *lines, has_torch = ran.stdout.splitlines()
-    assert lines == list(options.table())
+    assert lines == list(listing.table())
     assert has_torch == "False"
     assert len(lines) == len(options.names()) + 2
 

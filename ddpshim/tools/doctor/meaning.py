@@ -265,8 +265,9 @@ class Meaning(Kinds):
 
 def _given_to_main(child: ast.AST, parent: ast.AST) -> bool:
     """Whether `child` is what the main rank alone is to call: `write` in `run_on_main(write, path)`."""
-    is_function = isinstance(child, (ast.Name, ast.Attribute, ast.Lambda)) and isinstance(parent, ast.Call)
-    return is_function and child in parent.args and bool(_MAIN_ONLY.search(last_name(parent.func)))
+    if not isinstance(child, (ast.Name, ast.Attribute, ast.Lambda)) or not isinstance(parent, ast.Call):
+        return False
+    return child in parent.args and bool(_MAIN_ONLY.search(last_name(parent.func)))
 
 
 def is_world_size(node: ast.AST) -> bool:
