@@ -91,7 +91,8 @@ def refuse_ragged(given: Any) -> None:
 
 def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """By which tensors without gradients means in `loss` are multiplied or divided, and by which sums. Local."""
-    of_means: list[torch.Tensor] = []
+    share, of_means = shares.at_hand(), list[torch.Tensor]()
+    num_rows = 2 if share is None else max(share.num_rows, 2)
     of_sums: list[torch.Tensor] = []
     waiting: list[tuple[Any, tuple[torch.Tensor, ...]]] = [(loss.grad_fn, ())]
     while waiting:
@@ -106,7 +107,8 @@ def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         elif name == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM:
             of_sums += path
         else:
-            of_means += path
+            # A temperature, of a few entries, that is multiplied by a mean of the batch is linear in that one.
+            of_means += path if _num_entries(node) >= num_rows else ()
             of_sums += [] if weight is None else [weight]
     return of_means, of_sums
 
