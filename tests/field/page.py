@@ -55,9 +55,11 @@ TAIL = """## What differs, and why
 
 - vae: the network is equal, and so are the losses of epochs, which it adds up of sums over the samples of a batch. In
   between it prints such a sum divided by the length of the batch, and multiplies by that to count samples: on a rank
-  this is the length of a share, so that it prints twice the loss and half the count. A line says so, with the length.
+  this is the length of a share, so that it prints twice the loss and half the count. A line says so.
 
 act and gnm draw random numbers for a sample, in a data worker. So each rank loads whole batches, and a line says that.
+gnm is not in the table, as it takes minutes. It differs (weights 2e-02, logged numbers 1e-01) and a line says why: its
+loss adds a mean over what a mask leaves to a mean over all samples, of which ranks have shares that count otherwise.
 
 ## Stand-ins
 
