@@ -202,6 +202,16 @@ def test_what_is_drawn_for_a_kept_batch_in_rows_of_batch_and_time(capsys: pytest
 
     assert of_several_samples(torch.ones(4, 2)) == (0, 5)
 
+    def of_one_in_a_dict(batch: dict[str, torch.Tensor]) -> Any:
+        return kept.dimension((20, 7))
+
+    assert of_one_in_a_dict({"obs": torch.ones(4, 2)}) == (0, 5)
+
+    def of_none() -> Any:
+        return kept.is_of_it((20, 7))
+
+    assert of_none() is False
+
     def of_either(obs: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
         return torch.rand(len(samples), 2)
 

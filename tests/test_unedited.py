@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -529,7 +530,7 @@ for index, x, y in DataLoader(Items(27), 8, shuffle=True):
     two = succeeded(run(tmp_path, script, 2))
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
     assert [line[9:21] for line in said] == ["train.py:45:", "train.py:46:", "train.py:31:"]
-    assert "each rank sees 1/2 of the samples; so are sums" in said[0]
+    assert "each rank sees 1/2 of the samples; the length of a batch, and what" in said[0]
     assert "the loss is a sum over the samples of a batch (SumBackward0)" in said[2]
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]
@@ -822,7 +823,6 @@ def test_what_is_not_followed_is_the_programs_own() -> None:
     assert not shadows._is_on
 
 
-@pytest.mark.unit
 class Loops:
     """Loops over something that notes whether it evaluates: `self.seen`."""
 
@@ -866,6 +866,7 @@ class Loops:
         next(iter(self))
 
 
+@pytest.mark.unit
 def test_loops_that_evaluate_are_told_by_what_they_call() -> None:
     one, other = Loops(), Loops()
     one.evaluate()
@@ -875,6 +876,24 @@ def test_loops_that_evaluate_are_told_by_what_they_call() -> None:
     assert loops.evaluates(None) is False
 
 
+@pytest.mark.unit
+def test_a_mean_that_is_divided_by_the_mean_of_a_mask_weighs_ranks_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "at_hand", lambda: shares.Share(0, 2, 4))
+    mask = torch.tensor([[1.0], [1.0], [1.0], [0.0]])
+    others = types.SimpleNamespace(gather=lambda mine: [mine, [num and num / 3 for num in mine]], world_size=2)
+    monkeypatch.setattr(losses, "world", lambda: others)
+    error = nn.Linear(2, 1)(torch.ones(4, 2)).pow(2)
+    masked = (error * mask).mean() / mask.mean()
+    assert losses.factor(masked) == pytest.approx(1.5)  # 3 rows of 4 count here, and 1 on the other rank
+    assert losses.factor(error.mean() / 4) == 1
+    said: list[str] = []
+    monkeypatch.setattr(losses, "say_on_main", said.append)
+    assert losses.factor(masked + error.mean()) == 1
+    assert len(said) == 1
+    assert "a part of the loss (MeanBackward0) is a mean over numbers of which ranks have different ones" in said[0]
+
+
+@pytest.mark.unit
 def test_which_orders_are_drawn() -> None:
     items = list(range(8))
     sequential, random = SequentialSampler(items), RandomSampler(items)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 from types import FrameType
@@ -20,6 +20,7 @@ import torch
 
 from ddpshim.job.job import current
 
+_MOST_PARTS = 32  # of a batch
 _NOT_WHO_DRAWS = ("torch", "ddpshim", "contextlib", "functools")
 
 
@@ -130,7 +131,7 @@ class Kept(Share):
         if any(sizes[0] == self.num_rows and shape[0] in accumulate(sizes, mul) for held in nearest for sizes in held):
             return True
         first = {sizes[0] for sizes in nearest[0]} if nearest else set()
-        return self.num_rows in first if len(first) == 1 else None
+        return None if len(first) == 2 else self.num_rows in first
 
 
 def _sizes_held(first: tuple[int, int], num_functions: int = 2) -> list[list[tuple[int, ...]]]:
@@ -139,10 +140,19 @@ def _sizes_held(first: tuple[int, int], num_functions: int = 2) -> list[list[tup
     frame: Optional[FrameType] = sys._getframe(2)
     while frame is not None and len(found) < num_functions:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_WHO_DRAWS:
-            held = [tuple(value.shape) for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
+            held = [tuple(value.shape) for value in _tensors(frame.f_locals.values())]
             found += [with_it] if (with_it := [sizes for sizes in held if sizes and sizes[0] in first]) else []
         frame = frame.f_back
     return found
+
+
+def _tensors(values: Iterable[Any], is_inside: bool = False) -> Iterator[torch.Tensor]:
+    """Those among `values`, and in the dicts, lists and tuples among them, of which a batch may be one."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (dict, list, tuple) and len(value) <= _MOST_PARTS and not is_inside:
+            yield from _tensors([*value.values()] if type(value) is dict else [*value], True)
 
 
 class Position(NamedTuple):

@@ -64,6 +64,8 @@ TAIL = """## What differs, and why
 - umi distributes itself (accelerate), and is left alone: its batch size is that of a rank, its ranks draw equal noise.
 
 act and gnm draw random numbers for a sample, in a data worker. So each rank loads whole batches, and a line says that.
+gnm is not in the table, as it takes minutes. It differs (weights 2e-02, logged numbers 1e-01) and a line says why: its
+loss adds a mean over what a mask leaves to a mean over all samples, of which ranks have shares that count otherwise.
 
 ## Stand-ins
 

@@ -60,8 +60,7 @@ def factor(loss: Any) -> float:
                 f"{line_of_the_program()}: the loss is a sum over the samples of a batch ({found[0].name}), of which "
                 f"each rank has its share; it is multiplied by {share.world_size}, since gradients are averaged over "
                 "the ranks. A number that is read out of it is the sum over the whole batch: where the program divides "
-                f"that by the length of the batch, which is {share.num_rows} on a rank, it is {share.world_size} times "
-                "too large"
+                f"that by the length of its batch, which is that of a share, it is {share.world_size} times too large"
             )
         return factors[0]
     _refuse_or_say(found, factors, share)
@@ -234,6 +233,9 @@ def terms(node: Any) -> list[Term]:
             found[Term(name, True, False, count, is_divided and count is not None, is_constant, rows)] = None
         elif name != "torch::autograd::AccumulateGrad":
             averaged = _num_averaged(node, name, reduction)
+            share = shares.at_hand()
+            if averaged is None and is_divided and count is not None and not is_constant and share is not None:
+                averaged = count * share.weight  # by another mean: of a mask
             found[Term(name, False, False, averaged, averaged is not None, False, 0, _num_entries(node))] = None
     return [*found]
 
