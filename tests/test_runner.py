@@ -419,7 +419,7 @@ def test_a_rank_that_is_alone_is_started_without_torch(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import json, os, sys\nprint(json.dumps(dict(os.environ)))\nsys.exit(5)\n")
     (tmp_path / "run.py").write_text(
         "import sys\nfrom ddpshim.launch import runner\n"
-        "code = runner.run(Launch('train.py', nproc='1', has_logs=False))\n"
+        "code = runner.run(runner.Launch('train.py', nproc='1', has_logs=False))\n"
         "print(code, 'torch' in sys.modules, flush=True)\n"
     )
     command = [sys.executable, "run.py"]
