@@ -36,8 +36,7 @@ import ddpshim
 from ddpshim.model import backward, seams
 from tests import public_api
 from tests.equivalence import largest_difference
-from tests.preloaded import preloaded
-from tests.preloaded_commands import commands, patience
+from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
 PACKAGE = Path(ddpshim.__path__[0])
@@ -646,9 +645,9 @@ def test_without_private_names_gradients_are_equal_to_the_last_bit(num_ranks: in
 def test_networks_are_reduced_without_private_names_as_with_them() -> None:
     """A few of the tests of `wrap_parallel` and the guards; CONTRIBUTING.md has the command for all of them."""
     which = "one_process or one_more_backward or no_sync or scaler or freezing or noise_that_differs"
-    environ = preloaded().shell_environment({**os.environ, public_api.VARIABLE: "1"})
+    environ = {**os.environ, public_api.VARIABLE: "1"}
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("parallel", "guard")]
-    command = [str(commands() / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *files]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience(400))
     assert done.returncode == 0, done.stdout[-3000:]
     assert sum(map(int, re.findall(r"(\d+) (?:passed|skipped)", done.stdout))) > 10
