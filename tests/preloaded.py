@@ -206,10 +206,9 @@ class Preloaded:
         listener.listen(64)
         self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
         passed, kind = (theirs.fileno(), listener.fileno()), ("robomimic",) if tree else ()
-        own = commands() / "python"  # for what is forked
         self._process = subprocess.Popen(
             # Unbuffered, as torchrun has its ranks.
-            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), own, *kind))],
+            [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), *kind))],
             env=environ,
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
@@ -268,7 +267,6 @@ class _Request:
     environ: dict[str, str]
     folder: str
     output: Optional[str] = None  # a file in its folder for what it prints
-    parent: Optional[int] = None  # of the process that asked, in whose place it is
     files: dict[int, int] = field(default_factory=dict)  # that are open in it; here under other numbers
 
 
@@ -335,8 +333,7 @@ class _Server:
         except (OSError, ValueError):  # it was killed while it asked
             asking.close()
             return None
-        files = dict(zip(told["files"], here))
-        request = _Request(told["argv"], told["environ"], told["folder"], None, told["parent"], files)
+        request = _Request(told["argv"], told["environ"], told["folder"], None, dict(zip(told["files"], here)))
         self._asking[asking] = -1
         pid = self._fork(request)
         if not pid:
@@ -406,11 +403,6 @@ def _become(request: _Request) -> None:
         os.dup2(file, number)
     for file in {*moved.values(), *opened.values()} - {*opened}:
         os.close(file)
-
-
-def _parent_of(parent: int) -> Callable[[], int]:
-    """For os.getppid: `parent` as long as that lives."""
-    return lambda: parent if Path(f"/proc/{parent}").exists() else 1
 
 
 class _Ranks:
@@ -493,8 +485,6 @@ def main() -> None:
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
     settle_rounding()  # or one plain run in fifty is not the other, to the last digit
-    # What is forked forks what it starts, as the process that writes in the background: torch is 2 s of CPU to import.
-    sys.executable = sys.argv[4]
     # As in a terminal: a shell without job control has what it starts in the background ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if SHOW_STACKS is not None:

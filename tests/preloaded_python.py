@@ -31,7 +31,6 @@ def main(argv: list[str]) -> None:
         files = [int(name) for name in os.listdir("/dev/fd")]
         files = [file for file in files if file != server.fileno() and _is_open(file) and os.get_inheritable(file)]
         request = {"argv": asked, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
-        request["parent"] = os.getppid()
         message = json.dumps(request).encode()
         socket.send_fds(server, [len(message).to_bytes(8, "little")], files)
         server.sendall(message)

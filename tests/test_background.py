@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -416,7 +415,6 @@ def test_a_writer_that_is_killed_is_an_error_and_then_replaced(tmp_path: Path, s
 
 def _rank_saves(path: str) -> None:
     checkpoint._LEAST_BYTES = 0
-    sys.executable = os.fsdecode(spawn.get_executable())  # not one that forks: the limit is set by the process's number
     rank = ddpshim.world().rank
     checkpoint.save_in_background(torch.full((1000,), float(rank)), path)
     assert checkpoint._writer.is_busy() == (rank == 0)

@@ -89,8 +89,8 @@ def check(reports: Reports, one: dict[str, Any], num_nodes: int, ranks_per_node:
 
 
 def test_plain(tmp_path: Path, one: dict[str, Any]) -> None:
-    check(forked(tmp_path, {}), one, 1, 1, "none")
-    assert (tmp_path / "output.txt").read_text() == "", "no scheduler, so nothing to say"
+    check(launched(tmp_path, sys.executable, SCRIPT, str(tmp_path)), one, 1, 1, "none")
+    assert (tmp_path / "screen").read_text() == "", "no scheduler, so nothing to say"
 
 
 def test_torchrun(tmp_path: Path, one: dict[str, Any]) -> None:

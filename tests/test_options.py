@@ -34,7 +34,6 @@ from tests.equivalence import (
     source,
     train_all,
 )
-from tests.preloaded import environment, start_afresh
 from tests.preloaded_commands import patience
 from tests.ranks import run_ranks
 
@@ -303,8 +302,11 @@ def test_logs_hold_the_traceback_that_ends_a_rank(tmp_path: Path) -> None:
     program = (
         "import ddpshim\nddpshim.setup()\ntry:\n    raise ValueError('on purpose')\nfinally:\n    ddpshim.cleanup()"
     )
-    code, _ = start_afresh(["-c", program], {**environment(), "DDPSHIM_LOGS": str(tmp_path)}, tmp_path, 300)
-    assert code == 1
+    environ = {"DDPSHIM_LOGS": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": ""}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, timeout=patience(300), check=False
+    )
+    assert ran.returncode == 1
     assert (tmp_path / "rank_0.log").read_text().endswith("ValueError: on purpose\n")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ from ddpshim.errors import SyncError
 from ddpshim.job import job, unshared
 from ddpshim.robomimic import stand_ins
 from ddpshim.trainers import import_hook
-from tests.preloaded import START_DEADLINE_S, environment, start_afresh
+from tests.preloaded import START_DEADLINE_S, environment
 from tests.ranks import run_ranks
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -172,8 +175,10 @@ def test_a_task_of_srun(tmp_path: Path) -> None:
 
 
 def _run(program: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-    environ = {**environment(), "GLOO_SOCKET_IFNAME": "lo", **variables}
-    return start_afresh(["-m", *program], environ, folder, START_DEADLINE_S)
+    environ = {**os.environ, **environment(), "GLOO_SOCKET_IFNAME": "lo", **variables}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
+    ended = run([sys.executable, "-m", *program], cwd=folder, env=environ)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 PLAIN = """
