@@ -20,7 +20,6 @@ import importlib.util
 import inspect
 import json
 import os
-import posix
 import re
 import runpy
 import signal
@@ -390,7 +389,6 @@ def _become(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.environ)
     tempfile.tempdir = None  # what was found by another TMPDIR
-    os.getppid = posix.getppid if request.parent is None else _parent_of(request.parent)
     os.chdir(request.folder)
     opened = dict(request.files)
     if request.output is not None:

@@ -112,7 +112,7 @@ def test_settings_are_checked(tmp_path: Path, name: str, settings: dict[str, str
 
 def test_slurms_settings_are_checked_by_the_command(tmp_path: Path) -> None:
     ran = start("slurm.sh", tmp_path, DRY_RUN="1", TIME="soon", NODES="0")
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "--nodes='0' is not a whole number from 1 up" in ran.stderr
     assert "--time='soon' is no time limit" in ran.stderr
     assert not (tmp_path / "train.sbatch").exists()

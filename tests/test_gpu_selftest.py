@@ -285,7 +285,7 @@ def test_without_a_gpu_it_ends_before_torch_is_imported(tmp_path: Path) -> None:
     code = "import sys; from ddpshim.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, "selftest", "--gpu", "--write", "new.json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(60), check=True)
-    assert ran.stdout == "1 False\n"
+    assert ran.stdout == "2 False\n"
     assert ran.stderr.startswith("ddpshim: this machine shows no GPU (no driver's device in /dev): there is nothing to")
     assert list(tmp_path.iterdir()) == []
 
@@ -293,14 +293,14 @@ def test_without_a_gpu_it_ends_before_torch_is_imported(tmp_path: Path) -> None:
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selftest", "--quick"]) == 2
     assert "--quick or --write without --gpu; nothing was tested" in capsys.readouterr().err
-    assert main(["selftest", "--gpu", "--device", "cpu"]) == 1
+    assert main(["selftest", "--gpu", "--device", "cpu"]) == 2
     assert "it accepts one machine with GPUs" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["selftest", "--gpu"]) == 1
+    assert main(["selftest", "--gpu"]) == 2
     assert "CUDA_VISIBLE_DEVICES='' hides every GPU" in capsys.readouterr().err
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["selftest", "--gpu"]) == 1
+    assert main(["selftest", "--gpu"]) == 2
     assert re.search(r"torch \S+ (is built without|has) CUDA, and sees no GPU", capsys.readouterr().err)
 
 

@@ -144,7 +144,7 @@ def test_no_file_and_any_content_in_a_folder_that_a_command_reads(
 ) -> None:
     for kind, command in itertools.product(EVERYTHING, INSIDE[place]):
         _put(here / place, kind)
-        _said([*command, *SAMPLES[command]], capsys, (0, 1))
+        _said([*command, *SAMPLES[command]], capsys, (0, 1, 2))
 
 
 @pytest.mark.parametrize("name", ["x.py", "x.yaml"])
@@ -237,7 +237,7 @@ def test_variables(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
             monkeypatch.setenv(name, text) if "\ud800" not in text else None
             _said(["env"], capsys, (0,))
             _said(["slurm", "absent.py"], capsys, (0,))
-            _said(["run", "absent.py"], capsys, (1,))
+            _said(["run", "absent.py"], capsys, (2,))
         monkeypatch.delenv(name)
 
 

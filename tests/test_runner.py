@@ -61,6 +61,7 @@ def meet(name):
 
 def handle(signum, frame):
     print("got", signal.Signals(signum).name, flush=True)
+    (here / f"got_{signal.Signals(signum).name}").touch()
     if what == "save":  # nobody leaves before all have: the agent then sends SIGTERM to those that are left
         meet("saved")
         time.sleep(0.2)  # another one would be heard now
@@ -440,6 +441,7 @@ def test_signals_reach_a_rank_that_is_alone(tmp_path: Path) -> None:
     with running(tmp_path, "ignore", options=("--nproc=1", "--grace=1")) as job:
         job.wait_for("ready_0")
         os.kill(job.process.pid or 0, signal.SIGUSR1)
+        job.wait_for("got_SIGUSR1")  # of two at once, the rank may be told in either order
         os.kill(job.process.pid or 0, signal.SIGTERM)
         assert job.exit_code() == 137
         assert working_in(tmp_path) == []

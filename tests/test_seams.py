@@ -84,6 +84,7 @@ SEAMS = [
         "test_workers_are_found_and_let_go",
         LOADER,
     ),
+    Seam("_iterator", "trainers/unedited/loaders.py", "test_workers_that_stay", LOADER),
     Seam("torch.utils.data._utils", "data/sharded_loader.py", "test_workers_are_found_and_let_go", LOADER),
     Seam("_MapDatasetFetcher _IterableDatasetFetcher", "data/sharded_loader.py", "test_workers_fetch", LOADER),
     Seam("_worker_info _utils", "data/iterable.py", "test_hidden_worker_info", "torch/utils/data/_utils/worker.py"),
@@ -403,6 +404,14 @@ def test_workers_are_found_and_let_go() -> None:
     worker.kill()
     worker.join(patience(30))
     assert not worker.is_alive()  # torch would raise here at the signal of its end
+
+
+@pytest.mark.ranks
+def test_workers_that_stay_are_those_of_the_first_pass() -> None:
+    loader: Any = DataLoader(_Squares(), num_workers=1, persistent_workers=True)
+    assert loader._iterator is None
+    assert iter(loader) is loader._iterator
+    loader._iterator._shutdown_workers()
 
 
 class _Informed(Dataset):  # type: ignore[type-arg]

@@ -21,6 +21,7 @@ T = TypeVar("T")
 _READING = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
 _ATTRIBUTES = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 _MAKING = ("mkdir", "mkfifo", "mknod")
+_DELETED = " (deleted)"  # as Linux ends the names of what is removed
 
 
 class Files:
@@ -261,7 +262,7 @@ class Files:
 
     def _folder(self, path: Any) -> Optional[str]:
         """`_path`, also of a folder that is open."""
-        return self._path(posix.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
+        return self._path(_path_of(path) if isinstance(path, int) else path)
 
     def _path(self, path: Any, dir_fd: Optional[int] = None, is_written: bool = False) -> Optional[str]:
         """The absolute path of what is given; None where it is not for the view."""
@@ -271,7 +272,7 @@ class Files:
         if not path:
             return None  # an error, as ever
         if dir_fd is not None and not os.path.isabs(path):
-            path = os.path.join(posix.readlink(f"/proc/self/fd/{dir_fd}"), path)
+            path = os.path.join(_path_of(dir_fd), path)
         path = os.path.normpath(os.path.join(self._view.folder, path))
         if is_written:
             frame = sys._getframe(2)
@@ -292,6 +293,12 @@ class Files:
             if error.filename is not None:
                 error.filename, error.filename2 = path, to
             raise
+
+
+def _path_of(descriptor: int) -> str:
+    """Of a file or folder that is open, also where the main rank has removed it since."""
+    path = posix.readlink(f"/proc/self/fd/{descriptor}")
+    return path[: -len(_DELETED)] if path.endswith(_DELETED) and not posix.fstat(descriptor).st_nlink else path
 
 
 class Entry:
