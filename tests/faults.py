@@ -221,10 +221,10 @@ def _break_split() -> None:
     """Give every rank the shard of the main one: the rest of each global batch is seen by nobody."""
     from ddpshim.data.torchs_order import TorchsBatches
 
-    def broken(self: TorchsBatches, batch: list[int]) -> list[int]:
-        return batch[:: self._world.world_size]
+    def broken(self: TorchsBatches, batch: list[int]) -> range:
+        return range(0, len(batch), self._world.world_size)
 
-    TorchsBatches._share = broken  # type: ignore[method-assign]
+    TorchsBatches._rows = broken  # type: ignore[method-assign]
 
 
 def install() -> None:

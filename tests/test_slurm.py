@@ -56,7 +56,7 @@ sys.exit(max(task.wait() for task in tasks))
 
 # What a trainer does when it is told to leave, without the seconds of a real one.
 TRAINER = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 from ddpshim.job.launch_env import read_launch_env
 env = read_launch_env(os.environ)
 def leave(signum, frame):
@@ -66,7 +66,7 @@ signal.signal(signal.SIGUSR1, leave)
 pathlib.Path(f"ready_{env.rank}").touch()
 if sys.argv[1:] == ["--wait", "a b"]:
     while True:
-        signal.pause()
+        time.sleep(0.02)  # not `signal.pause`: a signal that comes just before it would not be heard
 sys.exit(int(sys.argv[1]) if env.rank == 1 else 0)
 """
 
