@@ -808,6 +808,9 @@ def test_what_is_not_followed_is_the_programs_own() -> None:
         aside = x * 2
     F.batch_norm(x[:, :3], running, torch.ones(3), training=True)
     assert torch.allclose(running, x[:, :3].mean(0) * 0.1)  # written to once
+    outside = torch.empty_like(x)
+    outside.numpy()[:] = 2.0  # past torch, as what other ranks send
+    assert not shadows._has(outside)
     kept = x[x[:, 0] > 0].sum() + drawn.normal_().sum()
     assert shadows.excess(aside.sum()) is None
     assert shadows.excess(kept) is None

@@ -24,6 +24,7 @@ _NUM = 3  # batches beside the program's own: B, and two of rows of both
 _EACH = 256  # operations after which it forgets what is gone
 # Of rows that these select, as many as values want it, those of the program's own batch are taken in all four. Of what
 # else makes tensors of other shapes (a packed sequence) nothing is known.
+_WITHOUT_VALUES = ("aten::empty", "aten::new_empty")  # what is written there later says what it holds
 _SELECTING = ("aten::nonzero", "aten::index.Tensor", "aten::masked_select")
 _OF_ROUNDING = 64.0  # times the precision of the loss
 _OF_THE_ROWS = 1e-3  # of what other rows make of the loss
@@ -108,6 +109,12 @@ class Shadows:
         given = [] if self._is_aside or not self._of else _plain_tensors_in((args, kwargs))
         if not isinstance(func, torch._ops.OpOverload) or not any(map(self._has, given)):
             return func(*args, **kwargs)
+        if func.name().startswith(_WITHOUT_VALUES):
+            return func(*args, **kwargs)
+        if func.namespace.strip("_").startswith("c10d"):  # what crosses the ranks is the same for all, once it is there
+            for tensor in given:
+                self._of.pop(tensor.untyped_storage()._cdata, None)
+            return func(*args, **kwargs)
         self._num_seen += 1
         if self._num_seen % _EACH == 0:
             self._of = {key: kept for key, kept in self._of.items() if not kept[0].expired()}
@@ -125,10 +132,9 @@ class Shadows:
         if made and (written or not all(map(self._has, made))):  # else it is a number, or a view
             with contextlib.suppress(Exception):  # the program has its own result
                 is_drawn = not torch.equal(before, _random_state(given))
-                is_alike = is_drawn or func.namespace.strip("_").startswith("c10d")
-                if not is_alike and self._follow(func, args, kwargs, made):
+                if not is_drawn and self._follow(func, args, kwargs, made):
                     return result
-                if is_alike or func.name() in _SELECTING:
+                if is_drawn or func.name() in _SELECTING:
                     self._take_over(written)
                     return result
             self._of.clear()
