@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -97,6 +98,8 @@ def _no_job_is_left() -> Iterator[None]:
 
         ddpshim.cleanup()
         job.begin_next()
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN:  # a training was complete; who is started would be deaf
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
