@@ -8,8 +8,9 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.test_unedited import Ran, run, succeeded
+from tests.test_unedited import Ran, difference, run, succeeded
 
 TRAINER = """
 import logging
@@ -122,3 +123,56 @@ def test_an_offline_run_of_wandb_is_one_folder(tmp_path: Path) -> None:
     assert folder.name.startswith("offline-run-")
     (file,) = folder.glob("run-*.wandb")
     assert file.stat().st_size > 0
+
+
+ACCELERATED = """
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model, loader = network(dropout=0.2), DataLoader(Items(39), 8, shuffle=True)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+log = open("log.txt", "w")
+for epoch in range(2):
+    model.train()
+    for index, x, y in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y.double())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"{accelerator.gather(loss).mean():.8f}", accelerator.sync_gradients, file=log)
+    if accelerator.is_main_process:
+        torch.save(accelerator.unwrap_model(model).state_dict(), f"{epoch}.pth")
+say("processes", [accelerator.num_processes, index.tolist()])
+"""
+
+
+@pytest.mark.launch
+def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
+    if _lacks("accelerate"):
+        pytest.skip("accelerate is not installed: pip install accelerate")
+    plain, two = succeeded(run(tmp_path, ACCELERATED, 1, is_plain=True)), succeeded(run(tmp_path, ACCELERATED, 2))
+    assert (two.folder / "log.txt").read_text() == (plain.folder / "log.txt").read_text()
+    for name in ("0.pth", "1.pth"):
+        assert difference(*(torch.load(ran.folder / name) for ran in (plain, two))) < 1e-12
+    ((_, last),) = plain.said(0, "processes")
+    assert [two.said(rank, "processes") for rank in (0, 1)] == [[[1, last[::2]]], [[1, last[1::2]]]]
+
+
+@pytest.mark.launch
+def test_a_program_that_has_accelerate_divide_its_model_is_left_to_it(tmp_path: Path) -> None:
+    if _lacks("accelerate"):
+        pytest.skip("accelerate is not installed: pip install accelerate")
+    script = """
+from accelerate import Accelerator
+
+say("started", type(DataLoader).__module__)
+Accelerator(cpu=True)
+say("processes", torch.distributed.get_world_size())
+"""
+    two = succeeded(run(tmp_path, script, 2, ACCELERATE_USE_FSDP="true"))
+    assert "accelerate divides its model (ACCELERATE_USE_FSDP)" in two.logs[0]
+    assert [len(two.said(rank, "started")) for rank in (0, 1)] == [2, 2]
+    assert two.said(1, "processes") == [2]

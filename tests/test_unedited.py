@@ -5,6 +5,8 @@ Most ranks are forked from the test launcher's server, which has torch, and ente
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -24,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
+from ddpshim.job.after_import import after_import
 from ddpshim.trainers.unedited import coupling, gpus, loaders, loops, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
@@ -203,7 +206,7 @@ class Agent:  # no module
         yield -self.temperature.mean() * act.detach().mean()
 
 agent = Agent()
-loader = DataLoader(Items(), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
+loader = DataLoader(Items(39), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
 for epoch in range(3):
     kept = None
     agent.actor["net"].train()
@@ -225,6 +228,7 @@ for epoch in range(3):
         say("rollout", [torch.rand(30, 30).sum().item(), np.random.rand()])
         chosen = torch.multinomial(torch.ones(len(kept), 4), 2).double().mean(1, keepdim=True)
         say("kept", (agent.actor["net"][0](kept) + torch.randn(kept.shape) * chosen).mean().item())
+        say("last", (agent.actor["net"][0](x) * torch.randn(x.shape).repeat(1, 1)).pow(2).mean().item())
 nets = agent.actor["net"], agent.critic, agent.target, agent.ema
 weights = {f"{i}.{key}": value for i, net in enumerate(nets) for key, value in net.state_dict().items()}
 torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch.rand(2)}, "weights.pth")
@@ -235,6 +239,8 @@ torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch
     assert two.said(0, "rollout") == two.said(1, "rollout") == plain.said(0, "rollout")
     kept = [sum(both) / 2 for both in zip(two.said(0, "kept"), two.said(1, "kept"))]
     assert kept == pytest.approx(plain.said(0, "kept"), abs=1e-6)
+    for rank in (0, 1):  # 7 samples: 4 of one rank, 3 of the other
+        assert two.said(rank, "last") == pytest.approx(plain.said(0, "last"), abs=1e-6)
     assert "TensorsOfNoModule (1 parameters), which Adam steps, is trained by all ranks together" in two.logs[0]
 
 
@@ -246,6 +252,7 @@ def test_a_program_that_joins_a_group_of_its_own_starts_again_and_is_left_alone(
 sys.path.insert(0, {str(tmp_path)!r})
 import own
 say("started", [torch.distributed.is_initialized(), DataLoader.__module__])
+os.makedirs(f"outputs/{{__import__('time').time_ns()}}")
 own.join()
 model = nn.parallel.DistributedDataParallel(network())
 for _, x, y in DataLoader(Items(), 8):
@@ -257,6 +264,7 @@ for _, x, y in DataLoader(Items(), 8):
         assert modules == ["ddpshim.trainers.unedited.loaders", "torch.utils.data.dataloader"]
         assert [is_joined for is_joined, _ in two.said(number, "started")] == [False, False]
     assert "own.py:4: it calls torch.distributed.init_process_group; the program distributes itself" in two.logs[0]
+    assert len([*(two.folder / "outputs").iterdir()]) == 2  # of the start that counts, one of each rank
 
 
 def test_where_the_order_is_given_one_rank_is_the_plain_script_bit_for_bit(tmp_path: Path) -> None:
@@ -959,3 +967,18 @@ def test_a_program_sees_as_many_gpus_as_there_are_ranks_and_torch_one(monkeypatc
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_module_that_was_only_looked_for_is_seen_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looked_for.py").write_text("here = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[Any] = []
+    finders = [*sys.meta_path]
+    after_import("looked_for", lambda: seen.append(sys.modules["looked_for"].here))
+    assert importlib.util.find_spec("looked_for") is not None
+    assert not seen
+    importlib.import_module("looked_for")
+    assert seen == [1]
+    assert sys.meta_path == finders

@@ -328,7 +328,8 @@ def _sample_shape(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[
 
 def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(n: int, *arguments: Any, **options: Any) -> Any:
-        if sharing.share is not None and n == sharing.share.num_rows:
+        asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if sharing.share is not None and n == sharing.share.num_rows and asks != "torchvision":  # its four colours
             sharing.is_permuted = True
             _name(sharing, "permutes the batch: on several ranks only the samples of a rank meet", "alike on all ranks")
         return original(n, *arguments, **options)
@@ -375,7 +376,7 @@ def _of_dimensions(sharing: Sharing, original: Callable[..., Any]) -> Callable[.
     return draw
 
 
-def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, ...]) -> torch.Tensor:
     """Ones for the global batch, in the layout of `like`: torch draws in the order in which memory is laid out."""
     whole = at_hand.whole(like.shape, where)
     strides = like.stride()

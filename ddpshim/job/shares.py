@@ -68,7 +68,7 @@ class Share(NamedTuple):
             return num_rows
         return next((size for size in self.sizes if num_rows and num_rows % size == 0), None)
 
-    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
+    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
         """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
         if tuple(shape[:2]) in self.sequence_first and shape[1] in self.sizes:
             return 1, 1
@@ -77,7 +77,7 @@ class Share(NamedTuple):
             return 0, shape[0] // num_samples
         return next(((number, 1) for number, size in enumerate(shape) if size in self.sizes), None)
 
-    def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
+    def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
         """`shape` for the global batch."""
         dimension, num_each = where
         return [self.total(size // num_each) * num_each if i == dimension else size for i, size in enumerate(shape)]
@@ -85,19 +85,19 @@ class Share(NamedTuple):
     def _own(self, total: int) -> slice:
         return slice(self.rank, None, self.world_size) if self.rank < total else slice(0, 1)
 
-    def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
+    def rows(self, drawn: Any, where: tuple[int, ...]) -> Any:
         """This rank's rows of a tensor or array for the global batch."""
-        dimension, num_each = where
+        dimension, num_each = where[:2]
         own = self._own(drawn.shape[dimension] // num_each)
         if num_each == 1:
             return drawn[(slice(None),) * dimension + (own,)]
         each = drawn.reshape((-1, num_each, *drawn.shape[1:]))[own]
         return each.reshape((-1, *drawn.shape[1:]))
 
-    def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+    def among_others(self, own: torch.Tensor, where: tuple[int, ...]) -> torch.Tensor:
         """`own` at its rows of the global batch; the others' rows are ones, which every distribution can take."""
         whole = own.new_ones(self.whole(own.shape, where))
-        dimension, num_each = where
+        dimension, num_each = where[:2]
         rows = self._own(whole.shape[dimension] // num_each)
         if num_each == 1:
             whole[(slice(None),) * dimension + (rows,)] = own
@@ -111,13 +111,44 @@ class Kept(Share):
 
     What is drawn then is the batch's where it has as many rows, or several of each (batch times time), and the
     functions that draw hold tensors with the batch's rows. All else (a rollout) is drawn alike.
+
+    Where the last batch of the pass has fewer rows than the others, `totals` are those of both, and `looked_at` is of
+    the one that was drawn for last; 0 where that is not known.
     """
 
-    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
-        """Of the first dimension alone."""
+    looked_at = 0
+
+    @property
+    def num_counted(self) -> int:
+        """How many rows of what is looked at are this rank's; 1 where all ranks may have equally many."""
+        return len(range(self.rank, self.looked_at, self.world_size)) if self.looked_at else 1
+
+    def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
+        """Of the first dimension alone; collective, and with the rows of all ranks, where there are `totals`."""
+        if self.totals:
+            return self._agreed(shape)
         if len(shape) and shape[0] == self.num_rows:
             return 0, 1
         return (0, shape[0] // self.num_rows) if self.is_of_it(shape) else None
+
+    def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
+        """`shape` for the global batch."""
+        return [where[2] * where[1], *shape[1:]] if self.totals else super().whole(shape, where)
+
+    def _agreed(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
+        """(0, rows for each sample, samples of the batch), as all ranks find it (collective)."""
+        here = current().world
+        assert here is not None
+        drawn = here.gather((shape[0] if len(shape) else 0, self.is_of_it(shape)))
+        rows, is_of_full_batch = [num_rows for num_rows, _ in drawn], drawn[0][1]
+        for total in self.totals:
+            shares = [len(range(rank, total, self.world_size)) or 1 for rank in range(self.world_size)]
+            num_each = rows[0] // shares[0]
+            is_clear = num_each == 1 or len(set(shares)) > 1 or is_of_full_batch
+            if num_each and is_clear and rows == [share * num_each for share in shares]:
+                self.looked_at = total
+                return 0, num_each, total
+        return None
 
     def is_of_it(self, shape: Sequence[int]) -> Optional[bool]:
         """Whether what is drawn in `shape` has several rows for each of the batch's; None if that is not known. Local.
@@ -171,6 +202,7 @@ class Given:
         is_under_way: its last batch may still be trained on.
         num_rows: of that batch, of this rank.
         total: of that batch, of all ranks.
+        largest: `total` of the largest batch so far, and its `num_rows`.
         feeds: whether it may be trained on.
         num_batches: so far.
         num_since: of these, since a backward pass.
@@ -181,6 +213,7 @@ class Given:
     def __init__(self, num_passes: int) -> None:
         self.is_under_way = self.feeds = True
         self.num_rows = self.total = self.num_batches = self.num_since = 0
+        self.largest = (0, 0)
         self.passes_before = self.passes_then = num_passes
 
 
@@ -236,6 +269,7 @@ def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int]
     if of is not None:
         given = sharing.given.setdefault(of, Given(sharing.num_passes))
         given.is_under_way, given.num_rows, given.total = True, num_rows, total
+        given.largest = max(given.largest, (total, num_rows))
         given.num_since = 1 if given.passes_then != sharing.num_passes else given.num_since + 1
         given.num_batches += 1
         given.passes_then = sharing.num_passes
@@ -259,12 +293,16 @@ def positions() -> list[tuple[Position, str]]:
     return sorted((position, called) for position, called in places if position is not None)
 
 
-def keep(num_rows: int, is_left: bool) -> None:
-    """A pass is over, or was left: the program may have kept one of its batches, of `num_rows` rows. Local."""
+def keep(is_left: bool) -> None:
+    """The pass that gave the last batch is over, or was left: the program may have kept one of its batches. Local."""
     job = current()
-    assert job.world is not None
     sharing = job.part(Sharing)
-    sharing.kept, sharing.is_left = Kept(job.world.rank, job.world.world_size, num_rows), is_left
+    given = sharing.last_given
+    if job.world is None or given is None:
+        return
+    total, num_rows = given.largest
+    totals = (given.total, total) if given.total != total else ()
+    sharing.kept, sharing.is_left = Kept(job.world.rank, job.world.world_size, num_rows, totals=totals), is_left
 
 
 def play(share: Optional[Share]) -> Optional[Share]:

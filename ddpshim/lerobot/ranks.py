@@ -6,11 +6,8 @@ those of one process. What ranks share is ddpshim's: gradients, the order of the
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -29,14 +26,13 @@ from ddpshim.job.say import say
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.trainers import place_in_pass
 from ddpshim.trainers.session import session
+from ddpshim.trainers.unedited.accelerators import in_one_process, strategies
 
 PLACE = "place_in_pass.pt"  # in the training_state of a checkpoint
 # Where each was compared with one process: `python -m tests.lerobot_equivalence`.
 COMPARED = ("act", "diffusion", "smolvla")
 # Its codebook is fitted to the batch that a rank has, so that ranks would not share it.
 REFUSED = ("vqbet",)
-_STRATEGIES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 class _Training:
@@ -86,8 +82,7 @@ def _refuse(config: Any) -> None:
                 f"{name} on several ranks: {reason}; the model would be another than that of one process. Train it in "
                 "one process, or as LeRobot does it itself, with DDPSHIM_HOOKS=off."
             )
-    strategies = [f"ACCELERATE_USE_{name}" for name in _STRATEGIES]
-    asked = [name for name in strategies if os.environ.get(name, "false").lower() in ("1", "true")]
+    asked = strategies()
     if asked:
         raise HookError(
             f"{', '.join(asked)} is set: accelerate would divide the model, and ddpshim the batches, by different "
@@ -100,18 +95,6 @@ def _refuse(config: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def _in_one_process() -> Iterator[None]:
-    """Inside, accelerate finds no launcher, and makes no process group."""
-    hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
 def accelerator(original: Any) -> Any:
     """accelerate's `original` class as it is in one process, on each rank; what ranks share is ddpshim's. Local."""
     return type("Accelerator", (_OnRanks, original), {})
@@ -119,7 +102,7 @@ def accelerator(original: Any) -> Any:
 
 class _OnRanks:
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        with _in_one_process():
+        with in_one_process():
             super().__init__(*arguments, **options)
         num_processes = getattr(self, "num_processes", 1)
         if num_processes != 1:

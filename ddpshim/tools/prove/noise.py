@@ -19,10 +19,10 @@ class Placed(Share):
     num_whole: int
     told: Callable[[], None]
 
-    def whole(self, shape: Sequence[int], where: tuple[int, int]) -> list[int]:
+    def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
         return [size // self.num_rows * self.num_whole if i == where[0] else size for i, size in enumerate(shape)]
 
-    def rows(self, drawn: Any, where: tuple[int, int]) -> Any:
+    def rows(self, drawn: Any, where: tuple[int, ...]) -> Any:
         self.told()
         dimension, num_each = where
         places = self.places if isinstance(drawn, torch.Tensor) else self.places.numpy()
@@ -30,7 +30,7 @@ class Placed(Share):
             return drawn[(slice(None),) * dimension + (places,)]
         return drawn.reshape((-1, num_each, *drawn.shape[1:]))[places].reshape((-1, *drawn.shape[1:]))
 
-    def among_others(self, own: torch.Tensor, where: tuple[int, int]) -> torch.Tensor:
+    def among_others(self, own: torch.Tensor, where: tuple[int, ...]) -> torch.Tensor:
         whole = own.new_ones(self.whole(own.shape, where))
         dimension, num_each = where
         if num_each == 1:

@@ -27,7 +27,7 @@ from ddpshim.job import noise, unshared
 from ddpshim.job.group import cleanup, draws_alike, setup, world
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
-from ddpshim.trainers.unedited import gpus, leaving
+from ddpshim.trainers.unedited import accelerators, gpus, leaving
 from ddpshim.trainers.unedited.clock import Clock
 from ddpshim.trainers.unedited.commands import Commands
 from ddpshim.trainers.unedited.loaders import DataLoader
@@ -66,9 +66,16 @@ def joined(start: Start) -> Iterator[None]:
     for module in (torch_data, torch_data.dataloader):
         undo.enter_context(replaced(module, "DataLoader", DataLoader))
     undo.enter_context(_optimizers_seen())
-    undo.enter_context(leaving.noticed(start, undo.close))
+    files = PrivateFiles(here, start.time, is_reading)
+
+    def take_back() -> None:
+        undo.close()
+        files.remove_new()
+
+    undo.enter_context(leaving.noticed(start, take_back))
+    undo.enter_context(accelerators.shown_one_process(lambda found: leaving.leave_alone(start, found, take_back)))
     if here.world_size > 1:
-        files, clock = PrivateFiles(here, start.time, is_reading), Clock(here, is_apart)
+        clock = Clock(here, is_apart)
         for part in (files, clock, Commands(clock, files)):
             undo.enter_context(part.installed())
         undo.enter_context(equal_reads(here, is_apart))

@@ -29,7 +29,7 @@ _HEARS_S = 0.2  # peers read the last answer of the store that the main rank ser
 def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
     """In it, a program that joins a group of its own, calls ddpshim or runs a trainer that is known starts again.
 
-    `take_back`: puts back what was replaced for it.
+    `take_back`: puts back what was replaced for it, and removes what it has made.
     """
     is_initialized = dist.is_initialized
     with contextlib.ExitStack() as until:

@@ -122,9 +122,8 @@ def _kept(loader: DataLoader[Any]) -> Iterator[None]:
         is_left = False
     finally:
         current().part(Steps).leave(loader)
-        num_rows = getattr(loader._split, "batch_size", None)
-        if num_rows and current().world is not None:
-            shares.keep(num_rows, is_left)
+        if loader._split is not None:
+            shares.keep(is_left)
 
 
 def is_drawn(loader: Any) -> bool:

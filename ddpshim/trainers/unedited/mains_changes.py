@@ -10,6 +10,7 @@ import _io
 import contextlib
 import os
 import posix
+import shutil
 import stat
 import sys
 import threading
@@ -95,6 +96,15 @@ class MainsChanges:
         if self._told.get(path) == "folder":
             for name in posix.listdir(path):
                 self.tell_all(os.path.join(path, name))
+
+    def remove_new(self) -> None:
+        """What the main rank has made where there was nothing; it starts again, and would leave it twice. Local."""
+        for path in [path for path, kind in self._told.items() if kind == "nothing"]:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    posix.unlink(path)
 
     def states(self) -> dict[str, Any]:
         """What is at the paths that others do not see as they are on the disk: by path, when it changed last."""

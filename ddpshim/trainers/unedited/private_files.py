@@ -87,6 +87,11 @@ class PrivateFiles:
         if self._view is not None:
             self._view.see_what_is_shared()
 
+    def remove_new(self) -> None:
+        """On the main rank: what the program has made so far where there was nothing. Local."""
+        if self._world.is_main:
+            self._changes.remove_new()
+
     def shown_to_all(self, run: Callable[[], T]) -> T:
         """What `run` returns on the main rank; what a process that it starts changes is there for all."""
         before = self._changes.states()

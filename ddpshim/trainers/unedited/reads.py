@@ -153,6 +153,7 @@ class _Reads:
         if all(other == bits for other, _ in everyones) and (factor == 1 or not is_sure):
             return own  # what looks like a sum over samples is one over weights
         if own.is_floating_point():
+            self._say_of_kept(line)
             values = [struct.unpack("<d", struct.pack("<q", other))[0] for other, _ in everyones]
             return own.clone().fill_(_mean(values, [weight for _, weight in everyones]))
         self._say([other for other, _ in everyones], own.dtype, line)
@@ -161,7 +162,8 @@ class _Reads:
     def _exchange(self, bits: int, dtype: torch.dtype, line: FrameType) -> list[tuple[int, int]]:
         """(number, rows of the batch that it is about) of each rank (collective)."""
         self._num_reads += 1
-        at_hand, last = shares.at_hand(), current().part(shares.Sharing).last[0]
+        sharing = current().part(shares.Sharing)
+        at_hand, last = sharing.of_draws if sharing.share is None else sharing.share, sharing.last[0]
         num_rows = 1 if at_hand is None else at_hand.num_counted
         what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {dtype} {self._num_reads} {last}"
         tag = zlib.crc32(what.encode(errors="backslashreplace"))
@@ -180,6 +182,20 @@ class _Reads:
             "train differently. They parted before: by a decision on something that no tensor held (a clock, a file, "
             "entropy, the length of a rank's share of the batch), or in what one rank does alone."
         )
+
+    def _say_of_kept(self, line: FrameType) -> None:
+        """Name, once, a mean over ranks whose rows may be unequally many."""
+        sharing, place = current().part(shares.Sharing), _place(line)
+        kept = sharing.kept
+        if sharing.share is not None or kept is None or not kept.totals or kept.looked_at or place in self._named:
+            return
+        self._named.add(place)
+        if self._here.is_main:
+            say(
+                f"{place} reads a number that differs between ranks, after the pass over a loader whose last batch "
+                f"({kept.totals[0]} samples) the ranks do not divide: all take the mean of their numbers. If it is "
+                "about that batch, one process would weigh each sample alike"
+            )
 
     def _say(self, of_ranks: list[int], dtype: torch.dtype, line: FrameType) -> None:
         place = _place(line)

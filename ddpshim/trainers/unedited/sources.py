@@ -18,7 +18,7 @@ from ddpshim import adapters
 _MOST_FILES = 2000
 # Whose ranks are distributed by the package, if the program's own file imports it.
 _DISTRIBUTORS = {
-    *("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "horovod", "colossalai"),
+    *("lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "horovod", "colossalai"),
     *("composer", "mpi4py", "torch_xla"),
 }
 _JOINS = {"init_process_group", "init_device_mesh"}

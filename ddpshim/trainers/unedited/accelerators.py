@@ -1,0 +1,97 @@
+"""Shows a program that uses Hugging Face's accelerate one process, which ddpshim distributes like any other's.
+
+So the batch size is that of the program's loader, and what is written is written once. What divides the model itself
+(DeepSpeed, FSDP, Megatron, tensor parallelism) is left to accelerate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Callable
+
+from torch.utils.data import IterableDataset
+
+from ddpshim.job.after_import import after_import
+from ddpshim.job.replaced import replaced
+
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+_STRATEGIES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP")
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+
+
+@contextlib.contextmanager
+def in_one_process() -> Iterator[None]:
+    """In it accelerate finds no launcher, and makes no process group. Local."""
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def strategies() -> list[str]:
+    """The variables by which accelerate is asked to divide the model. Local."""
+    names = [f"ACCELERATE_USE_{name}" for name in _STRATEGIES]
+    return [name for name in names if os.environ.get(name, "false").lower() in ("1", "true")]
+
+
+@contextlib.contextmanager
+def shown_one_process(leave_alone: Callable[[str], Any]) -> Iterator[None]:
+    """In it accelerate, once it is imported, is that of one process on each rank.
+
+    `leave_alone` is called with the reason where a program asks it to divide the model.
+    """
+    with contextlib.ExitStack() as until:
+
+        def put() -> None:
+            state, loaders = sys.modules["accelerate.state"], sys.modules["accelerate.data_loader"]
+            accelerator = sys.modules["accelerate.accelerator"].Accelerator
+            make, begin, iterate = accelerator.__init__, state.PartialState.__init__, loaders.DataLoaderShard.__iter__
+
+            @functools.wraps(make)
+            def made(self: Any, *args: Any, **kwargs: Any) -> None:
+                asked = [*strategies(), *(name for name in _PLUGINS if kwargs.get(name) is not None)]
+                if asked:
+                    leave_alone(f"accelerate divides its model ({', '.join(asked)})")
+                make(self, *args, **kwargs)
+
+            @functools.wraps(begin)
+            def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+                with in_one_process():
+                    begin(self, *args, **kwargs)
+
+            @functools.wraps(iterate)
+            def batches(self: Any) -> Any:
+                is_endless = isinstance(self.dataset, IterableDataset)
+                return iterate(self) if is_endless else _batches(self, loaders.send_to_device)
+
+            until.enter_context(replaced(accelerator, "__init__", made))
+            until.enter_context(replaced(state.PartialState, "__init__", begun))
+            until.enter_context(replaced(loaders.DataLoaderShard, "__iter__", batches))
+
+        after_import("accelerate", put)
+        yield
+
+
+def _batches(shard: Any, send_to_device: Callable[..., Any]) -> Iterator[Any]:
+    """A pass of accelerate's DataLoaderShard that fetches no batch before the step of the one before is over.
+
+    What is drawn in a step belongs to the rows of the batch that was fetched last.
+    """
+    shard.begin()
+    shard.set_epoch(shard.iteration)
+    last = len(shard.base_dataloader) - 1
+    for index, batch in enumerate(shard.base_dataloader):
+        shard.end_of_dataloader = index == last
+        if shard.device is not None:
+            batch = send_to_device(batch, shard.device, non_blocking=shard._non_blocking)
+        if index >= shard.skip_batches:
+            yield batch
+    shard.iteration += 1
+    shard.end()
