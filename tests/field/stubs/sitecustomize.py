@@ -1,5 +1,6 @@
 """Observes a trainer from outside: at its end each rank writes its optimizers' parameters and states to $FIELD_PROBE.
 
+With FIELD_NUDGED=1, the weights are one unit in the last place larger after the first step.
 With FIELD_CUDA=cpu, `.cuda()` leaves modules and tensors where they are: some trainers know no other device.
 With FIELD_NUMPY=1.22, numpy has the name `bool` that it lost in 1.24: some trainers pin an older one.
 With FIELD_INSTEAD=MODULE:OTHER, another module is imported in place of one of the trainer's: that of its simulator.
@@ -20,10 +21,19 @@ OPTIMIZERS = {}  # by id, kept alive until the end
 
 def _watch_optimizers(module):
     def stepped(optimizer, args, kwargs):
+        if id(optimizer) not in OPTIMIZERS and os.environ.get("FIELD_NUDGED"):
+            _nudge(p for group in optimizer.param_groups for p in group["params"])
         OPTIMIZERS[id(optimizer)] = optimizer
 
     module.register_optimizer_step_post_hook(stepped)
     atexit.register(_write)
+
+
+def _nudge(parameters):
+    import torch
+
+    for p in parameters:
+        p.data.copy_(torch.nextafter(p.data, torch.full_like(p.data, float("inf"))))
 
 
 def _modules_stay(module):
