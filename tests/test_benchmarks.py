@@ -151,4 +151,4 @@ def test_the_first_checkpoint_that_succeeds_counts_and_the_page_says_how_surely(
     assert f"| robomimic as released | 2.03 | 121, 122, 123 | 60 | {steps} | 135/150 | 84 to 94% |" in text
     assert "| ddpshim, 2 ranks | inf | inf, inf, inf | 60 | -, -, - | 0/0 | 0 to 100% |" in text
     assert "ddpshim, 1 rank: 0.75" in text
-    assert "18 of 20 is 68 to 99%" in text
+    assert "18 of 20 means 68 to 99%" in text
