@@ -56,8 +56,8 @@ def written(rows: list[Row]) -> str:
 TAIL = """## What differs, and why
 
 - vae: the network and the losses of epochs are equal; these are sums over the samples. Within an epoch vae prints such
-  a sum divided by the length of the batch, and counts samples by that length. On a rank this is the length of its share,
-  so the printed loss is doubled and the count is halved. ddpshim reports this, with the line.
+  a sum divided by the length of the batch, and counts samples by that length. On a rank this is its share's length, so
+  the printed loss is doubled and the count is halved. ddpshim reports this, with the line.
 - libero: the published config changes the colours of images with numbers drawn in a loop over the samples. A rank has
   fewer samples, so it draws other numbers than one process. ddpshim reports this, and the command above turns it off
   (`color_aug`). Logged numbers and weights are equal. BatchNorm's running statistics in one of the two encoders differ
@@ -65,8 +65,8 @@ TAIL = """## What differs, and why
 - umi uses its own DDP (accelerate) and is left alone: its batch size is per rank, and its ranks draw equal noise.
 
 act and gnm draw random numbers per sample in a data worker, so each rank loads whole batches, and ddpshim reports it.
-gnm takes minutes and is not in the table. It differs (weights 2e-02, logged numbers 1e-01), and ddpshim reports the cause:
-its loss adds a mean over masked entries to a mean over all samples, and the two weight ranks differently.
+gnm takes minutes and is not in the table. It differs (weights 2e-02, logged numbers 1e-01), and ddpshim reports why: its
+loss adds a mean over masked entries to a mean over all samples, and the two weight ranks differently.
 
 ## Stand-ins
 
@@ -76,7 +76,7 @@ The test machine has no GPU, network or display. What needs one is replaced by m
 - simulator: an `env_runner` (LIBERO: environments) that plays the policy for a few steps on random observations and
   scores its actions
 - transformers: the BERT embedding of LIBERO's sentences is computed from their letters, because its weights are online
-- numpy's name `bool`, for robomimic 0.2.0, and `torch.load` as before torch 2.6 (a variable), for LIBERO's pinned version
+- numpy's name `bool` (robomimic 0.2.0) and `torch.load` as before torch 2.6 (a variable), because LIBERO pins both
 - CUDA: `.cuda()` in ACT leaves tensors on the CPU
 - ResNet's weights: a file of random weights in the place of the download
 - dm_control, IPython, pytorch3d: imported by ACT and DP3, but not used in these runs
