@@ -65,8 +65,8 @@ TAIL = """## What differs, and why
 - umi uses its own DDP (accelerate) and is left alone: its batch size is per rank, and its ranks draw equal noise.
 
 act and gnm draw random numbers per sample in a data worker, so each rank loads whole batches, and ddpshim reports it.
-gnm takes minutes and is not in the table. It differs (weights 2e-02, logged numbers 1e-01), and ddpshim reports why: its
-loss adds a mean over masked entries to a mean over all samples, and the two weight ranks differently.
+gnm takes minutes and is not in the table. It differs (weights 2e-02, logged numbers 1e-01), and ddpshim reports why:
+its loss adds a mean over masked entries to a mean over all samples, and the two weight ranks differently.
 
 ## Stand-ins
 
