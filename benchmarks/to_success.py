@@ -229,10 +229,10 @@ This page measures the time until a policy succeeds. Task: robosuite's Lift from
 layers of 256, global batch 100, learning rate 1e-3), the 200 scripted demonstrations in `examples/data`. The time runs
 from the command to the first checkpoint that lifts the cube in {WANTED:.0%} of {plan.num_episodes} episodes. It
 includes imports, data, training, saves, and {plan.num_episodes} episodes (at most {HORIZON} steps; success ends
-an episode) after every {STEPS_AN_EPOCH} steps. Training seeds: {", ".join(sorted({str(f.seed) for f in found}))}; the rows of the
-table ran one after the other, in a different order for each seed. The first evaluation at {WANTED:.0%} may be luck:
-{good} of {plan.num_episodes} means {low} to {high}%. So the published release evaluates each checkpoint again in
-{plan.num_again} other episodes, the same for all, with the Clopper-Pearson interval for all seeds together.
+an episode) after every {STEPS_AN_EPOCH} steps. Training seeds: {", ".join(sorted({str(f.seed) for f in found}))}; the
+rows of the table ran one after the other, in a different order for each seed. The first evaluation at {WANTED:.0%} may
+be luck: {good} of {plan.num_episodes} means {low} to {high}%. So the published release evaluates each checkpoint again
+in {plan.num_again} other episodes, the same for all, with the Clopper-Pearson interval for all seeds together.
 
 {table}
 

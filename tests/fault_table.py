@@ -219,8 +219,7 @@ FAULTS = [
         "stop",
         "stops responding (SIGSTOP)",
         "model, 5th step, rank 1",
-        "the others name it after half a minute and later end the job; the launcher kills the stopped rank after "
-        "30 s",
+        "the others name it after half a minute and later end the job; the launcher kills the stopped rank after 30 s",
         "stop@model:1:5",
         0,
         1,

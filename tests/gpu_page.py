@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, FILES = ROOT / "docs" / "gpus.md", ROOT / "docs" / "gpus"
 MEASURED = ("all-reduce", "links", "memory", "overlap", "exception", "stop", "kill", "robomimic")
 
-NOTHING = """**No real GPU has been tested yet.** Except for rendering, all checks below run on two simulated GPUs in the
-tests (robomimic: by hand). That tests the script and the order of calls, but not real nccl, kernels, times or memory. Until
-this page has a file of a real machine, statements about GPUs come from torch's sources.
+NOTHING = """**No real GPU has been tested yet.** Except for rendering, all checks below run on two simulated GPUs in
+the tests (robomimic: by hand). That tests the script and the order of calls, but not real nccl, kernels, times or
+memory. Until this page has a file of a real machine, statements about GPUs come from torch's sources.
 """
 
 HEAD = """# Test your GPUs
