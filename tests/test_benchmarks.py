@@ -94,7 +94,7 @@ def test_a_picture_has_what_others_take_for_each_question(tmp_path: Path) -> Non
     lines = pictures.page(runs).splitlines()
     headings = [line for line in lines if line.startswith("## ") or line.startswith("![")]
     question = "How long does a step take?"
-    assert headings == [f"## {question}", f"![{question}](benchmarks/step.png)", "## What else was measured"]
+    assert headings == [f"## {question}", f"![{question}](benchmarks/step.png)", "## Other measurements"]
 
 
 CLUSTER = Cluster("of tests", inside=Link(1e9, 0.001), between=Link(1e8, 0.01), gpus_per_node=4)
