@@ -34,8 +34,8 @@ def page(runs: dict[str, Any]) -> str:
         "# Benchmarks",
         "",
         "This page lists all measurements, with targets. `python -m benchmarks --out docs` writes it. A unit",
-        "`x something` means a ratio; both were measured alternately in one run. In the pictures ddpshim is 1, and shorter",
-        "bars are better.",
+        "`x something` means a ratio; both were measured alternately in one run. In the pictures ddpshim is 1, and",
+        "shorter bars are better.",
         "",
     ]
     left = dict(runs)
