@@ -20,7 +20,7 @@ SAID = {
     "../quick_start.py": [
         "$ python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config ",
         "finished run successfully!",
-        "epoch 2: loss 0.",
+        "epoch 3: loss 0.",
         "largest difference of a weight: ",
         "**Finished: every rank came to the end of the training.**",
     ],
