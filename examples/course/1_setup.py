@@ -61,7 +61,7 @@ print("python train.py: rank 0 of 1, no launcher, no process group")
 # ## Collectives
 #
 # All ranks take part in a *collective*, and each waits for the others. So every rank must reach it: a collective under
-# `if rank == 0:` waits for ever. `World` has those that a trainer needs, for any Python value.
+# `if rank == 0:` waits forever. `World` has those that a trainer needs, for any Python value.
 
 
 # %%

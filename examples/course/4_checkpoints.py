@@ -57,7 +57,7 @@ try:
     Policy().load_state_dict(by_hand)
 except RuntimeError as error:
     print(f"by hand, without a wrapper: {str(error).splitlines()[1].strip()}")
-loaded = run(load_into_wrapped, 2, by_hand)[0]  # old files with `module.` can be gone on with
+loaded = run(load_into_wrapped, 2, by_hand)[0]  # training can continue from old files with `module.`
 assert list(loaded) == list(ours)
 assert all(torch.equal(loaded[name], by_hand[f"module.{name}"]) for name in ours)
 
@@ -125,7 +125,7 @@ def save_twice():
         waited_s = time.perf_counter() - started
         if world.is_main:
             print(f"{name}: the ranks waited for {1000 * waited_s:.0f} ms")
-    content["weights"].zero_()  # training goes on; the file has what was there before
+    content["weights"].zero_()  # training continues; the file has the weights of the save
 
 
 for name in ("at once", "in the background"):
