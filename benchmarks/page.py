@@ -13,9 +13,9 @@ QUESTIONS = {
     "step": ("How long does a step take?", ("step",)),
     "overlap": ("How much of the communication hides behind backward?", ("overlap",)),
     "run": ("How long does the whole run take?", ("whole_run",)),
-    "data": ("How fast do samples come?", ("data_path", "sampler")),
-    "memory": ("How much memory do the data take?", ("node_memory",)),
-    "saves": ("For how long does a save stop the training?", ("checkpoint",)),
+    "data": ("How fast is data loading?", ("data_path", "sampler")),
+    "memory": ("How much memory does the data take?", ("node_memory",)),
+    "saves": ("How long does a save stop the training?", ("checkpoint",)),
     "rollouts": ("How long do rollouts take?", ("rollouts", "evaluation")),
 }
 _NOT_OTHERS = ("size of the policy", "the data", "one rank")  # what a number is a multiple of
@@ -33,8 +33,9 @@ def page(runs: dict[str, Any]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Written by `python -m benchmarks --out docs`. Every number with a unit `x something` is a ratio: both were",
-        "measured in alternation, in one run. In the pictures ddpshim is 1, and a longer bar takes longer, or more.",
+        "This page lists all measurements, with targets. `python -m benchmarks --out docs` writes it. A unit",
+        "`x something` means a ratio; both were measured alternately in one run. In the pictures ddpshim is 1, and",
+        "shorter bars are better.",
         "",
     ]
     left = dict(runs)
@@ -46,7 +47,7 @@ def page(runs: dict[str, Any]) -> str:
                 lines += [f"![{question}](benchmarks/{name}.png)", ""]
             lines += _tables(asked)
     if left:
-        lines += ["## What else was measured", "", *_tables(left)]
+        lines += ["## Other measurements", "", *_tables(left)]
     return "\n".join(lines).rstrip() + "\n"
 
 

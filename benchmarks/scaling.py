@@ -145,14 +145,17 @@ def compute_s(num_parameters: float, batch_size_per_rank: float, num_images: int
 def page(rows: list[Measured]) -> str:
     """The Markdown of docs/scaling.md below its title."""
     lines = [
-        "## Measured here",
+        "This page shows how the time of a step falls with the number of ranks: measured with emulated compute on a "
+        "CPU, and modelled for clusters of GPUs.",
+        "",
+        "## Measured",
         "",
         f"A policy of {NUM_PARAMETERS:,} parameters whose passes sleep {COMPUTE_S * 1e3:.0f} ms for the global batch, "
         f"on {torch.get_num_threads()} cores with gloo. *Compute / step* compares each step with the same step under "
-        "`no_sync()`, in alternation. The model gets the latency and bandwidth of all-reduces between the same "
+        "`no_sync()`; the two alternate. The model uses the latency and bandwidth of all-reduces between the same "
         "processes.",
         "",
-        "| ranks | step | modelled | faster than one rank | compute / step (quartiles) |",
+        "| ranks | step | modelled | speed-up over one rank | compute / step (quartiles) |",
         "| ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
@@ -163,12 +166,12 @@ def page(rows: list[Measured]) -> str:
         )
     lines += ["", "![scaling](scaling.png)", "", "## Modelled", ""]
     lines += [
-        f"Nothing below was measured. A GPU is taken to do {FLOPS / 1e12:.0f} TFLOP/s, a sample of a diffusion policy "
-        f"to cost 6 FLOPs x parameters x {POSITIONS} positions, and {FLOPS_OF_AN_IMAGE / 1e9:.1f} GFLOPs for an image; "
-        "links are what vendors name, less a fifth (observe/ring_model.py). 8 GPUs a node. Numbers are compute / "
-        "step: 1.00 is perfect.",
+        f"Nothing below was measured. Assumptions: a GPU reaches {FLOPS / 1e12:.0f} TFLOP/s; a sample of a diffusion "
+        f"policy costs 6 FLOPs x parameters x {POSITIONS} positions, and {FLOPS_OF_AN_IMAGE / 1e9:.1f} GFLOPs per "
+        "image; links reach 80% of the vendors' figures (ddpshim/observe/ring_model.py); 8 GPUs per node. Numbers are "
+        "compute / step: 1.00 is perfect.",
         "",
-        f"### {BATCH_PER_RANK} samples for each GPU, buckets of 25 MB",
+        f"### {BATCH_PER_RANK} samples per GPU, buckets of 25 MB",
         "",
     ]
     for cluster in CLUSTERS:
@@ -179,7 +182,7 @@ def page(rows: list[Measured]) -> str:
                 values = [training.efficiency(world, cluster) for world in GPUS]
                 lines.append(_line(f"{size / 1e6:.0f}M parameters", values))
             lines.append("")
-    lines += [f"### What helps: 100M parameters, low-dim, {BATCH_PER_RANK} samples for each GPU", ""]
+    lines += [f"### What helps: 100M parameters, low-dim, {BATCH_PER_RANK} samples per GPU", ""]
     base = {"num_parameters": 100e6, "compute_s": compute_s(100e6, BATCH_PER_RANK, 0)}
     ways = {
         "no overlap": Training(**base, overlaps=False),
@@ -187,15 +190,15 @@ def page(rows: list[Measured]) -> str:
         "buckets of 25 MB": Training(**base),
         "buckets of 1 MB": Training(**base, bucket_bytes=2**20),
         "25 MB, bf16 compression": Training(**base, bytes_per_parameter=2.0),
-        "25 MB, 4 passes a step": Training(**base, accumulation_steps=4),
+        "25 MB, 4 passes per step": Training(**base, accumulation_steps=4),
     }
     for cluster in CLUSTERS:
-        lines += [f"{cluster.name}:", "", _head("way"), _rule()]
+        lines += [f"{cluster.name}:", "", _head("setting"), _rule()]
         for name, way in ways.items():
             lines.append(_line(name, [way.efficiency(world, cluster) for world in GPUS]))
         lines.append("")
     lines += [
-        f"### A global batch of {GLOBAL_BATCH} held: times faster than one GPU, 100M parameters, four images",
+        f"### Speed-up at a fixed global batch of {GLOBAL_BATCH}: 100M parameters, four images",
         "",
         _head("cluster"),
         _rule(),
@@ -204,8 +207,8 @@ def page(rows: list[Measured]) -> str:
         lines.append(_line(cluster.name, [_speedup(world, cluster) for world in GPUS], digits=1))
     lines += [
         "",
-        "bf16 compression rounds gradients and is not exact; accumulation needs a batch that many times as large, or "
-        "as many smaller passes.",
+        "bf16 compression rounds gradients and is not exact; accumulation over 4 passes needs a batch 4 times as "
+        "large, or 4 smaller passes.",
     ]
     return "\n".join(lines) + "\n"
 

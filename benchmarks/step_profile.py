@@ -36,11 +36,11 @@ PARTS = {
     "process": "batch to the network's inputs",
     "train": "forward and loss",
     "backward": "backward",
-    "norms": "gradients cleared, their norms read",
+    "norms": "clearing gradients, reading their norms",
     "optimizer": "optimizer",
-    "ema": "moving average of the weights",
+    "ema": "moving average of weights",
     "log": "numbers for the log",
-    "loop": "the loop around it",
+    "loop": "the rest of the loop",
 }
 STEPS, EPOCHS, ROUNDS = {"bc": 100, "bc_large": 10, "bc_rnn_gmm": 10, "bc_transformer_gmm": 10}, 3, 3
 STEPS["diffusion_policy"] = 3
@@ -184,7 +184,7 @@ def table(name: str, rounds: int) -> str:
 
         alternate({arm: functools.partial(once, arm) for arm in each}, rounds)
     middle = {arm: {part: median(found[part] for found in runs) for part in PARTS} for arm, runs in each.items()}
-    lines = [f"### {CONFIGS[name].what}", "", "| ms of CPU a step | released | ddpshim |", "| --- | ---: | ---: |"]
+    lines = [f"### {CONFIGS[name].what}", "", "| ms of CPU per step | released | ddpshim |", "| --- | ---: | ---: |"]
     there = [part for part in PARTS if middle["released"][part] or middle["ours"][part]]
     lines += [f"| {PARTS[p]} | {middle['released'][p]:.3f} | {middle['ours'][p]:.3f} |" for p in there]
     sums = {arm: sum(parts.values()) for arm, parts in middle.items()}

@@ -18,51 +18,49 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, FILES = ROOT / "docs" / "gpus.md", ROOT / "docs" / "gpus"
 MEASURED = ("all-reduce", "links", "memory", "overlap", "exception", "stop", "kill", "robomimic")
 
-NOTHING = """**No real GPU has been tested yet.** All checks below but rendering run on two simulated GPUs, in the tests
-(robomimic: by hand). That shows that the script works, and what is called, where, and in which order. It shows nothing
-of real nccl, of kernels, of times, or of memory. Until a file of a real machine stands here, what the docs say of GPUs
-is read from torch's sources.
+NOTHING = """**No real GPU has been tested yet.** Except for rendering, all checks below run on two simulated GPUs in
+the tests (robomimic: by hand). That tests the script and the order of calls, but not real nccl, kernels, times or
+memory. Until this page has a file of a real machine, statements about GPUs come from torch's sources.
 """
 
-HEAD = """# On GPUs
+HEAD = """# Test your GPUs
 
 {state}
-## Test your machine, and earn its entry
+## Run the test
 
 ```
-python -m ddpshim selftest --gpu --write gpus.json            # meant for ten minutes; nothing else on the GPUs
-python -m ddpshim selftest --gpu --quick --write gpus.json    # for two: without robomimic, fewer rounds
+python -m ddpshim selftest --gpu --write gpus.json            # about ten minutes; nothing else on the GPUs
+python -m ddpshim selftest --gpu --quick --write gpus.json    # about two: without robomimic, fewer rounds
 ```
 
-Then **send the file**, in an issue or a pull request that puts it into `docs/gpus/`. Also where a check fails: that is
-when it is needed most. It holds the kind and number of GPUs, versions of torch, CUDA, NCCL and the driver, and what
-each check found. It holds no names of machines and users, and no folders; read it before you send it, it is short.
+Then **send the file** in an issue, or in a pull request that adds it to `docs/gpus/`, especially if a check fails. It
+holds the kind and number of GPUs, the versions of torch, CUDA, NCCL and the driver, and the result of each check. It
+holds no machine names, user names or folders; it is short, so read it before you send it.
 
 `python -m tests.gpu_page docs/gpus/*.json --write docs/gpus.md` writes this page.
 
-The exit code is 0 where no check failed. A check that cannot run on a machine says "not run" and why, and does not
-count as passed: with one GPU these are all that compare ranks. Without a GPU the command ends at once. After a check
-that fails, the others run on new ranks. What fails is named with its rank and its device.
+The exit code is 0 if no check failed. A check that cannot run prints "not run" with the reason and does not count as
+passed; with one GPU these are all checks that compare ranks. Without a GPU the command exits at once. After a failed
+check the others run on new ranks. A failure names its rank and device.
 
 ## What is checked
 """
 
 LIMITS = """## How numbers are compared
 
-- Weights: those of one process that trains by plain torch, without ddpshim, with the same seed and the batch of all
-  ranks. The difference is divided by the largest change of a weight. float64: below 1e-9. float32: below 1e-3, since
-  kernels add in another order for a part of a batch; TensorFloat-32 is off (NVIDIA_TF32_OVERRIDE=0), cuDNN is
-  deterministic. A gradient that is not reduced makes 0.02 (of the RNN).
-- Waits for the GPU: six steps under `torch.cuda.set_sync_debug_mode("error")`, after sixteen to warm up. Within four
-  steps of 1, 2, 10, 100 and every 1000 guards compare weights, which waits once, and so does what logs a number.
-- Communicators: GPU memory beside torch's own, before and after each of five networks. Other programs on the GPU
+- Weights are compared with one process that trains with plain torch, the same seed and the global batch. The difference
+  is divided by the largest change of a weight. float64: below 1e-9. float32: below 1e-3, because kernels add parts of a
+  batch in another order; TensorFloat-32 is off (NVIDIA_TF32_OVERRIDE=0), cuDNN is deterministic. An unreduced gradient
+  gives 0.02 (RNN).
+- Waits for the GPU: six steps under `torch.cuda.set_sync_debug_mode("error")`, after sixteen for warm-up. Within four
+  steps of 1, 2, 10, 100 and every 1000 guards compare weights, which waits once; logging a number waits too.
+- Communicators: GPU memory outside torch's allocator, before and after each of five networks. Other programs on the GPU
   disturb it.
-- A step over raw DDP's: forward and backward, in alternation, median and quartiles of the ratios. It fails where the
-  lower quartile is above 1.1.
+- Step time relative to plain DDP: forward and backward, alternating; median and quartiles of the ratios. It fails if
+  the lower quartile is above 1.1.
 - Failures: a job whose rank 1 raises, allocates too much, stops (SIGSTOP) and is killed, each after a restart. It
-  fails where rank 1 is not named in time (20, 20, 60 and 60 seconds), or the other ranks are not gone after 90.
-- Rendering: where MuJoCo is installed, the GPU whose memory grows while a picture is rendered through EGL. It was
-  never run.
+  fails if rank 1 is not named in time (20, 20, 60 and 60 seconds), or if other ranks still run after 90 seconds.
+- Rendering, if MuJoCo is installed: the GPU whose memory grows while a picture is rendered through EGL. Never run.
 """
 
 
@@ -127,7 +125,7 @@ def _table(machines: Sequence[dict[str, Any]]) -> list[str]:
 def _checks() -> list[str]:
     """The table of what is checked."""
     shown = [check for check in CHECKS if check.name != "rendezvous"]
-    lines = ["| check | what is true where it passes | GPUs |", "|---|---|---|"]
+    lines = ["| check | what it shows if it passes | GPUs |", "|---|---|---|"]
     for check in shown:
         quick = "" if check.is_quick else " (not with --quick)"
         lines.append(f"| {check.name} | {check.proves}{quick} | {check.num_gpus} |")

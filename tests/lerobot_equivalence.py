@@ -202,7 +202,7 @@ def rows(policy: str, folder: Path, ranks: list[int]) -> list[list[str]]:
     plain = start(folder, f"{policy}-plain", [*TRAINER], *settings(policy))
     runs = {f"{n} ranks": start(folder, f"{policy}-{n}", under_run(n), *settings(policy)) for n in ranks}
     first = runs[f"{ranks[0]} ranks"]
-    runs[f"{ranks[0]} ranks, left at step {LEFT_AT}, gone on with on {ranks[-1]}"] = resume(
+    runs[f"{ranks[0]} ranks, stopped at step {LEFT_AT}, resumed on {ranks[-1]}"] = resume(
         first, f"{policy}-resumed", ranks[-1]
     )
     (folder / "train.py").write_text("import ddpshim.auto\nfrom lerobot.scripts.lerobot_train import main\n\nmain()\n")
@@ -236,7 +236,7 @@ def samples_a_second(folder: Path) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--ranks", default="2,4", help="the first is left and gone on with on the last")
+    parser.add_argument("--ranks", default="2,4", help="a run on the first is stopped and resumed on the last")
     parser.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
     args = parser.parse_args()
     if not is_there():

@@ -32,16 +32,17 @@ UNEDITED = ("unedited", "private_files", "reads", "clock", "whole_batch", "repla
 MORE = ("group", "sharding", "checkpoint", "resume", "options", "launch", "slurm", "patching", "doctor")
 DEADLINE_S = 3600
 HEAD = [
-    "# Pythons and torches that were tried",
+    "# Tested versions of Python and torch",
     "",
-    "Written by `python -m tests.matrix`: the wheel in a fresh environment, tried by these files of the source",
-    "distribution's tests:",
-    f"{', '.join(QUICK)}; where it says *unedited*, also",
-    f"{', '.join(UNEDITED)}; where it says *all*, also",
+    "`python -m tests.matrix` installs the wheel in a fresh environment for each row and runs these test files of the",
+    "source distribution:",
+    f"{', '.join(QUICK)}; in rows marked *unedited* also",
+    f"{', '.join(UNEDITED)}; in rows marked *all* also",
     f"{', '.join(MORE)}.",
-    "On CPUs, through gloo; skipped is what needs robomimic or other packages. No row: not tried.",
+    "All on CPUs with gloo. Tests that need robomimic or other packages are skipped. Versions without a row are not",
+    "tested.",
     "",
-    "| Python | torch | version | numpy | tests | passed | skipped | failed | minutes | tried on |",
+    "| Python | torch | version | numpy | tests | passed | skipped | failed | minutes | date |",
     "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
 ]
 

@@ -275,13 +275,13 @@ def rows(folder: Path, ranks: list[int]) -> list[list[str]]:
     wandb.unlink()
     shutil.rmtree(folder / "checkpoints" / f"on{ranks[0]}" / str(STEPS - 1))
     resumed, _ = start(folder, f"on{ranks[0]}", under_run(ranks[-1]), "--resume")
-    row(f"{ranks[0]} ranks, left at step {LEFT_AT}, gone on with on {ranks[-1]}", f"on{ranks[0]}", resumed)
+    row(f"{ranks[0]} ranks, stopped at step {LEFT_AT}, resumed on {ranks[-1]}", f"on{ranks[0]}", resumed)
     return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4", help="the first is left and gone on with on the last")
+    parser.add_argument("--ranks", default="2,4", help="a run on the first is stopped and resumed on the last")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--write", type=Path, help="a page that has the line after which the table stands")
     args = parser.parse_args()

@@ -94,7 +94,7 @@ def test_a_picture_has_what_others_take_for_each_question(tmp_path: Path) -> Non
     lines = pictures.page(runs).splitlines()
     headings = [line for line in lines if line.startswith("## ") or line.startswith("![")]
     question = "How long does a step take?"
-    assert headings == [f"## {question}", f"![{question}](benchmarks/step.png)", "## What else was measured"]
+    assert headings == [f"## {question}", f"![{question}](benchmarks/step.png)", "## Other measurements"]
 
 
 CLUSTER = Cluster("of tests", inside=Link(1e9, 0.001), between=Link(1e8, 0.01), gpus_per_node=4)
@@ -151,4 +151,4 @@ def test_the_first_checkpoint_that_succeeds_counts_and_the_page_says_how_surely(
     assert f"| robomimic as released | 2.03 | 121, 122, 123 | 60 | {steps} | 135/150 | 84 to 94% |" in text
     assert "| ddpshim, 2 ranks | inf | inf, inf, inf | 60 | -, -, - | 0/0 | 0 to 100% |" in text
     assert "ddpshim, 1 rank: 0.75" in text
-    assert "18 of 20 is 68 to 99%" in text
+    assert "18 of 20 means 68 to 99%" in text

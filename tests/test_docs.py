@@ -200,7 +200,7 @@ def _texts() -> Iterator[str]:
 
 def test_the_messages_of_the_guide_are_those_of_the_library() -> None:
     page = (ROOT / "MIGRATION.md").read_text()
-    rows = page[page.index("Of ddpshim:") : page.index("Of torch, NCCL")].splitlines()
+    rows = page[page.index("Messages from ddpshim:") : page.index("Messages from torch, NCCL")].splitlines()
     firsts = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
     messages = [message for first in firsts for message in re.findall("`(.+?)`", first) if " " in message]
     assert len(messages) == 20

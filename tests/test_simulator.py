@@ -71,13 +71,13 @@ def test_the_page_says_what_was_measured(last_digit: int, expected: str) -> None
     assert expected in text
     assert "- 2 ranks: 48 of 60 episodes (68 to 89%)" in text
     assert "In 1 of 2 rows the interval of a broken run overlaps that of one process" in text
-    assert "over the seeds, is 1e-08 with two\nranks, and 3e-02 or more with broken ones" in text
+    assert "from one process is\n1e-08 with two ranks, and 3e-02 or more in broken runs" in text
     assert "| bc | 800 | 2 ranks, no gradient sync | 15/20 | 14/20 | 13/20 | 42/60 | 57 to 81% |" in text
     assert "| bc | 2 ranks | 0 | 100 | 1e-08 | 2e-02 |" in text
     assert f"| 2 | 10 | 12.345678901234{last_digit} | 0.9 | 41.5 |" in text
     assert "no gradient sync: the training ends. SyncError: rank 1 differs" in text
-    assert "same data on both: nothing is noticed" in text
-    assert ("save the same weights" in text) == (last_digit == 5)
+    assert "same data on both: not detected" in text
+    assert ("save exactly the same weights" in text) == (last_digit == 5)
 
 
 def test_checkpoints_of_equal_weights_are_found(tmp_path: Path) -> None:

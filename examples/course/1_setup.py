@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 1. Setup and process groups
 #
-# Training on several GPUs means: the same program runs several times, each copy (a *rank*) on a GPU and a share of the
-# data of its own, and the copies talk to each other. This chapter is about who a rank is, how ranks talk, and what they
-# draw at random. No GPU is needed: here the ranks are processes on your CPU.
+# Training on several GPUs means that the same program runs several times. Each copy (a *rank*) has its own GPU and its
+# own share of the data, and the copies communicate. This chapter shows what a rank is, how ranks communicate, and what
+# they draw at random. It needs no GPU: here the ranks are processes on your CPU.
 #
 # Run it with `python examples/course/1_setup.py`, or cell by cell. `run(function, 4)` starts four ranks and returns
-# what the function returned on each; in your own work a launcher (torchrun, `python -m ddpshim run`, srun) does that
+# what the function returned on each. In your own work a launcher (torchrun, `python -m ddpshim run`, srun) does that
 # with your script.
 
 # %%
@@ -21,10 +21,10 @@ from ranks import run, run_failing
 import ddpshim
 
 # %% [markdown]
-# ## Who am I?
+# ## Ranks and the world
 #
-# A launcher starts the copies, and tells each by environment variables who it is. `ddpshim.setup()` reads them, once,
-# and hands back a `World`. Here are four ranks on two machines of two GPUs each.
+# A launcher starts the copies and sets environment variables that identify each one. `ddpshim.setup()` reads them once
+# and returns a `World`. Here are four ranks on two machines with two GPUs each.
 
 
 # %%
@@ -40,11 +40,11 @@ assert places == [(0, 0, 0, True), (1, 1, 0, False), (2, 0, 1, False), (3, 1, 1,
 
 # %% [markdown]
 # - `rank` (0 to 3) counts over all machines. Rank 0 is the *main* rank: it prints, saves and decides.
-# - `local_rank` (0 to 1) counts on one machine: it picks the GPU. By hand one writes `cuda:0`, and all ranks of the
-#   machine share its first GPU; `world.device` is the right one.
-# - `backend` is what carries the messages: nccl where each rank has a GPU of its own, else gloo.
+# - `local_rank` (0 to 1) counts on one machine and selects the GPU. Code by hand often says `cuda:0`, so that all ranks
+#   of a machine share its first GPU; `world.device` is the right one.
+# - `backend` carries the messages: nccl if each rank has its own GPU, otherwise gloo.
 #
-# Without a launcher there is one process, nothing is started, and the same script runs as it always did:
+# Without a launcher there is one process, nothing is started, and the script runs as before:
 
 
 # %%
@@ -58,10 +58,10 @@ assert run(typed_by_hand, 1, launched=False) == [(0, 1, False)]
 print("python train.py: rank 0 of 1, no launcher, no process group")
 
 # %% [markdown]
-# ## Ranks talk
+# ## Collectives
 #
-# In a *collective* all ranks take part, and each waits until the others have come. Every rank must reach it: one under
-# `if rank == 0:` waits for ever. `World` has those that a trainer needs, for any Python value.
+# All ranks take part in a *collective*, and each waits for the others. So every rank must reach it: a collective under
+# `if rank == 0:` waits forever. `World` has those that a trainer needs, for any Python value.
 
 
 # %%
@@ -105,10 +105,10 @@ def who_sends_what(figure):
 draw("1_collectives", who_sends_what, width=11, height=2.4)
 
 # %% [markdown]
-# ## One does it, all know it
+# ## Doing something once
 #
-# A trainer makes a folder named by the time, asks whether to overwrite it, downloads a file. By hand every rank does,
-# at its own time: W folders, or a race. `run_on_main` does it once, and tells all ranks the result (or the error).
+# A trainer creates a folder named by the time, asks whether to overwrite it, downloads a file. By hand every rank does
+# this, at its own time: W folders, or a race. `run_on_main` does it once and gives all ranks the result (or the error).
 
 
 # %%
@@ -128,10 +128,10 @@ assert (len(set(by_hand)), len(set(by_main))) == (4, 1)
 # %% [markdown]
 # ## Process groups
 #
-# Under all of this lies torch's process group. `setup()` makes one for gradients (nccl or gloo; a rank that waits for
-# longer than `timeout_s`, half an hour, gives up) and one for the small values above (always gloo; patient for a day,
-# so the main rank may roll out or save while the others wait). Torch's own functions work as ever, also on some of the
-# ranks, as those of one machine. One trap: *every* rank makes *every* group, its own or not, in the same order.
+# All this uses torch's process groups. `setup()` creates one for gradients (nccl or gloo; a rank that waits longer than
+# `timeout_s`, half an hour, gives up) and one for the small values above (always gloo; it waits up to a day, so that
+# the main rank may play rollouts or save meanwhile). Torch's own functions still work, also on a group of some ranks,
+# such as those of one machine. One rule: *every* rank creates *every* group, in the same order, also those without it.
 
 
 # %%
@@ -148,13 +148,13 @@ print(f"1, 10 on the first machine and 100, 1000 on the second add up to {sums}"
 assert sums == [11.0, 11.0, 1100.0, 1100.0]
 
 # %% [markdown]
-# ## One random stream, of which each rank takes its rows
+# ## Random numbers
 #
 # All ranks must build the *same* network (and its EMA and target copies), so they need the same seed. But then they
-# must draw *different* noise, timesteps, dropout and augmentation: else four ranks draw the noise of one, and three
-# quarters of it are missing, which no error and no loss curve tells. With a seed of its own for each rank the noise
-# differs, but it is not what one process would have drawn. While a batch of `make_loader` is trained on, ddpshim draws
-# for the whole batch on every rank, and each rank takes the rows of its samples.
+# must draw *different* noise, timesteps, dropout and augmentation. Otherwise four ranks use the noise of one, and three
+# quarters of it is missing, without an error or a visible change in the loss curve. With a different seed on each rank
+# the noise differs, but it is not what one process would have drawn. During a batch of `make_loader`, ddpshim draws for
+# the whole batch on every rank, and each rank takes the rows of its samples.
 
 
 # %%
@@ -193,8 +193,9 @@ draw("1_noise", noise_of_ranks, width=9, height=2.2)
 # %% [markdown]
 # ## When a rank fails
 #
-# By hand: rank 1 raises, the trainer's `except Exception: print(...)` swallows it, its peers wait for half an hour, and
-# the exit code is 0. With ddpshim the first failing rank's traceback is printed, once, and the job ends at once.
+# By hand: rank 1 raises, the trainer's `except Exception: print(...)` swallows the error, the other ranks wait for half
+# an hour, and the exit code is 0. With ddpshim the traceback of the first failing rank is printed once, and the job
+# ends.
 
 
 # %%
@@ -213,5 +214,5 @@ assert 0 not in failed.exit_codes
 assert failed.output.count("Traceback") == failed.output.count("\nrank 1 | ValueError: demonstration 17") == 1
 
 # %% [markdown]
-# How to start your own script: [docs/launching.md](../../docs/launching.md); two machines, emulated on one:
-# `examples/two_nodes.py`. Next: [2_training.py](2_training.py), how a network is trained on these ranks.
+# How to start your own script: [docs/launching.md](../../docs/launching.md). Two machines emulated on one:
+# `examples/two_nodes.py`. Next: [2_training.py](2_training.py), how to train a network on these ranks.

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 2. Training
 #
-# The batch is divided: each rank computes the gradient of its share, the gradients are averaged over the ranks, and
-# every rank makes the same optimizer step. Done right, that *is* the training of one process, and its curve. Done
-# nearly right, it is another training, and nothing says so. This chapter shows both.
+# The batch is split: each rank computes the gradient of its share, the gradients are averaged over the ranks, and every
+# rank makes the same optimizer step. Done correctly, this *is* the training of one process, with the same curve. With a
+# small mistake it is a different training, without an error. This chapter shows both.
 #
-# The task ([reach.py](reach.py)): from demonstrations of a scripted expert, learn to move a gripper above an object and
-# down to it. `error` is that of the actions on held-out demonstrations, `success_rate` that of 200 episodes.
+# The task ([reach.py](reach.py)): learn from demonstrations of a scripted expert to move a gripper above an object and
+# down to it. `error` is the error of the actions on held-out demonstrations, `success_rate` that of 200 episodes.
 
 # %%
 import sys
@@ -27,8 +27,8 @@ TRAINING, HELD_OUT = demonstrations(64, seed=1), demonstrations(20, seed=2)
 # %% [markdown]
 # ## The trainer
 #
-# Three lines of it are ddpshim's. The batch of 128 is that of all ranks *together*: the learning rate, the number of
-# steps and the curve stay what they were. It trains through `forward_train`, as robomimic does.
+# Three of its lines use ddpshim. The batch of 128 is the *global* batch: the learning rate, the number of steps and the
+# curve stay the same. It trains through `forward_train`, as robomimic does.
 
 
 # %%
@@ -68,13 +68,13 @@ for num_ranks, ranks in results.items():
     assert abs(ranks[0][1] - successes) < 0.02
 
 # %% [markdown]
-# What is left is rounding: two halves added are not bit for bit the whole, and training amplifies it slowly.
+# The remaining difference is rounding: the sum of two halves is not bitwise the whole, and training amplifies this.
 
 # %% [markdown]
 # ## The same, with a mistake
 #
-# Three ways in which migrations by hand go wrong, with torch's own tools on four ranks. Each runs to its end without a
-# word, and rank 0 saves a policy.
+# Three common mistakes of migrations by hand, with torch's own tools on four ranks. Each runs to its end without an
+# error, and rank 0 saves a policy.
 
 
 # %%
@@ -147,13 +147,13 @@ def curves(figure):
 draw("2_curves", curves, width=10, height=3.6)
 
 # %% [markdown]
-# - *Trained past DDP*: four policies, each of a quarter of the data; three are thrown away.
-# - *Same samples on all ranks*: without a sampler all ranks draw alike, and the batch is one of 32.
-# - *Batch of 128 on each rank*: that is a batch of 512 and a quarter of the steps, at the learning rate of 128.
+# - *Trained past DDP*: four policies, each trained on a quarter of the data; three are thrown away.
+# - *Same samples on all ranks*: without a sampler all ranks draw the same samples, so the global batch is 32.
+# - *Batch of 128 on each rank*: a global batch of 512 and a quarter of the steps, at the learning rate for 128.
 #
-# `wrap_parallel` averages gradients whatever method they came through, and `make_loader` divides data and batch.
-# What it cannot mend, it refuses, at the first step. Here half of the policy is frozen when it is wrapped, and thawed
-# later, as fine-tuning does:
+# `wrap_parallel` averages gradients of any method, and `make_loader` splits data and batch. What ddpshim cannot make
+# correct, it refuses at the first step. Here half of the policy is frozen when it is wrapped, and unfrozen later, as in
+# fine-tuning:
 
 
 # %%
@@ -173,11 +173,11 @@ print(failed.error)
 assert "gradient that is this rank's alone" in failed.error
 
 # %% [markdown]
-# ## Who sees which sample
+# ## Which rank sees which sample
 #
-# One order for each epoch, from the seed and the epoch alone; rank r takes every W-th of it. So step t uses the same
-# samples on one rank, on two or on four. Torch's DistributedSampler has another order on each number of ranks, and the
-# same one in every epoch, unless one remembers `set_epoch`.
+# Each epoch has one order, the one that torch's sampler draws in one process, and rank r takes every W-th sample of it.
+# So step t uses the same samples on one, two or four ranks. Torch's DistributedSampler has a different order for each
+# number of ranks, and repeats it in every epoch unless you call `set_epoch`.
 
 
 # %%
@@ -232,13 +232,13 @@ def grid(figure):
 draw("2_samples", grid, width=12, height=2.1)
 
 # %% [markdown]
-# Weighted samplers, samplers of your own and iterable datasets are handed to `make_loader` as they are
+# Pass weighted samplers, your own samplers and iterable datasets to `make_loader` unchanged
 # (`examples/weighted_datasets.py`, `examples/iterable.py`).
 #
 # ## Batch and learning rate
 #
-# With the batch divided there is nothing to choose. If the GPUs are to be filled instead, `per_rank_batch=True` makes
-# `batch_size` that of each rank: W times the batch, a W-th of the steps, and a learning rate that you choose anew.
+# If the batch is split, there is nothing to choose. If you want to fill the GPUs instead, `per_rank_batch=True` makes
+# `batch_size` the batch of each rank: W times the batch, 1/W of the steps, and a learning rate that you must choose.
 
 # %%
 for rule in ("linear", "sqrt", "none"):
@@ -254,9 +254,9 @@ assert "Global batch 3 does not split over 4 ranks" in failed.error
 # %% [markdown]
 # ## The end of an epoch
 #
-# 10 samples in batches of 4 on two ranks leave 2 over. If one rank made a step more than the other, it would wait for
-# gradients that nobody sends. By default what is left over is dropped, on all ranks alike. With `drop_last=False` all
-# ranks make the last step: a rank's gradients count by its rows, and a rank without a row repeats one for nothing.
+# 10 samples in batches of 4 on two ranks leave 2 over. If one rank made one more step than the other, it would wait for
+# gradients that the other never sends. By default all ranks drop the remaining samples. With `drop_last=False` all
+# ranks make the last step: gradients are weighted by rows, and a rank without a row repeats one with weight zero.
 
 # %%
 for num_samples, drop_last in ((10, True), (10, False), (9, False)):
@@ -266,5 +266,5 @@ for num_samples, drop_last in ((10, True), (10, False), (9, False)):
     assert len({sample for batch in first + second for sample in batch}) == (8 if drop_last else num_samples)
 
 # %% [markdown]
-# What else goes wrong silently by hand: [MIGRATION.md](../../MIGRATION.md). A diffusion policy with its EMA:
-# `examples/diffusion_ema.py`. Next: [3_communication.py](3_communication.py), what a step's time goes into.
+# More silent mistakes: [MIGRATION.md](../../MIGRATION.md). A diffusion policy with its EMA:
+# `examples/diffusion_ema.py`. Next: [3_communication.py](3_communication.py), where the time of a step goes.

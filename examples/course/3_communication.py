@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 3. Communication
 #
-# After each backward pass the ranks average their gradients: as many numbers as the policy has parameters, in every
-# step. This chapter is about what that costs, when it matters, and what helps. The times are those of your machine, and
-# are printed, not promised; on a laptop the messages go through memory, and ranks compete for its cores.
+# After each backward pass the ranks average their gradients: one number per parameter of the policy, in every step.
+# This chapter shows what that costs, when it matters, and what helps. The times are measured on your machine. On a
+# laptop messages go through memory, and ranks compete for its cores.
 
 # %%
 import statistics
@@ -24,12 +24,12 @@ QUICK = "--quick" in sys.argv
 NUM_STEPS, LAYER_SIZE = (4, 300_000) if QUICK else (10, 1_000_000)
 
 # %% [markdown]
-# ## What a step's time goes into
+# ## Where the time of a step goes
 #
-# Measure before you tune: `with ddpshim.profile():` around the training loop. Each moment of a rank counts to one part,
-# and the main rank prints a table at the end. Three trainings of a policy of a million parameters: one with small
-# batches, one with large ones, and one whose samples come slowly, as from a disk or a video decoder. The fourth is the
-# third with a data worker for each rank.
+# Measure before you tune: put `with ddpshim.profile():` around the training loop. Each moment of a rank belongs to one
+# part, and the main rank prints a table at the end. The policy has a million parameters. The first training has small
+# batches, the second large ones, the third slow samples, as from a disk or a video decoder, and the fourth is the third
+# with one data worker per rank.
 
 
 # %%
@@ -103,14 +103,14 @@ def where_time_goes(figure):
 draw("3_parts", where_time_goes, width=8.5, height=2.6)
 
 # %% [markdown]
-# - *Data wait*: no tuning of communication helps, but `num_workers` does, as far as there are cores, and samples that
+# - *Data wait*: tuning communication does not help. More `num_workers` do, if there are cores, and so do samples that
 #   are cheaper to make.
-# - *Communication* is what backward did not hide, and the waiting for a rank that is slower. The larger the batch,
-#   the smaller its share: as many gradients are sent for 512 samples as for 64.
+# - *Communication* is the part that did not overlap backward, and the wait for slower ranks. The larger the batch, the
+#   smaller its share, because 512 samples send as many gradients as 64.
 #
 # ## What a message costs
 #
-# A little for each message, and then so much for each byte.
+# A fixed time per message, plus a time per byte.
 
 
 # %%
@@ -149,8 +149,8 @@ draw("3_message", message_times, width=6, height=2.8)
 # %% [markdown]
 # ## When does it matter?
 #
-# In a ring of W ranks each sends and receives 2 (W-1)/W times the bytes of the gradients. If that takes less time than
-# a backward pass, it can hide behind it, and ranks scale. So large policies and slow links need large batches.
+# In a ring of W ranks each rank sends and receives 2 (W-1)/W times the bytes of the gradients. If that takes less time
+# than a backward pass, it can overlap it, and training scales. So large policies and slow links need large batches.
 
 
 # %%
@@ -168,16 +168,17 @@ for num_parameters in (1e6, 20e6, 100e6):
     print(f"{num_parameters / 1e6:5.0f}M parameters: {', '.join(told)}")
 
 # %% [markdown]
-# [docs/scaling.md](../../docs/scaling.md) has this for diffusion policies on up to 512 GPUs, with overlap.
+# [docs/scaling.md](../../docs/scaling.md) shows this for diffusion policies on up to 512 GPUs, with overlap.
 #
 # ## Buckets and overlap
 #
-# Gradients come one after the other while backward runs, the last layer's first. They are not sent one by one (a
-# latency each), nor all at the end (nothing would be hidden), but in buckets: a bucket is sent when it is full, while
-# backward goes on. `bucket_cap_mb` is its size; ddpshim takes a sixteenth of the policy on gloo, torch's 25 MB on nccl.
+# During backward, gradients are computed one after the other, those of the last layer first. They are not sent one by
+# one (that costs a latency each), nor all at the end (nothing would overlap), but in buckets: a bucket is sent when it
+# is full, while backward continues. `bucket_cap_mb` is its size; ddpshim uses a sixteenth of the policy with gloo, and
+# torch's 25 MB with nccl.
 #
-# To see it on a laptop, the layers here sleep where a GPU would compute: real cores would be busy with computing *and*
-# with sending. The communication hook is torch's way to look at buckets, or to change what is sent.
+# To show this on a laptop, the layers here sleep where a GPU would compute: real cores would compute *and* send.
+# torch's communication hooks show the buckets, and can change what is sent.
 
 
 # %%
@@ -272,9 +273,9 @@ draw("3_overlap", timeline, width=9, height=3.2)
 # %% [markdown]
 # ## Fewer messages: accumulation
 #
-# Where a batch does not fit into memory, it goes in parts whose gradients add up; they are averaged once, in the last
-# part. By hand each part's backward sends everything, unless one remembers `no_sync()`. Same gradients, a quarter of
-# the bytes:
+# If a batch does not fit into memory, split it into parts and add up their gradients; they are averaged over the ranks
+# once, in the last part. By hand each part's backward sends everything unless you use `no_sync()`. The gradients are
+# the same, with a quarter of the bytes:
 
 
 # %%
@@ -303,9 +304,9 @@ for forgotten, factor in ((False, 1), (True, 4)):
 # %% [markdown]
 # ## Smaller messages: compression
 #
-# A communication hook may send 16 bits for each gradient in place of 32: half the bytes, and rounded gradients. That is
-# another experiment, if only slightly: for links that cannot be had faster. (float16 here, as every gloo knows it; on
-# GPUs take torch's own `bf16_compress_hook`. PowerSGD, with several messages for a bucket, is refused.)
+# A communication hook may send 16 instead of 32 bits per gradient: half the bytes, and rounded gradients. That is a
+# slightly different experiment; use it if you cannot get faster links. (The example uses float16, which every gloo
+# supports; on GPUs use torch's `bf16_compress_hook`. PowerSGD sends several messages per bucket and is refused.)
 
 
 # %%
@@ -335,15 +336,15 @@ assert 2 * sum(sent_rounded) == num_bytes
 assert 0 < off < 2**-9
 
 # %% [markdown]
-# ## In which order to tune
+# ## What to tune first
 #
-# 1. Data wait, by workers and cheaper samples.
+# 1. Data wait: more workers, cheaper samples.
 # 2. A batch that fills the GPU.
-# 3. Accumulation, where the batch may grow.
+# 3. Accumulation, if the batch may grow.
 # 4. Buckets, if the profile shows communication.
 # 5. Compression.
 #
-# What ddpshim does about each was measured: [docs/benchmarks.md](../../docs/benchmarks.md).
+# [docs/benchmarks.md](../../docs/benchmarks.md) has measurements of each.
 #
-# A whole trainer with accumulation and bf16: `examples/accumulation_bf16.py`. Next:
-# [4_checkpoints.py](4_checkpoints.py), how a training survives.
+# A complete trainer with accumulation and bf16: `examples/accumulation_bf16.py`. Next:
+# [4_checkpoints.py](4_checkpoints.py), how a training survives interruptions.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 4. Checkpoints
 #
-# A long training is interrupted: by the scheduler's time limit, by a node that dies, by a full disk. This chapter is
-# about files that survive it, and about going on as if nothing had happened, on as many ranks as there are then.
+# A long training is interrupted: by the scheduler's time limit, by a failing node, by a full disk. This chapter shows
+# files that survive this, and how to resume with the same result on any number of ranks.
 
 # %%
 import json
@@ -30,10 +30,10 @@ _held = tempfile.TemporaryDirectory()  # until the end of the program
 FOLDER = Path(_held.name)
 
 # %% [markdown]
-# ## Keys that do not know of ranks
+# ## Keys without `module.`
 #
 # By hand: DataParallel and DistributedDataParallel put `module.` before each key. The robot's inference script, which
-# has no wrapper, does not find its weights, or with `strict=False` silently starts from random ones.
+# has no wrapper, does not find its weights; with `strict=False` it silently starts from random ones.
 
 
 # %%
@@ -57,15 +57,15 @@ try:
     Policy().load_state_dict(by_hand)
 except RuntimeError as error:
     print(f"by hand, without a wrapper: {str(error).splitlines()[1].strip()}")
-loaded = run(load_into_wrapped, 2, by_hand)[0]  # old files with `module.` can be gone on with
+loaded = run(load_into_wrapped, 2, by_hand)[0]  # training can continue from old files with `module.`
 assert list(loaded) == list(ours)
 assert all(torch.equal(loaded[name], by_hand[f"module.{name}"]) for name in ours)
 
 # %% [markdown]
-# ## A file is whole or absent
+# ## A file is complete or absent
 #
-# Here the main rank is killed in the middle of saving: when it has written a million bytes. (A limit of the system does
-# it at exactly that byte. A full disk, a timeout or a power cut would do it at another.)
+# Here the main rank is killed while it saves, after a million bytes. (A limit of the system does this at exactly that
+# byte; a full disk, a timeout or a power cut would do it at another.)
 
 
 # %%
@@ -94,8 +94,8 @@ for name, save in (("by_hand", save_by_hand), ("ddpshim", checkpoint.save)):
     assert (damage is None) == (name == "ddpshim")
 
 # %% [markdown]
-# By hand the last checkpoint is gone *and* the new one is half. `checkpoint.save` writes beside the file, and moves
-# what is complete into its place. Files that were damaged by others are passed over:
+# By hand the last checkpoint is lost *and* the new one is half. `checkpoint.save` writes a temporary file and renames
+# it when it is complete. Loading skips files that were damaged otherwise:
 
 # %%
 (FOLDER / "ddpshim.pth").rename(FOLDER / "epoch_1.pth")
@@ -107,11 +107,11 @@ print(f"{newest.name}, because: {str(told[0].message).replace(str(FOLDER) + '/',
 assert newest.name == "epoch_1.pth"
 
 # %% [markdown]
-# ## Saving while training goes on
+# ## Saving while training continues
 #
-# A diffusion policy with its EMA and optimizer is a gigabyte; by hand all GPUs wait for the disk. With
-# `save_in_background` they wait for a copy in memory, and a process of its own writes the file. (Files below 32 MB are
-# written at once. The robomimic patches save like this.)
+# A diffusion policy with its EMA and optimizer has a gigabyte; by hand all GPUs wait for the disk. With
+# `save_in_background` they wait only for a copy in memory, and another process writes the file. (Files below 32 MB are
+# written directly. The robomimic patches save in this way.)
 
 
 # %%
@@ -125,7 +125,7 @@ def save_twice():
         waited_s = time.perf_counter() - started
         if world.is_main:
             print(f"{name}: the ranks waited for {1000 * waited_s:.0f} ms")
-    content["weights"].zero_()  # training goes on; the file has what was there before
+    content["weights"].zero_()  # training continues; the file has the weights of the save
 
 
 for name in ("at once", "in the background"):
@@ -136,11 +136,11 @@ assert torch.equal(first, second)
 assert first.any()
 
 # %% [markdown]
-# ## Going on where it was
+# ## Resuming
 #
 # `Resumable` keeps the progress of a training: networks, optimizers, epoch, step and each rank's random streams. On
-# SIGTERM, which schedulers send before they kill, all ranks save at the same step and leave with exit code 75 ("start
-# me again"). After a SIGKILL the last regular save counts. A new start goes on in the middle of the epoch, with exactly
+# SIGTERM, which schedulers send before they kill, all ranks save at the same step and exit with code 75 ("start me
+# again"). After a SIGKILL the last regular save is used. A new start resumes in the middle of the epoch, with exactly
 # the samples that were left, on any number of ranks.
 #
 # In float64, where rounding is too small to be seen:
@@ -229,14 +229,13 @@ def curve(figure):
 draw("4_resumed", curve, width=9, height=4)
 
 # %% [markdown]
-# ## So do random streams, mixed precision and accumulation
+# ## Resuming random streams, mixed precision and accumulation
 #
-# A policy that trains on noise depends on what was drawn before. On as many ranks as before each rank goes on with its
-# own stream, and the run is the unbroken one to the last bit. (On another number each rank gets a new stream: samples
-# and schedule are the same, the noise is another draw.)
+# A policy that trains on noise depends on earlier draws. Resumed on the same number of ranks, the run has the same bits
+# as an uninterrupted one.
 #
-# Here also in bf16, and with each batch in two parts that make one step. In fp16 losses are scaled, and the scale moves
-# with the training: it belongs into the file as the optimizer does. (With `precision="fp16"` the code is the same; with
+# Here the training is in bf16, and each step has a batch in two parts. In fp16 losses are scaled, and the scale changes
+# during training, so the file must contain it, like the optimizer. (With `precision="fp16"` the code is the same; with
 # bf16 the scaler does nothing.) A method other than `forward` computes its loss in `world.autocast()`.
 
 
@@ -278,7 +277,7 @@ assert joined == losses(FOLDER / "noise.log")
 print(f"{len(joined)} noisy bf16 steps, ended after {len(losses(FOLDER / 'noise_1.log'))}: equal to the last bit")
 
 # %% [markdown]
-# A trainer to copy from: `examples/resume.py`. More: [docs/resuming.md](../../docs/resuming.md), and
-# [docs/faults.md](../../docs/faults.md) for what else may happen.
+# An example to copy: `examples/resume.py`. More: [docs/resuming.md](../../docs/resuming.md), and
+# [docs/faults.md](../../docs/faults.md) for other failures.
 #
-# That was the course. For your own trainer: [MIGRATION.md](../../MIGRATION.md).
+# This was the last chapter. For your own trainer: [MIGRATION.md](../../MIGRATION.md).

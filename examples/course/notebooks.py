@@ -1,9 +1,9 @@
-"""Makes the notebooks of the course from its scripts, and runs one without Jupyter.
+"""Creates the notebooks of the course and of the quick start from their scripts, and runs one without Jupyter.
 
     python examples/course/notebooks.py                                  # writes 1_setup.ipynb and the others
     python examples/course/notebooks.py examples/course/1_setup.ipynb    # runs its cells one after another
 
-The scripts are what is edited: a test fails where a notebook is not what this makes of its script.
+Edit the scripts: a test fails if a notebook is not what this makes of its script.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def notebook(script: str) -> str:
 
 
 def scripts() -> list[Path]:
-    """The chapters."""
-    return sorted(FOLDER.glob("[0-9]_*.py"))
+    """The quick start and the chapters."""
+    return [FOLDER.parent / "quick_start.py", *sorted(FOLDER.glob("[0-9]_*.py"))]
 
 
 def run(path: Path) -> None:

@@ -13,7 +13,7 @@ GREY = "#718096"
 
 
 def draw(name: str, paint: Callable[[Any], None], width: float = 8.0, height: float = 3.0) -> None:
-    """Have `paint(figure)` draw on a matplotlib figure of so many inches. Nothing where nobody wants to see it."""
+    """Call `paint(figure)` with a matplotlib figure of this size in inches, if pictures are wanted."""
     in_notebook = "ipykernel" in sys.modules
     if not in_notebook and "--pictures" not in sys.argv:
         return

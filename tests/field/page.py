@@ -9,18 +9,18 @@ if TYPE_CHECKING:
 
 HEAD = """# Public trainers, unedited
 
-Each trainer is as its authors published it, not one character edited. It trained as `python TYPED`, without ddpshim,
-and as `python -m ddpshim run --nproc 2 TYPED`, two processes on a CPU. Same seed, noise and dropout on, tiny
-data, and tiny networks by the options in the line. Then all that the runs left behind was compared: weights and states
-of every optimizer on each rank, checkpoints with their averaged weights (EMA), the numbers in the logs row by row, and
-the names of all files, times left out.
+This page shows which public trainers give the same result under ddpshim. Every trainer is unedited. It was trained with
+`python TYPED`, without ddpshim, and with `python -m ddpshim run --nproc 2 TYPED`, in two processes on a CPU: the same
+seed, noise and dropout on, small data, and small networks through options. Then the results were compared: weights and
+states of every optimizer on each rank, checkpoints with averaged weights (EMA), the numbers in the logs row by row, and
+the names of all files, without times.
 
-In brackets: how far `python TYPED` is from itself where the CPU's other instructions round otherwise. "Equal" is within
-1e-5, or within ten times that, and no file in excess or missing.
+The number in brackets is the rounding error: the difference between two runs of `python TYPED` that use different CPU
+instructions. "Equal" means within 1e-5, or within ten times the rounding error, with the same files.
 
-`python -m tests.field --upstream DIR --write docs/trainers.md` makes this page.
-[patches/README.md](../patches/README.md) says what DIR is; requirements/trainers.txt is what the trainers need.
-Installed from nothing (Python 3.11) that is half a minute of CPU.
+`python -m tests.field --upstream DIR --write docs/trainers.md` writes this page.
+[patches/README.md](../patches/README.md) says what DIR is. requirements/trainers.txt lists what the trainers need;
+installing it (Python 3.11) takes half a minute of CPU.
 
 | trainer | batches split | result | weights | EMA | optimizer | logged numbers |
 |---|---|---|---|---|---|---|
@@ -39,9 +39,9 @@ def written(rows: list[Row]) -> str:
         lines.append(f"| {row.trainer.name} | {split if found else ''} | {result} | {' | '.join(shown)} |")
     page = [
         HEAD + "\n".join(lines),
-        "A number is the largest difference from one process; a logged number's is relative above 1.",
+        "A number is the largest difference from one process; for logged numbers above 1 it is relative.",
     ]
-    page.append("## What was typed\n")
+    page.append("## Commands\n")
     for row in rows:
         owner, commit = row.trainer.source
         place = "" if row.trainer.folder == "." else f", in `{row.trainer.folder}/`"
@@ -55,33 +55,33 @@ def written(rows: list[Row]) -> str:
 
 TAIL = """## What differs, and why
 
-- vae: the network is equal, and so are the losses of epochs, which it adds up of sums over the samples of a batch. In
-  between it prints such a sum divided by the length of the batch, and multiplies by that to count samples: on a rank
-  this is the length of a share, so that it prints twice the loss and half the count. A line says so, with the length.
-- libero: as published, it changes the colours of images by numbers that are drawn in a loop over the samples, of which
-  a rank has fewer: other numbers than those of one process. A line says so, and what was typed leaves it out
-  (`color_aug`). What was logged is equal, and so are the weights; running statistics of BatchNorm in one of the two
-  encoders are 8e-04 apart, 13 times what rounding amounts to. Why is not known.
-- umi distributes itself (accelerate), and is left alone: its batch size is that of a rank, its ranks draw equal noise.
+- vae: the network and the losses of epochs are equal; these are sums over the samples. Within an epoch vae prints such
+  a sum divided by the length of the batch, and counts samples by that length. On a rank this is its share's length, so
+  the printed loss is doubled and the count is halved. ddpshim reports this, with the line.
+- libero: the published config changes the colours of images with numbers drawn in a loop over the samples. A rank has
+  fewer samples, so it draws other numbers than one process. ddpshim reports this, and the command above turns it off
+  (`color_aug`). Logged numbers and weights are equal. BatchNorm's running statistics in one of the two encoders differ
+  by 8e-04, 13 times the rounding error. The cause is not known.
+- umi uses its own DDP (accelerate) and is left alone: its batch size is per rank, and its ranks draw equal noise.
 
-act and gnm draw random numbers for a sample, in a data worker. So each rank loads whole batches, and a line says that.
-gnm is not in the table, as it takes minutes. It differs (weights 2e-02, logged numbers 1e-01) and a line says why: its
-loss adds a mean over what a mask leaves to a mean over all samples, of which ranks have shares that count otherwise.
+act and gnm draw random numbers per sample in a data worker, so each rank loads whole batches, and ddpshim reports it.
+gnm takes minutes and is not in the table. It differs (weights 2e-02, logged numbers 1e-01), and ddpshim reports why:
+its loss adds a mean over masked entries to a mean over all samples, and the two weight ranks differently.
 
 ## Stand-ins
 
-What cannot be had on a machine without a GPU, a network or a display has a stand-in beside the trainer, never in it
-(tests/field/stubs, put on PYTHONPATH for both runs):
+The test machine has no GPU, network or display. What needs one is replaced by modules on PYTHONPATH, for both runs
+(tests/field/stubs); the trainers' files are not changed:
 
-- simulator: an `env_runner` (LIBERO: environments) that plays the policy for a few steps on random observations, and
-  scores what it did
-- transformers: BERT's embedding of LIBERO's sentences, whose weights are on a hub, is computed from their letters
-- numpy's name `bool`, which robomimic 0.2.0 uses, and `torch.load` as before torch 2.6 (a variable): LIBERO pins both
-- CUDA: ACT calls `.cuda()` on all that it makes, which here leaves it on the CPU
-- ResNet's weights: a file of random ones, where torch would download them to
-- dm_control, IPython, pytorch3d: imported by ACT and DP3, and not used while they train as here
-- wandb: visualnav-transformer asks for the network, and DP3 logs nowhere else; the stand-in writes what is logged to a
-  file of JSON lines. diffusion_policy has W&B itself, in its mode `disabled`
+- simulator: an `env_runner` (LIBERO: environments) that plays the policy for a few steps on random observations and
+  scores its actions
+- transformers: the BERT embedding of LIBERO's sentences is computed from their letters, because its weights are online
+- numpy's name `bool` (robomimic 0.2.0) and `torch.load` as before torch 2.6 (a variable), because LIBERO pins both
+- CUDA: `.cuda()` in ACT leaves tensors on the CPU
+- ResNet's weights: a file of random weights in the place of the download
+- dm_control, IPython, pytorch3d: imported by ACT and DP3, but not used in these runs
+- wandb: visualnav-transformer needs its network, and DP3 logs nowhere else, so the stand-in writes logged values to a
+  file of JSON lines. diffusion_policy uses the real W&B in its mode `disabled`
 """
 
 
