@@ -60,9 +60,9 @@ TAIL = """## What differs, and why
   the printed loss is doubled and the count is halved. ddpshim reports this, with the line.
 - libero: the published config changes the colours of images with numbers drawn in a loop over the samples. A rank has
   fewer samples, so it draws other numbers than one process. ddpshim reports this, and the command above turns it off
-  (`color_aug`). Logged numbers and weights are equal. BatchNorm's running statistics in one of the two encoders differ
-  by 8e-04, 13 times the rounding error. The cause is not known.
-- umi uses its own DDP (accelerate) and is left alone: its batch size is per rank, and its ranks draw equal noise.
+  (`color_aug`).
+- umi uses accelerate. accelerate is shown one process on each rank, so the batch size is the global one, and the run
+  equals `python train.py`. Under `accelerate launch` each rank would load whole batches and draw the same noise.
 
 act and gnm draw random numbers per sample in a data worker, so each rank loads whole batches, and ddpshim reports it.
 gnm takes minutes and is not in the table. It differs (weights 2e-02, logged numbers 1e-01), and ddpshim reports why:
