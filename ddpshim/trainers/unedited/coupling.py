@@ -100,7 +100,7 @@ class Shadows:
         own, other, one, two = values = [float(x.detach().double()) for x in (loss, *self._others(loss))]
         apart = abs(own + other - one - two)
         by_rows = max(values) - min(values)
-        by_rounding = torch.finfo(loss.dtype).eps * max(map(abs, values))
+        by_rounding = torch.finfo(loss.dtype).eps * max(map(abs, values)) if loss.is_floating_point() else 0.0
         is_more = math.isfinite(apart) and apart > max(_OF_ROUNDING * by_rounding, _OF_THE_ROWS * by_rows)
         return (own + other, one + two) if is_more else None
 
