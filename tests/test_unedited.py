@@ -709,6 +709,19 @@ def _masked(x: Tensor, mask: Tensor) -> Tensor:
     return (x.mean(1) * mask).mean() / (mask.mean() + 1e-2)
 
 
+class _Own(torch.autograd.Function):
+    """A mean over samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(ctx.shape) / ctx.shape.numel()
+
+
 def _classes(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y.argmax(1), torch.tensor([1.0, 2.0, 4.0, 8.0]).double())
 
@@ -737,6 +750,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
         * 1024
         / 2
     ),
+    "own function, sum": lambda net, x, y, mask: _Own.apply(net(x)) - F.mse_loss(net(x), y, reduction="sum"),
     "stacked": lambda net, x, y, mask: torch.stack(
         [net(x).mean(), _masked(net(x), mask), F.mse_loss(net(x), y, reduction="sum")] + [net(x).mean()] * 8
     ).sum(),
@@ -754,11 +768,13 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 def test_gradients_of_losses_of_several_terms_are_those_of_the_batch(
     num_of_ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "say_on_main", lambda text: None)
+    said: list[str] = []
+    monkeypatch.setattr(losses, "say_on_main", said.append)
     for name, make in _LOSSES.items():
         expected, found = _gradients_of_ranks(make, num_of_ranks, monkeypatch, name == "all")
         for one, other in zip(expected, found):
             assert torch.allclose(one, other, rtol=1e-6, atol=1e-9), name
+    assert {text.partition(": ")[2][:40] for text in said} == {"the loss has a sum over the samples of a"}
 
     def twice(net: nn.Module, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         kept = -(net(x).mean(1) * mask).sum()
@@ -766,6 +782,9 @@ def test_gradients_of_losses_of_several_terms_are_those_of_the_batch(
 
     with pytest.raises(SyncError, match=r"a part of the loss \(SumBackward0\) is in it several times, divided by"):
         _gradients_of_ranks(twice, num_of_ranks, monkeypatch, False)
+    monkeypatch.setattr(losses, "_COMPILED", "_OwnBackward")
+    _gradients_of_ranks(lambda net, x, y, mask: _Own.apply(net(x)), num_of_ranks, monkeypatch, False)
+    assert "a compiled function returned the loss; it is taken for a mean" in said[-1]
 
 
 _net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))

@@ -24,13 +24,14 @@ from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 # Between a loss and the sum that it was computed from, the graph may have these nodes.
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
 _SCALING = {"MulBackward0", "DivBackward0"}
-_STACKED = "StackBackward0"
+_STACKED, _COMPILED = "StackBackward0", "CompiledFunctionBackward"
 _OF_PENALTIES = {*_ELEMENTWISE, "PowBackward0", "AbsBackward0"}
 _MOST_SCALES = 16
 _SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
 _ROUNDING = 1e-6
 _MEAN, _SUM = 1, 2  # as at::Reduction has it
-_IGNORED_INDEX = -100  # of labels, if the program names no other: not looked for where a sample has one label
+# What labels are ignored by if the program says nothing: -100. Not looked for where a sample has one label.
+_IGNORED_INDEX = 2**64 - 100
 _MOST_KEPT = 8  # losses
 _KEY = "ddpshim: what makes it that of the batch"  # in the metadata of a node
 
@@ -82,7 +83,7 @@ def of_the_batch(given: Sequence[Any]) -> Iterator[None]:
     try:
         for node, of_inputs in into.items():
             if any(factor != 1 for factor in of_inputs.values()):
-                is_above = node.name() in _ELEMENTWISE or node.name() == _STACKED
+                is_above = _name(node) in _ELEMENTWISE or _name(node) == _STACKED
                 register = node.register_hook if is_above else node.register_prehook
                 handles.append(register(functools.partial(_scaled, of_inputs)))
         yield
@@ -110,6 +111,12 @@ def _factors(loss: Any) -> tuple[dict[Term, float], Reading]:
     of_ranks = world().gather(mine) if any(count is not None for count in mine) else [mine] * share.world_size
     factors = {term: _factor_of(term, [there[i] for there in of_ranks], share) for i, term in enumerate(found)}
     of_samples = [term for term in found if term.is_sum and not term.is_counted and factors[term] != 1]
+    if any(_name(term.own) == _COMPILED for term in found):
+        say_on_main(
+            f"{line_of_the_program()}: a compiled function returned the loss; it is taken for a mean over the samples "
+            "of the batch, since its terms cannot be seen. If it is a sum over samples, or a mean over what is not "
+            "padding, gradients are not those of one process: compile the network alone"
+        )
     if of_samples:
         say_on_main(
             f"{line_of_the_program()}: the loss has a sum over the samples of a batch ({of_samples[0].name}), of which "
@@ -166,7 +173,7 @@ def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         node, path = waiting.pop()
         if node is None or len(path) > _MOST_SCALES:
             continue
-        name, weight = node.name(), getattr(node, "_saved_total_weight", None)
+        name, weight = _name(node), getattr(node, "_saved_total_weight", None)
         if name in _ELEMENTWISE:
             saved = [getattr(node, part, None) for part in ("_saved_self", "_saved_other")] if name in _SCALING else []
             numbers = [x for x in saved if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.requires_grad]
@@ -196,7 +203,7 @@ def _note(loss: torch.Tensor, found: Reading) -> None:
         node, reading = waiting.pop()
         if node is not None and _KEY not in node.metadata:
             node.metadata[_KEY] = reading or _reading_by_graph(node)
-            if node.name() in _ELEMENTWISE:
+            if _name(node) in _ELEMENTWISE:
                 waiting += [(inner, None) for inner, _ in node.next_functions]
     if found != Reading():
         kept = current().part(_Losses).by_place
@@ -271,7 +278,7 @@ def terms(node: Any) -> list[Term]:
         node, place, divided = waiting.pop()
         if node is None:
             continue
-        name, num = node.name(), divided.num
+        name, num = _name(node), divided.num
         stacked = _stacked(node, name)
         if stacked is not None or name in _ELEMENTWISE:
             if (node, num) not in seen:
@@ -286,7 +293,7 @@ def terms(node: Any) -> list[Term]:
             rows = int(sizes[0]) if len(sizes) else 0
             is_counted = divided.is_counted and num is not None
             found[Term(name, True, num, is_counted, *divided[2:], rows, node, *place)] = None
-        elif name != "torch::autograd::AccumulateGrad":
+        elif name != "AccumulateGrad":
             averaged = _count(node, name)
             if averaged is None and divided.is_counted and num is not None and not divided.is_constant and share:
                 averaged = num * share.weight  # by another mean: of a mask
@@ -301,22 +308,26 @@ def _stacked(node: Any, name: str) -> Any:
     if len(sizes) != 1 or share is None or share.num_samples(int(sizes[0])) is not None:  # it may be one for a sample
         return None
     inner = node.next_functions[0][0]
-    return inner if inner is not None and inner.name() == _STACKED else None
+    return inner if inner is not None and _name(inner) == _STACKED else None
+
+
+def _name(node: Any) -> str:
+    return type(node).__name__  # torch 2.1 has no `name()` of a torch.autograd.Function
 
 
 def _is_sum(node: Any) -> bool:
     """Whether it may be a sum over samples. A penalty on weights, entry by entry, is none."""
-    if node.name() != "SumBackward0":
+    if _name(node) != "SumBackward0":
         return getattr(node, "_saved_reduction", None) == _SUM
     waiting = [inner for inner, _ in node.next_functions]
     while waiting:
         inner = waiting.pop()
         if inner is None:
             continue
-        if inner.name() == "torch::autograd::AccumulateGrad":
+        if _name(inner) == "AccumulateGrad":
             if not isinstance(inner.variable, nn.Parameter) or inner.variable.shape != node._saved_self_sym_sizes:
                 return True
-        elif inner.name() not in _OF_PENALTIES:
+        elif _name(inner) not in _OF_PENALTIES:
             return True
         else:
             waiting += [further for further, _ in inner.next_functions]
@@ -331,7 +342,7 @@ def _count(node: Any, name: str) -> Optional[float]:
         is_counted = node._saved_weight is not None or node._saved_ignore_index != _IGNORED_INDEX
         return float(weight) if share is not None and (is_counted or target.numel() > share.num_rows) else None
     is_mean = name == "MeanBackward0" or reduction == _MEAN
-    if not is_mean or not any(inner is not None and inner.name() in _SELECTED for inner, _ in node.next_functions):
+    if not is_mean or not any(inner is not None and _name(inner) in _SELECTED for inner, _ in node.next_functions):
         return None
     own = getattr(node, "_saved_self", None)
     return float(node._saved_self_sym_numel if own is None else own.numel())
