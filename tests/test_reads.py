@@ -57,6 +57,10 @@ def _in_the_name_of(package: str, loss: torch.Tensor) -> float:
     return float(names["read"])
 
 
+class _Own(torch.Tensor):
+    pass
+
+
 class _Peeks(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return x.argmax().item(), bool(x[0] > 0.3), x[0].item()
@@ -92,6 +96,8 @@ def _reads() -> dict[str, Any]:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), equal_reads(here, lambda: bool(is_alone)):
         out = {name: read(loss) for name, read in _READS.items()}
+        out["parameter"] = nn.Parameter(torch.tensor([_OWN[here.rank]])).item()
+        out["of a class of its own"] = torch.tensor(_OWN[here.rank]).as_subclass(_Own).item()
         out["equal"] = torch.tensor(0.1).item(), torch.tensor([1e-45]).item(), bool(torch.tensor(True))
         nan = torch.tensor(struct.unpack("<i", struct.pack("<i", 0x7FC00001))[0], dtype=torch.int32).view(torch.float32)
         out["nan"] = nan.item(), (loss * (math.nan if here.rank else 1)).item(), (loss.log() * math.inf).item()
@@ -136,6 +142,7 @@ def test_numbers_are_those_of_all_ranks() -> None:
     for own, out in zip(_OWN, of_ranks):
         assert [out.pop(name) for name in ("alone", "after", "thread")] == [own, own, [own]]
         assert out.pop("of others") == [own] * 3
+        assert (out.pop("parameter"), out.pop("of a class of its own")) == (0.375, own)
         assert out.pop("of the program's") == [0.375] * 2
         assert out.pop("in a network") == ((1, False, 0.375) if own == _OWN[0] else (2, True, 0.375))
         assert out.pop("large") == ([0, 1, 2] if own == _OWN[0] else [1, 2, 3])

@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
-from ddpshim.trainers.unedited import coupling, gpus, loaders, loops, losses
+from ddpshim.trainers.unedited import c_libraries, coupling, gpus, loaders, loops, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
@@ -967,6 +967,21 @@ def test_loops_that_evaluate_are_told_by_what_they_call() -> None:
     assert one.seen == [True] * 3
     assert other.seen == [False] * 4
     assert loops.evaluates(None) is False
+
+
+@pytest.mark.unit
+def test_a_command_that_the_program_does_not_wait_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(c_libraries, "say_on_main", said.append)
+    started: list[Any] = []
+    popen = c_libraries.CLibraries(str, lambda path: f"own/{path}")._popen(lambda process, args: started.append(args))
+    popen(None, ["ffmpeg", "-i", "-", "video.mp4"])
+    library = compile("popen(None, ['tar'])", os.path.join(os.path.dirname(os.__file__), "subprocess.py"), "exec")
+    exec(library, {"popen": popen})
+    assert said == []
+    popen(None, ["tar", "x"])
+    assert started == [["ffmpeg", "-i", "-", "own/video.mp4"], ["tar"], ["tar", "x"]]
+    assert re.fullmatch(r"test_unedited\.py:\d+: every rank starts 'tar' by subprocess\.Popen; .*", said.pop())
 
 
 @pytest.mark.unit
