@@ -673,6 +673,7 @@ def _gradients_of_ranks(
     torch.manual_seed(1)
     total, size = sum(num_of_ranks), len(num_of_ranks)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    net.total = total
     x, y, mask = torch.randn(total, 4).double(), torch.randn(total, 4).double(), (torch.rand(total) < 0.6).double()
     x[0, 0] = 9.0
 
@@ -729,8 +730,11 @@ def _classes(out: Tensor, y: Tensor) -> Tensor:
 _LOSSES: dict[str, Callable[..., Tensor]] = {
     "mean": lambda net, x, y, mask: 2 * net(x).pow(2).sum(1).mean() + 0.1 * net(x).abs().mean(),
     "sum": lambda net, x, y, mask: 8 * F.mse_loss(net(x), y, reduction="sum"),
-    "divided": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") * (1 / len(y)),
+    "divided": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / len(y),
     "by a number": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / 4,
+    "by the whole batch": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / net.total,
+    "weighed by chance": lambda net, x, y, mask: (1 / 6) * F.mse_loss(net(x), y, reduction="sum"),
+    "divided twice": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / 4 / len(y),
     "two sums": lambda net, x, y, mask: (F.l1_loss(net(x), y, reduction="sum") - 0.5 * net(x).sum()) / 4,
     "classes": lambda net, x, y, mask: F.cross_entropy(net(x), y.argmax(1), reduction="sum"),
     "masked": lambda net, x, y, mask: (net(x).mean(1) * mask).sum() / mask.sum(),
@@ -755,6 +759,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
         [net(x).mean(), _masked(net(x), mask), F.mse_loss(net(x), y, reduction="sum")] + [net(x).mean()] * 8
     ).sum(),
     "penalty": lambda net, x, y, mask: F.mse_loss(net(x), y) + sum((p - 1).pow(2).sum() for p in net.parameters()),
+    "entry by entry, mean": lambda net, x, y, mask: (net[0].bias * x).sum() + net(x).mean(),
     "sum, penalty": lambda net, x, y, mask: (
         F.mse_loss(net(x), y, reduction="sum") + 0.1 * sum(p.abs().sum() for p in net.parameters())
     ),
@@ -838,7 +843,8 @@ COUPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.unit
-def test_a_loss_that_couples_samples_is_told_from_a_mean() -> None:
+def test_a_loss_that_couples_samples_is_told_from_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "at_hand", lambda: shares.Share(0, 2, 8))
     torch.manual_seed(1)
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     for losses_of, is_coupled in ((MEANS, False), (COUPLED, True)):
@@ -859,17 +865,19 @@ def test_a_loss_that_couples_samples_is_told_from_a_mean() -> None:
     shadows = coupling.Shadows()
     shadows.begin([x, y], 8, number=1)
     value = _net(x).square()
+    summed = value.sum() * y.sum()
     scaled = -2.5 / value.mean().detach() * value.mean() + y.sum() * 0.0  # its value is the same for all batches
     with shadows.aside():
         assert [shadows.differs(scale) for scale in losses.scales(scaled)[0]] == [True]
         assert shadows.excess(scaled) is None
+        assert [shadows.differs(scale) for scale in losses.scales(summed)[0]] == [True]
     shadows.end()
     weights, y = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
     counted: list[Callable[[], Tensor]] = [  # which `losses.of_the_batch` knows
         lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).sum(),
         lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).float().sum(),
         lambda: F.cross_entropy(_net(x), y, weights),
-        lambda: (_net(x).mean(1) * (y > 0)).mean() / ((y > 0).float().mean() + 1e-2),
+        lambda: torch.stack([(_net(x).mean(1) * (y > 0)).mean() / ((y > 0).float().mean() + 1e-2)]).sum(),
         lambda: _net(x).mean() / _net(x).abs().mean().detach(),
         lambda: _net(x).mean() / x.std(),
     ]

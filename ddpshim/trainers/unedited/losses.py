@@ -25,7 +25,6 @@ from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
 _SCALING = {"MulBackward0", "DivBackward0"}
 _STACKED, _COMPILED = "StackBackward0", "CompiledFunctionBackward"
-_OF_PENALTIES = {*_ELEMENTWISE, "PowBackward0", "AbsBackward0"}
 _MOST_SCALES = 16
 _SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
 _ROUNDING = 1e-6
@@ -121,9 +120,9 @@ def _factors(loss: Any) -> tuple[dict[Term, float], Reading]:
         say_on_main(
             f"{line_of_the_program()}: the loss has a sum over the samples of a batch ({of_samples[0].name}), of which "
             f"each rank has its share; its gradients are multiplied by {share.world_size}, since they are averaged "
-            "over the ranks. A number that is read out of it is the sum over the whole batch: where the program "
-            f"divides that by the length of its batch, which is that of a share, it is {share.world_size} times too "
-            "large"
+            "over the ranks. If the program multiplies it by 1 / len(batch), they are too large: divide by len(batch). "
+            "A number that is read out of it is the sum over the whole batch: where the program divides that by the "
+            f"length of its batch, which is that of a share, it is {share.world_size} times too large"
         )
     return factors, _reading(found, of_ranks, share)
 
@@ -174,14 +173,15 @@ def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if node is None or len(path) > _MOST_SCALES:
             continue
         name, weight = _name(node), getattr(node, "_saved_total_weight", None)
-        if name in _ELEMENTWISE:
+        stacked = _stacked(node, name)
+        if stacked is not None or name in _ELEMENTWISE:
             saved = [getattr(node, part, None) for part in ("_saved_self", "_saved_other")] if name in _SCALING else []
             numbers = [x for x in saved if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.requires_grad]
             if name == "DivBackward0":
                 divisors += numbers
             else:
                 path += tuple(numbers)
-            waiting += [(inner, path) for inner, _ in node.next_functions]
+            waiting += [(inner, path) for inner, _ in (stacked or node).next_functions]
         else:
             # A temperature, of a few entries, that is multiplied by a mean of the batch is linear in that one.
             multipliers += path if _is_sum(node) or _num_entries(node) >= num_rows else ()
@@ -203,8 +203,9 @@ def _note(loss: torch.Tensor, found: Reading) -> None:
         node, reading = waiting.pop()
         if node is not None and _KEY not in node.metadata:
             node.metadata[_KEY] = reading or _reading_by_graph(node)
-            if _name(node) in _ELEMENTWISE:
-                waiting += [(inner, None) for inner, _ in node.next_functions]
+            stacked = _stacked(node, _name(node))
+            if stacked is not None or _name(node) in _ELEMENTWISE:
+                waiting += [(inner, None) for inner, _ in (stacked or node).next_functions]
     if found != Reading():
         kept = current().part(_Losses).by_place
         kept[loss.data_ptr()] = loss.detach(), found
@@ -241,9 +242,13 @@ def _reading(found: list[Term], of_ranks: list[list[Optional[float]]], share: sh
     are_weighed = [_is_weighed(term, of_term) for term, of_term in zip(found, counts)]
     if all(are_weighed):
         weights = [of_term[share.rank] for of_term in counts]
-        return Reading(weight=weights[0]) if _is_one(weights) else Reading(is_mixed=True)
+        if _is_one(weights):
+            return Reading(weight=weights[0])
+    if any(are_weighed):
+        is_number = all(of_term[share.rank] for of_term, is_weighed in zip(counts, are_weighed) if is_weighed)
+        return Reading(weight=float(share.num_counted if is_number else 0), is_mixed=True)  # else it divided by 0
     factors = [_factor_of(term, of_term, share) for term, of_term in zip(found, counts)]
-    return Reading(factors[0]) if _is_one(factors) and not any(are_weighed) else Reading(is_mixed=True)
+    return Reading(factors[0]) if _is_one(factors) else Reading(is_mixed=True)
 
 
 def _is_one(numbers: list[Any]) -> bool:
@@ -316,21 +321,17 @@ def _name(node: Any) -> str:
 
 
 def _is_sum(node: Any) -> bool:
-    """Whether it may be a sum over samples. A penalty on weights, entry by entry, is none."""
+    """Whether it may be a sum over samples. Of nothing but weights of the sizes that are summed it is a penalty."""
     if _name(node) != "SumBackward0":
         return getattr(node, "_saved_reduction", None) == _SUM
-    waiting = [inner for inner, _ in node.next_functions]
+    waiting, seen = [node], {None}
     while waiting:
         inner = waiting.pop()
-        if inner is None:
-            continue
-        if _name(inner) == "AccumulateGrad":
-            if not isinstance(inner.variable, nn.Parameter) or inner.variable.shape != node._saved_self_sym_sizes:
-                return True
-        elif _name(inner) not in _OF_PENALTIES:
+        leaf = inner.variable if _name(inner) == "AccumulateGrad" else None
+        if leaf is not None and not (isinstance(leaf, nn.Parameter) and leaf.shape == node._saved_self_sym_sizes):
             return True
-        else:
-            waiting += [further for further, _ in inner.next_functions]
+        waiting += [further for further, _ in inner.next_functions if further not in seen]
+        seen.update(waiting)
     return False
 
 
@@ -370,17 +371,13 @@ class _Divided(NamedTuple):
 
     def by(self, node: Any, name: str) -> _Divided:
         """What is divided by `node`, too."""
-        other, share = getattr(node, "_saved_other", None) if name in _SCALING else None, shares.at_hand()
-        if other is not None and (other.numel() != 1 or other.requires_grad):
-            other = None
-        if self.num is None or (other is None and name != "DivBackward0"):
+        # A weight of 0.1 is none of ten samples: a sum that is multiplied by 1 / len(batch) is taken for a sum.
+        if name != "DivBackward0" or self.num is None:
             return self
-        if other is None:
+        other, share = getattr(node, "_saved_other", None), shares.at_hand()
+        if other is None or other.numel() != 1 or other.requires_grad:
             return _Divided(None, True, False, False)
         number = float(other)
-        if name == "MulBackward0":  # x * (1 / len(batch))
-            is_inverse = share is not None and abs(number * share.num_rows - 1) < _ROUNDING
-            return self._replace(is_by_rows=True) if is_inverse else self
         is_constant = _is_of_python(other)
         is_plain = is_constant and (share is None or _is_plain(number, share))
         is_by_rows = share is not None and number % share.num_rows == 0 and number != share.total(share.num_rows)
