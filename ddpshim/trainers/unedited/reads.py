@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Callable, Optional
 
@@ -29,6 +29,7 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.job.world import CROSSED_DEADLINE_S, World
 from ddpshim.trainers.unedited import losses
+from ddpshim.trainers.unedited.places import say_on_main
 
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__")
 _ARRAYS = ("tolist", "numpy", "__array__")
@@ -145,30 +146,41 @@ class _Reads:
 
         Of a sum over samples the sum over those of all ranks.
         """
-        factor, is_sure = losses.factor_of_what_is_read(tensor) if tensor.is_floating_point() else (1.0, True)
+        reading = losses.reading_of(tensor) if tensor.is_floating_point() else losses.Reading()
         own = tensor.detach().cpu() if own is None else own
-        value = self._item(own) if factor == 1 else self._item(own) * factor
-        bits = struct.unpack("<q", struct.pack("<d", value))[0] if own.is_floating_point() else int(value)
-        everyones = self._exchange(bits, own.dtype, line)
-        if all(other == bits for other, _ in everyones) and (factor == 1 or not is_sure):
+        value = self._item(own) if reading.times == 1 else self._item(own) * reading.times
+        bits = _bits(value) if own.is_floating_point() else int(value)
+        everyones = self._exchange(bits, reading.weight, own.dtype, line)
+        if all(other == bits for other, _ in everyones) and (reading.times == 1 or not reading.is_sure):
             return own  # what looks like a sum over samples is one over weights
         if own.is_floating_point():
-            values = [struct.unpack("<d", struct.pack("<q", other))[0] for other, _ in everyones]
-            return own.clone().fill_(_mean(values, [weight for _, weight in everyones]))
+            if reading.is_mixed:
+                self._say_mixed(line)
+            return own.clone().fill_(_mean([_number(other) for other, _ in everyones], [w for _, w in everyones]))
         self._say([other for other, _ in everyones], own.dtype, line)
         return own.clone().fill_(everyones[0][0])
 
-    def _exchange(self, bits: int, dtype: torch.dtype, line: FrameType) -> list[tuple[int, int]]:
-        """(number, rows of the batch that it is about) of each rank (collective)."""
+    def _exchange(
+        self, bits: int, weight: Optional[float], dtype: torch.dtype, line: FrameType
+    ) -> list[tuple[int, float]]:
+        """(number, by what it counts) of each rank (collective).
+
+        That is `weight`, where all ranks have one, else how many rows of the batch the number is about.
+        """
         self._num_reads += 1
         at_hand, last = shares.at_hand(), current().part(shares.Sharing).last[0]
         num_rows = 1 if at_hand is None else at_hand.num_counted
         what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {dtype} {self._num_reads} {last}"
         tag = zlib.crc32(what.encode(errors="backslashreplace"))
-        everyones = messages.pairs((bits, num_rows << 32 | tag), self._here.world_size, self._here._peers())
+        to_send = bits, (num_rows << 1 | (weight is not None)) << 32 | tag
+        everyones = messages.pairs(to_send, self._here.world_size, self._here._peers())
         if any(theirs & 0xFFFFFFFF != tag for _, theirs in everyones):
             self._refuse(line, last)
-        return [(number, theirs >> 32) for number, theirs in everyones]
+        numbers, counts = [number for number, _ in everyones], [theirs >> 32 for _, theirs in everyones]
+        if weight is not None and all(count & 1 for count in counts):
+            weights = messages.pairs((_bits(weight), tag), self._here.world_size, self._here._peers())
+            return [*zip(numbers, [_number(theirs) for theirs, _ in weights])]
+        return [*zip(numbers, [count >> 1 for count in counts])]
 
     def _refuse(self, line: FrameType, last: Any) -> None:
         step = "" if last is None else f", in step {last.step} of epoch {last.epoch}"
@@ -179,6 +191,14 @@ class _Reads:
             f"ranks are at different lines: {told}. Their numbers would be taken for each other's, and ranks would "
             "train differently. They parted before: by a decision on something that no tensor held (a clock, a file, "
             "entropy, the length of a rank's share of the batch), or in what one rank does alone."
+        )
+
+    def _say_mixed(self, line: FrameType) -> None:
+        say_on_main(
+            f"{_place(line)} reads a loss that adds up terms of which ranks have shares that count differently (a mean "
+            "over samples, a sum over samples, a mean over what is not padding). It reads the mean over the ranks; one "
+            "process would have read another number. Gradients are those of one process, and so are the terms, where "
+            "they are read one by one"
         )
 
     def _say(self, of_ranks: list[int], dtype: torch.dtype, line: FrameType) -> None:
@@ -196,7 +216,15 @@ class _Reads:
             )
 
 
-def _mean(values: list[float], weights: list[int]) -> float:
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def _mean(values: list[float], weights: Sequence[float]) -> float:
     """The mean of the ranks' means, of a sum that is rounded once."""
     if not sum(weights):
         weights = [1] * len(values)
