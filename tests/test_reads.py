@@ -57,6 +57,10 @@ def _in_the_name_of(package: str, loss: torch.Tensor) -> float:
     return float(names["read"])
 
 
+class _Own(torch.Tensor):
+    pass
+
+
 class _Peeks(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return x.argmax().item(), bool(x[0] > 0.3), x[0].item()
@@ -68,10 +72,21 @@ def _sums(own: float) -> list[float]:
     parts = (2 * x).sum(), functional.mse_loss(x, torch.zeros(2, 3), reduction="sum")
     loss = parts[0] + parts[1]
     read = [loss.item(), parts[1].item(), (parts[0] / 2).item(), (loss / 2 / 4).item()]
-    losses.note(loss, 2.0)
-    loss.backward()
+    with losses.of_the_batch([loss]):
+        loss.backward()
     read += [loss.item(), loss.detach().item(), parts[1].item(), float(f"{loss.detach():.6f}")]
     return [*read, (2 * weights).sum().item(), x.mean().item()]
+
+
+def _counted(rank: int) -> list[float]:
+    """What is read of a loss of terms that count differently, and of these, before its backward pass and after it."""
+    x, mask = torch.tensor([_OWN[rank], 3 * _OWN[rank]], requires_grad=True), torch.tensor([[1, 1], [1, 0]])[rank]
+    parts = (x * mask).sum() / mask.sum(), x.mean(), functional.mse_loss(x, torch.zeros(2), reduction="sum")
+    halved, loss = (x * mask).mean() / mask.float().mean() / 2, parts[0] * 2 + parts[1] - parts[2]
+    read = [*(part.item() for part in parts), halved.item(), loss.item()]
+    with losses.of_the_batch([loss]):
+        loss.backward()
+    return [*read, *(part.item() for part in (*parts, halved, loss)), loss.detach().item()]
 
 
 def _reads() -> dict[str, Any]:
@@ -81,6 +96,8 @@ def _reads() -> dict[str, Any]:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), equal_reads(here, lambda: bool(is_alone)):
         out = {name: read(loss) for name, read in _READS.items()}
+        out["parameter"] = nn.Parameter(torch.tensor([_OWN[here.rank]])).item()
+        out["of a class of its own"] = torch.tensor(_OWN[here.rank]).as_subclass(_Own).item()
         out["equal"] = torch.tensor(0.1).item(), torch.tensor([1e-45]).item(), bool(torch.tensor(True))
         nan = torch.tensor(struct.unpack("<i", struct.pack("<i", 0x7FC00001))[0], dtype=torch.int32).view(torch.float32)
         out["nan"] = nan.item(), (loss * (math.nan if here.rank else 1)).item(), (loss.log() * math.inf).item()
@@ -97,7 +114,7 @@ def _reads() -> dict[str, Any]:
         out["by rows"] = loss.item(), loss.double().item()
         shares.end_batch()
         shares.begin_batch(2)
-        out["sums"] = _sums(_OWN[here.rank])
+        out["sums"], out["counted"] = _sums(_OWN[here.rank]), _counted(here.rank)
         shares.end_batch()
         plateau = ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), patience=0)
         plateau.step(loss)
@@ -125,6 +142,7 @@ def test_numbers_are_those_of_all_ranks() -> None:
     for own, out in zip(_OWN, of_ranks):
         assert [out.pop(name) for name in ("alone", "after", "thread")] == [own, own, [own]]
         assert out.pop("of others") == [own] * 3
+        assert (out.pop("parameter"), out.pop("of a class of its own")) == (0.375, own)
         assert out.pop("of the program's") == [0.375] * 2
         assert out.pop("in a network") == ((1, False, 0.375) if own == _OWN[0] else (2, True, 0.375))
         assert out.pop("large") == ([0, 1, 2] if own == _OWN[0] else [1, 2, 3])
@@ -140,9 +158,12 @@ def test_numbers_are_those_of_all_ranks() -> None:
         whole = in_all + squares
         sums = [whole, squares, in_all / 4, whole / 16, whole, whole, squares, whole, 16.0, 0.375]
         assert out.pop("sums") == pytest.approx(sums, rel=1e-6)
+        counted = [0.375, 0.75, 4.0625, 0.1875, 1.625 - 4.0625 / 2]  # of the last one the mean over the ranks
+        assert out.pop("counted") == pytest.approx([*counted * 2, counted[-1]], rel=1e-6)
         said_by_it.append(out.pop("said"))
         assert not out
     assert said_by_it[1] == ""
+    assert said_by_it[0].count("reads a loss that adds up terms of which ranks have shares that count differently") == 2
     said = [line for line in said_by_it[0].splitlines() if "differs between ranks" in line]
     assert len(said) == 2
     assert re.search(r"test_reads\.py:\d+ reads a whole number that differs between ranks \(1, 2\)", said[0])

@@ -91,7 +91,7 @@ SEAMS = [
     Seam("_save _open_zipfile_writer", "checkpoint/snapshot.py", "test_save_writes_records", "torch/serialization.py"),
     Seam(
         "_saved_reduction _saved_self _saved_self_sym_sizes _saved_self_sym_numel _saved_other _saved_target "
-        "_saved_total_weight _saved_weight",
+        "_saved_total_weight _saved_weight _saved_ignore_index",
         "trainers/unedited/losses.py",
         "test_a_loss_tells_its_reduction",
         "autograd codegen",
@@ -457,13 +457,18 @@ def test_a_loss_tells_its_reduction() -> None:
         assert loss.grad_fn._saved_reduction == number  # type: ignore[union-attr]
         assert loss.grad_fn._saved_self.shape == (4,)  # type: ignore[union-attr]
     node: Any = (x.sum() / y.add(3).sum()).grad_fn
-    assert (node.name(), float(node._saved_other)) == ("DivBackward0", 12)
+    assert (type(node).__name__, float(node._saved_other)) == ("DivBackward0", 12)
+    of_tensor, of_python = node._saved_other.double(), (x.sum() / 12.0).grad_fn._saved_other  # type: ignore[union-attr]
+    kinds = [torch.result_type(number, torch.zeros(())) for number in (of_tensor, of_python)]
+    assert kinds == [torch.float64, torch.float32]  # numbers of Python do not decide the dtype
     assert node.next_functions[0][0]._saved_self_sym_sizes == (4,)
     node = x[y > -1].mean().grad_fn
     num = len(node._saved_self) if hasattr(node, "_saved_self") else node._saved_self_sym_numel  # torch 2.1: the first
-    assert (num, node.next_functions[0][0].name()) == (4, "IndexBackward0")
+    assert (num, type(node.next_functions[0][0]).__name__) == (4, "IndexBackward0")
     node = nn.functional.nll_loss(x.view(2, 2), torch.tensor([0, -100])).grad_fn
     assert (float(node._saved_total_weight), node._saved_target.numel(), node._saved_weight) == (1, 2, None)
+    assert node._saved_ignore_index == 2**64 - 100
+    assert type(node.next_functions[0][0].next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
 @pytest.mark.unit

@@ -27,7 +27,7 @@ from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
 from ddpshim.job.after_import import after_import
-from ddpshim.trainers.unedited import coupling, gpus, loaders, loops, losses
+from ddpshim.trainers.unedited import c_libraries, coupling, gpus, loaders, loops, losses
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
@@ -479,11 +479,6 @@ REFUSED = {
         "train(nn.DataParallel(network()), DataLoader(Items(), 1, shuffle=True))",
         "DataError: Global batch 1 does not split over 2 ranks",
     ),
-    "sum": (
-        "loss = lambda a, b: a.mean() + nn.functional.mse_loss(a, b, reduction='sum')\n"
-        "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)",
-        'train.py:31: the loss contains a sum over the samples of a batch (MseLossBackward0, reduction="sum") beside',
-    ),
     "negatives": (
         "def loss(a, b):\n    z = torch.cat([a, b], 1)\n"
         "    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))\n"
@@ -539,7 +534,7 @@ for index, x, y in DataLoader(Items(27), 8, shuffle=True):
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
     assert [line[9:21] for line in said] == ["train.py:45:", "train.py:46:", "train.py:31:"]
     assert "each rank sees 1/2 of the samples; the length of a batch, and what" in said[0]
-    assert "the loss is a sum over the samples of a batch (SumBackward0)" in said[2]
+    assert "the loss has a sum over the samples of a batch (SumBackward0)" in said[2]
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]
     assert sizes == [4, 4, 4, 1, 4, 4, 4]
@@ -676,34 +671,133 @@ def test_left_alone_nothing_is_there(tmp_path: Path) -> None:
 # Pure functions
 
 
+def _gradients_of_ranks(
+    make: Callable[..., Tensor], num_of_ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, is_second: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(gradients of one process, the mean over ranks of these), of the loss make(network, x, y, mask).
+
+    If `is_second`, of the sum of these gradients.
+    """
+    torch.manual_seed(1)
+    total, size = sum(num_of_ranks), len(num_of_ranks)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    net.total = total
+    x, y, mask = torch.randn(total, 4).double(), torch.randn(total, 4).double(), (torch.rand(total) < 0.6).double()
+    x[0, 0] = 9.0
+
+    def gradients(loss: Tensor, weight: float = 1.0) -> list[Tensor]:
+        net.zero_grad()
+        loss.backward(torch.tensor(weight, dtype=torch.float64), create_graph=is_second, retain_graph=True)
+        found = [p.grad for p in net.parameters() if p.grad is not None]
+        if is_second:
+            found = [
+                *torch.autograd.grad(sum(gradient.sum() for gradient in found), net[0].parameters(), retain_graph=True)
+            ]
+        return [gradient.clone() for gradient in found]
+
+    expected = gradients(make(net, x, y, mask))
+    counts: list[Any] = []  # of each rank
+    for is_known in (False, True):  # first the counts of all ranks, then the gradients
+        of_ranks = []
+        for rank in range(size):
+            share = shares.Share(rank, size, num_of_ranks[rank], totals=(total,) if total % size else ())
+            gather = (lambda mine: counts) if is_known else (lambda mine: counts.append(mine) or [mine] * size)
+            monkeypatch.setattr(shares, "at_hand", lambda share=share: share)
+            monkeypatch.setattr(losses, "world", lambda gather=gather: types.SimpleNamespace(gather=gather))
+            loss = make(net, *(whole[rank::size] for whole in (x, y, mask)))
+            value = loss.item()
+            for _ in range(1 + is_known):
+                with losses.of_the_batch([loss]):
+                    found = gradients(loss, share.weight)
+            of_ranks.append(found)
+            assert loss.item() == pytest.approx(value, abs=0, nan_ok=True)
+    return expected, [sum(of_each) / size for of_each in zip(*of_ranks)]
+
+
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    return (x.mean(1) * mask).mean() / (mask.mean() + 1e-2)
+
+
+class _Own(torch.autograd.Function):
+    """A mean over samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.expand(ctx.shape) / ctx.shape.numel()
+
+
+def _classes(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y.argmax(1), torch.tensor([1.0, 2.0, 4.0, 8.0]).double())
+
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mean": lambda net, x, y, mask: 2 * net(x).pow(2).sum(1).mean() + 0.1 * net(x).abs().mean(),
+    "sum": lambda net, x, y, mask: 8 * F.mse_loss(net(x), y, reduction="sum"),
+    "divided": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / len(y),
+    "by a number": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / 4,
+    "by the whole batch": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / net.total,
+    "weighed by chance": lambda net, x, y, mask: (1 / 6) * F.mse_loss(net(x), y, reduction="sum"),
+    "divided twice": lambda net, x, y, mask: F.mse_loss(net(x), y, reduction="sum") / 4 / len(y),
+    "two sums": lambda net, x, y, mask: (F.l1_loss(net(x), y, reduction="sum") - 0.5 * net(x).sum()) / 4,
+    "classes": lambda net, x, y, mask: F.cross_entropy(net(x), y.argmax(1), reduction="sum"),
+    "masked": lambda net, x, y, mask: (net(x).mean(1) * mask).sum() / mask.sum(),
+    "masked but for one": lambda net, x, y, mask: (net(x).mean(1) * (x[:, 0] > 8)).sum() / (x[:, 0] > 8).sum(),
+    "masked but for one, mean": lambda net, x, y, mask: (
+        (net(x).mean(1) * (x[:, 0] > 8)).mean() / (x[:, 0] > 8).double().mean()
+        + F.cross_entropy(net(x), y.argmax(1).where(x[:, 0] > 8, torch.tensor(9)).long(), ignore_index=9)
+        + net(x).square().mean()
+    ),
+    "mean, masked": lambda net, x, y, mask: 0.01 * F.mse_loss(net(x), y) + 0.5 * _masked(net(x).square(), mask),
+    "masked by two": lambda net, x, y, mask: _masked(net(x), mask) - _masked(net(x).square(), 1 - mask),
+    "sum, mean": lambda net, x, y, mask: 0.1 * F.mse_loss(net(x), y, reduction="sum") + 3 * net(x).abs().mean(),
+    "sum by hand, mean": lambda net, x, y, mask: ((net(x) - y) ** 2).sum() - net(x).mean(),
+    "weighted classes, mean": lambda net, x, y, mask: 0.3 * _classes(net(x), y) + 2 * F.mse_loss(net(x), y),
+    "all": lambda net, x, y, mask: (
+        (F.mse_loss(net(x), y, reduction="sum") / 4 + _masked(net(x), mask) + (net(x).mean() + _classes(net(x), y)) / 7)
+        * 1024
+        / 2
+    ),
+    "own function, sum": lambda net, x, y, mask: _Own.apply(net(x)) - F.mse_loss(net(x), y, reduction="sum"),
+    "stacked": lambda net, x, y, mask: torch.stack(
+        [net(x).mean(), _masked(net(x), mask), F.mse_loss(net(x), y, reduction="sum")] + [net(x).mean()] * 8
+    ).sum(),
+    "penalty": lambda net, x, y, mask: F.mse_loss(net(x), y) + sum((p - 1).pow(2).sum() for p in net.parameters()),
+    "entry by entry, mean": lambda net, x, y, mask: (net[0].bias * x).sum() + net(x).mean(),
+    "sum, penalty": lambda net, x, y, mask: (
+        F.mse_loss(net(x), y, reduction="sum") + 0.1 * sum(p.abs().sum() for p in net.parameters())
+    ),
+    "a sum kept": lambda net, x, y, mask: (kept := (net(x).mean(1) * mask).sum()) / mask.sum() + 0.01 * kept / len(y),
+}
+
+
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda out, y: F.mse_loss(out, y), 1),
-        (lambda out, y: 2 * out.pow(2).sum(1).mean() + 0.1 * out.abs().mean(), 1),
-        (lambda out, y: 8 * F.mse_loss(out, y, reduction="sum"), 2),
-        (lambda out, y: F.mse_loss(out, y, reduction="sum") / len(y), 1),
-        (lambda out, y: F.mse_loss(out, y, reduction="sum") * (1 / len(y)), 1),
-        (lambda out, y: F.mse_loss(out, y, reduction="sum") / 8, 2),
-        (lambda out, y: F.mse_loss(out, y) - out.sum() / 3, 1),
-        (lambda out, y: -0.5 * out.sum() + F.l1_loss(out, y, reduction="sum"), 2),
-        (lambda out, y: (F.mse_loss(out, y, reduction="sum") - 0.5 * out.sum()) / 3, 2),
-        (lambda out, y: F.cross_entropy(out.expand(4, 3), y[:, 0].long(), reduction="sum"), 2),
-        (lambda out, y: (out.mean() * torch.ones(1)).sum(), 1),
-        (lambda out, y: F.mse_loss(out, y) + F.mse_loss(out, y, reduction="sum"), None),
-    ],
-)
-def test_a_sum_over_samples_is_multiplied_by_the_number_of_ranks(
-    make: Any, expected: Optional[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("num_of_ranks", [(6, 6), (6, 6, 5)])
+def test_gradients_of_losses_of_several_terms_are_those_of_the_batch(
+    num_of_ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "at_hand", lambda: shares.Share(0, 2, 4))
-    loss = make(nn.Linear(2, 1)(torch.ones(4, 2)), torch.zeros(4, 1))
-    if expected is not None:
-        assert losses.factor(loss) == expected
-        return
-    with pytest.raises(SyncError, match=r'a sum over the samples of a batch \(MseLossBackward0, reduction="sum"\)'):
-        losses.factor(loss)
+    said: list[str] = []
+    monkeypatch.setattr(losses, "say_on_main", said.append)
+    for name, make in _LOSSES.items():
+        expected, found = _gradients_of_ranks(make, num_of_ranks, monkeypatch, name == "all")
+        for one, other in zip(expected, found):
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-9), name
+    assert {text.partition(": ")[2][:40] for text in said} == {"the loss has a sum over the samples of a"}
+
+    def twice(net: nn.Module, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        kept = -(net(x).mean(1) * mask).sum()
+        return kept / mask.sum() + kept
+
+    with pytest.raises(SyncError, match=r"a part of the loss \(SumBackward0\) is in it several times, divided by"):
+        _gradients_of_ranks(twice, num_of_ranks, monkeypatch, False)
+    monkeypatch.setattr(losses, "_COMPILED", "_OwnBackward")
+    _gradients_of_ranks(lambda net, x, y, mask: _Own.apply(net(x)), num_of_ranks, monkeypatch, False)
+    assert "a compiled function returned the loss; it is taken for a mean" in said[-1]
 
 
 _net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -745,7 +839,6 @@ COUPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "both views": lambda x, y: F.cross_entropy(_net(x.repeat(2, 1)) @ _net(x.repeat(2, 1)).T, torch.arange(16)),
     "variance": lambda x, y: _net(x).var(0).sum() / 3 + _net(x).mean(),
     "advantages": lambda x, y: (_net(x).mean(1) * _normal(x[:, 0])).mean(),
-    "scale": lambda x, y: _net(x).mean() / _net(x).abs().mean().detach(),
     "weights": lambda x, y: (_net(x).mean(1) * torch.softmax(x[:, 0], 0)).sum(),
     "gradient penalty": lambda x, y: _penalty(True, x),
     "in place": lambda x, y: _in_place(x, True),
@@ -758,7 +851,8 @@ COUPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.unit
-def test_a_loss_that_couples_samples_is_told_from_a_mean() -> None:
+def test_a_loss_that_couples_samples_is_told_from_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "at_hand", lambda: shares.Share(0, 2, 8))
     torch.manual_seed(1)
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     for losses_of, is_coupled in ((MEANS, False), (COUPLED, True)):
@@ -767,9 +861,7 @@ def test_a_loss_that_couples_samples_is_told_from_a_mean() -> None:
             shadows.begin({"obs": [x], "action": y}, 8, number=1)
             loss = compute(x, y)
             with shadows.aside():
-                of_means, of_sums = (any(map(shadows.differs, scales)) for scales in losses.scales(loss))
-            assert not of_sums
-            assert not of_means or is_coupled
+                assert not any(map(shadows.differs, [scale for scales in losses.scales(loss) for scale in scales]))
             assert (shadows.excess(loss) is not None) == is_coupled, name
             assert len({float(other.detach()) for other in (loss, *shadows._others(loss))}) > 1, "not followed"
             shadows.end()
@@ -781,23 +873,29 @@ def test_a_loss_that_couples_samples_is_told_from_a_mean() -> None:
     shadows = coupling.Shadows()
     shadows.begin([x, y], 8, number=1)
     value = _net(x).square()
+    summed = value.sum() * y.sum()
     scaled = -2.5 / value.mean().detach() * value.mean() + y.sum() * 0.0  # its value is the same for all batches
     with shadows.aside():
         assert [shadows.differs(scale) for scale in losses.scales(scaled)[0]] == [True]
         assert shadows.excess(scaled) is None
+        assert [shadows.differs(scale) for scale in losses.scales(summed)[0]] == [True]
     shadows.end()
     weights, y = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
-    counted: list[Callable[[], Tensor]] = [  # which `losses.factor` knows
+    counted: list[Callable[[], Tensor]] = [  # which `losses.of_the_batch` knows
         lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).sum(),
         lambda: (_net(x).mean(1) * (y > 0)).sum() / (y > 0).float().sum(),
         lambda: F.cross_entropy(_net(x), y, weights),
+        lambda: torch.stack([(_net(x).mean(1) * (y > 0)).mean() / ((y > 0).float().mean() + 1e-2)]).sum(),
+        lambda: _net(x).mean() / _net(x).abs().mean().detach(),
+        lambda: _net(x).mean() / x.std(),
     ]
-    for weighed in counted:
+    for weighed, is_coupled in zip(counted, [False] * 5 + [True]):
         shadows = coupling.Shadows()
         shadows.begin([x, y], 8, number=1)
         loss = weighed()
         with shadows.aside():
-            assert any(map(shadows.differs, losses.scales(loss)[1]))
+            divisors = [divisor for divisor in losses.scales(loss)[1] if shadows.differs(divisor)]
+            assert [shadows.excess(divisor) is not None for divisor in divisors] == [is_coupled]
         shadows.end()
     batches: list[Any] = [(x, y[:4]), (x[:1], y[:1]), [torch.tensor(1.0)], "text"]
     for batch in batches:  # of which the rows are not known
@@ -888,20 +986,18 @@ def test_loops_that_evaluate_are_told_by_what_they_call() -> None:
 
 
 @pytest.mark.unit
-def test_a_mean_that_is_divided_by_the_mean_of_a_mask_weighs_ranks_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "at_hand", lambda: shares.Share(0, 2, 4))
-    mask = torch.tensor([[1.0], [1.0], [1.0], [0.0]])
-    others = types.SimpleNamespace(gather=lambda mine: [mine, [num and num / 3 for num in mine]], world_size=2)
-    monkeypatch.setattr(losses, "world", lambda: others)
-    error = nn.Linear(2, 1)(torch.ones(4, 2)).pow(2)
-    masked = (error * mask).mean() / mask.mean()
-    assert losses.factor(masked) == pytest.approx(1.5)  # 3 rows of 4 count here, and 1 on the other rank
-    assert losses.factor(error.mean() / 4) == 1
+def test_a_command_that_the_program_does_not_wait_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(losses, "say_on_main", said.append)
-    assert losses.factor(masked + error.mean()) == 1
-    assert len(said) == 1
-    assert "a part of the loss (MeanBackward0) is a mean over numbers of which ranks have different ones" in said[0]
+    monkeypatch.setattr(c_libraries, "say_on_main", said.append)
+    started: list[Any] = []
+    popen = c_libraries.CLibraries(str, lambda path: f"own/{path}")._popen(lambda process, args: started.append(args))
+    popen(None, ["ffmpeg", "-i", "-", "video.mp4"])
+    library = compile("popen(None, ['tar'])", os.path.join(os.path.dirname(os.__file__), "subprocess.py"), "exec")
+    exec(library, {"popen": popen})
+    assert said == []
+    popen(None, ["tar", "x"])
+    assert started == [["ffmpeg", "-i", "-", "own/video.mp4"], ["tar"], ["tar", "x"]]
+    assert re.fullmatch(r"test_unedited\.py:\d+: every rank starts 'tar' by subprocess\.Popen; .*", said.pop())
 
 
 @pytest.mark.unit

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddpshim
 from ddpshim.job import shares
+from ddpshim.model import weighing
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -190,20 +191,33 @@ def _refusals() -> list[str]:
             net(now).mean().backward()
             now = following
 
+    def two_at_once() -> None:
+        batches = iter(loader(3))
+        sum(net(next(batches)[0]).mean() for _ in range(2)).backward()
+
     refused(ahead)
     refused(lambda: sum(net(x).mean() for (x,) in loader()).backward())
     refused(of_two)
+    refused(two_at_once)
     with ThreadPoolExecutor(1) as pool:
         refused(lambda: pool.submit(list, loader()).result())
     return said
 
 
 def test_where_the_weight_of_a_ranks_rows_is_unknown_it_is_refused() -> None:
-    for ahead, several, two, thread in run_ranks(_refusals, 2):
+    for ahead, several, two, at_once, thread in run_ranks(_refusals, 2):
         assert "the loader was asked for the next batch before this one was trained on" in ahead
         assert "before this one was trained on" in several
         assert "batches of 2 and 3 samples of several loaders are under way" in two
+        assert "2 batches were taken since the backward pass before" in at_once
         assert "gives a batch that the ranks do not divide to a thread" in thread
+
+
+def test_of_a_loss_that_is_no_number_torch_says_so() -> None:
+    number, several = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert weighing._scaled(number, None, 0.5).tolist() == [0.5]
+    assert weighing._scaled(several, torch.ones(2), 0.5).tolist() == [0.5, 0.5]
+    assert [weighing._scaled(loss, None, 0.5) for loss in (several, number.detach())] == [None, None]
 
 
 SAMPLES = ((3, 1), (4, 0), (0, 5))  # of each rank, in each iteration

@@ -65,8 +65,10 @@ TAIL = """## What differs, and why
   equals `python train.py`. Under `accelerate launch` each rank would load whole batches and draw the same noise.
 
 act and gnm draw random numbers per sample in a data worker, so each rank loads whole batches, and ddpshim reports it.
-gnm takes minutes and is not in the table. It differs (weights 2e-02, logged numbers 1e-01), and ddpshim reports why:
-its loss adds a mean over masked entries to a mean over all samples, and the two weight ranks differently.
+gnm takes minutes and is not in the table. It is equal up to rounding: weights 1e-02 (2e-02), logged numbers 1e-01
+(1e-01). Its loss adds a mean over masked entries to a mean over all samples; the two weight ranks differently, and each
+term's gradient is scaled on its own. Before the first step its logged numbers equal one process to 1e-06, except the
+total of the two means: ranks log their mean, 5.4 instead of 4.8, and ddpshim reports it.
 
 ## Stand-ins
 

@@ -30,6 +30,10 @@ _OF_ROUNDING = 64.0  # times the precision of the loss
 _OF_THE_ROWS = 1e-3  # of what other rows make of the loss
 
 
+class _NotFollowed(Exception):
+    """A tensor is a part of one that is not followed."""
+
+
 class Shadows:
     """What a program's tensors would hold for three other batches, while it computes on one. Local.
 
@@ -55,7 +59,7 @@ class Shadows:
                 for tensor in tensors:
                     if not self._has(tensor):
                         self._keep(tensor, [tensor.detach()[order] for order in _orders(num_rows, number)])
-            except (RuntimeError, NotImplementedError):  # no memory, or a batch that is a view of something larger
+            except (RuntimeError, _NotFollowed):  # no memory, or a batch that is a view of something larger
                 self._of.clear()
         if self._of and not self._is_on:
             self._is_on = True
@@ -100,7 +104,7 @@ class Shadows:
         own, other, one, two = values = [float(x.detach().double()) for x in (loss, *self._others(loss))]
         apart = abs(own + other - one - two)
         by_rows = max(values) - min(values)
-        by_rounding = torch.finfo(loss.dtype).eps * max(map(abs, values))
+        by_rounding = torch.finfo(loss.dtype).eps * max(map(abs, values)) if loss.is_floating_point() else 0.0
         is_more = math.isfinite(apart) and apart > max(_OF_ROUNDING * by_rounding, _OF_THE_ROWS * by_rows)
         return (own + other, one + two) if is_more else None
 
@@ -180,7 +184,7 @@ class Shadows:
     def _keep(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> None:
         """`others` are to `tensor` what the three batches are to the program's."""
         if tensor.storage_offset():
-            raise NotImplementedError("a part of what was not followed")
+            raise _NotFollowed("a part of what was not followed")
         storage = tensor.untyped_storage()
         laid_out = [_laid_out_as(tensor, other).untyped_storage() for other in others]
         self._of[storage._cdata] = StorageWeakRef(storage), laid_out

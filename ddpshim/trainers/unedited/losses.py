@@ -1,14 +1,19 @@
 """Makes averaged gradients those of the whole batch, where a loss is no mean over a rank's rows.
 
 A sum over samples wants gradients added. A mean over something of which ranks have different numbers (tokens that are
-not padding) weighs ranks by these.
+not padding) weighs ranks by these. A loss may add up terms of several kinds: so the gradient is scaled where it goes
+into a term, by hooks on the nodes of the graph, and the loss keeps its value.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
+from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
@@ -19,10 +24,13 @@ from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 # Between a loss and the sum that it was computed from, the graph may have these nodes.
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
 _SCALING = {"MulBackward0", "DivBackward0"}
+_STACKED, _COMPILED = "StackBackward0", "CompiledFunctionBackward"
 _MOST_SCALES = 16
 _SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
 _ROUNDING = 1e-6
 _MEAN, _SUM = 1, 2  # as at::Reduction has it
+# What labels are ignored by if the program says nothing: -100. Not looked for where a sample has one label.
+_IGNORED_INDEX = 2**64 - 100
 _MOST_KEPT = 8  # losses
 _KEY = "ddpshim: what makes it that of the batch"  # in the metadata of a node
 
@@ -32,39 +40,105 @@ class Term(NamedTuple):
 
     name: str  # of the node that computed it
     is_sum: bool
-    is_loss: bool  # a loss function's own sum
     num: Optional[float]  # by what it is divided, in all; None: by what needs gradients itself
     is_counted: bool  # whether that may differ between ranks
-    is_constant: bool  # whether it looks like a number of the program's own
+    is_constant: bool  # whether it looks like a number of the program's own: no tensor of a mask's
+    is_plain: bool  # whether it looks like none that the program has read out of a mask
+    is_by_rows: bool  # whether one such number looks like that of the rank's samples
     num_rows: int  # of what was summed; 0 where that is not known
-    num_averaged: int = 0  # over how many numbers it is a mean; 0 where that is not known
+    own: Any  # its node
+    node: Any  # which its gradient leaves as that of an input; or its own, where the loss is this term alone
+    number: int  # of that input
 
 
-def factor(loss: Any) -> float:
-    """By what to multiply `loss`, of a rank's share of a batch, so that averaged gradients are those of the batch.
+class Reading(NamedTuple):
+    """What makes the mean over the ranks of a number that of the whole batch."""
 
-    Collective where the loss may be a mean over different numbers on each rank. Raises SyncError where a part of it is
-    a sum over samples and a part is none.
+    times: float = 1.0  # by what a rank's number is multiplied
+    weight: Optional[float] = None  # by what it counts; None: by the rank's rows
+    is_sure: bool = True
+    is_mixed: bool = False  # its terms want different ones: nothing makes it that of the whole batch
+
+
+@contextlib.contextmanager
+def of_the_batch(given: Sequence[Any]) -> Iterator[None]:
+    """In this block a backward pass of the losses `given`, of a rank's share of a batch, gives this rank's gradients.
+
+    Their mean over the ranks is the gradient of the whole batch. Collective where a term of a loss may be a mean over
+    different numbers on each rank.
+
+    Raises:
+        SyncError: a term is divided by different numbers in one loss.
     """
+    into: dict[Any, dict[int, float]] = {}
+    for loss in given:
+        factors, reading = _factors(loss)
+        for term, factor in factors.items():
+            known = into.setdefault(term.node, {}).setdefault(term.number, factor)
+            if abs(known - factor) > _ROUNDING * factor:
+                _refuse_twice(term)
+        _note(loss, reading)
+    handles = []
+    try:
+        for node, of_inputs in into.items():
+            if any(factor != 1 for factor in of_inputs.values()):
+                is_above = _name(node) in _ELEMENTWISE or _name(node) == _STACKED
+                register = node.register_hook if is_above else node.register_prehook
+                handles.append(register(functools.partial(_scaled, of_inputs)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _scaled(by: dict[int, float], gradients: Sequence[Any], *_: Any) -> tuple[Any, ...]:
+    # Where nothing counts on this rank, it has divided by 0.
+    scaled = {number: by.get(number, 1.0) for number, x in enumerate(gradients) if x is not None}
+    return tuple(
+        x if x is None else x * scaled[number] if scaled[number] else torch.zeros_like(x)
+        for number, x in enumerate(gradients)
+    )
+
+
+def _factors(loss: Any) -> tuple[dict[Term, float], Reading]:
+    """By what to multiply the gradient that goes into each term of `loss` (collective where one is counted)."""
     share = shares.at_hand()
     found = terms(loss.grad_fn)
     if share is None or not found:
-        return 1.0
-    # Of rows that another rank has as well nothing counts: the backward pass weighs them by 0.
-    mine = [(term.num if share.weight else 0.0) if term.is_counted else None for term in found]
+        return {}, Reading()
+    mine = _counts(found, share)
     of_ranks = world().gather(mine) if any(count is not None for count in mine) else [mine] * share.world_size
-    factors = [_factor_of(term, [there[i] for there in of_ranks], share) for i, term in enumerate(found)]
-    if max(factors) - min(factors) <= _ROUNDING:
-        if all(term.is_sum and not term.is_counted for term in found) and factors[0] != 1:
-            say_on_main(
-                f"{line_of_the_program()}: the loss is a sum over the samples of a batch ({found[0].name}), of which "
-                f"each rank has its share; it is multiplied by {share.world_size}, since gradients are averaged over "
-                "the ranks. A number that is read out of it is the sum over the whole batch: where the program divides "
-                f"that by the length of its batch, which is that of a share, it is {share.world_size} times too large"
-            )
-        return factors[0]
-    _refuse_or_say(found, factors, share)
-    return 1.0
+    factors = {term: _factor_of(term, [there[i] for there in of_ranks], share) for i, term in enumerate(found)}
+    of_samples = [term for term in found if term.is_sum and not term.is_counted and factors[term] != 1]
+    if any(_name(term.own) == _COMPILED for term in found):
+        say_on_main(
+            f"{line_of_the_program()}: a compiled function returned the loss; it is taken for a mean over the samples "
+            "of the batch, since its terms cannot be seen. If it is a sum over samples, or a mean over what is not "
+            "padding, gradients are not those of one process: compile the network alone"
+        )
+    if of_samples:
+        say_on_main(
+            f"{line_of_the_program()}: the loss has a sum over the samples of a batch ({of_samples[0].name}), of which "
+            f"each rank has its share; its gradients are multiplied by {share.world_size}, since they are averaged "
+            "over the ranks. If the program multiplies it by 1 / len(batch), they are too large: divide by len(batch). "
+            "A number that is read out of it is the sum over the whole batch: where the program divides that by the "
+            f"length of its batch, which is that of a share, it is {share.world_size} times too large"
+        )
+    return factors, _reading(found, of_ranks, share)
+
+
+def _counts(found: list[Term], share: shares.Share) -> list[Optional[float]]:
+    # Of rows that another rank has as well nothing counts: the backward pass weighs them by 0.
+    return [(term.num if share.weight else 0.0) if term.is_counted else None for term in found]
+
+
+def _refuse_twice(term: Term) -> None:
+    raise SyncError(
+        f"{line_of_the_program()}: a part of the loss ({term.name}) is in it several times, divided by different "
+        "numbers, of which one is that of the rank's samples or of what is not padding, and another is not. Its "
+        "gradients would be right for one of them alone. Compute it once for each: (x * mask).sum() / mask.sum() + "
+        "x.mean(), in place of a sum that is kept."
+    )
 
 
 def refuse_ragged(given: Any) -> None:
@@ -73,13 +147,13 @@ def refuse_ragged(given: Any) -> None:
     if share is None:
         return
     means = [term for loss in given for term in terms(loss.grad_fn) if not term.is_sum and not term.is_counted]
-    of_ranks = world().gather([share.num_rows, *(term.num_averaged for term in means)])
+    of_ranks = world().gather([share.num_rows, *(_num_averaged(term.own) for term in means)])
     if len({len(there) for there in of_ranks}) > 1:
         return
     for term, *numbers in zip(means, *(there[1:] for there in of_ranks)):
         a_row = {number / there[0] for number, there in zip(numbers, of_ranks)}
         if len({*numbers}) > 1 and len(a_row) > 1:
-            told = " and ".join(f"{number:,}" for number in numbers)
+            told = " and ".join(f"{number:,g}" for number in numbers)
             raise SyncError(
                 f"{line_of_the_program()}: a mean in the loss ({term.name}) is over {told} numbers on the ranks, for "
                 f"{' and '.join(str(there[0]) for there in of_ranks)} samples: these are padded to the longest of a "
@@ -89,112 +163,110 @@ def refuse_ragged(given: Any) -> None:
 
 
 def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """By which tensors without gradients means in `loss` are multiplied or divided, and by which sums. Local."""
-    share, of_means = shares.at_hand(), list[torch.Tensor]()
+    """By which tensors without gradients terms of `loss` are multiplied, and by which they are divided. Local."""
+    share, multipliers = shares.at_hand(), list[torch.Tensor]()
     num_rows = 2 if share is None else max(share.num_rows, 2)
-    of_sums: list[torch.Tensor] = []
+    divisors: list[torch.Tensor] = []
     waiting: list[tuple[Any, tuple[torch.Tensor, ...]]] = [(loss.grad_fn, ())]
     while waiting:
         node, path = waiting.pop()
         if node is None or len(path) > _MOST_SCALES:
             continue
-        name, weight = node.name(), getattr(node, "_saved_total_weight", None)
-        if name in _ELEMENTWISE:
+        name, weight = _name(node), getattr(node, "_saved_total_weight", None)
+        stacked = _stacked(node, name)
+        if stacked is not None or name in _ELEMENTWISE:
             saved = [getattr(node, part, None) for part in ("_saved_self", "_saved_other")] if name in _SCALING else []
-            path += tuple(x for x in saved if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.requires_grad)
-            waiting += [(inner, path) for inner, _ in node.next_functions]
-        elif name == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM:
-            of_sums += path
+            numbers = [x for x in saved if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.requires_grad]
+            if name == "DivBackward0":
+                divisors += numbers
+            else:
+                path += tuple(numbers)
+            waiting += [(inner, path) for inner, _ in (stacked or node).next_functions]
         else:
             # A temperature, of a few entries, that is multiplied by a mean of the batch is linear in that one.
-            of_means += path if _num_entries(node) >= num_rows else ()
-            of_sums += [] if weight is None else [weight]
-    return of_means, of_sums
+            multipliers += path if _is_sum(node) or _num_entries(node) >= num_rows else ()
+            divisors += [] if weight is None else [weight]
+    return multipliers, divisors
 
 
 class _Losses:
     """Those of the last backward passes that are more than a mean, by where their number lies."""
 
     def __init__(self) -> None:
-        self.by_place: dict[int, tuple[torch.Tensor, float]] = {}
+        self.by_place: dict[int, tuple[torch.Tensor, Reading]] = {}
 
 
-def note(loss: torch.Tensor, found: float) -> None:
-    """Keep the `factor` of a loss for who reads it, or parts of it, once its graph is freed. Local."""
-    waiting: list[tuple[Any, float, bool]] = [(loss.grad_fn, found, True)]
+def _note(loss: torch.Tensor, found: Reading) -> None:
+    """Keep what is known of a loss for who reads it, or parts of it, once its graph is freed. Local."""
+    waiting: list[tuple[Any, Optional[Reading]]] = [(loss.grad_fn, found)]
     while waiting:
-        node, by, is_loss = waiting.pop()
+        node, reading = waiting.pop()
         if node is not None and _KEY not in node.metadata:
-            node.metadata[_KEY] = by, is_loss
-            if node.name() in _ELEMENTWISE:
-                waiting += [(inner, _local_factor(inner), False) for inner, _ in node.next_functions]
-    if found != 1:
+            node.metadata[_KEY] = reading or _reading_by_graph(node)
+            stacked = _stacked(node, _name(node))
+            if stacked is not None or _name(node) in _ELEMENTWISE:
+                waiting += [(inner, None) for inner, _ in (stacked or node).next_functions]
+    if found != Reading():
         kept = current().part(_Losses).by_place
         kept[loss.data_ptr()] = loss.detach(), found
         while len(kept) > _MOST_KEPT:
             del kept[next(iter(kept))]
 
 
-def factor_of_what_is_read(tensor: torch.Tensor) -> tuple[float, bool]:
-    """(what makes the mean over the ranks of a number that of the whole batch, whether that is sure). Local.
+def reading_of(tensor: torch.Tensor) -> Reading:
+    """How to read a number out of `tensor`. Local.
 
     A sum over samples is known by its graph, before the backward pass and after it; a loss also without a graph.
     """
     node: Any = tensor.grad_fn
     if node is None:
-        _, found = current().part(_Losses).by_place.get(tensor.data_ptr(), (None, 1.0))
-        return found, True
-    return node.metadata.get(_KEY) or (_local_factor(node), False)
+        return current().part(_Losses).by_place.get(tensor.data_ptr(), (None, Reading()))[1]
+    return node.metadata.get(_KEY) or _reading_by_graph(node)
 
 
-def _local_factor(node: Any) -> float:
-    """That of a sum of sums over samples; 1 for all else."""
+def _reading_by_graph(node: Any) -> Reading:
+    """Of what this node computed, as far as its graph says it on this rank."""
     share = shares.at_hand()
     try:
         found = terms(node)
     except RuntimeError:  # the graph was freed
-        return 1.0
-    if share is None or not found or not all(term.is_sum for term in found):
-        return 1.0
-    if any(term.is_counted and not term.is_constant for term in found):
-        return 1.0
-    factors = {_factor_of(term, [term.num] * share.world_size, share) for term in found}
-    return factors.pop() if len(factors) == 1 else 1.0
+        return Reading()
+    if share is None or not found:
+        return Reading()
+    return _reading(found, [_counts(found, share)] * share.world_size, share)._replace(is_sure=False)
 
 
-def _refuse_or_say(found: list[Term], factors: list[float], share: shares.Share) -> None:
-    for term, wanted in zip(found, factors):
-        if term.is_loss and wanted == _whole(share):
-            raise SyncError(
-                f"{line_of_the_program()}: the loss contains a sum over the samples of a batch ({term.name}, "
-                'reduction="sum") beside terms that are none; each rank has its share of the samples, gradients are '
-                f"averaged over the ranks, and those of the sum would be 1/{world().world_size} of those of one "
-                "process. Divide it by the number of samples that it was summed over (len of the batch)."
-            )
-        if term.is_sum and wanted == _whole(share):
-            say_on_main(
-                f"the loss contains a sum ({term.name}); if it is over samples, and not divided by the number that "
-                "this rank has of them (len of the batch, not a constant), gradients are too small by the number of "
-                "ranks"
-            )
-        elif wanted != 1:
-            say_on_main(
-                f"{line_of_the_program()}: a part of the loss ({term.name}) is a mean over numbers of which ranks have "
-                "different ones (what is not padding), and another part is not; ranks weigh equally in both"
-            )
+def _reading(found: list[Term], of_ranks: list[list[Optional[float]]], share: shares.Share) -> Reading:
+    """Of what is added up from these terms; `of_ranks`: the `_counts` of each."""
+    counts = [[there[i] for there in of_ranks] for i in range(len(found))]
+    are_weighed = [_is_weighed(term, of_term) for term, of_term in zip(found, counts)]
+    if all(are_weighed):
+        weights = [of_term[share.rank] for of_term in counts]
+        if _is_one(weights):
+            return Reading(weight=weights[0])
+    if any(are_weighed):
+        is_number = all(of_term[share.rank] for of_term, is_weighed in zip(counts, are_weighed) if is_weighed)
+        return Reading(weight=float(share.num_counted if is_number else 0), is_mixed=True)  # else it divided by 0
+    factors = [_factor_of(term, of_term, share) for term, of_term in zip(found, counts)]
+    return Reading(factors[0]) if _is_one(factors) else Reading(is_mixed=True)
+
+
+def _is_one(numbers: list[Any]) -> bool:
+    return bool(max(numbers) - min(numbers) <= _ROUNDING)
 
 
 def _factor_of(term: Term, counts: list[Any], share: shares.Share) -> float:
     """For this term alone; `counts`: of each rank."""
     if term.is_sum and term.num_rows and share.num_samples(term.num_rows) is None:
         return 1.0  # over no samples
-    if term.is_counted and not (term.is_constant and len({*counts}) == 1 and _is_plain(counts[0], share)):
+    if _is_weighed(term, counts):
         return float(counts[share.rank] / sum(counts)) * _whole(share) if sum(counts) else 1.0
-    if not term.is_sum or term.num is None:
-        return 1.0
-    is_divided = term.num % share.num_rows == 0  # else by a weight, or the number of accumulated batches
-    is_whole = not is_divided or term.num == share.total(share.num_rows)
-    return _whole(share) if is_whole else 1.0
+    return _whole(share) if term.is_sum and term.num is not None and not term.is_by_rows else 1.0
+
+
+def _is_weighed(term: Term, counts: list[Any]) -> bool:
+    """Whether ranks weigh by what they divide by; `counts`: of each."""
+    return term.is_counted and not (term.is_plain and len({*counts}) == 1)
 
 
 def _whole(share: shares.Share) -> float:
@@ -202,56 +274,85 @@ def _whole(share: shares.Share) -> float:
     return share.world_size / share.weight if share.weight else 1.0
 
 
-def _is_plain(count: float, share: shares.Share) -> bool:
-    """Whether an integer is rather the program's own than the sum of a mask, which would be large."""
-    return count <= share.num_rows or count % share.num_rows == 0
-
-
 def terms(node: Any) -> list[Term]:
     """The terms of a loss with this `grad_fn`. Local."""
     found: dict[Term, None] = {}
-    waiting: list[tuple[Any, Optional[float], bool, bool]] = [(node, 1.0, False, True)]
-    seen = set()
+    waiting: list[tuple[Any, tuple[Any, int], _Divided]] = [(node, (node, 0), _Divided())]
+    seen, share = set(), shares.at_hand()
     while waiting:
-        node, count, is_divided, is_constant = waiting.pop()
-        if node is None or (node, count) in seen:
+        node, place, divided = waiting.pop()
+        if node is None:
             continue
-        seen.add((node, count))
-        name = node.name()
-        reduction = getattr(node, "_saved_reduction", None)
-        if name in _ELEMENTWISE:
-            by, is_fixed = _divided_by(node, name)
-            inside = None if by is None or count is None else by * count
-            divides, is_ours = is_divided or name == "DivBackward0", is_constant and is_fixed
-            waiting += [(inner, inside, divides, is_ours) for inner, _ in node.next_functions]
-        elif reduction == _SUM:
-            rows = _rows(getattr(node, "_saved_self", None))
-            found[Term(name, True, True, count, is_divided and count is not None, is_constant, rows)] = None
-        elif name == "SumBackward0":
-            sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
+        name, num = _name(node), divided.num
+        stacked = _stacked(node, name)
+        if stacked is not None or name in _ELEMENTWISE:
+            if (node, num) not in seen:
+                seen.add((node, num))
+                above = stacked or node
+                inside = divided.by(node, name)
+                waiting += [(inner, (above, i), inside) for i, (inner, _) in enumerate(above.next_functions)]
+            continue
+        if _is_sum(node):
+            own = getattr(node, "_saved_self", None)
+            sizes: Any = getattr(node, "_saved_self_sym_sizes", ()) if own is None else own.shape
             rows = int(sizes[0]) if len(sizes) else 0
-            found[Term(name, True, False, count, is_divided and count is not None, is_constant, rows)] = None
-        elif name != "torch::autograd::AccumulateGrad":
-            averaged = _num_averaged(node, name, reduction)
-            share = shares.at_hand()
-            if averaged is None and is_divided and count is not None and not is_constant and share is not None:
-                averaged = count * share.weight  # by another mean: of a mask
-            found[Term(name, False, False, averaged, averaged is not None, False, 0, _num_entries(node))] = None
+            is_counted = divided.is_counted and num is not None
+            found[Term(name, True, num, is_counted, *divided[2:], rows, node, *place)] = None
+        elif name != "AccumulateGrad":
+            averaged = _count(node, name)
+            if averaged is None and divided.is_counted and num is not None and not divided.is_constant and share:
+                averaged = num * share.weight  # by another mean: of a mask
+            found[Term(name, False, averaged, averaged is not None, False, False, False, 0, node, *place)] = None
     return [*found]
 
 
-def _num_averaged(node: Any, name: str, reduction: Optional[int]) -> Optional[float]:
+def _stacked(node: Any, name: str) -> Any:
+    """The node that stacked the losses of which this one is the sum or the mean; None where it is of something else."""
+    share = shares.at_hand()
+    sizes: Any = getattr(node, "_saved_self_sym_sizes", ()) if name in ("SumBackward0", "MeanBackward0") else ()
+    if len(sizes) != 1 or share is None or share.num_samples(int(sizes[0])) is not None:  # it may be one for a sample
+        return None
+    inner = node.next_functions[0][0]
+    return inner if inner is not None and _name(inner) == _STACKED else None
+
+
+def _name(node: Any) -> str:
+    return type(node).__name__  # torch 2.1 has no `name()` of a torch.autograd.Function
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether it may be a sum over samples. Of nothing but weights of the sizes that are summed it is a penalty."""
+    if _name(node) != "SumBackward0":
+        return getattr(node, "_saved_reduction", None) == _SUM
+    waiting, seen = [node], {None}
+    while waiting:
+        inner = waiting.pop()
+        leaf = inner.variable if _name(inner) == "AccumulateGrad" else None
+        if leaf is not None and not (isinstance(leaf, nn.Parameter) and leaf.shape == node._saved_self_sym_sizes):
+            return True
+        waiting += [further for further, _ in inner.next_functions if further not in seen]
+        seen.update(waiting)
+    return False
+
+
+def _count(node: Any, name: str) -> Optional[float]:
     """Over how many numbers it is a mean, where that is not by shape the same on all ranks; else None."""
     weight, target = getattr(node, "_saved_total_weight", None), getattr(node, "_saved_target", None)
-    share = shares.at_hand()
+    share, reduction = shares.at_hand(), getattr(node, "_saved_reduction", None)
     if reduction == _MEAN and weight is not None and target is not None:  # without what ignore_index leaves out
-        is_weighted = getattr(node, "_saved_weight", None) is not None  # each class by its own
-        return float(weight) if share is not None and (is_weighted or target.numel() > share.num_rows) else None
+        is_counted = node._saved_weight is not None or node._saved_ignore_index != _IGNORED_INDEX
+        return float(weight) if share is not None and (is_counted or target.numel() > share.num_rows) else None
     is_mean = name == "MeanBackward0" or reduction == _MEAN
-    if not is_mean or not any(inner is not None and inner.name() in _SELECTED for inner, _ in node.next_functions):
+    if not is_mean or not any(inner is not None and _name(inner) in _SELECTED for inner, _ in node.next_functions):
         return None
     own = getattr(node, "_saved_self", None)
     return float(node._saved_self_sym_numel if own is None else own.numel())
+
+
+def _num_averaged(node: Any) -> float:
+    """Over how many numbers it is a mean; 0 where that is not known."""
+    weight = getattr(node, "_saved_total_weight", None)
+    return _num_entries(node) if weight is None else float(weight)
 
 
 def _num_entries(node: Any) -> int:
@@ -259,20 +360,44 @@ def _num_entries(node: Any) -> int:
     return int(own.numel() if own is not None else getattr(node, "_saved_self_sym_numel", 0))
 
 
-def _divided_by(node: Any, name: str) -> tuple[Optional[float], bool]:
-    """By what number this node divides, and whether that is a constant of the program's."""
-    if name not in _SCALING:
-        return 1.0, True
-    other = getattr(node, "_saved_other", None)
-    if other is not None and (other.numel() != 1 or other.requires_grad):
-        other = None
-    if name == "MulBackward0":
-        by = 1 / float(other) if other is not None and 0 < float(other) < 1 else 1.0
-        return (float(round(by)), True) if abs(by - round(by)) < _ROUNDING * by else (1.0, True)
-    if other is None:
-        return None, False
-    return float(other), other.dtype in (torch.float64, torch.int64) and other.device.type == "cpu"
+class _Divided(NamedTuple):
+    """By what a part of a loss is divided; see `Term`."""
+
+    num: Optional[float] = 1.0
+    is_counted: bool = False
+    is_constant: bool = True
+    is_plain: bool = True
+    is_by_rows: bool = False
+
+    def by(self, node: Any, name: str) -> _Divided:
+        """What is divided by `node`, too."""
+        # A weight of 0.1 is none of ten samples: a sum that is multiplied by 1 / len(batch) is taken for a sum.
+        if name != "DivBackward0" or self.num is None:
+            return self
+        other, share = getattr(node, "_saved_other", None), shares.at_hand()
+        if other is None or other.numel() != 1 or other.requires_grad:
+            return _Divided(None, True, False, False)
+        number = float(other)
+        is_constant = _is_of_python(other)
+        is_plain = is_constant and (share is None or _is_plain(number, share))
+        is_by_rows = share is not None and number % share.num_rows == 0 and number != share.total(share.num_rows)
+        return _Divided(
+            self.num * number,
+            True,
+            self.is_constant and is_constant,
+            self.is_plain and is_plain,
+            self.is_by_rows or is_by_rows,
+        )
 
 
-def _rows(tensor: Any) -> int:
-    return int(tensor.shape[0]) if tensor is not None and tensor.dim() else 0
+def _is_of_python(number: torch.Tensor) -> bool:
+    """Whether this is a number of Python's: it does not decide which dtype a result has, as one of a tensor's does."""
+    other = torch.empty((), dtype=torch.float16 if number.is_floating_point() else torch.int8, device="cpu")
+    return torch.result_type(number, other) != number.dtype
+
+
+def _is_plain(number: float, share: shares.Share) -> bool:
+    """Whether a number is rather the program's own than the sum of a mask, which would be large."""
+    total = share.total(share.num_rows)
+    most = -(-total // share.world_size)  # rows of a rank
+    return number <= most or number % most == 0 or number == total

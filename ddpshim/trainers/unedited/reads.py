@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Callable, Optional
 
@@ -29,6 +29,7 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say
 from ddpshim.job.world import CROSSED_DEADLINE_S, World
 from ddpshim.trainers.unedited import losses
+from ddpshim.trainers.unedited.places import say_on_main
 
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__")
 _ARRAYS = ("tolist", "numpy", "__array__")
@@ -145,32 +146,43 @@ class _Reads:
 
         Of a sum over samples the sum over those of all ranks.
         """
-        factor, is_sure = losses.factor_of_what_is_read(tensor) if tensor.is_floating_point() else (1.0, True)
+        reading = losses.reading_of(tensor) if tensor.is_floating_point() else losses.Reading()
         own = tensor.detach().cpu() if own is None else own
-        value = self._item(own) if factor == 1 else self._item(own) * factor
-        bits = struct.unpack("<q", struct.pack("<d", value))[0] if own.is_floating_point() else int(value)
-        everyones = self._exchange(bits, own.dtype, line)
-        if all(other == bits for other, _ in everyones) and (factor == 1 or not is_sure):
+        value = self._item(own) if reading.times == 1 else self._item(own) * reading.times
+        bits = _bits(value) if own.is_floating_point() else int(value)
+        everyones = self._exchange(bits, reading.weight, own.dtype, line)
+        if all(other == bits for other, _ in everyones) and (reading.times == 1 or not reading.is_sure):
             return own  # what looks like a sum over samples is one over weights
         if own.is_floating_point():
             self._say_of_kept(line)
-            values = [struct.unpack("<d", struct.pack("<q", other))[0] for other, _ in everyones]
-            return own.clone().fill_(_mean(values, [weight for _, weight in everyones]))
+            if reading.is_mixed:
+                self._say_mixed(line)
+            return own.clone().fill_(_mean([_number(other) for other, _ in everyones], [w for _, w in everyones]))
         self._say([other for other, _ in everyones], own.dtype, line)
         return own.clone().fill_(everyones[0][0])
 
-    def _exchange(self, bits: int, dtype: torch.dtype, line: FrameType) -> list[tuple[int, int]]:
-        """(number, rows of the batch that it is about) of each rank (collective)."""
+    def _exchange(
+        self, bits: int, weight: Optional[float], dtype: torch.dtype, line: FrameType
+    ) -> list[tuple[int, float]]:
+        """(number, by what it counts) of each rank (collective).
+
+        That is `weight`, where all ranks have one, else how many rows of the batch the number is about.
+        """
         self._num_reads += 1
         sharing = current().part(shares.Sharing)
         at_hand, last = sharing.of_draws if sharing.share is None else sharing.share, sharing.last[0]
         num_rows = 1 if at_hand is None else at_hand.num_counted
         what = f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno} {dtype} {self._num_reads} {last}"
         tag = zlib.crc32(what.encode(errors="backslashreplace"))
-        everyones = messages.pairs((bits, num_rows << 32 | tag), self._here.world_size, self._here._peers())
+        to_send = bits, (num_rows << 1 | (weight is not None)) << 32 | tag
+        everyones = messages.pairs(to_send, self._here.world_size, self._here._peers())
         if any(theirs & 0xFFFFFFFF != tag for _, theirs in everyones):
             self._refuse(line, last)
-        return [(number, theirs >> 32) for number, theirs in everyones]
+        numbers, counts = [number for number, _ in everyones], [theirs >> 32 for _, theirs in everyones]
+        if weight is not None and all(count & 1 for count in counts):
+            weights = messages.pairs((_bits(weight), tag), self._here.world_size, self._here._peers())
+            return [*zip(numbers, [_number(theirs) for theirs, _ in weights])]
+        return [*zip(numbers, [count >> 1 for count in counts])]
 
     def _refuse(self, line: FrameType, last: Any) -> None:
         step = "" if last is None else f", in step {last.step} of epoch {last.epoch}"
@@ -184,18 +196,23 @@ class _Reads:
         )
 
     def _say_of_kept(self, line: FrameType) -> None:
-        """Name, once, a mean over ranks whose rows may be unequally many."""
-        sharing, place = current().part(shares.Sharing), _place(line)
+        """Name a mean over ranks whose rows may be unequally many."""
+        sharing = current().part(shares.Sharing)
         kept = sharing.kept
-        if sharing.share is not None or kept is None or not kept.totals or kept.looked_at or place in self._named:
-            return
-        self._named.add(place)
-        if self._here.is_main:
-            say(
-                f"{place} reads a number that differs between ranks, after the pass over a loader whose last batch "
-                f"({kept.totals[0]} samples) the ranks do not divide: all take the mean of their numbers. If it is "
-                "about that batch, one process would weigh each sample alike"
+        if sharing.share is None and kept is not None and kept.totals and not kept.looked_at:
+            say_on_main(
+                f"{_place(line)} reads a number that differs between ranks, after the pass over a loader whose last "
+                f"batch ({kept.totals[0]} samples) the ranks do not divide: all take the mean of their numbers. If it "
+                "is about that batch, one process would weigh each sample alike"
             )
+
+    def _say_mixed(self, line: FrameType) -> None:
+        say_on_main(
+            f"{_place(line)} reads a loss that adds up terms of which ranks have shares that count differently (a mean "
+            "over samples, a sum over samples, a mean over what is not padding). It reads the mean over the ranks; one "
+            "process would have read another number. Gradients are those of one process, and so are the terms, where "
+            "they are read one by one"
+        )
 
     def _say(self, of_ranks: list[int], dtype: torch.dtype, line: FrameType) -> None:
         place = _place(line)
@@ -212,7 +229,15 @@ class _Reads:
             )
 
 
-def _mean(values: list[float], weights: list[int]) -> float:
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def _mean(values: list[float], weights: Sequence[float]) -> float:
     """The mean of the ranks' means, of a sum that is rounded once."""
     if not sum(weights):
         weights = [1] * len(values)

@@ -64,15 +64,11 @@ class Steps:
                     self._check_coupling(given)
                     if self._is_looked_at:
                         losses.refuse_ragged(given)
-                    factors = [losses.factor(loss) for loss in given]
-                    for loss, factor in zip(given, factors):
-                        losses.note(loss, factor)
-                    if any(factor != 1 for factor in factors):
-                        tensors = [loss * factor for loss, factor in zip(given, factors)]
-                else:
-                    self._num_whole += 1
-                    if is_milestone(self._num_whole):
-                        self._check_alike(given)
+                    with losses.of_the_batch(given):
+                        return original(tensors, *args, **kwargs)
+                self._num_whole += 1
+                if is_milestone(self._num_whole):
+                    self._check_alike(given)
                 return original(tensors, *args, **kwargs)
 
         return backward
@@ -108,15 +104,17 @@ class Steps:
             return
         for loss in given:
             sums, found = self.shadows.excess(loss), ""
-            of_means, of_sums = losses.scales(loss)
-            if sums is not None and not any(map(self.shadows.differs, of_sums)):
+            multipliers, divisors = losses.scales(loss)
+            if any(map(self.shadows.differs, multipliers)):
+                found = (
+                    "a part of it is multiplied by a number that was computed from the whole batch, without gradients"
+                )
+            elif any(self.shadows.excess(divisor) is not None for divisor in divisors):
+                found = "it is divided by a number of the batch that is neither a sum over its samples nor a mean"
+            elif sums is not None and not any(map(self.shadows.differs, divisors)):
                 found = (
                     "two batches that exchange some of their rows have losses of together "
                     f"{sums[0]:.6g} before, and {sums[1]:.6g} afterwards"
-                )
-            elif any(map(self.shadows.differs, of_means)):
-                found = (
-                    "a mean in it is multiplied by a number that was computed from the whole batch, without gradients"
                 )
             if found:
                 coupling.refuse(found, line_of_the_program(), world().world_size)
