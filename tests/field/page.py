@@ -66,10 +66,10 @@ TAIL = """## What differs, and why
 
 act and gnm draw random numbers for a sample, in a data worker. So each rank loads whole batches, and a line says that.
 gnm is not in the table, as it takes minutes. It is within what rounding amounts to, which is much: weights 1e-02
-(2e-02), logged numbers 1e-01 (1e-01). Its loss adds a mean over what a mask leaves to a mean over all samples; ranks have shares
-that count otherwise in each, and the gradient of each is scaled by itself (tests/test_unedited.py compares such losses
-in float64). Before the first step its logged numbers are those of one process to 1e-06, but for the total of the two
-means: that is the mean over the ranks, 5.4 for 4.8, and a line says so.
+(2e-02), logged numbers 1e-01 (1e-01). Its loss adds a mean over what a mask leaves to a mean over all samples; ranks
+have shares that count otherwise in each, and the gradient of each is scaled by itself (tests/test_unedited.py compares
+such losses in float64). Before the first step its logged numbers are those of one process to 1e-06, but for the total
+of the two means: that is the mean over the ranks, 5.4 for 4.8, and a line says so.
 
 ## Stand-ins
 
