@@ -83,7 +83,8 @@ def _counted(rank: int) -> list[float]:
     x, mask = torch.tensor([_OWN[rank], 3 * _OWN[rank]], requires_grad=True), torch.tensor([[1, 1], [1, 0]])[rank]
     parts = (x * mask).sum() / mask.sum(), x.mean(), functional.mse_loss(x, torch.zeros(2), reduction="sum")
     halved, loss = (x * mask).mean() / mask.float().mean() / 2, parts[0] * 2 + parts[1] - parts[2]
-    read = [*(part.item() for part in parts), halved.item(), loss.item()]
+    nothing = (x * (1 - rank)).sum() / torch.tensor([2, 0])[rank]  # all rows of rank 1 are padding
+    read = [number.item() for number in (*parts, halved, loss, nothing, nothing + parts[1])]
     with losses.of_the_batch([loss]):
         loss.backward()
     return [*read, *(part.item() for part in (*parts, halved, loss)), loss.detach().item()]
@@ -159,7 +160,8 @@ def test_numbers_are_those_of_all_ranks() -> None:
         sums = [whole, squares, in_all / 4, whole / 16, whole, whole, squares, whole, 16.0, 0.375]
         assert out.pop("sums") == pytest.approx(sums, rel=1e-6)
         counted = [0.375, 0.75, 4.0625, 0.1875, 1.625 - 4.0625 / 2]  # of the last one the mean over the ranks
-        assert out.pop("counted") == pytest.approx([*counted * 2, counted[-1]], rel=1e-6)
+        of_one_rank = [0.25, 0.5]
+        assert out.pop("counted") == pytest.approx([*counted, *of_one_rank, *counted, counted[-1]], rel=1e-6)
         said_by_it.append(out.pop("said"))
         assert not out
     assert said_by_it[1] == ""

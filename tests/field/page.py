@@ -67,7 +67,8 @@ TAIL = """## What differs, and why
 act and gnm draw random numbers per sample in a data worker, so each rank loads whole batches, and ddpshim reports it.
 gnm takes minutes and is not in the table. It is equal up to rounding: weights 1e-02 (2e-02), logged numbers 1e-01
 (1e-01). Its loss adds a mean over masked entries to a mean over all samples; the two weight ranks differently, and each
-term's gradient is scaled on its own. Before the first step its logged numbers equal one process to 1e-06, except the
+term's gradient is scaled on its own (tests/test_unedited.py checks
+such losses in float64). Before the first step its logged numbers equal one process to 1e-06, except the
 total of the two means: ranks log their mean, 5.4 instead of 4.8, and ddpshim reports it.
 
 ## Stand-ins

@@ -75,7 +75,7 @@ def of_the_batch(given: Sequence[Any]) -> Iterator[None]:
         factors, reading = _factors(loss)
         for term, factor in factors.items():
             known = into.setdefault(term.node, {}).setdefault(term.number, factor)
-            if abs(known - factor) > _ROUNDING * factor:
+            if abs(known - factor) > _ROUNDING * abs(factor):
                 _refuse_twice(term)
         _note(loss, reading)
     handles = []
