@@ -293,7 +293,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 # In one process for all: exit code, output, error, and the seconds of the processor.
 _WITHOUT_TORCH = """
 import contextlib, io, json, sys, time
-for name in ("torch", "matplotlib", "robomimic"):
+for name in ("torch", "plotly", "robomimic"):
     sys.modules[name] = None
 import ddpshim.__main__ as command_line
 
@@ -319,7 +319,7 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each of CALLS gave where neither torch nor matplotlib can be imported."""
+    """What each of CALLS gave where neither torch nor plotly can be imported."""
     folder = tmp_path_factory.mktemp("without_torch")
     _fill(folder)
     ran = subprocess.run(
@@ -372,7 +372,7 @@ def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[
     assert cpu_s < 0.5
 
 
-def test_a_page_without_matplotlib(without_torch: dict[str, Any]) -> None:
+def test_a_page_without_plotly(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["report run"]
     assert (code, out) == (2, "")
-    _check_message(err, "matplotlib cannot be imported")
+    _check_message(err, "plotly cannot be imported")

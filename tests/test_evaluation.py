@@ -18,9 +18,9 @@ import ddpshim
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import episodes, player
 from ddpshim.evaluation.evaluating import Evaluation
-from ddpshim.evaluation.intervals import at_any_time, exact
 from ddpshim.job import events
 from ddpshim.job.progress import Frame, Progress, place_of
+from ddpshim.observe.intervals import at_any_time, exact
 from tests.ranks import run_ranks
 
 

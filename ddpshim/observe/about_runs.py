@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpshim.arguments import positive
+from ddpshim.arguments import natural, positive
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
@@ -22,17 +22,29 @@ def add(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="a page about a run: losses of all ranks, time, memory, guards, checkpoints, how it ended",
-        description="Write what the ranks of a run have written down as one page of HTML that needs no network, or as "
-        "Markdown, and print its path. Exit code: 0 written, 2 nothing to report, or wrong usage.",
+        help="a page about a run: success, losses of all ranks, time, guards, how it ended; or of several to compare",
+        description="Build a one-page report from the records of a run, as HTML that needs no network or as Markdown, "
+        "and print its path; with several runs, compare them. With --serve, show a page that refreshes while the run "
+        "trains, until Ctrl-C. Exit code: 0 written or served, 2 nothing to report, or wrong usage.",
     )
-    report.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
-    report.add_argument("--markdown", action="store_true", help="the same numbers without charts, nor matplotlib")
-    report.add_argument("--out", type=Path, metavar="FILE", help="default: report.html or report.md in RUN_DIR")
+    text = "of a run: where config.json is, or above it; several are compared, the first is the reference"
+    report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
+    report.add_argument("--markdown", action="store_true", help="the same numbers without charts; needs no plotly")
+    text = "default: report.html or report.md in RUN_DIR; of several, comparison.html or .md in the current folder"
+    report.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "a page on 127.0.0.1 that refreshes every few seconds; writes nothing"
+    report.add_argument("--serve", action="store_true", help=text)
+    text = "of --serve (default 8000; 0: one that is free)"
+    report.add_argument("--port", type=natural, default=8000, help=text)
     report.set_defaults(run=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    if arguments.serve:
+        from ddpshim.observe.report.serving import serve
+
+        serve(arguments.folder, arguments.port)
+        return 0
     from ddpshim.observe.report.writing import write
 
     print(write(arguments.folder, arguments.out, arguments.markdown))
