@@ -86,6 +86,8 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("report",), "folder"): (["absent"], 2),
     (("predict",), "folder"): (["absent", "--gpus", "8"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 2),
+    (("report",), "to_tensorboard"): (["run", "--to-tensorboard", "train.py/absent"], 2),
+    (("report",), "to_wandb"): (["absent", "--to-wandb"], 2),
 }
 MODULES = {command: MISSING[command, "program"][1] for command in COMMANDS if (command, "program") in MISSING}
 

@@ -28,7 +28,7 @@ import ddpshim
 from ddpshim import __main__ as command_line
 from ddpshim import checkpoint
 from ddpshim.errors import ReportError, SyncError
-from ddpshim.observe import recording, records
+from ddpshim.observe import exporting, recording, records
 from ddpshim.observe.report import charts, serving
 from ddpshim.observe.report import page as page_of_report
 from ddpshim.observe.report.findings import findings, verdict
@@ -395,6 +395,43 @@ def _table_of(page: Path, title: str) -> list[list[str]]:
     text = page.read_text().split(f"## {title}\n\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.replace("\\", "").split("|")[1:-1]] for line in text.splitlines()]
     return [rows[0], *rows[2:]]
+
+
+def test_curves_go_to_tensorboard(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: Any = None) -> None:
+            self.name = str(Path(folder).relative_to(tmp_path / "out"))
+
+        def add_scalar(self, name: str, value: float, epoch: int, walltime: float) -> None:
+            written.append((self.name, name, value, epoch))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            written.append((self.name, "end", 0, 0))
+
+    monkeypatch.setattr(exporting, "_summary_writer", lambda: Writer)
+    monkeypatch.setattr(exporting, "check", lambda kind: (kind,))
+    for rank in (0, 1):
+        valid = _epoch(1, 5.0 + rank, phase="validation")
+        _put(tmp_path / "run", rank, _start(rank), _epoch(1, 1.0 + rank), valid, _rollout(1, 0.8), _end())
+    argv = ["report", str(tmp_path / "run"), "--to-tensorboard", str(tmp_path / "out")]
+    assert command_line.main(argv) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'tensorboard'}\n"
+    losses = [row for row in written if row[1].endswith("Loss")]
+    assert losses == [
+        ("tensorboard", "training/Loss", 1.5, 1),
+        ("tensorboard/rank_0", "training/Loss", 1.0, 1),
+        ("tensorboard/rank_1", "training/Loss", 2.0, 1),
+        ("tensorboard", "validation/Loss", 5.5, 1),
+        ("tensorboard/rank_0", "validation/Loss", 5.0, 1),
+        ("tensorboard/rank_1", "validation/Loss", 6.0, 1),
+    ]
+    assert ("tensorboard", "rollout/Lift/Success_Rate", 0.8, 1) in written
+    assert [row[0] for row in written[-3:]] == [f"tensorboard{below}" for below in ("", "/rank_0", "/rank_1")]
+    assert not (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_live_page_writes_nothing(tmp_path: Path) -> None:

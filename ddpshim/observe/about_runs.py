@@ -12,6 +12,8 @@ from ddpshim.arguments import natural, positive
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
 
+_BELOW_RUN = Path()  # the folder of the run
+
 
 def add(commands: Commands) -> None:
     """Add both to the commands of a parser. Local."""
@@ -29,13 +31,17 @@ def _add_report(commands: Commands) -> None:
     )
     text = "of a run: where config.json is, or above it; several are compared, the first is the reference"
     report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
-    report.add_argument("--markdown", action="store_true", help="the same numbers without charts; needs no plotly")
     text = "default: report.html or report.md in RUN_DIR; of several, comparison.html or .md in the current folder"
     report.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "a page on 127.0.0.1 that refreshes every few seconds; writes nothing"
-    report.add_argument("--serve", action="store_true", help=text)
-    text = "of --serve (default 8000; 0: one that is free)"
-    report.add_argument("--port", type=natural, default=8000, help=text)
+    ways = report.add_mutually_exclusive_group()
+    ways.add_argument("--markdown", action="store_true", help="the same numbers without charts; needs no plotly")
+    text = "show a page on 127.0.0.1 that refreshes while the run trains; write nothing"
+    ways.add_argument("--serve", action="store_true", help=text)
+    text = "write the curves of the mean and of each rank below DIR, as TensorBoard events"
+    ways.add_argument("--to-tensorboard", type=Path, metavar="DIR", help=text)
+    text = "the same as an offline W&B run, for `wandb sync` (default: below RUN_DIR)"
+    ways.add_argument("--to-wandb", type=Path, metavar="DIR", nargs="?", const=_BELOW_RUN, help=text)
+    report.add_argument("--port", type=natural, default=8000, help="of --serve (default 8000; 0: one that is free)")
     report.set_defaults(run=_report)
 
 
@@ -45,8 +51,12 @@ def _report(arguments: argparse.Namespace) -> int:
 
         serve(arguments.folder, arguments.port)
         return 0
-    from ddpshim.observe.report.writing import write
+    from ddpshim.observe.report.writing import export, write
 
+    for kind, out in (("tensorboard", arguments.to_tensorboard), ("wandb", arguments.to_wandb)):
+        if out is not None:
+            print(*export(arguments.folder, None if out is _BELOW_RUN else out, kind), sep="\n")
+            return 0
     print(write(arguments.folder, arguments.out, arguments.markdown))
     return 0
 

@@ -29,6 +29,7 @@ class Evaluation(NamedTuple):
     mean_return: Optional[float]
     return_interval: Interval
     seconds: float
+    time: float
 
 
 def evaluations(run: Run) -> list[Evaluation]:
@@ -68,6 +69,7 @@ def _evaluation(record: Record, epoch: int) -> Evaluation:
         mean_return if mean_return is not None and math.isfinite(mean_return) else None,
         intervals.of_mean(returns) if len(returns) > 1 else None,
         float(record.get("seconds", 0.0)),
+        float(record["time"]),
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Optional, Union
 
 from ddpshim.errors import ReportError
+from ddpshim.observe import exporting
 from ddpshim.observe.report.comparing import named, tables_of
 from ddpshim.observe.report.findings import findings, verdict
+from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import Run, load
 from ddpshim.observe.report.tables import Table, headline, tables
 
@@ -58,6 +60,40 @@ def write(folders: Sequence[PathLike], out: Optional[Path] = None, as_markdown: 
             f"{out} cannot be written ({error}); the report would be lost. Name another --out."
         ) from error
     return out
+
+
+def export(folders: Sequence[PathLike], out: Optional[Path], kind: str) -> list[Path]:
+    """Write the curves of runs: `kind` "tensorboard" or "wandb" (offline); the folders in which they are. Local.
+
+    They are written below `out` (of several runs in a folder each), without it below the folder of the run. Raises
+    ReportError where there is nothing to report, or that cannot be written.
+    """
+    (kind,) = exporting.check(kind)
+    by_name = named([load(folder) for folder in folders])
+    written = []
+    for name, run in by_name.items():
+        below = run.folder if out is None else out if len(by_name) == 1 else out / name
+        try:
+            _export(run, exporting.Curves(below, [kind]))
+        except OSError as error:
+            raise ReportError(
+                f"{below} cannot be written ({error}); the curves would be lost. Name another folder."
+            ) from error
+        written.append(below / kind)
+    return written
+
+
+def _export(run: Run, curves: exporting.Curves) -> None:
+    with contextlib.closing(curves):
+        for epoch in run.epochs:
+            for rows in (epoch.training, epoch.validation):
+                if rows:
+                    curves.add({rank: row.record for rank, row in sorted(rows.items())})
+        for each in evaluations(run):
+            found = {"Success_Rate": each.success, "Return": each.mean_return}
+            own = {f"{each.environment}/{name}": value for name, value in found.items() if value is not None}
+            if own:
+                curves.add({0: {"phase": "rollout", "epoch": each.epoch, "time": each.time, "own": own}})
 
 
 def _tables(made: Sequence[Table]) -> list[str]:
