@@ -29,8 +29,10 @@ from ddpshim import __main__ as command_line
 from ddpshim import checkpoint
 from ddpshim.errors import ReportError, SyncError
 from ddpshim.observe import exporting, recording, records
-from ddpshim.observe.report import charts, serving
+from ddpshim.observe.report import figures, serving
 from ddpshim.observe.report import page as page_of_report
+from ddpshim.observe.report.charts_of_ranks import of_ranks
+from ddpshim.observe.report.charts_of_results import of_results
 from ddpshim.observe.report.findings import findings, verdict
 from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import Run, load
@@ -302,12 +304,12 @@ def test_charts_are_what_plotly_draws(tmp_path: Path) -> None:
         _put(tmp_path / name, 0, _start(), *epochs, _rollout(1, 0.5), guard, _end(), _start(number=2, at=START + 30))
         _put(tmp_path / name, 1, _start(1), *epochs)
     runs = {name: load(tmp_path / name) for name in ("a", "b")}
-    drawn = [*charts.of_results(runs), *charts.of_results({"": runs["a"]}), *charts.of_ranks(runs["a"])]
-    assert len(drawn) == 3 + 4 + 5
+    drawn = [*of_results(runs), *of_results({"": runs["a"]}), *of_ranks(runs["a"])]
+    assert len(drawn) == 4 + 4 + 5
     for chart in drawn:
         graphs.Figure(chart.figure)
         json.dumps(page_of_report._finite(chart.figure), allow_nan=False)
-    success = drawn[3].figure["data"][0]
+    success = drawn[4].figure["data"][0]
     assert (success["x"], success["y"]) == ([1], [0.5])
     assert [success["error_y"][side][0] for side in ("arrayminus", "array")] == pytest.approx(
         [0.3129, 0.3129], abs=1e-4
@@ -329,9 +331,9 @@ def _contrast(one: str, other: str) -> float:
 def test_colours_can_be_told_from_light_and_dark_pages() -> None:
     cards = re.findall(r"--card: (#\w+)", page_of_report._LIGHT + page_of_report._DARK)
     assert len(cards) == 2
-    for colour in (*charts.COLOURS, *charts.PART_COLOURS, charts.GREY, charts.GOOD, charts.BAD):
+    for colour in (*figures.COLOURS, *figures.PART_COLOURS, figures.GREY, figures.GOOD, figures.BAD):
         assert min(_contrast(colour, card) for card in cards) > 3, colour
-    assert min(_contrast(colour, "#ffffff") for colour in charts.PART_COLOURS) > 4.5, "of the text in the bars"
+    assert min(_contrast(colour, "#ffffff") for colour in figures.PART_COLOURS) > 4.5, "of the text in the bars"
     for style in (page_of_report._LIGHT, page_of_report._DARK):
         colours = dict(re.findall(r"--(\w+): (#\w+)", style))
         for text in ("ink", "soft", "good", "note", "bad"):

@@ -65,21 +65,22 @@ def _values(runs: Mapping[str, Run]) -> Table:
         found.append(
             {
                 "run": name,
+                "ranks": str(run.last.world_size),
+                "speed-up": f"{now / before:.2f}" if now and before else "",
+                "predicted": "" if run is first else _predicted(first, run.last.world_size),
+                "samples/s": f"{now:,.0f}" if now else "",
+                "time": duration(run.wall_s),
+                "epochs": str(sum(bool(epoch.training) for epoch in run.epochs)),
                 **dict(reached(run)),
                 "last loss": number(means[-1]) if means else "",
                 "best validation": number(min(valid)) if valid else "",
-                "ranks": str(run.last.world_size),
-                "epochs": str(sum(bool(epoch.training) for epoch in run.epochs)),
-                "time": duration(run.wall_s),
-                "samples/s": f"{now:,.0f}" if now else "",
-                "speed-up": f"{now / before:.2f}" if now and before else "",
-                "predicted": "" if run is first else _predicted(first, run.last.world_size),
             }
         )
     columns = list(dict.fromkeys(name for row in found for name in row if any(other.get(name) for other in found)))
     note = (
-        "In brackets: the 95% interval, or the epoch. Speed-up: samples in a second of training against the first run; "
-        "predicted: what `ddpshim predict` says of it from the first run's records."
+        "Speed-up: samples in a second of training, against the first run; "
+        "predicted: what ddpshim predict says from the first run's records. In brackets: "
+        "95% intervals, or the epoch."
     )
     return Table("values", "Final values", columns, [[row.get(name, "") for name in columns] for row in found], note)
 

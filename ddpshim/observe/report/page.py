@@ -13,8 +13,10 @@ from typing import Any, Callable
 
 from ddpshim.errors import ReportError
 from ddpshim.job.say import count
-from ddpshim.observe.report.charts import COLOURS, Chart, of_ranks, of_results
+from ddpshim.observe.report.charts_of_ranks import of_ranks
+from ddpshim.observe.report.charts_of_results import of_results
 from ddpshim.observe.report.comparing import named, tables_of
+from ddpshim.observe.report.figures import COLOURS, Chart
 from ddpshim.observe.report.findings import Remark, findings, verdict
 from ddpshim.observe.report.results import videos
 from ddpshim.observe.report.run import Run
@@ -64,7 +66,7 @@ figure h3 {{ font-size: 1rem; margin: 0 0 .4rem; }}
 .chart :is(.updatemenu-item-rect) {{ fill: var(--paper) !important; stroke: var(--faint) !important; }}
 video {{ display: block; width: 100%; border-radius: .3rem; background: #000; }}
 .videos {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem; }}
-.run {{ --level: var(--line); }} .run i {{ display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; }}
+.run p {{ flex-wrap: wrap; }} .run i {{ display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; }}
 figcaption {{ font-size: .875rem; color: var(--soft); }}
 figcaption strong {{ color: var(--ink); font-weight: 600; }}
 details {{ border-bottom: 1px solid var(--line); padding: .5rem 0; }}
@@ -73,8 +75,8 @@ summary {{ cursor: pointer; font-weight: 600; }}
 table {{ border-collapse: collapse; font-size: .875rem; margin: .5rem 0; min-width: 50%; }}
 th, td {{ text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   font-variant-numeric: tabular-nums; }}
-th {{ color: var(--soft); font-weight: 600; white-space: nowrap; }}
-td.long {{ overflow-wrap: anywhere; min-width: 14rem; }}
+th {{ color: var(--soft); font-weight: 600; vertical-align: bottom; }}
+td {{ white-space: nowrap; }} td.long {{ white-space: normal; overflow-wrap: anywhere; min-width: 14rem; }}
 a {{ color: inherit; }}
 @media (max-width: 30rem) {{ body {{ padding: 1rem .7rem 2rem; }} figure {{ padding: .6rem; }}
   ul.findings li {{ grid-template-columns: 1fr; }} }}
@@ -83,10 +85,11 @@ a {{ color: inherit; }}
   details::details-content {{ content-visibility: visible; block-size: auto; }} }}
 """
 _LONG = 40
-_HOW = "In a chart: point at it for its values, drag to zoom, double-click to zoom out, click a name to hide its line."
+_HOW = """<p class="soft">Charts: point for values, drag to zoom, double-click to zoom out, click a name to hide it.</p>
+"""
 _MARKS = {"good": "✓ fine", "note": "• note", "bad": "! look"}
 _REFRESH_S = 5
-_MOST_VIDEOS = 6  # that are shown; to the others there are links
+_MOST_VIDEOS = 4  # that are shown; to the others there are links
 
 # Draws the charts; where a server says how often, fetches the page anew and replaces what has changed.
 _SCRIPT = r"""
@@ -163,7 +166,7 @@ def _of_one(run: Run, link: Callable[[Path], str], is_live: bool, library: str) 
     header = f"""<div id="head" data-part><p class="soft">{escape(when)}</p>
 <p class="verdict {ended.level}">{_sentence(ended)}</p></div>"""
     main = f"""<section id="numbers" data-part aria-label="Key numbers"><dl>{numbers}</dl></section>
-{_charts("Results", results, tables_made)}
+{_charts("Results", results, tables_made, _HOW)}
 {_videos(videos(run), link)}
 <section id="looks" data-part><h2>What to look at</h2><ul class="findings">{looks}</ul></section>
 {_charts("Ranks and time", ranks, tables_made)}
@@ -181,9 +184,9 @@ def _of_several(runs: Sequence[Run], is_live: bool, library: str) -> str:
         swatch = f'<i style="background: {COLOURS[number % len(COLOURS)]}"></i>'
         rows.append(f'<p class="verdict {ended.level}">{swatch}<span>{escape(name)}</span>{_sentence(ended)}</p>')
     header = f'<div id="head" data-part class="run">{"".join(rows)}</div>'
-    main = f"""<section><h2>Final values</h2>{_table(made[0])}</section>
-{_charts("Results", results, {table.name for table in made})}
-<section><h2>Settings</h2>{"".join(map(_table, made[1:])) or "<p>No setting differs.</p>"}</section>"""
+    main = f"""{_section(made[0])}
+{_charts("Results", results, {table.name for table in made}, _HOW)}
+{"".join(map(_section, made[1:])) or "<p>No setting differs.</p>"}"""
     return _document(" against ".join(by_name), header, main, results, is_live, library)
 
 
@@ -193,7 +196,6 @@ def _document(title: str, header: str, main: str, charts: Sequence[Chart], is_li
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     sources = f"script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; media-src 'self' file:"
     policy = f"default-src 'none'; {sources}" + ("; connect-src 'self'" if is_live else "")
-    how = f'<p class="soft">{_HOW}</p>' if charts else ""
     live = f'<p id="live" class="soft">Live, updated every {_REFRESH_S} s</p>' if is_live else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -212,7 +214,7 @@ def _document(title: str, header: str, main: str, charts: Sequence[Chart], is_li
 <main>
 {main}
 </main>
-<footer class="soft">{how}<p>Written by ddpshim {escape(__version__)}. Charts: plotly.js (MIT licence).</p></footer>
+<footer class="soft"><p>Written by ddpshim {escape(__version__)}. Charts: plotly.js (MIT licence).</p></footer>
 <script type="application/json" id="figures">{figures}</script>
 {"".join(f"<script>{script}</script>" for script in scripts)}
 </body>
@@ -233,11 +235,11 @@ def _sentence(finding: Remark) -> str:
     return f'<span class="level">{_MARKS[finding.level]}</span><span>{escape(finding.text)}.</span>'
 
 
-def _charts(title: str, charts: Sequence[Chart], named: set[str]) -> str:
+def _charts(title: str, charts: Sequence[Chart], named: set[str], how: str = "") -> str:
     if not charts:
         return ""
     figures = "".join(_figure(chart, named) for chart in charts)
-    return f'<section><h2>{title}</h2><div class="charts">{figures}</div></section>'
+    return f'<section><h2>{title}</h2>{how}<div class="charts">{figures}</div></section>'
 
 
 def _figure(chart: Chart, named: set[str]) -> str:
@@ -269,13 +271,21 @@ def _cell(text: str) -> str:
     return f"<td{is_long}>{escape(text)}</td>"
 
 
+def _section(table: Table) -> str:
+    return f'<section id="{table.name}" data-part><h2>{escape(table.title)}</h2>{_content(table)}</section>\n'
+
+
 def _table(table: Table) -> str:
+    is_open = " open" if len(table.rows) <= 12 else ""
+    summary = f"<summary>{escape(table.title)}</summary>"
+    return f'<details id="{table.name}" data-part{is_open}>{summary}{_content(table)}</details>\n'
+
+
+def _content(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
-    is_open = " open" if len(table.rows) <= 12 else ""
     note = f'<p class="soft">{escape(table.note)}</p>' if table.note else ""
     return (
-        f'<details id="{table.name}" data-part{is_open}><summary>{escape(table.title)}</summary>{note}'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>\n"
+        f'{note}<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )

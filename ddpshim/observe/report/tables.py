@@ -167,9 +167,10 @@ def _guards(run: Run) -> Table:
 
 def _checkpoints(run: Run) -> Table:
     rows = []
+    folder = run.folder.resolve()
     for start, _, record in run.events("checkpoint"):
         path = Path(str(record.get("path")))
-        shown = path.relative_to(run.folder) if run.folder in path.parents else path
+        shown = path.relative_to(folder) if folder in path.parents else path
         how = "in the background" if record.get("in_background") else "at once"
         seconds = f"{1000 * float(record.get('seconds', 0.0)):.0f} ms"
         moment = duration(float(record["time"]) - start.began)

@@ -68,12 +68,13 @@ def export(folders: Sequence[PathLike], out: Optional[Path], kind: str) -> list[
     They are written below `out` (of several runs in a folder each), without it below the folder of the run. Raises
     ReportError where there is nothing to report, or that cannot be written.
     """
-    (kind,) = exporting.check(kind)
     by_name = named([load(folder) for folder in folders])
+    (kind,) = exporting.check(kind)
     written = []
     for name, run in by_name.items():
         below = run.folder if out is None else out if len(by_name) == 1 else out / name
         try:
+            below.mkdir(parents=True, exist_ok=True)
             _export(run, exporting.Curves(below, [kind]))
         except OSError as error:
             raise ReportError(
