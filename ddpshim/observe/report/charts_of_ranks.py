@@ -124,15 +124,23 @@ def _memory(run: Run) -> Optional[Chart]:
     most = max(value for of in held.values() for value in of.values())
     unit, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
     traces = []
-    for (rank, key), of in sorted(held.items()):
+    for (rank, key), of in held.items():
         number = run.ranks.index(rank)
         style = {"color": COLOURS[number % len(COLOURS)], "width": 1.8, "dash": DASHES[[*names].index(key)]}
-        traces.append(line(f"rank {rank}{names[key]}", {at: v / scale for at, v in of.items()}, line=style))
+        traces.append(
+            line(
+                f"rank {rank}{names[key]}",
+                {at: v / scale for at, v in of.items()},
+                line=style,
+                legendgroup=rank,
+                showlegend=key == "rss",
+            )
+        )
     at_end = [of[max(of)] for (_, key), of in held.items() if key == "rss"]
     says = f"At the end processes hold {min(at_end) / scale:.1f} to {max(at_end) / scale:.1f} {unit}." if at_end else ""
     how = (
-        "What each rank's process holds at the end of an epoch, without its data workers, and the most that torch has "
-        "held on its GPU. A line that keeps rising is a leak."
+        "What each rank's process holds at the end of an epoch, without its data workers; dashed and dotted: the most "
+        "that torch has used and reserved on its GPU. A line that keeps rising is a leak."
     )
     y = axis(f"memory, {unit}", rangemode="tozero")
     return Chart("memories", "Memory", says, how, "memory", figure(traces, "", yaxis=y))

@@ -94,7 +94,7 @@ def _evaluated(
             )
             traces.append(line(called, values, number, **{**more, "mode": "lines+markers"}))
             last = percent(value_of(mine[-1])) if name == "success" else f"{value_of(mine[-1]):.4g}"
-            said.append(f"{called} {last}" if len(runs) > 1 or len(traces) > 1 else last)
+            said.append(f"{called} {last}" if len(runs) > 1 or num_environments > 1 else last)
     if not traces:
         return None
     says = f"At the end: {', '.join(said[:MOST_NAMED])}."
@@ -125,7 +125,7 @@ def _losses(run: Run) -> Optional[Chart]:
     if valid:
         dotted = {"color": GREY, "width": 1.5, "dash": "dot"}
         marker = {"symbol": "diamond-open", "size": 7}
-        traces.insert(1, line("validation", valid, line=dotted, marker=marker, mode="lines+markers"))
+        traces.insert(1, line("validation", valid, line=dotted, marker=marker))
     says = f"Mean training loss {means[0]:.4g} in epoch {x[0]}"
     if len(x) > 1:
         says = f"Training loss from {means[0]:.4g} in epoch {x[0]} to {means[-1]:.4g} in epoch {x[-1]}"

@@ -40,7 +40,7 @@ body {{ margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 76rem; background:
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }}
 h1 {{ font-size: 1.5rem; margin: 0 0 .2rem; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .8rem; }}
-p {{ margin: .3rem 0; }}
+p {{ margin: .3rem 0; overflow-wrap: anywhere; }}
 .soft {{ color: var(--soft); font-size: .875rem; }}
 .verdict {{ display: flex; gap: .7rem; align-items: baseline; margin: 1rem 0; padding: .8rem 1rem; border-radius: .5rem;
   background: var(--card); border-left: .35rem solid var(--level); font-weight: 600; overflow-wrap: anywhere; }}
