@@ -39,6 +39,7 @@ from ddpshim.observe.report.run import Run, load
 from ddpshim.observe.report.tables import headline, tables
 from ddpshim.observe.report.writing import markdown, write
 from ddpshim.robomimic import calls as robomimic
+from tests import browser, report_pictures
 from tests.equivalence import copy_release, largest_difference, make_config, make_data, source, train
 from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, run_ranks
@@ -397,6 +398,23 @@ def _table_of(page: Path, title: str) -> list[list[str]]:
     text = page.read_text().split(f"## {title}\n\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.replace("\\", "").split("|")[1:-1]] for line in text.splitlines()]
     return [rows[0], *rows[2:]]
+
+
+@pytest.mark.launch
+def test_the_page_can_be_read_in_a_browser(tmp_path: Path) -> None:
+    if browser.find() is None:
+        pytest.skip(browser.NO_BROWSER)
+    pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
+    page = write([report_pictures.make_run(tmp_path, 4)])
+    names = ["report_1280", "report_1280_dark", "report_400", "report_400_dark"]
+    assert browser.look(page) == {key: [] for key in names}
+    text = page.read_text().replace("--soft: #a4aebb", "--soft: #4a5461").replace("(min(100%, 30rem)", "(30rem")
+    page.write_text(text.replace(f"<script>{page_of_report._SCRIPT}</script>", ""))
+    found = browser.look(page, widths=[400])
+    assert "scrolls sideways: 491 pixels" in found["report_400"]
+    assert "not drawn: losses" in found["report_400"]
+    assert "contrast of 2.4: Data workers are processes of their own." in found["report_400_dark"]
+    assert not any("contrast" in wrong for wrong in found["report_400"])
 
 
 def test_curves_go_to_tensorboard(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def _times(run: Run) -> Optional[Chart]:
     where = "share of the time in training epochs, %"
     axes = {
         "xaxis": {"title": {"text": where, "standoff": 6}, "range": [0, 100]},
-        "yaxis": {"autorange": "reversed", "automargin": True},
+        "yaxis": {"autorange": "reversed", "automargin": True, "showspikes": False},
     }
     drawn = figure(traces, "", where, height, barmode="stack", bargap=0.25, **{**axes, "hovermode": "y unified"})
     says = ", ".join(f"{name} {percent(sum(of) / len(of))}" for name, of in shares.items() if max(of) > 0.0005)

@@ -201,7 +201,15 @@ def _metrics(run: Run) -> Optional[Chart]:
         {"label": html.escape(name), "method": "update", "args": [{"visible": [other == name for other in values]}]}
         for name in values
     ]
-    menu = {"buttons": choices, "x": 0, "xanchor": "left", "y": 1.04, "yanchor": "bottom", "pad": {"t": 0, "b": 0}}
+    menu = {
+        "buttons": choices,
+        "active": 0,
+        "x": 0,
+        "xanchor": "left",
+        "y": 1.04,
+        "yanchor": "bottom",
+        "pad": {"t": 0, "b": 0},
+    }
     margin = {"l": 56, "r": 14, "t": 44, "b": 48}
     drawn = figure(traces, "", updatemenus=[menu], margin=margin, showlegend=False)
     says = f"{count(len(values), 'metric')} that the trainer logs beside the loss."

@@ -38,6 +38,7 @@ def figure(traces: Sequence[Figure], y: str, x: str = "epoch", height: int = _HE
     """A chart of `traces` over epochs, or what else `x` is."""
     traces = [trace for trace in traces if trace]
     xaxis: Figure = {"title": {"text": x, "standoff": 6}, "hoverformat": ".4~g"}
+    xaxis.update(spikethickness=1, spikecolor=GREY)
     if x == "epoch":
         at = {value for trace in traces for value in trace["x"]}
         if max(at, default=0) - min(at, default=0) < MOST_NAMED:
@@ -60,6 +61,7 @@ def figure(traces: Sequence[Figure], y: str, x: str = "epoch", height: int = _HE
             "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
             "xaxis": xaxis,
             "yaxis": {"title": {"text": y}, "hoverformat": ".4~g", "automargin": True},
+            "hoverlabel": {"namelength": -1},
             "uirevision": "kept",  # what is zoomed stays so when the page refreshes
             **layout,
         },

@@ -61,9 +61,9 @@ figure h3 {{ font-size: 1rem; margin: 0 0 .4rem; }}
 .chart text {{ fill: var(--ink) !important; }} .chart .bartext {{ fill: #fff !important; }}
 .chart :is(.gridlayer path, .zerolinelayer path, .crisp) {{ stroke: var(--faint) !important; }}
 .chart .hoverlayer .bg {{ fill: var(--paper) !important; fill-opacity: 1 !important; }}
-.chart .hovertext path {{ fill: var(--paper) !important; }}
-.chart :is(.updatemenu-header-arrow) {{ fill: var(--ink) !important; }}
-.chart :is(.updatemenu-item-rect) {{ fill: var(--paper) !important; stroke: var(--faint) !important; }}
+.chart :is(.hovertext path, .hovertext rect) {{ fill: var(--paper) !important; stroke: var(--faint) !important; }}
+.chart .updatemenu-item-rect {{ fill: var(--paper) !important; fill-opacity: 1 !important;
+  stroke: var(--faint) !important; }}
 video {{ display: block; width: 100%; border-radius: .3rem; background: #000; }}
 .videos {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16rem), 1fr)); gap: 1rem; }}
 .run p {{ flex-wrap: wrap; }} .run i {{ display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; }}
@@ -102,6 +102,11 @@ function draw(page) {
   const figures = JSON.parse(page.getElementById("figures").textContent);
   for (const [name, figure] of Object.entries(figures)) {
     if (isTouch) figure.layout.dragmode = false;
+    const menu = (document.getElementById(name).layout?.updatemenus || [])[0];
+    if (menu) {  // what was chosen stays so
+      figure.layout.updatemenus[0].active = menu.active;
+      figure.data.forEach((trace, i) => { trace.visible = i == menu.active; });
+    }
     Plotly.react(name, figure.data, figure.layout, config);
   }
 }
@@ -160,7 +165,7 @@ def plotly_js() -> str:
 def _of_one(run: Run, link: Callable[[Path], str], is_live: bool, library: str) -> str:
     ended, made, results, ranks = verdict(run), tables(run), of_results({"": run}), of_ranks(run)
     tables_made = {table.name for table in made}
-    when = f"began {clock(run.starts[0].began)}, last record {clock(run.last.ended)} (UTC), in {run.folder.resolve()}"
+    when = f"began {clock(run.starts[0].began)}, last record {clock(run.last.ended)} (UTC)"
     numbers = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headline(run))
     looks = "".join(f'<li class="{each.level}">{_sentence(each)}</li>' for each in findings(run))
     header = f"""<div id="head" data-part><p class="soft">{escape(when)}</p>
