@@ -67,7 +67,7 @@ def _evaluation(record: Record, epoch: int) -> Evaluation:
         success,
         _of_rate(success, episodes) if interval is None else (interval[0], interval[1]),
         mean_return if mean_return is not None and math.isfinite(mean_return) else None,
-        intervals.of_mean(returns) if len(returns) > 1 else None,
+        intervals.of_mean(returns) if len(set(returns)) > 1 else None,
         float(record.get("seconds", 0.0)),
         float(record["time"]),
     )
