@@ -107,7 +107,7 @@ def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
         # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both as wheels or not at all.
         wheels = ("--only-binary", "torch", "--only-binary", "numpy", "--resolution", ENDS[end])
         _run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), "numpy>=1.24")
-        _run(*install, str(wheel), "pytest", "pytest-xdist", "pytest-timeout", "h5py", "matplotlib", "tensorboardX")
+        _run(*install, str(wheel), "pytest", "pytest-xdist", "pytest-timeout", "h5py", "plotly", "tensorboardX")
         yield interpreter
 
 

@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 import torch
 
-from ddpshim.evaluation.intervals import exact
+from ddpshim.observe.intervals import exact
 from tests.equivalence import (
     DATA,
     NUM_SAMPLES_A_STEP,

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import browser
+
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "docs" / "site"
 SHOWN = ("README", "docs/any_trainer", "docs/benchmarks")
@@ -31,27 +33,15 @@ def build(out: Path) -> None:
 
 
 def take_pictures(out: Path, folder: Path) -> list[Path]:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        sys.exit("no chromium was found, so no picture was taken; the site is built")
+    if browser.find() is None:
+        sys.exit(f"the site is built, but without pictures: {browser.NO_BROWSER}")
     folder.mkdir(parents=True, exist_ok=True)
     taken = []
     for page in SHOWN:
         for width in WIDTHS:
             for is_dark in (False, True):
-                picture = folder.resolve() / f"{page.replace('/', '_')}_{width}{'_dark' if is_dark else ''}.png"
-                how = [
-                    "--headless",
-                    "--no-sandbox",
-                    "--disable-gpu",
-                    "--hide-scrollbars",
-                    f"--window-size={width},1000",
-                ]
-                how += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
-                url = (out.resolve() / f"{page}.html").as_uri()
-                subprocess.run(
-                    [browser, *how, f"--screenshot={picture}", url], check=True, timeout=120, capture_output=True
-                )
+                picture = folder / f"{page.replace('/', '_')}_{width}{'_dark' if is_dark else ''}.png"
+                browser.show((out.resolve() / f"{page}.html").as_uri(), width, 1000, picture, is_dark)
                 taken.append(picture)
     return taken
 

@@ -86,6 +86,8 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("report",), "folder"): (["absent"], 2),
     (("predict",), "folder"): (["absent", "--gpus", "8"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 2),
+    (("report",), "to_tensorboard"): (["run", "--to-tensorboard", "train.py/absent"], 2),
+    (("report",), "to_wandb"): (["absent", "--to-wandb"], 2),
 }
 MODULES = {command: MISSING[command, "program"][1] for command in COMMANDS if (command, "program") in MISSING}
 
@@ -293,7 +295,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 # In one process for all: exit code, output, error, and the seconds of the processor.
 _WITHOUT_TORCH = """
 import contextlib, io, json, sys, time
-for name in ("torch", "matplotlib", "robomimic"):
+for name in ("torch", "plotly", "robomimic"):
     sys.modules[name] = None
 import ddpshim.__main__ as command_line
 
@@ -319,7 +321,7 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each of CALLS gave where neither torch nor matplotlib can be imported."""
+    """What each of CALLS gave where neither torch nor plotly can be imported."""
     folder = tmp_path_factory.mktemp("without_torch")
     _fill(folder)
     ran = subprocess.run(
@@ -372,7 +374,7 @@ def test_without_torch_it_says_so_at_once(command: Command, without_torch: dict[
     assert cpu_s < 0.5
 
 
-def test_a_page_without_matplotlib(without_torch: dict[str, Any]) -> None:
+def test_a_page_without_plotly(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["report run"]
     assert (code, out) == (2, "")
-    _check_message(err, "matplotlib cannot be imported")
+    _check_message(err, "plotly cannot be imported")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import random
 import signal
+import statistics
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ import ddpshim
 from ddpshim.errors import RolloutError
 from ddpshim.evaluation import episodes, player
 from ddpshim.evaluation.evaluating import Evaluation
-from ddpshim.evaluation.intervals import at_any_time, exact
 from ddpshim.job import events
 from ddpshim.job.progress import Frame, Progress, place_of
+from ddpshim.observe.intervals import at_any_time, exact, of_mean
 from tests.ranks import run_ranks
 
 
@@ -292,6 +294,8 @@ def test_an_evaluation_is_recorded_and_known_as_work_of_a_rank() -> None:
     ((kind, values),) = notes.noted
     assert (kind, values["environment"], values["episodes"]) == ("rollout", "Reach", 4)
     assert values["metrics"] == {"Success_Rate": found.success_rate, "Return": found.mean_reward}
+    assert values["interval"] == found.interval
+    assert values["returns"] == [episode.reward for episode in found.episodes]
     place = place_of([Frame("train.py", 3, "main"), Frame(episodes.__file__, 80, "play")], Progress())
     assert (place.section, place.is_declared) == ("a rollout", True)
 
@@ -322,6 +326,14 @@ def test_the_exact_interval(successes: int, num: int, expected: tuple[float, flo
     low, high = at_any_time(successes, num)
     assert low <= expected[0] < expected[1] <= high
     assert exact(1900, 2000) == pytest.approx((0.9395, 0.9591), abs=1e-4)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("num", "t"), [(2, 12.7062), (5, 2.7764), (21, 2.0860), (1001, 1.9623)])
+def test_the_interval_of_a_mean_is_students(num: int, t: float) -> None:
+    values = [3.0 + (i % 2 if i < num - num % 2 else 0.5) for i in range(num)]
+    reach = t * statistics.stdev(values) / math.sqrt(num)
+    assert of_mean(values) == pytest.approx((3.5 - reach, 3.5 + reach), rel=1e-4)
 
 
 @pytest.mark.unit

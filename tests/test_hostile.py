@@ -173,7 +173,8 @@ def test_junk_values_in_records(here: Path, capsys: pytest.CaptureFixture[str]) 
         {"kind": "progress", "steps": 2, "loss": 1.0},
         {"kind": "guard", "check": "weights", "network": "a", "passed": False, "said": "b", "reductions": 1},
         {"kind": "checkpoint", "path": "a", "bytes": 4, "seconds": 0.1, "in_background": True},
-        {"kind": "rollout", "epoch": 1, "environment": "a", "episodes": 2, "metrics": {"Return": 1.0}, "seconds": 1.0},
+        {"kind": "rollout", "epoch": 1, "environment": "a", "episodes": 2, "metrics": {"Return": 1.0}, "seconds": 1.0,
+         "interval": [0.0, 1.0], "returns": [1.0, 2.0]},
         {"kind": "end", "how": "failed", "error": "x", "first": 0, "reason": "y", "epoch": 1, "exit_code": 1},
     ]  # fmt: skip
     file = here / "run" / "ddpshim" / "rank_0.jsonl"

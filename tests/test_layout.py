@@ -26,7 +26,7 @@ TRAINERS = (
     "droid.calls",
     "droid.rlds",
     "evaluation.environments",
-    "observe.report.charts",
+    "observe.report.page",
     "robomimic.algo",
     "robomimic.calls",
     "robomimic.datasets",
@@ -34,7 +34,7 @@ TRAINERS = (
     "robomimic.rollout",
     "robomimic.stand_ins",
     "robomimic.windows",
-)  # these import the trainer's packages, or matplotlib, inside functions
+)  # these import the trainer's packages, or plotly, inside functions
 ALLOWED = {"torch", "packaging", "ddpshim", *sys.stdlib_module_names} if sys.version_info >= (3, 10) else None
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
+import hashlib
 import html
+import http.client
 import json
 import math
 import os
@@ -11,6 +14,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -24,12 +28,18 @@ import ddpshim
 from ddpshim import __main__ as command_line
 from ddpshim import checkpoint
 from ddpshim.errors import ReportError, SyncError
-from ddpshim.observe import recording, records
+from ddpshim.observe import exporting, recording, records
+from ddpshim.observe.report import figures, serving
+from ddpshim.observe.report import page as page_of_report
+from ddpshim.observe.report.charts_of_ranks import of_ranks
+from ddpshim.observe.report.charts_of_results import of_results
 from ddpshim.observe.report.findings import findings, verdict
+from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import Run, load
 from ddpshim.observe.report.tables import headline, tables
 from ddpshim.observe.report.writing import markdown, write
 from ddpshim.robomimic import calls as robomimic
+from tests import browser, report_pictures
 from tests.equivalence import copy_release, largest_difference, make_config, make_data, source, train
 from tests.preloaded_commands import patience
 from tests.ranks import RankFailure, run_ranks
@@ -58,6 +68,12 @@ def _epoch(number: int, loss: float, at: float = START + 10, phase: str = "train
 
 def _end(how: str = "finished", at: float = START + 20, **values: Any) -> dict[str, Any]:
     return {"kind": "end", "time": at, "how": how, **values}
+
+
+def _rollout(epoch: Any, success: float, environment: str = "Lift", mean: float = 0.0, **values: Any) -> dict[str, Any]:
+    metrics = {"Success_Rate": success, "Return": mean}
+    values = {"time": START + 12, "episodes": 10, "seconds": 3.0, **values}
+    return {"kind": "rollout", "epoch": epoch, "environment": environment, "metrics": metrics, **values}
 
 
 def _said(run: Run, level: Optional[str] = None) -> str:
@@ -222,7 +238,7 @@ def test_saving_and_growing_memory_and_a_full_gpu(tmp_path: Path) -> None:
 
 
 def _page(folder: Path) -> str:
-    pytest.importorskip("matplotlib", reason="pip install matplotlib: it draws the page's charts")
+    pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
     assert command_line.main(["report", str(folder)]) == 0
     return (folder / "report.html").read_text()
 
@@ -230,33 +246,274 @@ def _page(folder: Path) -> str:
 NASTY = "</td><script>alert('x')</script> | `a` & \"b\""
 
 
-def test_the_page_is_one_file_that_runs_and_loads_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_the_page_is_one_file_that_loads_nothing_and_runs_only_its_own(tmp_path: Path, capsys: Any) -> None:
     for rank in (0, 1):
         _put(
             tmp_path,
             rank,
             _start(rank, options={"logs": NASTY}, environment={"versions": {"torch": NASTY}}),
-            *[_epoch(i, 1.0 + i + rank) for i in range(1, 6)],
+            *[_epoch(i, 1.0 + i + rank, own={"Loss": 1.0 + i + rank, NASTY: i}) for i in range(1, 6)],
             _epoch(5, 2.0, phase="validation"),
             {"kind": "guard", "time": START + 3, "check": "weights", "network": NASTY, "reductions": 1, "passed": True},
             {"kind": "checkpoint", "time": START + 4, "path": f"/{NASTY}", "bytes": 1, "seconds": 0.0},
-            {"kind": "rollout", "time": START + 5, "environment": NASTY, "epoch": 1, "episodes": 2, "metrics": {}},
+            _rollout(1, 0.5, NASTY),
             _end("failed", error=NASTY, first=rank),
         )
+    video = tmp_path / "videos" / "a 'b' #1.mp4"
+    video.parent.mkdir()
+    video.touch()
     page = _page(tmp_path)
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
-    assert "<script" not in page
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert "script-src " + " ".join(f"'sha256-{each}'" for each in hashes) + ";" in page
+    assert "default-src 'none'" in page
+    assert "connect-src" not in page
+    library, own = scripts
+    assert library == page_of_report.plotly_js()
+    page = page.replace(library, "").replace(own, "")
     assert html.escape(NASTY) in page
-    assert not re.search(r"(src|href)=\"(?!#)|@import|url\((?!#)", page)
-    assert "http" not in page.replace("http-equiv", "")
+    assert NASTY not in page
+    assert "alert('x')</script>" not in page
+    outside = set(re.findall(r"(?:src|href)=\"(?!#)([^\"]*)", page))
+    assert outside == {"videos/a%20%27b%27%20%231.mp4"}
+    assert not re.search(r"@import|url\(|https?:", page)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)) > 20
-    assert set(re.findall(r'href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
-    assert page.count("<svg ") == page.count('role="img"') == 6
-    assert not re.search(r"#0[1-5]0[0-9a-f]{3}\b", page), "every colour is one of the page's"
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(ids)
+    figures = json.loads(re.findall(r'id="figures">(.*?)</script>', page, re.DOTALL)[0])
+    assert [*figures] == re.findall(r'<div id="(\w+)" class="chart"', page)
+    assert len(figures) == page.count('role="img"') == 9
     for variable in set(re.findall(r"var\(--(\w+)\)", page)) - {"level"}:
         assert page.count(f"--{variable}:") >= 2, f"{variable} in light and dark"
     assert page.count("<tr>") == page.count("</tr>") > 10
+
+
+def test_charts_are_what_plotly_draws(tmp_path: Path) -> None:
+    graphs = pytest.importorskip("plotly.graph_objects", reason="pip install plotly")
+    for name, losses in (("a", [math.inf, 2.0, math.nan]), ("b", [3.0])):
+        epochs = [_epoch(i, loss, mean={"Loss": loss, "L1": loss}) for i, loss in enumerate(losses)]
+        epochs[0]["curve"] = [4.0, 2.0]
+        guard = {
+            "kind": "guard",
+            "time": START + 3,
+            "check": "weights",
+            "network": "N",
+            "reductions": 1,
+            "passed": False,
+        }
+        _put(tmp_path / name, 0, _start(), *epochs, _rollout(1, 0.5), guard, _end(), _start(number=2, at=START + 30))
+        _put(tmp_path / name, 1, _start(1), *epochs)
+    runs = {name: load(tmp_path / name) for name in ("a", "b")}
+    drawn = [*of_results(runs), *of_results({"": runs["a"]}), *of_ranks(runs["a"])]
+    assert len(drawn) == 4 + 4 + 5
+    for chart in drawn:
+        graphs.Figure(chart.figure)
+        json.dumps(page_of_report._finite(chart.figure), allow_nan=False)
+    success = drawn[4].figure["data"][0]
+    assert (success["x"], success["y"]) == ([1], [0.5])
+    assert [success["error_y"][side][0] for side in ("arrayminus", "array")] == pytest.approx(
+        [0.3129, 0.3129], abs=1e-4
+    )
+
+
+def _contrast(one: str, other: str) -> float:
+    """As WCAG counts it, of colours like #2e7fd1."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_can_be_told_from_light_and_dark_pages() -> None:
+    cards = re.findall(r"--card: (#\w+)", page_of_report._LIGHT + page_of_report._DARK)
+    assert len(cards) == 2
+    for colour in (*figures.COLOURS, *figures.PART_COLOURS, figures.GREY, figures.GOOD, figures.BAD):
+        assert min(_contrast(colour, card) for card in cards) > 3, colour
+    assert min(_contrast(colour, "#ffffff") for colour in figures.PART_COLOURS) > 4.5, "of the text in the bars"
+    for style in (page_of_report._LIGHT, page_of_report._DARK):
+        colours = dict(re.findall(r"--(\w+): (#\w+)", style))
+        for text in ("ink", "soft", "good", "note", "bad"):
+            assert min(_contrast(colours[text], colours[under]) for under in ("paper", "card")) > 4.5, text
+
+
+def test_success_and_return_come_with_intervals(tmp_path: Path) -> None:
+    played = {"interval": [0.3, 0.9], "returns": [1.0, 2.0, 3.0]}
+    rollouts = [_rollout(10, 0.0), _rollout(20, 0.9), _rollout(20, 0.9, mean=2.0, **played), _rollout(None, -1, "B")]
+    _put(tmp_path, 0, _start(), _epoch(1, 1.0), *rollouts, _end())
+    _put(tmp_path, 1, _start(1), _epoch(1, 1.0), *rollouts, _end())
+    run = load(tmp_path)
+    first, _, _ = found = evaluations(load(tmp_path))
+    assert [(each.epoch, each.environment) for each in found] == [(1, "B"), (10, "Lift"), (20, "Lift")]
+    assert first.success is None, "-1: no episode was played"
+    assert _cells(run, "rollouts")[1:] == [
+        ["10", "Lift", "10", "0% (0% to 31%)", "0", "3.0 s"],
+        ["20", "Lift", "10", "90% (30% to 90%)", "2 (-0.4841 to 4.484)", "3.0 s"],
+    ]
+    assert dict(headline(run))["best success rate in Lift"] == "90% (epoch 20)"
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
+    pace = {"kind": "pace", "time": START, "steps": 20, "seconds": {"forward": 0.03, "backward": 0.06}, "sends_s": 0.0}
+    pace |= {"workers": 0, "worker_s": None, "cores": 8, "gradient_bytes": 4e6, "bucket_bytes": 1e6}
+    for name, num_ranks, lr in (("one", 1, 0.1), ("four", 4, 0.2)):
+        for rank in range(num_ranks):
+            seconds = {"compute": 1.0 if num_ranks == 1 else 0.4}
+            epochs = [_epoch(i, 2.0 / i, seconds=seconds, samples=100 / num_ranks) for i in (1, 2, 3)]
+            _put(
+                tmp_path / name / "2026",
+                rank,
+                _start(rank, world_size=num_ranks),
+                pace,
+                *epochs,
+                _rollout(3, 0.8),
+                _end(),
+            )
+        (tmp_path / name / "2026" / "config.json").write_text(json.dumps({"train": {"lr": lr, "batch": 8}}))
+    out = tmp_path / "c.md"
+    folders = [str(tmp_path / name) for name in ("one", "four")]
+    assert command_line.main(["report", *folders, "--markdown", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    rows = [dict(zip(columns, row)) for columns, *lines in [_table_of(out, "Final values")] for row in lines]
+    assert [row["run"] for row in rows] == ["one/2026", "four/2026"]
+    assert [(row["samples/s"], row["speed-up"], row["predicted"]) for row in rows] == [
+        ("100", "1.00", ""),
+        ("250", "2.50", "4.00"),
+    ]
+    assert {row["last success rate"] for row in rows} == {"80% (44% to 97%)"}
+    assert ["config.train.lr", "0.1", "0.2"] in _table_of(out, "What differs")
+    assert not any("batch" in row[0] for row in _table_of(out, "What differs"))
+    assert command_line.main(["report", folders[0], folders[0]]) == 2
+    assert "hold the same run" in capsys.readouterr().err
+    pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
+    assert command_line.main(["report", *folders, "--out", str(tmp_path / "c.html")]) == 0
+    assert "<title>one/2026 against four/2026: report</title>" in (tmp_path / "c.html").read_text()
+
+
+def _table_of(page: Path, title: str) -> list[list[str]]:
+    text = page.read_text().split(f"## {title}\n\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.replace("\\", "").split("|")[1:-1]] for line in text.splitlines()]
+    return [rows[0], *rows[2:]]
+
+
+@pytest.mark.launch
+def test_the_page_can_be_read_in_a_browser(tmp_path: Path) -> None:
+    if browser.find() is None:
+        pytest.skip(browser.NO_BROWSER)
+    pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
+    page = write([report_pictures.make_run(tmp_path, 4)])
+    names = ["report_1280", "report_1280_dark", "report_400", "report_400_dark"]
+    assert browser.look(page) == {key: [] for key in names}
+    text = page.read_text().replace("--soft: #a4aebb", "--soft: #4a5461").replace("(min(100%, 30rem)", "(30rem")
+    page.write_text(text.replace(f"<script>{page_of_report._SCRIPT}</script>", ""))
+    found = browser.look(page, widths=[400])
+    assert "scrolls sideways: 491 pixels" in found["report_400"]
+    assert "not drawn: losses" in found["report_400"]
+    assert "contrast of 2.4: Data workers are processes of their own." in found["report_400_dark"]
+    assert not any("contrast" in wrong for wrong in found["report_400"])
+
+
+def test_curves_go_to_tensorboard(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: Any = None) -> None:
+            self.name = str(Path(folder).relative_to(tmp_path / "out"))
+
+        def add_scalar(self, name: str, value: float, epoch: int, walltime: float) -> None:
+            written.append((self.name, name, value, epoch))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            written.append((self.name, "end", 0, 0))
+
+    monkeypatch.setattr(exporting, "_summary_writer", lambda: Writer)
+    monkeypatch.setattr(exporting, "check", lambda kind: (kind,))
+    for rank in (0, 1):
+        valid = _epoch(1, 5.0 + rank, phase="validation")
+        _put(tmp_path / "run", rank, _start(rank), _epoch(1, 1.0 + rank), valid, _rollout(1, 0.8), _end())
+    argv = ["report", str(tmp_path / "run"), "--to-tensorboard", str(tmp_path / "out")]
+    assert command_line.main(argv) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'tensorboard'}\n"
+    losses = [row for row in written if row[1].endswith("Loss")]
+    assert losses == [
+        ("tensorboard", "training/Loss", 1.5, 1),
+        ("tensorboard/rank_0", "training/Loss", 1.0, 1),
+        ("tensorboard/rank_1", "training/Loss", 2.0, 1),
+        ("tensorboard", "validation/Loss", 5.5, 1),
+        ("tensorboard/rank_0", "validation/Loss", 5.0, 1),
+        ("tensorboard/rank_1", "validation/Loss", 6.0, 1),
+    ]
+    assert ("tensorboard", "rollout/Lift/Success_Rate", 0.8, 1) in written
+    assert [row[0] for row in written[-3:]] == [f"tensorboard{below}" for below in ("", "/rank_0", "/rank_1")]
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_live_page_writes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
+    now = time.time()
+    run = tmp_path / "run"
+    _put(run, 0, _start(at=now, world_size=1), _epoch(1, 1.0, now), torn='{"kind": "epo')
+    (run / "a b.mp4").write_bytes(b"12345")
+    before = sorted(path.name for path in run.rglob("*"))
+    with serving.Server([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+
+        def get(path: str, host: str = "localhost:1") -> tuple[int, str]:
+            asked = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+            asked.request("GET", path, headers={"Host": host})
+            answer = asked.getresponse()
+            text = answer.read().decode()
+            asked.close()
+            return answer.status, text
+
+        assert server.server_address[0] == "127.0.0.1"
+        status, page = get("/")
+        assert status == 200
+        assert page_of_report.plotly_js() in page
+        assert "connect-src 'self'" in page
+        assert 'data-every="5"' in page
+        assert "Still running" in page
+        assert "could not be read" not in page, "the rest of the line is on its way"
+        _, part = get("/part")
+        assert len(part) < 50_000
+        assert page_of_report._SCRIPT in part
+        (video,) = set(re.findall(r'<video [^>]*src="([^"]+)"', part))
+        assert get(f"/{video}") == (200, "12345")
+        _put(run, 0, torn='ch", "time": 1}\n')
+        _put(run, 0, _epoch(2, 0.25, time.time()))
+        assert "0.25" in get("/part")[1]
+        assert get("/video/etc/passwd")[0] == get("/../run/ddpshim/rank_0.jsonl")[0] == 404
+        assert get("/", "evil.example:80")[0] == 403
+        (run / "ddpshim").rename(run / "gone")
+        assert get("/part")[0] == 503
+        (run / "gone").rename(run / "ddpshim")
+        assert get("/part")[0] == 200
+        with pytest.raises(ReportError, match="cannot be opened"):
+            serving.Server([run], server.server_port)
+        server.shutdown()
+        thread.join(timeout=60)
+    assert sorted(path.name for path in run.rglob("*")) == before
+
+
+def test_serving_ends_on_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
+    _put(tmp_path, 0, _start(world_size=1))
+
+    def interrupted(server: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.Server, "serve_forever", interrupted)
+    assert command_line.main(["report", str(tmp_path), "--serve", "--port", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/ until Ctrl-C; .*\n", out)
+    assert err == ""
 
 
 def test_markdown_has_the_same_numbers(tmp_path: Path, capsys: Any) -> None:
@@ -266,7 +523,7 @@ def test_markdown_has_the_same_numbers(tmp_path: Path, capsys: Any) -> None:
     assert command_line.main(["report", "--markdown", "--out", str(out), str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     text = out.read_text()
-    assert text == markdown(load(tmp_path))
+    assert text == markdown([load(tmp_path)])
     assert "| 1 | 10 | 1.75 | 1.25 | 2.25 |" in text
     assert "<script" not in text
     page = html.unescape(_page(tmp_path))
@@ -298,19 +555,19 @@ def test_a_run_is_found_from_above_and_from_its_logs(tmp_path: Path) -> None:
     assert {load(place).folder for place in (tmp_path, run.parent, run, run / "logs", run / "ddpshim")} == {run}
 
 
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _put(tmp_path, 0, _start(world_size=1), _epoch(1, 1.0))
     original = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError("No module named 'matplotlib'")
+        if name.split(".")[0] == "plotly":
+            raise ImportError("No module named 'plotly'")
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ReportError, match=r"no charts\. Install it with `pip install ddpshim\[report\]`"):
-        write(tmp_path)
-    assert write(tmp_path, as_markdown=True).exists()
+        write([tmp_path])
+    assert write([tmp_path], as_markdown=True).exists()
     assert not (tmp_path / "report.html").exists()
 
 
@@ -346,14 +603,14 @@ def test_records_are_appended_whole(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"kind": "epo')
     assert records.begin(tmp_path, 0, start=records.num_starts(tmp_path) + 1, world_size=1)
-    found, num_torn = records.read(path)
+    found, num_torn, is_begun = records.read(path)
     assert [(record["kind"], record.get("start")) for record in found] == [
         ("start", 1),
         ("epoch", None),
         ("end", None),
         ("start", 2),
     ]
-    assert num_torn == 1
+    assert (num_torn, is_begun) == (1, False)
     assert found[1]["own"] == {"Loss": 0.1}
 
 
@@ -444,7 +701,7 @@ def test_one_process_and_a_trainer_of_its_own(tmp_path: Path) -> None:
     assert [row[2] for row in _cells(run, "checkpoints")] == ["0.pth", "1.pth"]
     assert _cells(run, "checkpoints")[0][3] == f"{(tmp_path / '0.pth').stat().st_size / 1e3:.1f} kB"
     assert verdict(run).level == "good"
-    assert "<svg" in _page(tmp_path)
+    assert "Plotly.react" in _page(tmp_path)
 
 
 def test_the_option_switches_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,8 +785,7 @@ def test_evaluations_are_written_down(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(robomimic.rollout, "rollout_with_stats", lambda **options: (logs, {}))
     with ddpshim.record(tmp_path):
         assert robomimic.rollout_with_stats(epoch=3, num_episodes=8, envs={}) == (logs, {})
-    assert _cells(load(tmp_path), "rollouts")[0][:5] == ["3", "Lift", "8", "0.25", "1.5"]
-    assert "rollouts</text>" in _page(tmp_path)
+    assert _cells(load(tmp_path), "rollouts")[0][:5] == ["3", "Lift", "8", "25% (3% to 65%)", "1.5"]
 
 
 # The real trainer
@@ -574,7 +830,7 @@ def test_the_report_of_robomimic_has_the_numbers_of_its_log(releases: Path, tmp_
         ["weights and random streams of ActorNetwork", "1, 2, 10, 11", "8", "0"],
         ["numbers of backward passes", "10, 20", "4", "0"],
     ]
-    assert "<svg" in _page(run.folder)
+    assert "Plotly.react" in _page(run.folder)
     if way == "patched":
         without = _train(releases, tmp_path / "off", way, environ={"DDPSHIM_RECORD": "no"})
         assert not list(without.folder.glob("out/**/rank_*.jsonl"))

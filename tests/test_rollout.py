@@ -327,9 +327,12 @@ def _rank_evaluates(envs: str) -> tuple[list[float], list[str]]:
     for number, make in enumerate({"seeded": SEEDED, "named": NAMED}[envs]):
         made = make()
         said.append(f"{number}")
+        returns: dict[str, list[float]] = {}
         logs, _ = rollout.rollout_with_stats(
-            policy=None, envs={"Walk": made}, horizon=1, num_episodes=6, epoch=1, video_dir=None
+            policy=None, envs={"Walk": made}, horizon=1, num_episodes=6, epoch=1, video_dir=None, returns=returns
         )
+        assert sum(returns["Walk"]) / 6 == pytest.approx(logs["Walk"]["Return"])
+        assert len(returns["Walk"]) == 6
         played.append(logs["Walk"]["Return"])
     return played, said
 

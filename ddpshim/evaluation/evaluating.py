@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from ddpshim.errors import RolloutError
-from ddpshim.evaluation import environments, intervals
+from ddpshim.evaluation import environments
 from ddpshim.evaluation.dealing import Deal, Dealt, plays_rollouts
 from ddpshim.evaluation.episodes import Episode, IsSuccess, Rules, networks_of
 from ddpshim.evaluation.player import Order, Player, PlayerBeside, packed
@@ -24,6 +24,7 @@ from ddpshim.job.job import current
 from ddpshim.job.say import say, say_once
 from ddpshim.job.world import World
 from ddpshim.model.checksums import bits_of_rows
+from ddpshim.observe import intervals
 
 _LONG_S = 1.0  # to have waited, for a word about it
 _END_DEADLINE_S = 10.0
@@ -37,7 +38,7 @@ class Evaluation:
         episodes: those that count, in order. With an early stop they are the first ones, up to the one that decided.
         confidence: of `interval`.
         interval: of the rate of success: that of Clopper and Pearson; where the evaluation could stop early, one that
-            holds for all looks together (`at_any_time` of ddpshim/evaluation/intervals.py), which is wider.
+            holds for all looks together (`at_any_time` of ddpshim/observe/intervals.py), which is wider.
         is_above: whether the interval is above the threshold: None where it holds the threshold, or there is none.
     """
 
@@ -278,6 +279,8 @@ class _Call:
             environment=getattr(make_env, "__name__", type(make_env).__name__),
             episodes=len(kept),
             metrics={"Success_Rate": found.success_rate, "Return": found.mean_reward},
+            interval=found.interval,
+            returns=[episode.reward for episode in found.episodes],
             seconds=time.perf_counter() - self.begun,
         )
         return found

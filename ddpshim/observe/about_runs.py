@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpshim.arguments import positive
+from ddpshim.arguments import natural, positive
 
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
+
+_BELOW_RUN = Path()  # the folder of the run
 
 
 def add(commands: Commands) -> None:
@@ -22,19 +24,39 @@ def add(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="a page about a run: losses of all ranks, time, memory, guards, checkpoints, how it ended",
-        description="Write what the ranks of a run have written down as one page of HTML that needs no network, or as "
-        "Markdown, and print its path. Exit code: 0 written, 2 nothing to report, or wrong usage.",
+        help="a page about a run: success, losses of all ranks, time, guards, how it ended; or of several to compare",
+        description="Build a one-page report from the records of a run, as HTML that needs no network or as Markdown, "
+        "and print its path; with several runs, compare them. With --serve, show a page that refreshes while the run "
+        "trains, until Ctrl-C. Exit code: 0 written or served, 2 nothing to report, or wrong usage.",
     )
-    report.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
-    report.add_argument("--markdown", action="store_true", help="the same numbers without charts, nor matplotlib")
-    report.add_argument("--out", type=Path, metavar="FILE", help="default: report.html or report.md in RUN_DIR")
+    text = "of a run: where config.json is, or above it; several are compared, the first is the reference"
+    report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
+    text = "default: report.html or report.md in RUN_DIR; of several, comparison.html or .md in the current folder"
+    report.add_argument("--out", type=Path, metavar="FILE", help=text)
+    ways = report.add_mutually_exclusive_group()
+    ways.add_argument("--markdown", action="store_true", help="the same numbers without charts; needs no plotly")
+    text = "show a page on 127.0.0.1 that refreshes while the run trains; write nothing"
+    ways.add_argument("--serve", action="store_true", help=text)
+    text = "write the curves of the mean and of each rank below DIR, as TensorBoard events"
+    ways.add_argument("--to-tensorboard", type=Path, metavar="DIR", help=text)
+    text = "the same as an offline W&B run, for `wandb sync` (default: below RUN_DIR)"
+    ways.add_argument("--to-wandb", type=Path, metavar="DIR", nargs="?", const=_BELOW_RUN, help=text)
+    report.add_argument("--port", type=natural, default=8000, help="of --serve (default 8000; 0: one that is free)")
     report.set_defaults(run=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from ddpshim.observe.report.writing import write
+    if arguments.serve:
+        from ddpshim.observe.report.serving import serve
 
+        serve(arguments.folder, arguments.port)
+        return 0
+    from ddpshim.observe.report.writing import export, write
+
+    for kind, out in (("tensorboard", arguments.to_tensorboard), ("wandb", arguments.to_wandb)):
+        if out is not None:
+            print(*export(arguments.folder, None if out is _BELOW_RUN else out, kind), sep="\n")
+            return 0
     print(write(arguments.folder, arguments.out, arguments.markdown))
     return 0
 

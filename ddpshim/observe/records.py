@@ -104,25 +104,36 @@ def files(folder: Union[str, os.PathLike[str]]) -> dict[int, Path]:
 
 
 class Read(NamedTuple):
-    """What a file holds: its records in order, and how many of its lines are none (torn by a kill or a full disk)."""
+    """What a file holds.
+
+    Attributes:
+        records: in order.
+        num_torn: lines that are none: torn by a kill or a full disk.
+        is_begun: whether the last line is one more that is none, and has no end: a writer may be in the middle of it.
+    """
 
     records: list[Record]
     num_torn: int
+    is_begun: bool
 
 
 def read(path: Path) -> Read:
     """The records in the file at `path`. Local. Raises OSError where it cannot be read."""
     found, num_torn = [], 0
-    for line in filter(str.strip, _lines(path)):
+    lines = _lines(path)
+    is_whole = True
+    for line in filter(str.strip, lines):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if sound.is_sound(record):
+        is_whole = sound.is_sound(record)
+        if is_whole:
             found.append(record)
         else:
             num_torn += 1
-    return Read(found, num_torn)
+    is_begun = bool(lines[-1].strip()) and not is_whole
+    return Read(found, num_torn - is_begun, is_begun)
 
 
 def _lines(path: Path) -> list[str]:

@@ -85,6 +85,12 @@ _OF_KIND: dict[str, dict[str, Check]] = {
     "slow": {"said": lambda value: isinstance(value, str)},
     "guard": {"reductions": _whole(0)},
     "checkpoint": {"bytes": _or_none(_is_number), "seconds": _is_number},
-    "rollout": {"metrics": _has_metrics, "seconds": _is_number},
+    "rollout": {
+        "metrics": _has_metrics,
+        "seconds": _is_number,
+        "episodes": _or_none(_whole(0)),
+        "interval": _or_none(lambda value: _list_of(_is_number)(value) and len(value) == 2),
+        "returns": _or_none(_list_of(_is_metric)),
+    },
     "end": {"first": _or_none(_whole(0))},
 }

@@ -359,7 +359,10 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     """Upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`), until a signal ends it (collective)."""
     start = time.perf_counter()
     training = session().progress
-    more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
+    returns: dict[str, list[float]] = {}
+    more: dict[str, Any] = {"returns": returns}
+    if training is not None:
+        more["is_told_to_end"] = lambda: preemption.asked() is not None
     try:
         with events.counted("rollout"):
             logs, videos = rollout.rollout_with_stats(**options, **more)
@@ -369,7 +372,8 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
     else:
         for name, log in logs.items():
             played = {"epoch": options.get("epoch"), "episodes": options.get("num_episodes"), "metrics": numbers(log)}
-            events.note("rollout", environment=name, **played, seconds=time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            events.note("rollout", environment=name, **played, returns=returns.get(name), seconds=seconds)
         return logs, videos
     training.leave(reason)  # not in the handler: this is no failure on its way out
 

@@ -69,6 +69,7 @@ def rollout_with_stats(
     policy: Any,
     envs: Union[Mapping[str, Any], Iterable[Any]],
     is_told_to_end: Callable[[], bool] = lambda: False,
+    returns: Optional[dict[str, list[float]]] = None,
     **options: Any,
 ) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
     """Upstream's rollout_with_stats on all ranks: the same statistics on every rank (collective).
@@ -83,6 +84,8 @@ def rollout_with_stats(
     number of ranks; it is named where that shows.
 
     "Time_Episode" is the sum over all episodes, as upstream has it: W ranks take about a W-th of it.
+
+    `returns`, where given, gets those of the episodes by environment, where the ranks played them.
 
     Where `is_told_to_end` turns true on a rank, ranks finish the episode they are in and raise Interrupted.
 
@@ -101,7 +104,10 @@ def rollout_with_stats(
     plays = plays_rollouts()  # before environments are made, which robocasa does only now
     if not _on_all_ranks():
         return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options) if plays else ({}, {})
-    return _Evaluation(here, policy, is_told_to_end=is_told_to_end, **options).run(envs)
+    played = _Evaluation(here, policy, is_told_to_end=is_told_to_end, **options)
+    if returns is not None:
+        played.returns = returns
+    return played.run(envs)
 
 
 class Interrupted(Exception):
@@ -127,6 +133,7 @@ class _Evaluation:
     del_envs_after_rollouts: bool = False
     data_logger: Any = None
     is_told_to_end: Callable[[], bool] = lambda: False
+    returns: dict[str, list[float]] = field(default_factory=dict)  # of the episodes, by environment
     _shown: list[environments.Shown] = field(default_factory=list)  # by this rank's episodes
     _videos: dict[str, str] = field(default_factory=dict)  # their paths, on the main rank
     _writers: dict[str, Any] = field(default_factory=dict)  # of open ones, by path
@@ -143,7 +150,9 @@ class _Evaluation:
                 if self.video_dir or self.video_path:
                     self._write(name, frames, len(turns))
                 if turns:
-                    logs[name] = _mean(list(itertools.chain(*turns)))
+                    episodes = list(itertools.chain(*turns))
+                    logs[name] = _mean(episodes)
+                    self.returns[name] = [float(episode["Return"]) for episode in episodes if "Return" in episode]
                 elif in_turn:
                     logs[name] = dict.fromkeys(("Time_Episode", "Return", "Success_Rate", "time"), -1)
                 if self.data_logger is not None:

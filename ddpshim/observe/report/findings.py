@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
@@ -16,7 +15,7 @@ from ddpshim.observe.report.words import clock, duration, first_line, ms, number
 _MUCH_DATA_WAIT, _MUCH_COMMUNICATION, _MUCH_SAVING = 0.15, 0.3, 0.05
 _UNEVEN = 1.15
 _MUCH_GROWTH, _LEAST_GROWTH_BYTES = 1.3, 200e6
-_QUIET_S, _WARM_S = 120.0, 30.0
+_WARM_S = 30.0
 
 
 class Remark(NamedTuple):
@@ -49,9 +48,8 @@ def verdict(run: Run) -> Remark:
         )
     if not silent:
         return Remark("good", "Finished: every rank came to the end of the training")
-    quiet_s = time.time() - start.ended
-    if quiet_s < _QUIET_S and not ends:
-        return Remark("note", f"Still running, as it seems: the last record is {quiet_s:.0f} s old")
+    if run.is_running:
+        return Remark("note", f"Still running, as it seems: the last record is {run.quiet_s:.0f} s old")
     last = clock(start.ended)
     who = "No rank" if not ends else f"{ranks_called(silent)} of {start.world_size} never"
     return Remark("bad", f"{who} said how it ended (killed, or the machine went down); the last record is of {last}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from ddpshim.observe.records import Record
 
 # What a moment of training goes into, as `ddpshim.observe.meter.PARTS`, and how it is called here.
 PARTS = {part: part.replace("_", " ") for part in ("data_wait", "compute", "optimizer", "communication", "other")}
+_QUIET_S = 120.0
 OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # what a rank does while others may wait for it
 
 
@@ -103,7 +106,7 @@ class Start:
 
     @property
     def ended(self) -> float:
-        """When the last word was written down."""
+        """When the last record was written."""
         return max(float(records[-1]["time"]) for records in self.ranks.values())
 
     def ends(self) -> dict[int, Record]:
@@ -131,6 +134,23 @@ class Run:
                     rows.clear()
                 rows[rank] = Row(start.number, record)
         return [epochs[number] for number in sorted(epochs)]
+
+    @property
+    def name(self) -> str:
+        """The folder's, behind those above it where it is only a time: `lift_bc/20260101120000`."""
+        parts = self.folder.resolve().parts
+        first = next((i for i in reversed(range(len(parts))) if re.search("[A-Za-z]", parts[i])), len(parts) - 1)
+        return "/".join(parts[first:])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether no rank has ended and the last record is young."""
+        return not self.last.ends() and self.quiet_s < _QUIET_S
+
+    @property
+    def quiet_s(self) -> float:
+        """The age of the last record."""
+        return time.time() - self.last.ended
 
     @property
     def last(self) -> Start:
@@ -198,15 +218,16 @@ def load(folder: Union[str, os.PathLike[str]]) -> Run:
     """
     home = _find(Path(folder))
     starts: dict[int, Start] = {}
-    num_torn = 0
+    num_torn = num_begun = 0
     for rank, path in records.files(home).items():
         try:
-            found, torn = records.read(path)
+            found, torn, is_begun = records.read(path)
         except OSError as error:
             raise ReportError(
                 f"{path} cannot be read ({error}); the report would pass rank {rank} over. Make it readable."
             ) from error
         num_torn += torn
+        num_begun += is_begun
         current: list[Record] = []  # of what comes before the first start nothing is kept
         for record in found:
             if record["kind"] == "start":
@@ -215,10 +236,13 @@ def load(folder: Union[str, os.PathLike[str]]) -> Run:
             current.append(record)
     if not starts:
         raise ReportError(
-            f"the records in {home / records.FOLDER} hold no start of a run ({num_torn} lines cannot be read); there "
-            "is nothing to report. Was the run killed in its first second, or the disk full?"
+            f"the records in {home / records.FOLDER} hold no start of a run ({num_torn + num_begun} lines cannot be "
+            "read); there is nothing to report. Was the run killed in its first second, or the disk full?"
         )
-    return Run(home, [starts[number] for number in sorted(starts)], num_torn)
+    run = Run(home, [starts[number] for number in sorted(starts)], num_torn + num_begun)
+    if run.is_running:  # the rest of those lines is on its way
+        run.num_torn = num_torn
+    return run
 
 
 def _find(folder: Path) -> Path:
@@ -238,7 +262,10 @@ def _find(folder: Path) -> Path:
         )
     if len(found) > 1:
         names = ", ".join(str(place) for place in found[:8]) + (", ..." if len(found) > 8 else "")
-        raise ReportError(f"{folder} holds records of {len(found)} runs; one would hide the others. Name one: {names}.")
+        raise ReportError(
+            f"{folder} holds records of {len(found)} runs; one would hide the others. Name one, or several to compare "
+            f"them: {names}."
+        )
     return found[0]
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ddpshim.observe.records import Record
+from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import PARTS, Run, Start
-from ddpshim.observe.report.words import clock, duration, first_line, number, percent, shown, size
+from ddpshim.observe.report.words import between, clock, duration, first_line, number, percent, rate, shown, size
 from ddpshim.options import Options
 
 _MOST_ROWS = 100
@@ -33,20 +34,42 @@ def headline(run: Run) -> list[tuple[str, str]]:
     best = min((epoch.valid for epoch in run.epochs if epoch.valid is not None), default=None)
     last = next((epoch.mean for epoch in reversed(run.epochs) if epoch.mean is not None), None)
     device = facts.get("gpu") or facts.get("device", "")
-    out = [
-        ("ranks", f"{run.last.world_size} ({facts.get('backend') or 'one process'} on {device})"),
+    out = [("last loss", number(last))]
+    if best is not None:
+        out.append(("best validation", number(best)))
+    return [
+        *reached(run),
+        *out,
         ("epochs", str(sum(bool(epoch.training) for epoch in run.epochs))),
-        ("samples seen", f"{samples:,}" if samples else "not known"),
         ("time", duration(run.wall_s)),
         ("steps/s", f"{statistics.median(rates):.1f}" if rates else "not known"),
-        ("last loss", number(last)),
+        ("samples seen", f"{samples:,}" if samples else "not known"),
+        ("ranks", f"{run.last.world_size} ({facts.get('backend') or 'one process'} on {device})"),
     ]
-    return [*out, ("best validation", number(best))] if best is not None else out
+
+
+def reached(run: Run) -> list[tuple[str, str]]:
+    """What the last evaluation of each environment found, and the best: success rate, else return."""
+    found = evaluations(run)
+    environments = list(dict.fromkeys(each.environment for each in found))
+    out = []
+    for environment in environments:
+        mine = [each for each in found if each.environment == environment]
+        name = f" in {environment}" if len(environments) > 1 else ""
+        if mine[-1].success is not None:
+            best = max(mine, key=lambda each: (each.success or 0.0, each.epoch))
+            out += [
+                (f"last success rate{name}", rate(mine[-1].success, mine[-1].success_interval)),
+                (f"best success rate{name}", f"{percent(best.success or 0.0)} (epoch {best.epoch})"),
+            ]
+        if mine[-1].mean_return is not None:
+            out.append((f"last return{name}", between(mine[-1].mean_return, mine[-1].return_interval)))
+    return out
 
 
 def tables(run: Run) -> list[Table]:
     """All numbers of the report."""
-    made = (_losses(run), _times(run), _memories(run), _starts(run), _guards(run), _checkpoints(run), _rollouts(run))
+    made = (_rollouts(run), _losses(run), _times(run), _memories(run), _starts(run), _guards(run), _checkpoints(run))
     return [table for table in (*made, _environment(run), _options(run)) if table.rows]
 
 
@@ -144,9 +167,10 @@ def _guards(run: Run) -> Table:
 
 def _checkpoints(run: Run) -> Table:
     rows = []
+    folder = run.folder.resolve()
     for start, _, record in run.events("checkpoint"):
         path = Path(str(record.get("path")))
-        shown = path.relative_to(run.folder) if run.folder in path.parents else path
+        shown = path.relative_to(folder) if folder in path.parents else path
         how = "in the background" if record.get("in_background") else "at once"
         seconds = f"{1000 * float(record.get('seconds', 0.0)):.0f} ms"
         moment = duration(float(record["time"]) - start.began)
@@ -157,15 +181,20 @@ def _checkpoints(run: Run) -> Table:
 
 
 def _rollouts(run: Run) -> Table:
-    rows = []
-    for _, rank, record in run.events("rollout"):
-        metrics = record.get("metrics", {})
-        if rank == 0:
-            shown = [number(metrics.get("Success_Rate")), number(metrics.get("Return"))]
-            row = [str(record.get("epoch")), str(record.get("environment")), str(record.get("episodes")), *shown]
-            rows.append([*row, duration(float(record.get("seconds", 0.0)))])
+    rows = [
+        [
+            str(each.epoch),
+            each.environment,
+            "" if each.episodes is None else str(each.episodes),
+            "" if each.success is None else rate(each.success, each.success_interval),
+            "" if each.mean_return is None else between(each.mean_return, each.return_interval),
+            duration(each.seconds),
+        ]
+        for each in evaluations(run)
+    ]
     columns = ["epoch", "environment", "episodes", "success rate", "return", "took"]
-    return Table("rollouts", "Rollouts", columns, rows[-_MOST_ROWS:])
+    note = f"The last {_MOST_ROWS} of {len(rows)}. " if len(rows) > _MOST_ROWS else ""
+    return Table("rollouts", "Rollouts", columns, rows[-_MOST_ROWS:], f"{note}In brackets: the 95% interval.")
 
 
 def _environment(run: Run) -> Table:
@@ -193,7 +222,7 @@ def _options(run: Run) -> Table:
 
 def _how(end: Optional[Record]) -> str:
     if end is None:
-        return "no word"
+        return "no end recorded"
     if end.get("how") == "left":
         return f"saved and left ({end.get('reason')})"
     return f"{end.get('how')}: {first_line(end.get('error'))}" if end.get("error") else str(end.get("how"))

@@ -24,6 +24,16 @@ def number(value: Optional[float]) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
+def rate(share: float, interval: Optional[tuple[float, float]]) -> str:
+    """A rate of success: "90% (68% to 99%)"."""
+    return f"{100 * share:.0f}%" + (f" ({100 * interval[0]:.0f}% to {100 * interval[1]:.0f}%)" if interval else "")
+
+
+def between(value: float, interval: Optional[tuple[float, float]]) -> str:
+    """A mean: "1.5 (1.2 to 1.8)"."""
+    return f"{value:.4g}" + (f" ({interval[0]:.4g} to {interval[1]:.4g})" if interval else "")
+
+
 def ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 

@@ -4,42 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import os
+import urllib.parse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional, Union
 
 from ddpshim.errors import ReportError
+from ddpshim.observe import exporting
+from ddpshim.observe.report.comparing import named, tables_of
 from ddpshim.observe.report.findings import findings, verdict
+from ddpshim.observe.report.results import evaluations
 from ddpshim.observe.report.run import Run, load
-from ddpshim.observe.report.tables import headline, tables
+from ddpshim.observe.report.tables import Table, headline, tables
+
+PathLike = Union[str, os.PathLike[str]]
 
 
-def markdown(run: Run) -> str:
-    """The report as Markdown."""
-    ended = verdict(run)
-    lines = [f"# Run {_md(run.folder.name)}", "", f"**{_md(ended.text)}.**", ""]
+def markdown(runs: Sequence[Run]) -> str:
+    """The report as Markdown, of a run or of several beside each other."""
+    if len(runs) > 1:
+        by_name = named(runs)
+        lines = [f"# {_md(' against '.join(by_name))}", ""]
+        lines += [f"- {_md(name)}: {_md(verdict(run).text)}." for name, run in by_name.items()]
+        return "\n".join([*lines, *_tables(tables_of(by_name))]) + "\n"
+    (run,) = runs
+    lines = [f"# {_md(run.name)}", "", f"**{_md(verdict(run).text)}.**", ""]
     lines += [f"- {name}: {_md(value)}" for name, value in headline(run)]
     lines += ["", "## What to look at", "", *(f"- {_md(finding.text)}." for finding in findings(run))]
-    for table in tables(run):
-        lines += ["", f"## {table.title}", ""]
-        lines += ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
-        lines += ["| " + " | ".join(map(_md, row)) + " |" for row in table.rows]
-        lines += ["", table.note] if table.note else []
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_tables(tables(run))]) + "\n"
 
 
-def write(folder: Union[str, os.PathLike[str]], out: Optional[Path] = None, as_markdown: bool = False) -> Path:
-    """Write the report of the run in `folder`; where it is. Local.
+def write(folders: Sequence[PathLike], out: Optional[Path] = None, as_markdown: bool = False) -> Path:
+    """Write the report of the runs in `folders`; where it is. Local.
 
-    Raises ReportError where there is nothing to report, `out` cannot be written, or the page's matplotlib is missing.
+    Raises ReportError where there is nothing to report, `out` cannot be written, or the page's plotly is missing.
     """
-    run = load(folder)
-    out = out or run.folder / ("report.md" if as_markdown else "report.html")
+    runs = [load(folder) for folder in folders]
+    suffix = ".md" if as_markdown else ".html"
+    out = out or (runs[0].folder / f"report{suffix}" if len(runs) == 1 else Path(f"comparison{suffix}"))
     if as_markdown:
-        text = markdown(run)
+        text = markdown(runs)
     else:
         from ddpshim.observe.report import page
 
-        text = page.html(run)
+        here = out.parent.resolve()
+        text = page.html(runs, lambda path: urllib.parse.quote(os.path.relpath(path.resolve(), here)), page.plotly_js())
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")  # half a character of JSON has no bytes
@@ -51,6 +60,51 @@ def write(folder: Union[str, os.PathLike[str]], out: Optional[Path] = None, as_m
             f"{out} cannot be written ({error}); the report would be lost. Name another --out."
         ) from error
     return out
+
+
+def export(folders: Sequence[PathLike], out: Optional[Path], kind: str) -> list[Path]:
+    """Write the curves of runs: `kind` "tensorboard" or "wandb" (offline); the folders in which they are. Local.
+
+    They are written below `out` (of several runs in a folder each), without it below the folder of the run. Raises
+    ReportError where there is nothing to report, or that cannot be written.
+    """
+    by_name = named([load(folder) for folder in folders])
+    (kind,) = exporting.check(kind)
+    written = []
+    for name, run in by_name.items():
+        below = run.folder if out is None else out if len(by_name) == 1 else out / name
+        try:
+            below.mkdir(parents=True, exist_ok=True)
+            _export(run, exporting.Curves(below, [kind]))
+        except OSError as error:
+            raise ReportError(
+                f"{below} cannot be written ({error}); the curves would be lost. Name another folder."
+            ) from error
+        written.append(below / kind)
+    return written
+
+
+def _export(run: Run, curves: exporting.Curves) -> None:
+    with contextlib.closing(curves):
+        for epoch in run.epochs:
+            for rows in (epoch.training, epoch.validation):
+                if rows:
+                    curves.add({rank: row.record for rank, row in sorted(rows.items())})
+        for each in evaluations(run):
+            found = {"Success_Rate": each.success, "Return": each.mean_return}
+            own = {f"{each.environment}/{name}": value for name, value in found.items() if value is not None}
+            if own:
+                curves.add({0: {"phase": "rollout", "epoch": each.epoch, "time": each.time, "own": own}})
+
+
+def _tables(made: Sequence[Table]) -> list[str]:
+    lines = []
+    for table in made:
+        lines += ["", f"## {table.title}", ""]
+        lines += ["| " + " | ".join(map(_md, table.columns)) + " |", "|" + "---|" * len(table.columns)]
+        lines += ["| " + " | ".join(map(_md, row)) + " |" for row in table.rows]
+        lines += ["", table.note] if table.note else []
+    return lines
 
 
 def _md(text: str) -> str:

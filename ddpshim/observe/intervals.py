@@ -1,4 +1,4 @@
-"""Says how sure a rate of success is, from the successes in a number of episodes.
+"""Says how sure a rate of success, or a mean, is from a number of episodes.
 
 An interval at 95% that is looked at after every episode, until it says what one wants, is wrong far more often than in
 5% of the cases. So there are two: one for a number of episodes that was settled before, and one for a look at any time.
@@ -7,9 +7,12 @@ An interval at 95% that is looked at after every episode, until it says what one
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from typing import Callable
 
 _NUM_HALVINGS = 60
+_NUM_PIECES = 400  # of an integral, even
 
 
 def exact(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -62,6 +65,27 @@ def at_any_time(successes: int, episodes: int, confidence: float = 0.95) -> tupl
     lower = 0.0 if successes == 0 else _crossing(0.0, best, is_in)
     upper = 1.0 if failures == 0 else _crossing(best, 1.0, lambda rate: not is_in(rate))
     return lower, upper
+
+
+def of_mean(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Student's interval for the mean that `values` are drawn around, of which there are at least two. Local.
+
+    >>> [round(end, 3) for end in of_mean([1.0, 2.0, 3.0])]
+    [-0.484, 4.484]
+    """
+    mean, freedom = statistics.fmean(values), len(values) - 1
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) * 2 / math.sqrt(math.pi)
+
+    def is_enough(angle: float) -> bool:
+        """Whether |t| stays below sqrt(freedom) * tan(angle) with that confidence (Simpson's rule)."""
+        width = angle / _NUM_PIECES
+        weights = (1 if i in (0, _NUM_PIECES) else 2 + 2 * (i % 2) for i in range(_NUM_PIECES + 1))
+        area = math.fsum(w * math.cos(i * width) ** (freedom - 1) for i, w in enumerate(weights)) * width / 3
+        return scale * area > confidence
+
+    t = math.sqrt(freedom) * math.tan(_crossing(0.0, math.pi / 2, is_enough))
+    reach = t * statistics.stdev(values) / math.sqrt(len(values))
+    return mean - reach, mean + reach
 
 
 def _crossing(low: float, high: float, is_above: Callable[[float], bool]) -> float:

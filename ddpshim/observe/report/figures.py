@@ -1,0 +1,98 @@
+"""Describes figures for plotly, which draws them in the page.
+
+Text and grid take their colours from the page's style. Lines and bars have a colour that can be told from a light and
+from a dark page.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+# At least 3 to 1 against both pages; white text has 4.5 to 1 on those of PART_COLOURS.
+COLOURS = ("#2e7fd1", "#d2601a", "#128a64", "#b556a2", "#a67c00", "#3f93b5", "#8467c9", "#9a6a45")
+PART_COLOURS = ("#b2590f", "#3d73b3", "#2b7f57", "#9b518f", "#6b7482")
+GREY, GOOD, BAD = "#808894", "#1f8a54", "#d0454f"
+DASHES = ("solid", "dash", "dot", "dashdot")
+MOST_NAMED = 8
+_FEW_POINTS = 12  # that a line is drawn with
+_HEIGHT = 300  # pixels
+
+Figure = dict[str, Any]
+
+
+class Chart(NamedTuple):
+    """A picture, and what it says to those who cannot see it. `table` names the one with its numbers."""
+
+    name: str
+    title: str
+    says: str
+    how_to_read: str
+    table: str
+    figure: Figure
+
+
+def figure(traces: Sequence[Figure], y: str, x: str = "epoch", height: int = _HEIGHT, **layout: Any) -> Figure:
+    """A chart of `traces` over epochs, or what else `x` is."""
+    traces = [trace for trace in traces if trace]
+    xaxis: Figure = {"title": {"text": x, "standoff": 6}, "hoverformat": ".4~g"}
+    xaxis.update(spikethickness=1, spikecolor=GREY)
+    if x == "epoch":
+        at = {value for trace in traces for value in trace["x"]}
+        if max(at, default=0) - min(at, default=0) < MOST_NAMED:
+            xaxis["dtick"] = 1
+        if len(at) == 1:
+            xaxis["range"] = [min(at) - 0.5, max(at) + 0.5]
+    named = [trace for trace in traces if trace.get("showlegend", True)]
+    for trace in named[MOST_NAMED:]:
+        trace["showlegend"] = False
+    return {
+        "data": traces,
+        "layout": {
+            "height": height,
+            "margin": {"l": 56, "r": 14, "t": 8, "b": 48},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": COLOURS[0]},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "hovermode": "x unified" if len(named) <= MOST_NAMED else "closest",
+            "showlegend": len(named) > 1,
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+            "xaxis": xaxis,
+            "yaxis": {"title": {"text": y}, "hoverformat": ".4~g", "automargin": True},
+            "hoverlabel": {"namelength": -1},
+            "uirevision": "kept",  # what is zoomed stays so when the page refreshes
+            **layout,
+        },
+    }
+
+
+def line(name: str, points: Mapping[Any, Optional[float]], number: int = 0, **more: Any) -> Figure:
+    """A line in the colour and dashes of this `number`, which differ for the first 32."""
+    dash = DASHES[(number // len(COLOURS)) % len(DASHES)]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(points) <= _FEW_POINTS else "lines",
+        "x": [*points],
+        "y": [*points.values()],
+        "name": html.escape(name),
+        "line": {"color": COLOURS[number % len(COLOURS)], "width": 1.8, "dash": dash},
+        "marker": {"size": 5},
+        **more,
+    }
+
+
+def axis(title: str, **more: Any) -> Figure:
+    return {"title": {"text": title}, "hoverformat": ".4~g", "automargin": True, **more}
+
+
+def log_where_wide(values: Iterable[Optional[float]]) -> Figure:
+    shown = [value for value in values if value is not None and math.isfinite(value)]
+    is_wide = bool(shown) and min(shown) > 0 and max(shown) > 20 * min(shown)
+    return {"type": "log"} if is_wide else {}
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit in which so many seconds are read, and how many seconds it has."""
+    return ("s", 1.0) if seconds < 180 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)

@@ -1,0 +1,108 @@
+"""Serves the report of runs that still train, to this machine alone. Writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import urllib.parse
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Union
+
+from ddpshim.errors import ReportError
+from ddpshim.observe.report import page
+from ddpshim.observe.report.run import load
+
+ADDRESS = "127.0.0.1"
+_NAMES = (ADDRESS, "localhost")  # by another one, a page from elsewhere would reach this server
+_TYPES = {".mp4": "video/mp4", ".webm": "video/webm"}
+
+
+def serve(folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
+    """Show the page about the runs in `folders` to this machine until Ctrl-C. Local."""
+    with Server(folders, port) as server:
+        here = f"{ADDRESS}:{server.server_port}"
+        print(
+            f"http://{here}/ until Ctrl-C; from elsewhere, through ssh -L {server.server_port}:{here} HOST", flush=True
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the page about the runs in `folders`, made anew once their records have grown."""
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
+        """Open the port. Raises ReportError where that is impossible, or there is nothing to report."""
+        self.folders = [load(folder).folder for folder in folders]
+        self.library = page.plotly_js()
+        self.videos: dict[str, Path] = {}
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ReportError(
+                f"port {port} of {ADDRESS} cannot be opened ({error}); nobody could see the page. Name another --port, "
+                "or 0 for one that is free."
+            ) from error
+
+    def html(self, library: str) -> str:
+        return page.html([load(folder) for folder in self.folders], self.link, library, is_live=True)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves in the middle of an answer is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+    def link(self, path: Path) -> str:
+        """The address of a video, from here on."""
+        address = f"video/{urllib.parse.quote(str(path.resolve()).lstrip('/'))}"
+        self.videos[f"/{address}"] = path
+        return address
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _NAMES:
+            self.send_error(403, "Ask for this page as localhost")
+        elif self.path in ("/", "/part"):
+            self._send_page(self.server.library if self.path == "/" else "")
+        elif self.path in self.server.videos:
+            self._send_video(self.server.videos[self.path])
+        else:
+            self.send_error(404)
+
+    def _send_page(self, library: str) -> None:
+        try:
+            content = self.server.html(library).encode(errors="replace")
+        except ReportError as error:  # its folder was removed; it may come again
+            self.send_error(503, explain=str(error))
+            return
+        self._begin("text/html; charset=utf-8", len(content))
+        self.wfile.write(content)
+
+    def _send_video(self, path: Path) -> None:
+        try:
+            file = path.open("rb")
+        except OSError:  # upstream removes those of policies that were not kept
+            self.send_error(404)
+            return
+        with file:
+            self._begin(_TYPES[path.suffix.lower()], os.fstat(file.fileno()).st_size)
+            shutil.copyfileobj(file, self.wfile)
+
+    def _begin(self, kind: str, num_bytes: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(num_bytes))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing: who looks at the page is nobody's business."""
