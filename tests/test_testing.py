@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import select
 import signal
 import time
 from pathlib import Path
@@ -129,6 +130,7 @@ def test_ranks_end_with_the_process_that_was_killed() -> None:
     os.close(held)
     parent.join(patience(DEADLINE_S))
     assert parent.exitcode == -signal.SIGKILL
+    assert select.select([alive], [], [], patience(DEADLINE_S))[0], "a rank goes on"
     assert os.read(alive, 1) == b""  # at the end of the last
     os.close(alive)
 
