@@ -25,6 +25,7 @@ TORCH = "torch==2.13.0" if sys.version_info >= (3, 10) else "torch"  # the newes
 THIS_PYTHON = str(sys.implementation.cache_tag)  # "cpython-311": the pythons that can load the same compiled packages
 MADE = "made-by-bootstrap"  # a file in an environment that this script made, and may empty
 STAMP = "installed-by-bootstrap"  # a file in an environment in which everything is installed; says for what
+RESOLVED = ("robomimic", "report", "test")  # of requirements/; what no-deps.txt lists comes last
 FAST_TESTS = "unit or ranks"
 FIRST_TOO_NEW = (3, 12)  # no wheel of the torchvision in requirements/no-deps.txt is for it
 
@@ -181,7 +182,8 @@ def install(folder: Path, held: tuple[int, ...] = ()) -> None:
     # environment of ours nothing else can be in conflict than they, which lack it on purpose, and the caller's packages
     # beside a shared torch, which stay as they are; so a later run need not report it either.
     ours = ["--no-warn-conflicts"] if (folder / MADE).exists() else []
-    pip(*ours, *torch, "-r", "requirements/robomimic.txt", "-r", "requirements/test.txt")
+    files = [option for name in RESOLVED for option in ("-r", f"requirements/{name}.txt")]
+    pip(*ours, *torch, *files)
     pip("--no-deps", *missing, "-e", ".")
     (folder / STAMP).write_text(fingerprint(folder))
 

@@ -23,7 +23,7 @@ from tests import browser
 START = 1_790_000_000.0
 NUM_EPOCHS = 30
 NUM_COLOURS = 32  # of a picture for a page, which is no photograph
-WIDTH, HEIGHT = 1100, 1500
+WIDTH, HEIGHT = 1100, 1740
 
 
 def make_run(folder: Path, num_ranks: int, speed: float = 1.0) -> Path:

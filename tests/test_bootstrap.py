@@ -83,7 +83,7 @@ def _pip(calls: list[list[str]]) -> list[list[str]]:
     return [words[6:] for words in calls if words[:3] == ["-m", "pip", "install"]]
 
 
-RESOLVED = ["-r", "requirements/robomimic.txt", "-r", "requirements/test.txt"]
+RESOLVED = ["-r", "requirements/robomimic.txt", "-r", "requirements/report.txt", "-r", "requirements/test.txt"]
 NO_DEPS = ["torchvision==0.16.2", "robomimic==0.3.0"]
 
 

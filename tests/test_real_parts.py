@@ -179,6 +179,69 @@ def test_curves_that_cannot_be_written(
     assert said.count("tensorboard cannot be written (ZeroDivisionError: division by zero); training and its") == 1
 
 
+LIGHTNING = """
+import warnings
+warnings.simplefilter("ignore")
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Trained(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network(dropout=0.5)
+    def training_step(self, batch, number):
+        return nn.functional.mse_loss(self.network(batch[1]), batch[2].double())
+    def validation_step(self, batch, number):
+        self.log("valid", nn.functional.mse_loss(self.network(batch[1]), batch[2].double()))
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+trainer = lightning.Trainer(
+    max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, accumulate_grad_batches=2,
+    gradient_clip_val=0.1, callbacks=[ModelCheckpoint("kept", monitor="valid", save_top_k=2)],
+)
+trained = Trained()
+trainer.fit(trained, DataLoader(Items(), 8, shuffle=True), DataLoader(Items(20), 8))
+torch.save(trained.state_dict(), "weights.pth")
+"""
+
+
+@pytest.mark.launch
+def test_an_unedited_lightning_trainer_for_one_device_trains_on_ranks_as_in_one_process(tmp_path: Path) -> None:
+    if _lacks("lightning"):
+        pytest.skip("Lightning is not installed: pip install lightning")
+    plain = succeeded(run(tmp_path, LIGHTNING, 1, is_plain=True))
+    ranks = succeeded(run(tmp_path, LIGHTNING, 2, DDPSHIM_UNEDITED="on"))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
+    assert _files(ranks.folder / "kept") == _files(plain.folder / "kept")
+    assert "Trained (97 parameters), which Adam steps, is trained by all ranks together" in ranks.logs[0]
+
+
+ACCELERATE = """
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = network()
+model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), DataLoader(Items(), 4))
+for _, x, y in loader:
+    accelerator.backward(nn.functional.mse_loss(model(x), y.double()))
+    optimizer.step()
+say("steps", [accelerator.num_processes, len(loader)])
+"""
+
+
+@pytest.mark.launch
+def test_a_program_with_an_accelerator_is_left_alone(tmp_path: Path) -> None:
+    if _lacks("accelerate"):
+        pytest.skip("accelerate is not installed: pip install accelerate")
+    ranks = succeeded(run(tmp_path, ACCELERATE, 2))
+    assert [ranks.said(number, "steps") for number in (0, 1)] == [[[2, 5]], [[2, 5]]]
+    assert [log.count("imports accelerate: taken for a program that distributes itself") for log in ranks.logs] == [
+        1,
+        0,
+    ]
+
+
 LOGGED = """
 import wandb
 

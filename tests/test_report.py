@@ -387,7 +387,7 @@ def test_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     assert {row["last success rate"] for row in rows} == {"80% (44% to 97%)"}
     assert ["config.train.lr", "0.1", "0.2"] in _table_of(out, "What differs")
     assert not any("batch" in row[0] for row in _table_of(out, "What differs"))
-    assert command_line.main(["report", folders[0], folders[0]]) == 2
+    assert command_line.main(["report", folders[0], folders[0], "--markdown"]) == 2
     assert "hold the same run" in capsys.readouterr().err
     pytest.importorskip("plotly", reason="pip install plotly: it draws the page's charts")
     assert command_line.main(["report", *folders, "--out", str(tmp_path / "c.html")]) == 0
