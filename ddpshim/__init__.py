@@ -20,6 +20,7 @@ from ddpshim.errors import (
     LaunchError,
     OptionsError,
     PatchError,
+    RankError,
     ReportError,
     RolloutError,
     SyncError,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ddpshim.job.random_streams import shared_random_streams as shared_random_streams
     from ddpshim.job.whole_batch import whole_batch as whole_batch
     from ddpshim.job.world import World as World
+    from ddpshim.launch.spawning import spawn as spawn
     from ddpshim.model.accumulation import accumulate as accumulate
     from ddpshim.model.guard import check_equal_steps as check_equal_steps
     from ddpshim.model.guard import watch as watch
@@ -66,6 +68,7 @@ _HOMES = {
     "accumulate": "model.accumulation",
     "cleanup": "job.group",
     "setup": "job.group",
+    "spawn": "launch.spawning",
     "split_random_streams": "job.group",
     "world": "job.group",
     "check_equal_steps": "model.guard",
@@ -99,6 +102,7 @@ __all__ = [
     "LaunchError",
     "OptionsError",
     "PatchError",
+    "RankError",
     "ReportError",
     "RolloutError",
     "SyncError",

@@ -4,6 +4,7 @@
 
     DdpShimError (RuntimeError)
     ├── LaunchError   the launch environment is partial, garbled or impossible
+    ├── RankError     a rank of `ddpshim.spawn` failed
     ├── OptionsError  (also ValueError) options that do not exist, are not allowed or differ between ranks
     ├── WorldError    the process group: contradicting setup, a collective that cannot be served
     ├── SyncError     gradients, parameters or noise would not be what one process has
@@ -33,6 +34,10 @@ class LaunchError(DdpShimError):
     """The launch environment cannot be a process of a distributed job."""
 
     exit_code = 2
+
+
+class RankError(DdpShimError):
+    """A rank that was started from this process failed; the text names the first that did, and holds its traceback."""
 
 
 class OptionsError(DdpShimError, ValueError):

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.context
 import os
 import socket
 import tempfile
-import time
-import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker, spawn
@@ -26,6 +22,7 @@ from unittest import mock
 
 import torch
 
+from ddpshim.errors import RankError as RankFailure  # noqa: F401 - the tests' word for it
 from tests import public_api, simulated_gpus
 from tests.preloaded_commands import SOCKET, commands, patience
 
@@ -80,10 +77,6 @@ def _gpu_server() -> forkserver.ForkServer:
     return server
 
 
-class RankFailure(AssertionError):
-    """A rank of a test failed; the text holds its traceback."""
-
-
 def free_port() -> int:
     """A port that the system gives to nobody else while this process lives; a store that names it can serve it."""
     # Two sockets may be bound to one port where both say so and none listens yet; torch's says so.
@@ -115,11 +108,12 @@ def _enter(
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
     # torch 2.4's and 2.5's, where torch.storage loads a tensor that was gathered
     warnings.filterwarnings("ignore", "You are using `torch.load`", FutureWarning, r"torch\.storage")
-    try:
-        import torch.distributed as dist
+    import torch.distributed as dist
 
-        import ddpshim
+    import ddpshim
+    from ddpshim.launch import spawning
 
+    def call() -> Any:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ.update(environ)
@@ -132,17 +126,13 @@ def _enter(
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             ddpshim.setup(seed=seed, device="cpu", side_timeout_s=deadline_s)
         try:
-            result = fn(*args)
+            return fn(*args)
         finally:
             ddpshim.cleanup()
-        packed = io.BytesIO()  # bytes, not tensors: those would travel as file descriptors of this process
-        torch.save(result, packed)
-        out.send((time.time(), None, packed.getvalue()))
-        if dist.is_initialized():  # `fn` may have destroyed it, to set up groups of its own
-            dist.destroy_process_group()
-    except BaseException:
-        out.send((time.time(), traceback.format_exc(), None))
-        os._exit(1)
+
+    spawning.report(out, call)
+    if dist.is_initialized():  # `fn` may have destroyed it, to set up groups of its own
+        dist.destroy_process_group()
 
 
 def run_ranks(
@@ -154,10 +144,12 @@ def run_ranks(
     environ: Optional[dict[str, str]] = None,
     on_gpus: bool = False,
 ) -> list[Any]:
-    """What `fn(*args)` returned on each rank; raises RankFailure with the first failing rank's traceback.
+    """What `fn(*args)` returned on each rank; raises RankError with the first failing rank's traceback.
 
     `environ` is added to the environment before `ddpshim.setup`. `on_gpus`: each rank has a simulated GPU, and nccl.
     """
+    from ddpshim.launch import spawning  # not above: tests/loaded.py counts what a trainer loads
+
     if on_gpus:
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environ or {})}
     with contextlib.ExitStack() as meanwhile:
@@ -165,45 +157,11 @@ def run_ranks(
         if on_gpus:
             start = _gpu_server().connect_to_new_process
             meanwhile.enter_context(mock.patch.object(forkserver, "connect_to_new_process", start))
-        processes, pipes = [], []
-        for rank in range(num_ranks):
-            receive, send = _server.Pipe(duplex=False)
-            process = _server.Process(
-                target=_enter,
-                args=(fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, on_gpus, args, send),
-                daemon=True,
-            )
+
+        def start(rank: int, out: Any) -> Any:
+            entering = (fn, rank, num_ranks, folder, timeout_s, seed, environ or {}, on_gpus, args, out)
+            process = _server.Process(target=_enter, args=entering, daemon=True)
             process.start()
-            send.close()
-            processes.append(process)
-            pipes.append(receive)
-        results: dict[int, Any] = {}
-        failures: list[tuple[float, int, str]] = []
-        end = time.monotonic() + patience(timeout_s)
-        grace_s = 3.0
-        while len(results) + len(failures) < num_ranks and time.monotonic() < end:
-            done = {rank for _, rank, _ in failures} | set(results)
-            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in done]
-            for pipe in multiprocessing.connection.wait(waiting, timeout=0.5):
-                rank = pipes.index(pipe)  # type: ignore[arg-type]
-                try:
-                    moment, error, result = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    moment, error, result = time.time(), "the process died without a word", None
-                if error is None:
-                    results[rank] = torch.load(io.BytesIO(result), "cpu", weights_only=False)
-                else:
-                    failures.append((moment, rank, error))
-                    end = min(end, time.monotonic() + grace_s)
-        for process in processes:
-            process.join(timeout=5 if not failures and len(results) == num_ranks else 0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        if failures:
-            moment, rank, error = min(failures)
-            raise RankFailure(f"rank {rank} of {num_ranks} failed first:\n{error}")
-        if len(results) < num_ranks:
-            missing = sorted(set(range(num_ranks)) - set(results))
-            raise RankFailure(f"ranks {missing} of {num_ranks} were still busy after {timeout_s} s")
-        return [results[rank] for rank in range(num_ranks)]
+            return process
+
+        return spawning.collect(start, num_ranks, deadline_s=patience(timeout_s))

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 WIDTH = 100  # of a signature that stays on one line
 CHAPTERS = {
-    "Job": ("setup", "cleanup", "world", "World", "job.running.Running", "Options", "abort"),
+    "Job": ("setup", "cleanup", "world", "World", "job.running.Running", "Options", "abort", "spawn"),
     "Model": (
         "wrap_parallel",
         "unwrap",
@@ -72,10 +72,12 @@ CHAPTERS = {
         "evaluation.intervals.at_any_time",
     ),
     "Profile and records": ("profile", "record", "observe.recording.Recorder"),
+    "Tests of a trainer": ("testing.on_ranks", "testing.assert_same_training"),
     "robomimic without an edit": ("auto.activate", "auto.deactivate", "auto.is_active", "auto.report"),
     "Errors": (
         "DdpShimError",
         "LaunchError",
+        "RankError",
         "OptionsError",
         "WorldError",
         "SyncError",

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.test_unedited import Ran, run, succeeded
+import ddpshim
+from ddpshim.errors import ReportError
+from ddpshim.observe import exporting
+from tests.ranks import run_ranks
+from tests.test_unedited import Ran, difference, run, succeeded
 
 TRAINER = """
 import logging
@@ -52,19 +59,24 @@ def _lacks(*packages: str) -> str:
     return ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
 
 
-def _losses(folder: Path) -> list[tuple[int, float]]:
-    """The steps and values in the only file of events below `folder`, each record of which is whole."""
+def _scalars(file: Path) -> list[tuple[str, int, float]]:
+    """The names, steps and values in a file of events, each record of which is whole."""
     from tensorboardX.proto.event_pb2 import Event
 
-    (file,) = folder.rglob("events.out.tfevents.*")
     data, at, found = file.read_bytes(), 0, []
     while at < len(data):
         (size,) = struct.unpack_from("<Q", data, at)
         event = Event.FromString(data[at + 12 : at + 12 + size])
-        found += [(event.step, value.simple_value) for value in event.summary.value]
+        found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         at += size + 16
     assert at == len(data), "the last record is cut off"
     return found
+
+
+def _losses(folder: Path) -> list[tuple[int, float]]:
+    """The steps and values in the only file of events below `folder`."""
+    (file,) = folder.rglob("events.out.tfevents.*")
+    return [(step, value) for _, step, value in _scalars(file)]
 
 
 def _run_folder(ran: Ran) -> Path:
@@ -99,6 +111,135 @@ def test_hydra_zarr_and_tensorboard_on_two_ranks_write_what_one_process_writes(t
     mains, others = ([number, number, 0.0] * 2 for number in (1.0, 2.0))
     assert [ranks.said(number, "kept") for number in (0, 1)] == [[mains], [others]]
     assert plain.said(0, "of ranks") == plain.said(0, "kept") == [mains]
+
+
+def _record_with(folder: str, log_with: Sequence[str]) -> None:
+    rank = ddpshim.world().rank
+    with ddpshim.record(folder, log_with=log_with) as run:
+        for epoch in (0, 1):
+            run.epoch(epoch, loss=epoch + rank / 2, valid=4.0)
+
+
+@pytest.mark.ranks
+def test_record_writes_curves_of_the_mean_and_of_each_rank_to_tensorboard(tmp_path: Path) -> None:
+    if lacking := _lacks("tensorboardX"):
+        pytest.skip(f"lacking {lacking}: pip install -r requirements/robomimic.txt")
+    run_ranks(_record_with, 2, str(tmp_path), "tensorboard")
+    found = {file.parent.name: _scalars(file) for file in (tmp_path / "tensorboard").rglob("events.*")}
+    losses = {run: [point[1:] for point in scalars if point[0] == "training/Loss"] for run, scalars in found.items()}
+    assert losses == {
+        "tensorboard": [(0, 0.25), (1, 1.25)],
+        "rank_0": [(0, 0.0), (1, 1.0)],
+        "rank_1": [(0, 0.5), (1, 1.5)],
+    }
+    assert [point for point in found["rank_1"] if point[0] == "validation/Loss"] == [
+        ("validation/Loss", 0, 4.0),
+        ("validation/Loss", 1, 4.0),
+    ]
+    assert "seconds/compute" in {name for name, _, _ in found["tensorboard"]}
+
+
+@pytest.mark.ranks
+def test_record_writes_curves_to_an_offline_run_of_wandb(tmp_path: Path) -> None:
+    if _lacks("wandb"):
+        pytest.skip("W&B is not installed (80 MB, 8 s of CPU to install): pip install wandb==0.18.7")
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    run_ranks(_record_with, 2, str(tmp_path), "wandb")
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    store, rows = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = Record.FromString(data)
+        rows.append({".".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+    store.close()
+    losses = [{name: json.loads(row[name]) for name in row if "Loss" in name or name == "epoch"} for row in rows if row]
+    assert losses[:2] == [
+        {"epoch": 0, "training/Loss": 0.25, "training/Loss/rank_0": 0.0, "training/Loss/rank_1": 0.5},
+        {"epoch": 0, "validation/Loss": 4.0, "validation/Loss/rank_0": 4.0, "validation/Loss/rank_1": 4.0},
+    ]
+    assert len(losses) == 4
+
+
+def test_curves_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ReportError, match=r"log_with='mlflow' is not known; .* Use tensorboard or wandb"):
+        exporting.check("mlflow")
+    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ReportError, match=r"tensorboard or tensorboardX is not installed; .*pip install tensorboard"):
+        exporting.check(["tensorboard"])
+    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(exporting, "_TensorBoard", lambda folder: 1 / 0)
+    with ddpshim.record(tmp_path, log_with="tensorboard") as run:
+        run.epoch(0, loss=1.0)
+        run.epoch(1, loss=1.0)
+    said = capfd.readouterr().err
+    assert said.count("tensorboard cannot be written (ZeroDivisionError: division by zero); training and its") == 1
+
+
+LIGHTNING = """
+import warnings
+warnings.simplefilter("ignore")
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Trained(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network(dropout=0.5)
+    def training_step(self, batch, number):
+        return nn.functional.mse_loss(self.network(batch[1]), batch[2].double())
+    def validation_step(self, batch, number):
+        self.log("valid", nn.functional.mse_loss(self.network(batch[1]), batch[2].double()))
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+trainer = lightning.Trainer(
+    max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, accumulate_grad_batches=2,
+    gradient_clip_val=0.1, callbacks=[ModelCheckpoint("kept", monitor="valid", save_top_k=2)],
+)
+trained = Trained()
+trainer.fit(trained, DataLoader(Items(), 8, shuffle=True), DataLoader(Items(20), 8))
+torch.save(trained.state_dict(), "weights.pth")
+"""
+
+
+@pytest.mark.launch
+def test_an_unedited_lightning_trainer_for_one_device_trains_on_ranks_as_in_one_process(tmp_path: Path) -> None:
+    if _lacks("lightning"):
+        pytest.skip("Lightning is not installed: pip install lightning")
+    plain = succeeded(run(tmp_path, LIGHTNING, 1, is_plain=True))
+    ranks = succeeded(run(tmp_path, LIGHTNING, 2, DDPSHIM_UNEDITED="on"))
+    assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
+    assert _files(ranks.folder / "kept") == _files(plain.folder / "kept")
+    assert "Trained (97 parameters), which Adam steps, is trained by all ranks together" in ranks.logs[0]
+
+
+ACCELERATE = """
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = network()
+model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), DataLoader(Items(), 4))
+for _, x, y in loader:
+    accelerator.backward(nn.functional.mse_loss(model(x), y.double()))
+    optimizer.step()
+say("steps", [accelerator.num_processes, len(loader)])
+"""
+
+
+@pytest.mark.launch
+def test_a_program_with_an_accelerator_is_left_alone(tmp_path: Path) -> None:
+    if _lacks("accelerate"):
+        pytest.skip("accelerate is not installed: pip install accelerate")
+    ranks = succeeded(run(tmp_path, ACCELERATE, 2))
+    assert [ranks.said(number, "steps") for number in (0, 1)] == [[[2, 5]], [[2, 5]]]
+    assert [log.count("imports accelerate: taken for a program that distributes itself") for log in ranks.logs] == [
+        1,
+        0,
+    ]
 
 
 LOGGED = """

@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from ddpshim import variables
 from ddpshim.errors import SyncError
 from ddpshim.job import shares
-from ddpshim.trainers.unedited import coupling, gpus, loaders, loops, losses
+from ddpshim.trainers.unedited import coupling, gpus, loaders, loops, losses, program
 from tests.preloaded import DEADLINE_PASSED, as_torchrun_says, environment, preloaded, start_afresh
 
 ROOT = Path(__file__).parent.parent
@@ -257,6 +257,33 @@ for _, x, y in DataLoader(Items(), 8):
         assert modules == ["ddpshim.trainers.unedited.loaders", "torch.utils.data.dataloader"]
         assert [is_joined for is_joined, _ in two.said(number, "started")] == [False, False]
     assert "own.py:4: it calls torch.distributed.init_process_group; the program distributes itself" in two.logs[0]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (
+            "import torch\nfrom accelerate import Accelerator\n",
+            "program.py:2 imports accelerate: taken for a program that",
+        ),
+        ("import torch.distributed as dist\ndist.init_process_group()\n", "program.py calls init_process_group: taken"),
+        ("import ddpshim\nimport deepspeed\n", None),
+    ],
+)
+def test_that_a_program_is_left_alone_is_said_by_one_rank(
+    source: str, line: Optional[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(source)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
+    for rank, choice in (("0", "auto"), ("1", "auto"), ("0", "off")):
+        for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank, "DDPSHIM_UNEDITED": choice}.items():
+            monkeypatch.setenv(name, value)
+        with program.distributed([str(tmp_path / "program.py")]) as is_distributed:
+            assert not is_distributed
+        expected = line if (rank, choice) == ("0", "auto") else None
+        said = capfd.readouterr().err
+        assert said == "" if expected is None else said.startswith(f"ddpshim: {expected}")
 
 
 def test_where_the_order_is_given_one_rank_is_the_plain_script_bit_for_bit(tmp_path: Path) -> None:

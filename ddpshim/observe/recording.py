@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from numbers import Real
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
@@ -22,7 +22,7 @@ from ddpshim.job.group import on_cleanup, world
 from ddpshim.job.meter import Meter
 from ddpshim.job.say import say
 from ddpshim.job.world import World
-from ddpshim.observe import environment, links, records
+from ddpshim.observe import environment, exporting, links, records
 
 _PROGRESS_EVERY_S = 30.0
 _GPU_LOOK_EVERY_S = 5.0
@@ -30,15 +30,24 @@ _MOST_POINTS = 32  # of a curve inside an epoch; a power of 2
 
 
 @contextlib.contextmanager
-def record(folder: checkpoint.PathLike) -> Iterator[Recorder]:
+def record(folder: checkpoint.PathLike, *, log_with: Union[str, Iterable[str]] = ()) -> Iterator[Recorder]:
     """Write down what the training in this block does, in `folder`, for `python -m ddpshim report folder`.
 
-    Collective at the start; `Recorder.epoch` is local. Each rank appends to a file of its own, a later start of the
-    same run to the same file. Losses, gradients and random streams are not touched, and a full disk ends the
-    recording, not the training. robomimic's trainers, launched, do so by themselves. Nothing is written with the option
-    `record` off (DDPSHIM_RECORD=no).
+    Collective at the start; `Recorder.epoch` is local, but with `log_with` collective. Each rank appends to a file of
+    its own, a later start of the same run to the same file. Losses, gradients and random streams are not touched, and a
+    full disk ends the recording, not the training. robomimic's trainers, launched, do so by themselves. Nothing is
+    written with the option `record` off (DDPSHIM_RECORD=no).
+
+    Args:
+        folder: the run's.
+        log_with: "tensorboard", "wandb" or both: the main rank also writes TensorBoard events to `folder`/tensorboard,
+            a W&B run to `folder`/wandb, or to the run that the program has begun. The curves are those of the mean
+            and of each rank, by epoch. The W&B run is offline where WANDB_MODE is not set.
+
+    Raises:
+        ReportError: `log_with` is not known, or its package is not installed.
     """
-    recorder = Recorder(folder)
+    recorder = Recorder(folder, log_with)
     try:
         with recorder.measured():
             yield recorder
@@ -47,6 +56,7 @@ def record(folder: checkpoint.PathLike) -> Iterator[Recorder]:
         raise
     finally:
         records.end("finished")  # where no failure was noted: the first word counts
+        recorder.close_curves()
 
 
 @contextlib.contextmanager
@@ -78,10 +88,14 @@ def profile() -> Iterator[list[records.Record]]:
 class Recorder:
     """The records of this rank's training, in `folder`/ddpshim/rank_N.jsonl."""
 
-    def __init__(self, folder: checkpoint.PathLike) -> None:
+    def __init__(self, folder: checkpoint.PathLike, log_with: Union[str, Iterable[str]] = ()) -> None:
         """Begin them, or go on with those of an earlier start (collective)."""
         here = world()
         self.is_on = here.options.record
+        self._folder = folder
+        self._log_with = here.run_on_main(exporting.check, log_with) if self.is_on and log_with else ()
+        self._curves: Optional[exporting.Curves] = None  # on the main rank, from its first epoch on
+        self._writes_curves = here.is_main
         self.first_step = 0  # of this epoch, where an earlier start was left in it
         self._device = here.device
         self._uses_events = here.backend == "nccl"
@@ -127,7 +141,8 @@ class Recorder:
         num_samples: Optional[int] = None,
         **metrics: float,
     ) -> None:
-        """Write down an epoch that has ended, and where the time since the last call went. Local.
+        """Write down an epoch that has ended, and where the time since the last call went. Local; with `log_with`
+        collective.
 
         Args:
             epoch: its number; one that a later start does again replaces it in the report.
@@ -136,7 +151,7 @@ class Recorder:
             num_samples: how many samples this rank saw.
             metrics: anything else that is a number.
         """
-        if not self.is_on:
+        if not self.is_on and not self._log_with:
             return
         self.stop_counting()
         own = {**({} if loss is None else {"Loss": loss}), **metrics}
@@ -179,7 +194,7 @@ class Recorder:
         num_samples: Optional[int] = None,
     ) -> None:
         """Write down a pass over data: this rank's metrics and, where somebody has taken it, their mean over ranks."""
-        if not self.is_on:
+        if not self.is_on and not self._log_with:
             return
         curve, self._curve = self._curve, _Curve()
         counted, self._counted = self._counted, {}
@@ -190,19 +205,46 @@ class Recorder:
             self._gpu_use.clear()
         if batch_size is not None and "steps" in counted:
             num_samples = batch_size * counted["steps"]
-        records.note(
-            "epoch",
-            epoch=epoch,
-            phase=phase,
-            own=numbers(own),
-            mean=None if mean is None else numbers(mean),
-            samples=num_samples,
-            first_step=first_step,
-            curve=[float(f"{mean:.6g}") for mean in curve.means] if phase == "training" else [],
-            memory=memory,
+        pass_ = {
+            "epoch": epoch,
+            "phase": phase,
+            "own": numbers(own),
+            "mean": None if mean is None else numbers(mean),
+            "samples": num_samples,
+            "first_step": first_step,
+            "curve": [float(f"{mean:.6g}") for mean in curve.means] if phase == "training" else [],
+            "memory": memory,
             **counted,
-        )
+        }
+        records.note("epoch", **pass_)
+        if self._log_with:
+            self._export(pass_)
         self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
+
+    def close_curves(self) -> None:
+        """End what `log_with` writes. Local."""
+        if self._curves is not None:
+            with self._exporting():
+                self._curves.close()
+
+    def _export(self, pass_: records.Record) -> None:
+        by_rank = dict(enumerate(world().gather(pass_)))
+        if self._writes_curves:
+            with self._exporting():
+                self._curves = self._curves or exporting.Curves(self._folder, self._log_with)
+                self._curves.add(by_rank)
+
+    @contextlib.contextmanager
+    def _exporting(self) -> Iterator[None]:
+        """What fails in this block is said, and ends the curves of `log_with`, not the training."""
+        try:
+            yield
+        except Exception as error:
+            self._curves, self._writes_curves = None, False
+            say(
+                f"{' and '.join(self._log_with)} cannot be written ({type(error).__name__}: {error}); training and its "
+                "records go on without. Look for what the error names."
+            )
 
     def _look_at_gpu(self, now: float) -> None:
         self._next_look = now + _GPU_LOOK_EVERY_S

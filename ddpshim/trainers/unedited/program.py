@@ -16,6 +16,7 @@ from ddpshim import variables
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job.after_import import after_import
 from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.say import say
 from ddpshim.trainers.unedited.sources import Sources
 
 
@@ -41,6 +42,12 @@ def distributed(argv: Sequence[str]) -> Iterator[bool]:
         return
     sources = Sources(_file_of(argv))
     if sources.own_way is not None and os.environ.get(variables.UNEDITED) != "on":
+        if not sources.by_ddpshim and read_launch_env(os.environ).rank == 0:
+            say(
+                f"{sources.own_way}: taken for a program that distributes itself, and left alone. Its batch size is "
+                "then often that of each rank: another experiment than one process (docs/from_configs.md). "
+                "DDPSHIM_UNEDITED=on distributes it as a program for one process; off leaves it alone without this line"
+            )
         yield False
         return
     start = Start(argv)

@@ -38,12 +38,14 @@ class Sources:
 
     Attributes:
         own_way: how the program distributes itself, with file and line; None where it does not seem to.
+        by_ddpshim: whether that is by ddpshim, or by a trainer that one of its adapters is for.
         imports_torch: whether it imports torch by a statement.
     """
 
     def __init__(self, program: Optional[str]) -> None:
         """`program`: its file; None where there is none to read."""
         self.own_way: Optional[str] = None
+        self.by_ddpshim = False
         self.imports_torch = False
         if program is None or not program.endswith(".py"):
             return
@@ -58,7 +60,10 @@ class Sources:
             seen.add(path)
             source = read(path)
             if source is not None:
-                self.own_way = _own_way(source, is_program=len(seen) == 1)
+                self.own_way = _by_ddpshim(source)
+                self.by_ddpshim = self.own_way is not None
+                if len(seen) == 1:  # the program
+                    self.own_way = self.own_way or _by_others(source)
                 for name, _ in source.imports:
                     top = name.partition(".")[0]
                     self.imports_torch |= top == "torch"
@@ -127,15 +132,24 @@ def _absolute(path: str, node: ast.ImportFrom) -> str:
     return ".".join([*above, *([node.module] if node.module else [])])
 
 
-def _own_way(source: Source, is_program: bool) -> Optional[str]:
+def _by_ddpshim(source: Source) -> Optional[str]:
     where = os.path.basename(source.path)
     for name, line in source.imports:
         top = name.partition(".")[0]
-        if top == "ddpshim" or (is_program and top in _DISTRIBUTORS):
-            return f"{where}:{line} imports {top}"
+        if top == "ddpshim":
+            return f"{where}:{line} imports ddpshim"
         if top in adapters.packages() and _trains(top, name, source):
             return f"{where}:{line} imports the trainer of {top}"
-    if is_program and not _JOINS.isdisjoint(source.names):
+    return None
+
+
+def _by_others(source: Source) -> Optional[str]:
+    where = os.path.basename(source.path)
+    for name, line in source.imports:
+        top = name.partition(".")[0]
+        if top in _DISTRIBUTORS:
+            return f"{where}:{line} imports {top}"
+    if not _JOINS.isdisjoint(source.names):
         return f"{where} calls {sorted(_JOINS & source.names)[0]}"
     return None
 

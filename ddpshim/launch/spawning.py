@@ -1,0 +1,346 @@
+"""Runs a function on several ranks that are forked from this process: from a notebook, a script or a test."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from ddpshim import variables
+from ddpshim.errors import LaunchError, RankError
+from ddpshim.job import failure_notes, group, listening, unshared
+from ddpshim.job.job import begin_next
+from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.peer_errors import lost_a_peer
+from ddpshim.job.port import stay_on_this_machine
+from ddpshim.job.say import ranks_called, say_once
+
+_LOOK_EVERY_S = 0.5
+_OTHERS_S = 3.0  # for ranks to say that they fail, too, and to end after their result
+_STOPPING_S = 30.0
+_STORE_S = 1800.0
+# What a launcher around this process may have set, of another job.
+_OF_LAUNCHERS = (variables.LAUNCHER, variables.RANK_LOGS, "TORCHELASTIC_RUN_ID")
+
+
+class _Failure(NamedTuple):
+    """How a rank failed; the smallest is the first."""
+
+    lost_a_peer: bool  # its error only says that another rank is gone
+    moment: float
+    text: str
+
+
+def spawn(
+    function: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    every_rank: bool = False,
+    deadline_s: Optional[float] = None,
+    log_dir: Optional[str] = None,
+) -> Any:
+    """What `function(*args)` returns on the main rank of `nproc` ranks on this machine; for notebooks. Local.
+
+    Each rank is forked from this process: the function may be defined in a cell, or be a closure, and finds this
+    process's variables and random state. It calls `ddpshim.setup()`, as a program for `python -m ddpshim run` does.
+    Ctrl-C (a notebook's stop button) raises KeyboardInterrupt in all ranks, the second one kills them. What the main
+    rank prints is shown. Tensors come back on the CPU. A forked rank computes with one thread on the CPU.
+
+    Args:
+        function: what each rank calls.
+        nproc: how many ranks; one GPU each, or all on the CPU.
+        args: its arguments.
+        every_rank: return a list of what each rank returned.
+        deadline_s: end all ranks after so many seconds, and raise; None: wait for as long as they take.
+        log_dir: a folder for what the other ranks print (rank_N.log). Without it only the end of what the failing rank
+            printed is shown.
+
+    Raises:
+        RankError: a rank failed. The text names the first that did, and holds its traceback.
+        LaunchError: ranks cannot be forked: this process has used a GPU, or is itself in a job.
+    """
+    _check(nproc)
+    context: Any = multiprocessing.get_context("fork")
+    with contextlib.ExitStack() as meanwhile:
+        private = meanwhile.enter_context(tempfile.TemporaryDirectory(prefix="ddpshim-spawn-"))
+        logs = Path(log_dir or private)
+        logs.mkdir(parents=True, exist_ok=True)
+        addresses = []
+
+        def start(rank: int, out: Connection) -> BaseProcess:
+            learns, tells = context.Pipe(duplex=False)
+            meanwhile.callback(tells.close)
+            addresses.append(tells)
+            entering = (function, args, rank, nproc, learns, out, private, logs, deadline_s)
+            process = context.Process(target=_enter, args=entering)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of other threads; they stay behind
+                process.start()
+            learns.close()
+            return process  # type: ignore[no-any-return]
+
+        def started() -> None:
+            # After the forks: its thread is in no rank. The main rank may die, and others still read here who did.
+            timeout = timedelta(seconds=_STORE_S)
+            store = listening.stores(is_one_node=True)("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+            meanwhile.callback(lambda: store)  # for as long as the ranks
+            for tells in addresses:
+                with contextlib.suppress(BrokenPipeError):
+                    tells.send(store.port)
+
+        results = collect(start, nproc, deadline_s=deadline_s, started=started, notes=private, logs=logs)
+    return results if every_rank else results[0]
+
+
+def collect(
+    start: Callable[[int, Connection], BaseProcess],
+    num_ranks: int,
+    *,
+    deadline_s: Optional[float],
+    started: Callable[[], None] = lambda: None,
+    notes: str = "",
+    logs: Optional[Path] = None,
+) -> list[Any]:
+    """What the processes that `start` makes of each rank `report` through its pipe; no process is left.
+
+    Args:
+        start: makes and starts the process of a rank.
+        deadline_s: for all of them.
+        started: called when all have been started.
+        notes: a folder in which `failure_notes` of ranks that could not report may be, and stacks of those too slow.
+        logs: a folder with rank_N.log of some ranks.
+
+    Raises RankError with the traceback of the rank that failed first, or the names of those that were too slow.
+    """
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    results: dict[int, Any] = {}
+    failures: dict[int, _Failure] = {}
+    try:
+        for rank in range(num_ranks):
+            receive, send = multiprocessing.Pipe(duplex=False)
+            pipes.append(receive)
+            with send:
+                processes.append(start(rank, send))
+        started()
+        end = float("inf") if deadline_s is None else time.monotonic() + deadline_s
+        pending = list(range(num_ranks))
+        while pending and time.monotonic() < end:
+            wait([pipes[rank] for rank in pending], _LOOK_EVERY_S)
+            for rank in list(pending):
+                has_ended = processes[rank].exitcode is not None  # asked before: what it wrote is in the pipe by then
+                if not pipes[rank].poll() and not has_ended:
+                    continue
+                pending.remove(rank)
+                try:
+                    failure, packed = pipes[rank].recv()
+                except EOFError:
+                    failure, packed = _without_a_word(rank, processes[rank], notes), None
+                if failure is None:
+                    results[rank] = torch.load(io.BytesIO(packed), "cpu", weights_only=False)
+                else:
+                    failures[rank] = failure
+                    end = min(end, time.monotonic() + _OTHERS_S)
+        if pending and not failures and notes:
+            _await_stacks(pending, notes)
+    except KeyboardInterrupt:
+        _interrupt(processes)
+        raise
+    finally:
+        for process in processes:
+            process.join(_OTHERS_S if len(results) == num_ranks else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in pipes:
+            pipe.close()
+    if failures:
+        rank = min(failures, key=failures.__getitem__)
+        raise RankError(f"rank {rank} of {num_ranks} failed first:\n{failures[rank].text}{_last_words(rank, logs)}")
+    if pending:
+        stacks = "".join(_stack(rank, notes) for rank in pending)
+        late = f"{ranks_called(pending)} of {num_ranks} still ran after {deadline_s:g} s"
+        raise RankError(f"{late}, and were ended. Give a longer deadline, or look where they hang.{stacks}")
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def report(out: Connection, call: Callable[[], Any]) -> None:
+    """In a rank: send what `call()` returns, or how it failed, which ends this process. Local."""
+    try:
+        result = call()
+        packed = io.BytesIO()  # bytes, not tensors: those would travel as file descriptors of this process
+        try:
+            torch.save(result, packed)
+        except Exception as error:
+            what = f"{type(result).__name__} cannot be sent to the process that waits for it: {error}"
+            raise TypeError(f"{what}. Return tensors, numbers, texts, and lists and mappings of them.") from error
+        out.send((None, packed.getvalue()))
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        out.send((_Failure(lost_a_peer(error), time.time(), text), None))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)  # not by way of exit handlers, in which a rank could wait for its peers
+
+
+def _check(nproc: int) -> None:
+    if type(nproc) is not int or nproc < 1:
+        raise LaunchError(f"spawn(nproc={nproc!r}): no rank could be started. Give the number of ranks, 1 or more.")
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise LaunchError(
+            f"spawn needs fork, which {sys.platform} lacks: a function of this process could not be called in another. "
+            "Write it into a file, for `python -m ddpshim run --nproc N FILE`."
+        )
+    if torch.cuda.is_initialized():
+        raise LaunchError(
+            "this process has used a GPU (a tensor on one is enough), and CUDA does not work in processes that are "
+            "forked from it. Restart it (the notebook's kernel), and call spawn before anything is sent to a GPU: move "
+            "that into the function."
+        )
+    if (dist.is_available() and dist.is_initialized()) or read_launch_env(os.environ).is_launched:
+        raise LaunchError(
+            "spawn in a process that is in a distributed job itself; its ranks would meet those of that job. Call it "
+            "from a process that no launcher started, outside of any process group."
+        )
+
+
+def _enter(
+    function: Callable[..., Any],
+    args: Any,
+    rank: int,
+    nproc: int,
+    learns: Connection,
+    out: Connection,
+    private: str,
+    logs: Path,
+    deadline_s: Optional[float],
+) -> None:
+    """Be a rank of `spawn`."""
+    os.setsid()  # Ctrl-C reaches the ranks once, by way of their parent
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if rank > 0:
+        _print_into(logs / f"rank_{rank}.log")
+    if deadline_s is not None:
+        faulthandler.dump_traceback_later(deadline_s, file=open(_stack_file(rank, private), "w"))  # noqa: SIM115
+    begin_next()  # the parent may have called `setup` for itself
+    unshared.watch()
+    # Threads that compute (of OpenMP) are not forked, and this process would wait for them for ever.
+    torch.set_num_threads(1)
+    torch.set_num_threads = _leave_one_thread  # type: ignore[assignment]
+    stay_on_this_machine()
+    for name in _OF_LAUNCHERS:
+        os.environ.pop(name, None)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_RANK": 0}
+    numbers["TORCHELASTIC_RESTART_COUNT"] = 0  # torch 2.1 wants it beside the agent's store
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", variables.RUN_DIR: private})
+
+    def call() -> Any:
+        os.environ["MASTER_PORT"] = str(learns.recv())
+        try:
+            return function(*args)
+        except SystemExit as error:
+            if error.code:
+                raise
+            return None
+        finally:
+            group.cleanup()
+            faulthandler.cancel_dump_traceback_later()
+
+    report(out, call)
+    if dist.is_initialized():  # by the function itself
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)  # killed, and nobody waits for this rank any more
+
+
+def _print_into(log: Path) -> None:
+    """Lead all that this process prints into `log`; a notebook's streams are no file descriptors."""
+    stream = log.open("a", buffering=1)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = stream  # type: ignore[misc]
+
+
+def _leave_one_thread(num_threads: int) -> None:
+    if num_threads > 1:
+        say_once(
+            f"torch.set_num_threads({num_threads}) is left out: this rank was forked, and would wait for ever for the "
+            "threads of the process that it was forked from. `python -m ddpshim run` has no such limit"
+        )
+
+
+def _without_a_word(rank: int, process: BaseProcess, notes: str) -> _Failure:
+    process.join(_OTHERS_S)
+    note = failure_notes.read(notes).get(rank) if notes else None
+    if note is not None and note.traceback:
+        return _Failure(note.lost_a_peer, note.moment, note.traceback)
+    code = process.exitcode
+    how = "closed its pipe" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    return _Failure(False, time.time(), f"the process ended without a word ({how})")
+
+
+def _interrupt(processes: list[BaseProcess]) -> None:
+    """Raise KeyboardInterrupt in all ranks, and wait for them to end; a second one here ends the waiting."""
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGINT)
+    end = time.monotonic() + _STOPPING_S
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+
+
+def _last_words(rank: int, logs: Optional[Path]) -> str:
+    printed = "" if logs is None else failure_notes.end_of(logs / f"rank_{rank}.log")
+    return f"\nThe last lines that it printed:\n{printed}" if printed else ""
+
+
+def _stack_file(rank: int, folder: str) -> Path:
+    return Path(folder, f"stack.{rank}")
+
+
+def _await_stacks(ranks: list[int], folder: str) -> None:
+    """Wait until each rank has written where it is: its own clock of the deadline began a little later."""
+    end, before = time.monotonic() + _OTHERS_S, [0]
+    while time.monotonic() < end:
+        time.sleep(_LOOK_EVERY_S / 2)
+        sizes = [file.stat().st_size if (file := _stack_file(rank, folder)).exists() else 0 for rank in ranks]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
+
+
+def _stack(rank: int, folder: str) -> str:
+    """Where `rank` was at its deadline, innermost line first."""
+    file = _stack_file(rank, folder)
+    text = file.read_text() if folder and file.exists() else ""
+    main = text.rpartition("hread ")[2].partition("\n")[2].partition(f'  File "{__file__}')[0].rstrip()
+    return f"\nrank {rank}, innermost call first:\n{main}" if main else ""

@@ -1,0 +1,183 @@
+"""Tests a trainer of one's own: what each rank returns, and whether ranks train as one process does."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Callable, Optional
+
+import torch
+import torch.distributed as dist
+
+from ddpshim.errors import LaunchError
+from ddpshim.job.job import current
+from ddpshim.job.say import count, ranks_called
+from ddpshim.launch.spawning import spawn
+
+_MOST_SHOWN = 5
+_LEAST_SCALE = 1e-2  # of a tensor: one that is all but zero holds rounding alone
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def on_ranks(
+    function: Callable[[], Any], nproc: int = 2, *, deadline_s: Optional[float] = 60.0, gpus: bool = False
+) -> list[Any]:
+    """What `function()` returns on each of `nproc` ranks, in order; no process is left, whatever happens. Local.
+
+    Each rank is forked from this process, as `ddpshim.spawn` does it: `function` may be a closure or a
+    `functools.partial`, and calls `ddpshim.setup()`.
+
+    Args:
+        function: what each rank calls.
+        nproc: how many ranks.
+        deadline_s: end all ranks after so many seconds, and raise an error that says where each of them hangs.
+        gpus: let ranks see GPUs, one for each; else they compute on the CPU.
+
+    Raises:
+        RankError: a rank failed or was too slow. The text names the first that did, and holds its traceback.
+        LaunchError: ranks cannot be forked: this process has used a GPU, or is itself in a job.
+    """
+    results: list[Any] = spawn(_as_rank, nproc, function, gpus, every_rank=True, deadline_s=deadline_s)
+    return results
+
+
+def assert_same_training(
+    train: Callable[[], Any],
+    nproc: int = 2,
+    *,
+    tolerance: float = 1e-5,
+    deadline_s: Optional[float] = 60.0,
+    gpus: bool = False,
+) -> None:
+    """Assert that `train()` returns on each of `nproc` ranks what it returns in one plain process. Local.
+
+    Each is forked from this process, whose random state and modules stay as they are. `train` calls `ddpshim.setup()`
+    and returns what must be the same on all ranks: a state_dict, a mean over ranks, or lists, mappings and dataclasses
+    of such tensors, arrays and numbers. What it returns of a rank alone (the loss of its own share) differs.
+
+    Args:
+        train: trains a few steps, and returns what came of it.
+        nproc: how many ranks.
+        tolerance: how far numbers may be apart, as a part of the largest value of their tensor. Rounding alone makes
+            1e-7 in float32, and grows with the steps.
+        deadline_s: of the one process, and of the ranks.
+        gpus: train on GPUs, one for each rank; else on the CPU.
+
+    Raises:
+        AssertionError: something differs. The text names it, its largest difference and where that is.
+        RankError: `train` failed, was too slow, or did not call `ddpshim.setup()` (the ranks would be alike anyway).
+        LaunchError: ranks cannot be forked, as for `on_ranks`.
+    """
+
+    def alone() -> dict[str, Any]:
+        for name in _PLACE:
+            os.environ.pop(name, None)
+        return dict(_leaves(train(), "result"))
+
+    def on_rank() -> dict[str, Any]:
+        result = train()
+        here = current().world or current().left
+        if (here is None or here.world_size != nproc) and not dist.is_initialized():
+            raise LaunchError(
+                f"train() did not call ddpshim.setup(): {nproc} ranks were {nproc} runs of one process, and equal "
+                "whatever the trainer does. Call it as the first thing in train()."
+            )
+        return dict(_leaves(result, "result"))
+
+    importlib.import_module("torch._dynamo")  # DDP does, for seconds: once here, and not in each process
+    expected = on_ranks(alone, 1, deadline_s=deadline_s, gpus=gpus)[0]
+    if not any(isinstance(value, (torch.Tensor, float)) for value in expected.values()):
+        raise AssertionError(
+            f"train() returned no tensor and no float ({', '.join(expected) or 'nothing'}); there is nothing to "
+            "compare. Return what came of the training, as its state_dict."
+        )
+    found = on_ranks(on_rank, nproc, deadline_s=deadline_s, gpus=gpus)
+    differing = {rank: lines for rank in range(nproc) if (lines := list(_compared(expected, found[rank], tolerance)))}
+    if not differing:
+        return
+    rank, lines = next(iter(differing.items()))
+    again = on_ranks(alone, 1, deadline_s=deadline_s, gpus=gpus)[0]
+    if list(_compared(expected, again, tolerance)):
+        why = "One process does not repeat itself either: give the trainer a seed, as ddpshim.setup(seed=1)."
+    elif len({_key(lines) for lines in differing.values()}) > 1 or len(differing) < nproc:
+        why = "Ranks differ from each other: return what all ranks share, or see whether gradients cross the ranks."
+    else:
+        why = "All ranks agree. `python -m ddpshim prove` finds the first step at which a program parts, and why."
+    more = f"\n  ... and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
+    shown = "".join(f"\n  {line}" for line in lines[:_MOST_SHOWN])
+    raise AssertionError(
+        f"{ranks_called(list(differing))} of {nproc} did not train as one process does (tolerance {tolerance:g}): "
+        f"{len(lines)} of {count(len(expected), 'value')} differ on rank {rank}.{shown}{more}\n{why}"
+    )
+
+
+def _as_rank(function: Callable[[], Any], gpus: bool) -> Any:
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return function()
+
+
+def _key(lines: list[str]) -> str:
+    return "\n".join(lines)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is in `value` that has no parts, by where it is: ("result['net']['0.weight']", a tensor)."""
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from _leaves(part, f"{name}[{index}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _leaves(getattr(value, field.name), f"{name}.{field.name}")
+    elif isinstance(value, torch.Tensor):
+        yield name, value.detach()
+    elif hasattr(value, "__array__"):  # numpy's
+        yield name, torch.as_tensor(value, device="cpu")
+    elif value is not None:
+        yield name, value
+
+
+def _compared(expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: float) -> Iterator[str]:
+    """A line for each value that differs."""
+    for name in dict.fromkeys([*expected, *found]):
+        if name not in found or name not in expected:
+            yield f"{name}: only {'on the rank' if name in found else 'in one process'}"
+        else:
+            line = _difference(expected[name], found[name], tolerance)
+            if line:
+                yield f"{name}: {line}"
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _difference(expected: Any, found: Any, tolerance: float) -> str:
+    """How two values differ; empty where they do not."""
+    if not all(isinstance(value, (torch.Tensor, float)) for value in (expected, found)):
+        return "" if type(expected) is type(found) and expected == found else f"{expected!r} became {found!r}"
+    one, other = (_tensor(v) for v in (expected, found))
+    for what, mine, theirs in (("shape", tuple(one.shape), tuple(other.shape)), ("type", one.dtype, other.dtype)):
+        if mine != theirs:
+            return f"{what} {mine} became {theirs}"
+    if one.numel() == 0:
+        return ""
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart, size = (one.to(wide) - other.to(wide)).abs(), one.to(wide).abs().max().item()
+    if apart.isnan().any():  # also of two infinities
+        return f"{int(apart.isnan().sum())} of {apart.numel()} are no finite numbers, in one process or here"
+    limit = tolerance * max(size, _LEAST_SCALE) if one.is_floating_point() or one.is_complex() else 0.0
+    largest = apart.max().item()
+    if largest <= limit:
+        return ""
+    at = (apart == largest).nonzero()[0].tolist()
+    values = f"{one[tuple(at)].item():.6g} became {other[tuple(at)].item():.6g}"
+    shape = f"shape {tuple(one.shape)}, at {at} " if one.dim() else ""
+    return f"{shape}{values}: {largest:.2g} apart, where the largest value is {size:.2g}"
