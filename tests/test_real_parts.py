@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import struct
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 
 import ddpshim
 from ddpshim.errors import ReportError
+from ddpshim.launch import rank
 from ddpshim.observe import exporting
 from tests.ranks import run_ranks
 from tests.test_unedited import Ran, difference, run, succeeded
@@ -177,6 +179,37 @@ def test_curves_that_cannot_be_written(
         run.epoch(1, loss=1.0)
     said = capfd.readouterr().err
     assert said.count("tensorboard cannot be written (ZeroDivisionError: division by zero); training and its") == 1
+
+
+EDITED = """
+import hydra, time
+from hydra.core.config_store import ConfigStore
+import ddpshim
+
+ConfigStore.instance().store("config", {"hydra": {"run": {"dir": "outputs/${now:%H-%M-%S.%f}"}}})
+
+@hydra.main(version_base=None, config_name="config")
+def main(config):
+    world = ddpshim.setup(seed=1)
+    say("folder", hydra.core.hydra_config.HydraConfig.get().runtime.output_dir)
+    ddpshim.cleanup()
+
+main()
+"""
+
+
+@pytest.mark.launch
+def test_ranks_of_an_edited_hydra_program_have_one_folder(tmp_path: Path) -> None:
+    if lacking := _lacks("hydra"):
+        pytest.skip(f"lacking {lacking}: pip install -r requirements/test.txt")
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / rank.BEGAN).touch()
+    os.utime(job / rank.BEGAN, (0, 0.25))
+    ranks = succeeded(run(tmp_path, EDITED, 2, DDPSHIM_RUN_DIR=str(job)))
+    folders = [Path(ranks.said(number, "folder")[0]) for number in (0, 1)]
+    assert folders[0] == folders[1]
+    assert folders[0].name.endswith("-00.250000")
 
 
 LIGHTNING = """

@@ -96,7 +96,7 @@ def run(tmp_path: Path, script: str, num_ranks: int, *, name: str = "", is_plain
         job = preloaded().start([([str(file)], {**environment(), **environ})], folder)
     else:
         common = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0", **environ}
-        common |= {variables.RANK_LOGS: str(folder), variables.RUN_DIR: str(folder / "job")}
+        common = {variables.RANK_LOGS: str(folder), variables.RUN_DIR: str(folder / "job"), **common}
         places = [{**common, **place} for place in as_torchrun_says(num_ranks)]
         job = preloaded().start([(["ddpshim.launch.rank", str(file)], place) for place in places], folder)
     late = job.wait(DEADLINE_S, ends_others=False) == DEADLINE_PASSED

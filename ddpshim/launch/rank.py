@@ -11,16 +11,20 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from datetime import datetime
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Optional
 
 from ddpshim import variables
 from ddpshim.job import failure_notes, unshared
+from ddpshim.job.after_import import after_import
 from ddpshim.job.rank_log import redirect_output
 from ddpshim.job.say import say
 from ddpshim.trainers import import_hook
 from ddpshim.trainers.unedited import program
+
+BEGAN = "began"  # a file in RUN_DIR, as old as this `run`
 
 
 def main(argv: Sequence[str]) -> None:
@@ -53,7 +57,16 @@ def _run(argv: Sequence[str]) -> None:
         with program.distributed(argv) as is_distributed:
             if not is_distributed:
                 import_hook.activate()
+                after_import("hydra.core.utils", _one_output_folder)
             _run_program(argv)
+
+
+def _one_output_folder() -> None:
+    """hydra's `${now:...}` is the moment at which `run` began: ranks that start in other seconds share a folder."""
+    began = os.path.join(os.environ.get(variables.RUN_DIR, ""), BEGAN)
+    if os.path.exists(began):
+        moment = datetime.fromtimestamp(os.stat(began).st_mtime)
+        sys.modules["hydra.core.utils"].datetime = type("datetime", (datetime,), {"now": lambda: moment})  # type: ignore[attr-defined]
 
 
 def _run_program(argv: Sequence[str]) -> None:

@@ -35,6 +35,7 @@ from ddpshim.job.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.job.port import check_port, why_unknown
 from ddpshim.job.say import say
 from ddpshim.launch import alone, signals, warm
+from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 
 _NUM_LOGS = 50  # of runs in one folder
@@ -80,6 +81,7 @@ def run(job: Launch) -> int:
         _check_gpus(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
+        Path(run_dir, BEGAN).touch()
         # Sets of strings have one order in all ranks: a script may number its classes by it.
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
