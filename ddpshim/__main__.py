@@ -22,6 +22,7 @@ from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, s
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.observe import about_runs
+from ddpshim.tools import example
 from ddpshim.trainers.patching import command
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     about_runs.add(commands)
     _add_selftest(commands)
     _add_slurm(commands)
+    example.add(commands)
     text = "every option of a run, as a Markdown table"
     options = commands.add_parser("options", help=text, description=text)
     options.add_argument("--json", action="store_true", help="for programs")
