@@ -52,6 +52,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         if getattr(arguments, "needs_torch", False):
             _refuse_missing_torch()
+        if getattr(arguments, "starts_ranks", False):
+            _refuse_this_system()
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
         say("interrupted")
@@ -86,6 +88,15 @@ def _refuse_missing_torch() -> None:
         version.check_torch()
     except ImportError as error:
         raise LaunchError(str(error)) from None
+
+
+def _refuse_this_system() -> None:
+    """Raise LaunchError where a process cannot fork: on Windows."""
+    if not hasattr(os, "fork"):
+        raise LaunchError(
+            f"this is {sys.platform}, where a process cannot be forked; nothing was started, as ranks need that. Use "
+            "Linux (on Windows: WSL), or one process here: python train.py, doctor and patch work."
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,7 +173,7 @@ def _add_selftest(commands: Commands) -> None:
     gpus.add_argument(
         "--write", type=Path, metavar="FILE", help="with --gpu: write the results, without names, as JSON"
     )
-    selftest.set_defaults(run=_selftest, needs_torch=True)
+    selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
@@ -250,7 +261,7 @@ def _add_audit(commands: Commands) -> None:
     audit.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
     audit.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
     _add_program(audit)
-    audit.set_defaults(run=_audit, needs_torch=True)
+    audit.set_defaults(run=_audit, needs_torch=True, starts_ranks=True)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -282,7 +293,7 @@ def _add_prove(commands: Commands) -> None:
     prove.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     prove.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
     _add_program(prove)
-    prove.set_defaults(run=_prove, needs_torch=True)
+    prove.set_defaults(run=_prove, needs_torch=True, starts_ranks=True)
 
 
 def _prove(arguments: argparse.Namespace) -> int:
@@ -348,7 +359,7 @@ def _add_run(commands: Commands) -> None:
     text = "check, say what would be started with which options, and start nothing"
     run.add_argument("--dry-run", action="store_true", help=text)
     _add_program(run)
-    run.set_defaults(run=_run, needs_torch=True)
+    run.set_defaults(run=_run, needs_torch=True, starts_ranks=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:

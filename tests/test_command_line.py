@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
+import ddpshim
 import ddpshim.__main__ as command_line
+from tests import without_posix
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[1]
@@ -378,3 +380,31 @@ def test_a_page_without_matplotlib(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["report run"]
     assert (code, out) == (2, "")
     _check_message(err, "matplotlib cannot be imported")
+
+
+@pytest.mark.launch
+def test_on_a_system_that_is_not_posix(here: Path) -> None:
+    """Importing, one process, doctor and patch work as they are; what starts ranks says what it needs."""
+    (here / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.without_posix"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=patience(DEADLINE_S),
+        check=True,
+    )
+    answers = json.loads(ran.stdout)
+    assert answers.pop("import") == [len(ddpshim.__all__), "", ""]
+    losses, out, err = answers.pop("train")
+    assert (out, err) == ("", "")
+    assert len(losses) == 4, losses
+    assert "DataError: this is linux, and processes share arrays through Linux's /proc" in answers.pop("share")[0]
+    assert "unknown: " not in answers["env"][1]
+    for words, (code, out, err) in answers.items():
+        if words.split() in without_posix.START_RANKS:
+            assert (code, out) == (2, "")
+            _check_message(err, "a process cannot be forked")
+        else:
+            assert (code, err) == (int(words.startswith("doctor")), ""), words  # it has findings
+            assert out
