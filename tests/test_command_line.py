@@ -383,6 +383,21 @@ def test_a_page_without_matplotlib(without_torch: dict[str, Any]) -> None:
 
 
 @pytest.mark.launch
+def test_the_shell_completes_commands_and_options() -> None:
+    shtab = pytest.importorskip("shtab", reason="pip install -r requirements/completion.txt")
+    parser = command_line._parser()
+    parser.prog = "ddpshim"
+    script = shtab.complete(parser, "bash")
+    for words, expected in (("pa", {"patch"}), ("patch re", {"revert"}), ("prove --st", {"--steps"})):
+        typed = ["ddpshim", *words.split()]
+        tab = f"COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _shtab_ddpshim ddpshim {typed[-1]}"
+        said = subprocess.run(
+            ["bash", "-c", f'{script}\n{tab}; echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True
+        )
+        assert {*said.stdout.split()} == expected
+
+
+@pytest.mark.launch
 def test_on_a_system_that_is_not_posix(here: Path) -> None:
     """Importing, one process, doctor and patch work as they are; what starts ranks says what it needs."""
     (here / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
