@@ -11,12 +11,7 @@ if sys.version_info < (3, 9):  # before pip has read `requires-python`
         "environment with a newer Python, as docs/installing.md shows."
     )
 
-EXTRAS = (
-    "completion",
-    "report",
-    "robomimic",
-    "zarr",
-)  # for users; the other files are environments in which this project is tested
+EXTRAS = ("completion", "report", "robomimic", "zarr")  # for users; other files are for the tests
 # robomimic itself is in none: it asks for a torchvision, which would replace torch, and compiles a renderer.
 
 
