@@ -401,6 +401,7 @@ def _add_slurm(commands: Commands) -> None:
                 metavar=field.metadata["metavar"],
                 help=(field.metadata["help"] + default).replace("%", "%%"),
             )
+    slurm.add_argument("--dry-run", action="store_true", help="changes nothing: slurm only ever prints the script")
     _add_program(slurm)
     slurm.set_defaults(run=_slurm)
 

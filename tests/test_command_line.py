@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -16,12 +17,14 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import ddpshim
 import ddpshim.__main__ as command_line
+from ddpshim.job import say
 from tests import without_posix
 from tests.preloaded_commands import patience
 
@@ -283,6 +286,40 @@ def test_a_file_that_cannot_be_read_leaves_the_doctor_the_others(
     assert "it cannot be opened: No such file or directory" in said
     assert _call(["doctor", "tree/lock.py"]) == 2
     _check_message(capsys.readouterr().err, "No such file or directory: 'tree/lock.py'")
+
+
+@pytest.mark.parametrize("command", ["run", "slurm"])
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {file: file.read_bytes() for file in here.rglob("*") if file.is_file()}
+    assert _call([command, "--dry-run", "--nproc", "3", "--", "train.py", "--lr", "1"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"--nproc(-per-node)?=3 .*train.py --lr 1\n", said.out)
+    assert said.err == ""
+    assert {file: file.read_bytes() for file in here.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_shown_how_far_a_long_command_is(
+    is_terminal: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "tree" / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
+    seconds = itertools.count(step=1.5)
+    monkeypatch.setattr(say, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert _call(["doctor", "tree"]) == 1
+    out, err = capsys.readouterr()
+    assert "trainer (" in out
+    assert "\r" not in out
+    if not is_terminal:
+        assert err == ""
+        return
+    *shown, end = err.removeprefix("\r\033[K").split("\r\033[K")
+    assert shown[0] == "doctor: read 2 of 2 files"  # not the first: that was in the first two seconds
+    assert "doctor: looks for trainers, train.py" in shown
+    assert shown[-1] == "doctor: checked 0 of 1 trainers"
+    assert end == ""
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
