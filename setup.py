@@ -11,9 +11,8 @@ if sys.version_info < (3, 9):  # before pip has read `requires-python`
         "environment with a newer Python, as docs/installing.md shows."
     )
 
-EXTRAS = ("report", "robomimic", "zarr")  # for users; the other files are environments in which this project is tested
-# Not in the file of the same name: from there they are installed without dependencies, beside a torch that must stay.
-ITSELF = {"robomimic": ["robomimic>=0.3.0"]}
+EXTRAS = ("completion", "report", "robomimic", "zarr")  # for users; other files are for the tests
+# robomimic itself is in none: it asks for a torchvision, which would replace torch, and compiles a renderer.
 
 
 def lines_of(file: Path) -> list[str]:
@@ -22,4 +21,4 @@ def lines_of(file: Path) -> list[str]:
 
 
 requirements = Path(__file__).parent / "requirements"
-setup(extras_require={name: [*ITSELF.get(name, []), *lines_of(requirements / f"{name}.txt")] for name in EXTRAS})
+setup(extras_require={name: lines_of(requirements / f"{name}.txt") for name in EXTRAS})

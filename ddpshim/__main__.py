@@ -22,6 +22,7 @@ from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, s
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.observe import about_runs
+from ddpshim.tools import example
 from ddpshim.trainers.patching import command
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         if getattr(arguments, "needs_torch", False):
             _refuse_missing_torch()
+        if getattr(arguments, "starts_ranks", False):
+            _refuse_this_system()
         code: int = arguments.run(arguments)
     except KeyboardInterrupt:
         say("interrupted")
@@ -87,6 +90,15 @@ def _refuse_missing_torch() -> None:
         raise LaunchError(str(error)) from None
 
 
+def _refuse_this_system() -> None:
+    """Raise LaunchError where a process cannot fork: on Windows."""
+    if not hasattr(os, "fork"):
+        raise LaunchError(
+            f"this is {sys.platform}, where a process cannot be forked; nothing was started, as ranks need that. Use "
+            "Linux (on Windows: WSL), or one process here: python train.py, doctor and patch work."
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
     prog = "ddpshim" if Path(sys.argv[0]).stem == "ddpshim" else "python -m ddpshim"
     text = "From one GPU or DataParallel to DistributedDataParallel: the same experiment, faster."
@@ -106,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     about_runs.add(commands)
     _add_selftest(commands)
     _add_slurm(commands)
+    example.add(commands)
     text = "every option of a run, as a Markdown table"
     options = commands.add_parser("options", help=text, description=text)
     options.add_argument("--json", action="store_true", help="for programs")
@@ -160,7 +173,7 @@ def _add_selftest(commands: Commands) -> None:
     gpus.add_argument(
         "--write", type=Path, metavar="FILE", help="with --gpu: write the results, without names, as JSON"
     )
-    selftest.set_defaults(run=_selftest, needs_torch=True)
+    selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
@@ -248,7 +261,7 @@ def _add_audit(commands: Commands) -> None:
     audit.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
     audit.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
     _add_program(audit)
-    audit.set_defaults(run=_audit, needs_torch=True)
+    audit.set_defaults(run=_audit, needs_torch=True, starts_ranks=True)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -280,7 +293,7 @@ def _add_prove(commands: Commands) -> None:
     prove.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
     prove.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
     _add_program(prove)
-    prove.set_defaults(run=_prove, needs_torch=True)
+    prove.set_defaults(run=_prove, needs_torch=True, starts_ranks=True)
 
 
 def _prove(arguments: argparse.Namespace) -> int:
@@ -346,7 +359,7 @@ def _add_run(commands: Commands) -> None:
     text = "check, say what would be started with which options, and start nothing"
     run.add_argument("--dry-run", action="store_true", help=text)
     _add_program(run)
-    run.set_defaults(run=_run, needs_torch=True)
+    run.set_defaults(run=_run, needs_torch=True, starts_ranks=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -388,6 +401,7 @@ def _add_slurm(commands: Commands) -> None:
                 metavar=field.metadata["metavar"],
                 help=(field.metadata["help"] + default).replace("%", "%%"),
             )
+    slurm.add_argument("--dry-run", action="store_true", help="changes nothing: slurm only ever prints the script")
     _add_program(slurm)
     slurm.set_defaults(run=_slurm)
 

@@ -17,15 +17,14 @@ from pathlib import Path
 
 import torch
 
-CLONE = next(path for path in map(Path, (".", "..", *sys.path)) if (path / "examples" / "lift_bc.json").exists())
 WORK = tempfile.TemporaryDirectory()  # removed at the end
 FOLDER = Path(WORK.name)
 
 
 def shell(command):
-    """Run a command in the clone, and show the end of its output."""
+    """Run a command, and show the end of its output."""
     print("$", command)
-    ran = subprocess.run(command, shell=True, cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ran = subprocess.run(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(*ran.stdout.splitlines()[-4:], sep="\n")
     assert ran.returncode == 0, ran.stdout
 
@@ -33,17 +32,17 @@ def shell(command):
 # %% [markdown]
 # ## A config
 #
-# `examples/lift_bc.json` trains on 200 demonstrations that are in the repository. Here it writes to a temporary
-# folder and trains for three epochs of 100 steps.
+# `ddpshim example` writes a config for robomimic and 200 demonstrations. Here it writes to a temporary folder, and the
+# training has three epochs of 100 steps.
 
 # %%
-config = json.loads((CLONE / "examples" / "lift_bc.json").read_text())
-config["train"]["output_dir"] = str(FOLDER / "trained")
+shell(f"python -m ddpshim example --out {FOLDER}")
+config = json.loads((FOLDER / "lift_bc.json").read_text())
 config["train"]["num_epochs"] = 3
 config["experiment"]["save"] = {"every_n_epochs": 3}
 if "--quick" in sys.argv:
     config["experiment"]["epoch_every_n_steps"] = 10
-(FOLDER / "bc.json").write_text(json.dumps(config))
+(FOLDER / "lift_bc.json").write_text(json.dumps(config))
 
 # %% [markdown]
 # ## One process
@@ -51,7 +50,7 @@ if "--quick" in sys.argv:
 # This is robomimic as released; ddpshim is not involved.
 
 # %%
-shell(f"python -m robomimic.scripts.train --config {FOLDER}/bc.json --name one")
+shell(f"python -m robomimic.scripts.train --config {FOLDER}/lift_bc.json --name one")
 
 # %% [markdown]
 # ## Two processes
@@ -59,7 +58,7 @@ shell(f"python -m robomimic.scripts.train --config {FOLDER}/bc.json --name one")
 # The same program and the same config, on two GPUs or, as here, on two CPU processes. You edit nothing.
 
 # %%
-shell(f"python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config {FOLDER}/bc.json --name two")
+shell(f"python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config {FOLDER}/lift_bc.json --name two")
 
 
 # %% [markdown]
@@ -71,7 +70,7 @@ shell(f"python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config {FOL
 
 # %%
 def results(name):
-    (run,) = (FOLDER / "trained" / name).iterdir()
+    (run,) = (FOLDER / "lift_bc" / name).iterdir()
     losses = re.findall(r'"Loss": ([\d.e-]+)', (run / "logs" / "log.txt").read_text())
     newest = max((run / "models").glob("*.pth"), key=lambda path: path.stat().st_mtime)
     return [float(loss) for loss in losses], torch.load(newest, map_location="cpu", weights_only=False)["model"]
@@ -98,7 +97,7 @@ assert 0 < apart < 1e-4
 # Each rank has recorded its losses, its times and its memory.
 
 # %%
-(run,) = (FOLDER / "trained" / "two").iterdir()
+(run,) = (FOLDER / "lift_bc" / "two").iterdir()
 shell(f"python -m ddpshim report --markdown {run}")
 print((run / "report.md").read_text()[:1500])
 

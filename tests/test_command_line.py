@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -16,11 +17,15 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import ddpshim
 import ddpshim.__main__ as command_line
+from ddpshim.job import say
+from tests import without_posix
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +58,7 @@ SAMPLES: dict[Command, list[str]] = {
     ("patch", "new-release"): ["installed/robomimic"],
     ("run",): ["--nproc=2", "train.py", "--lr", "1"],
     ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
+    ("example",): ["--out", "example"],
     ("options",): [],
     ("env",): [],
     ("selftest",): [],
@@ -83,6 +89,7 @@ MISSING: dict[tuple[Command, str], tuple[list[str], int]] = {
     (("prove",), "program"): (["absent.py"], 2),
     (("audit",), "log_dir"): (["--log-dir", "train.py/absent", "train.py"], 2),
     (("selftest",), "write"): (["--gpu", "--write", "train.py/absent"], 2),
+    (("example",), "out"): (["--out", "train.py/absent"], 2),
     (("report",), "folder"): (["absent"], 2),
     (("predict",), "folder"): (["absent", "--gpus", "8"], 2),
     (("report",), "out"): (["run", "--markdown", "--out", "train.py/absent"], 2),
@@ -283,6 +290,40 @@ def test_a_file_that_cannot_be_read_leaves_the_doctor_the_others(
     _check_message(capsys.readouterr().err, "No such file or directory: 'tree/lock.py'")
 
 
+@pytest.mark.parametrize("command", ["run", "slurm"])
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {file: file.read_bytes() for file in here.rglob("*") if file.is_file()}
+    assert _call([command, "--dry-run", "--nproc", "3", "--", "train.py", "--lr", "1"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"--nproc(-per-node)?=3 .*train.py --lr 1( |\n)", said.out)
+    assert said.err == ""
+    assert {file: file.read_bytes() for file in here.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_shown_how_far_a_long_command_is(
+    is_terminal: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "tree" / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
+    seconds = itertools.count(step=1.5)
+    monkeypatch.setattr(say, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert _call(["doctor", "tree"]) == 1
+    out, err = capsys.readouterr()
+    assert "trainer (" in out
+    assert "\r" not in out
+    if not is_terminal:
+        assert err == ""
+        return
+    *shown, end = err.removeprefix("\r\033[K").split("\r\033[K")
+    assert shown[0] == "doctor: read 2 of 2 files"  # not the first: that was in the first two seconds
+    assert "doctor: looks for trainers, train.py" in shown
+    assert shown[-1] == "doctor: checked 0 of 1 trainers"
+    assert end == ""
+
+
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
@@ -378,3 +419,46 @@ def test_a_page_without_plotly(without_torch: dict[str, Any]) -> None:
     code, out, err, _ = without_torch["report run"]
     assert (code, out) == (2, "")
     _check_message(err, "plotly cannot be imported")
+
+
+@pytest.mark.launch
+def test_the_shell_completes_commands_and_options() -> None:
+    shtab = pytest.importorskip("shtab", reason="pip install -r requirements/completion.txt")
+    parser = command_line._parser()
+    parser.prog = "ddpshim"
+    script = shtab.complete(parser, "bash")
+    for words, expected in (("pa", {"patch"}), ("patch re", {"revert"}), ("prove --st", {"--steps"})):
+        typed = ["ddpshim", *words.split()]
+        tab = f"COMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}; _shtab_ddpshim ddpshim {typed[-1]}"
+        said = subprocess.run(
+            ["bash", "-c", f'{script}\n{tab}; echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True
+        )
+        assert {*said.stdout.split()} == expected
+
+
+@pytest.mark.launch
+def test_on_a_system_that_is_not_posix(here: Path) -> None:
+    """Importing, one process, doctor and patch work as they are; what starts ranks says what it needs."""
+    (here / "train.py").write_text((ROOT / "examples" / "train_before.py").read_text())
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.without_posix"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=patience(DEADLINE_S),
+        check=True,
+    )
+    answers = json.loads(ran.stdout)
+    assert answers.pop("import") == [len(ddpshim.__all__), "", ""]
+    losses, out, err = answers.pop("train")
+    assert (out, err) == ("", "")
+    assert len(losses) == 4, losses
+    assert "DataError: this is linux, and processes share arrays through Linux's /proc" in answers.pop("share")[0]
+    assert "unknown: " not in answers["env"][1]
+    for words, (code, out, err) in answers.items():
+        if words.split() in without_posix.START_RANKS:
+            assert (code, out) == (2, "")
+            _check_message(err, "a process cannot be forked")
+        else:
+            assert (code, err) == (int(words.startswith("doctor")), ""), words  # it has findings
+            assert out

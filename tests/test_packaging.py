@@ -19,6 +19,7 @@ import pytest
 import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim import version
+from tests import release
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parent.parent
@@ -66,18 +67,16 @@ def _metadata(built: Path) -> Message:
         return Parser().parsestr(wheel.read(f"{INFO}/METADATA").decode())
 
 
-def test_the_wheel_has_the_library_the_patch_sets_and_nothing_else(built: Path) -> None:
+def test_the_wheel_has_the_library_the_patch_sets_the_example_and_nothing_else(built: Path) -> None:
     sources = built / "sources"
-    with zipfile.ZipFile(_wheel(built)) as wheel:
-        names = {name for name in wheel.namelist() if not name.startswith(INFO)}
-        assert f"{INFO}/licenses/LICENSE" in wheel.namelist()
     files = [file.relative_to(sources).as_posix() for file in sources.rglob("*") if file.is_file()]
-    library = {file for file in files if file.startswith("ddpshim/")}
-    expected = library | {f"ddpshim/{file}" for file in files if file.startswith("patches/")}
-    pages = {file for file in files if re.fullmatch(r"docs/doctor/DDP\d+\.md", file)}
-    assert names == expected | {f"ddpshim/tools/doctor/pages/{Path(file).name}" for file in pages}
-    assert "ddpshim/py.typed" in names
-    assert "ddpshim/patches/robomimic/0.3.0/manifest.json" in names
+    assert {"ddpshim/py.typed", "patches/robomimic/0.3.0/manifest.json", "examples/data/lift_bc.json"} <= {*files}
+    assert release.wrong_in(_wheel(built), files) == set()
+    page = "docs/doctor/DDP203.md"
+    assert release.wrong_in(_wheel(built), {*files, "ddpshim/more.py"} - {page}) == {
+        "ddpshim/more.py",
+        "ddpshim/tools/doctor/pages/DDP203.md",
+    }
 
 
 def test_the_source_distribution_has_what_building_and_testing_take(built: Path) -> None:
@@ -98,9 +97,9 @@ def test_metadata(built: Path) -> None:
         "packaging",
     }
     assert "torch" in required, "a bound would have pip replace the user's torch"
-    assert metadata.get_all("Provides-Extra") == ["report", "robomimic", "zarr"]
+    assert metadata.get_all("Provides-Extra") == ["completion", "report", "robomimic", "zarr"]
     assert [line for line in required if "==" in line.partition(";")[0]] == [], "a pin would fight that of a trainer"
-    assert 'robomimic>=0.3.0; extra == "robomimic"' in required
+    assert not [line for line in required if line.startswith(("robomimic", "torchvision"))], "it would replace torch"
 
 
 @pytest.mark.parametrize(
@@ -129,8 +128,19 @@ def test_a_torch_that_is_too_old_is_refused_when_ddpshim_is_used(
     assert command_line.main(["run", "train.py"]) == 2
 
 
-def test_the_citation_is_of_this_version() -> None:
-    assert f"\nversion: {ddpshim.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_the_release_checklist_reads_the_readme_and_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*release.disagreements()] == []
+    typed = release.script(Path("the.whl"), Path("python3.9"), "torch==2.1.0").splitlines()
+    assert [line.split("  ")[0] for line in typed] == [
+        "python3.9 -m venv env && . env/bin/activate",
+        'pip install torch==2.1.0 torchvision "the.whl[robomimic]"',
+        "pip install --no-deps robomimic==0.3.0",
+        "pip install the.whl",
+        "python -m ddpshim example",
+        "python -m ddpshim run --nproc 2 -m robomimic.scripts.train --config lift_bc.json",
+    ]
+    monkeypatch.setattr(version, "__version__", "9.9")
+    assert [*release.disagreements()] == [f"CHANGELOG.md: {release.changelog()}", "CITATION.cff"]
 
 
 def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tmp_path: Path) -> None:

@@ -917,7 +917,15 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
     package = tmp_path / "lib" / "ddpshim"
     package.mkdir(parents=True)
     modules = ("__main__", "adapters", "errors", "reading", "variables", "job.launch_env", "job.say", "launch.slurm")
-    modules += ("robomimic.adapter", "robomimic.known", "arguments", "observe.about_runs", "options", "version")
+    modules += (
+        "robomimic.adapter",
+        "robomimic.known",
+        "arguments",
+        "observe.about_runs",
+        "options",
+        "tools.example",
+        "version",
+    )
     modules += ("lerobot.adapter", "openpi.adapter", "diffusion_policy.adapter")
     for module in (*modules, *(f"trainers.patching.{name}" for name in PATCHING)):
         at = Path(*module.split(".")).with_suffix(".py")

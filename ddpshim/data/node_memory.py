@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,9 +58,14 @@ def shared_arrays(
         budget_bytes: of memory; default what is available, with the limit of a container.
 
     Raises:
-        DataError: there is no room, or the specs differ between ranks; on every rank.
+        DataError: there is no room, the specs differ between ranks, or the system is not Linux; on every rank.
         WorldError: `fill` failed on another rank. There, its own exception is raised.
     """
+    if not is_supported():
+        raise DataError(
+            f"this is {sys.platform}, and processes share arrays through Linux's /proc; each would hold a copy. Use "
+            "Linux (on Windows: WSL), or load the data as tensors."
+        )
     here = current_world() if world is None else world
     specs = dict(sorted(specs.items()))  # names that come from a set have another order on each rank
     num_bytes = _layout(specs)[1]

@@ -87,11 +87,11 @@ def _found(section: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, Optional[str]]:
-    here = os.uname()  # platform.platform() starts a process to ask for the name of the processor
+    here = platform.uname()  # platform.platform() starts a process to ask for the name of the processor
     versions: dict[str, Optional[str]] = {
         "ddpshim": __version__,
         "Python": f"{platform.python_version()} ({sys.implementation.name})",
-        "system": "-".join([here.sysname, here.release, here.machine, "with", "".join(platform.libc_ver())]),
+        "system": "-".join([here.system, here.release, here.machine, "with", "".join(platform.libc_ver())]),
         **_torch_versions(),
     }
     for package in _PACKAGES:

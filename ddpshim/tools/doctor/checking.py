@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
-from ddpshim.job.say import count
+from ddpshim.job.say import count, progress_line
 from ddpshim.tools.doctor import checkpoints, control, data, devices, files, losses, training
 from ddpshim.tools.doctor.findings import CODES, SEVERITIES, Finding
 from ddpshim.tools.doctor.fixes import Edit, edits_for, unified_diff
@@ -82,7 +82,13 @@ def check(
     Raises OSError where `path` cannot be read.
     """
     path.stat()  # a path that is not there is the caller's mistake
-    tree = Tree(Path(os.path.abspath(path)), exclude)
+    with progress_line() as show:
+        return _check(path, Tree(Path(os.path.abspath(path)), exclude, show), select, ignore, show)
+
+
+def _check(
+    path: Path, tree: Tree, select: Collection[str], ignore: Collection[str], show: Callable[[str], None]
+) -> Report:
     chosen = [c for c in CODES if (not select or c.startswith(tuple(select))) and not c.startswith(tuple(ignore))]
     shown = Path if path.is_absolute() else lambda file: Path(os.path.relpath(file))
     # By path, line, column and code: what is said of the first program that has it, and the edits.
@@ -91,7 +97,8 @@ def check(
         message = f"The file cannot be parsed ({error}), so nothing in it was checked."
         finding = _finding("DDP001", shown(file), (error.line, 1, error.line), message, True)
         found[finding.path, finding.line, 1, "DDP001"] = finding, None, []
-    for program in tree.programs:
+    for number, program in enumerate(tree.programs):
+        show(f"doctor: checked {number} of {len(tree.programs)} trainers")
         case = Case(tree, program)
         # In a patched robomimic the library sees to who writes, how a rank fails, and devices: DDP4, DDP5, DDP6.
         of_program = [

@@ -90,8 +90,8 @@ class Program:
 class Tree:
     """The parsed files below `root`, and the trainers among them."""
 
-    def __init__(self, root: Path, exclude: Iterable[str] = ()) -> None:
-        self.root = root
+    def __init__(self, root: Path, exclude: Iterable[str], show: Callable[[str], None]) -> None:
+        self.root, self._show = root, show
         self.sources: list[Source] = []
         self.unreadable: list[tuple[Path, Unreadable]] = []
         top = root if root.is_dir() else project_of(root)
@@ -99,6 +99,7 @@ class Tree:
         asked = set(pending)
         while pending:
             path = pending.pop(0)
+            show(f"doctor: read {len(asked) - len(pending)} of {len(asked)} files")
             for _, content in self._read([path]):
                 try:
                     self.sources.append(Source(path, content))
@@ -218,6 +219,7 @@ class Tree:
         scripts = [s for s in candidates if (s.is_script or s not in imported) and not self.is_test(s)]
         for few in (0, _FEW):  # a trainer is first one that surely trains, then one by whose methods' names it may
             for entry in scripts if trains else ():
+                self._show(f"doctor: looks for trainers, {entry.path.name}")
                 files = self.closure(entry)
                 if trains.isdisjoint(files) or any(program.entry is entry for program in programs):
                     continue

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
-from ddpshim.job.say import say
+from ddpshim.job.say import progress_line, say
 from ddpshim.launch.runner import Launch, check, run
 from ddpshim.tools.prove import watching
 from ddpshim.tools.prove.judging import Proof, judge
@@ -61,7 +61,7 @@ def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
         processes[PERTURBED] = _start(job, folder, PERTURBED, environ())
         for name, process in processes.items():
             try:
-                process.wait(max(0.1, end - time.monotonic()))
+                _wait(process, end, folder, name, settings.steps)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise LaunchError(
@@ -78,6 +78,18 @@ def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
         "in one process the trainer made no step, neither plainly nor as a world of one: there is nothing to compare. "
         "It ended with:\n" + "\n".join(said.splitlines()[-_NUM_LINES_SHOWN:])
     )
+
+
+def _wait(process: subprocess.Popen[bytes], end: float, folder: Path, name: str, num_steps: int) -> None:
+    with progress_line() as show:
+        while True:
+            show(f"prove: {_num_steps(folder, name)} of {num_steps} steps in one process")
+            try:
+                process.wait(min(0.5, max(0.1, end - time.monotonic())))
+                return
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= end:
+                    raise
 
 
 def _start(job: Launch, folder: Path, name: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

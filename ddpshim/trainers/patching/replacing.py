@@ -37,7 +37,7 @@ def stage(path: Path, content: bytes) -> None:
         stream.flush()
         if path.exists():
             like = path.stat()
-            if os.name == "posix" and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+            if hasattr(os, "geteuid") and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
                 # Only root may give files away; for others the replaced file becomes theirs.
                 with contextlib.suppress(PermissionError):
                     os.chown(temporary(path), like.st_uid, like.st_gid)

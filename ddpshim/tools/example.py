@@ -1,0 +1,86 @@
+"""Writes an example to try ddpshim with: a config of the released robomimic, and its data (`ddpshim example`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpshim.errors import TargetError
+
+if TYPE_CHECKING:
+    from ddpshim.arguments import Commands
+
+CONFIG, DATA = "lift_bc.json", "lift_scripted200_train.hdf5"
+_HOMES = ("lift", "../../examples/data")  # in a wheel, and in a checkout
+_TORCHVISION = "torchvision==0.16.2"  # works beside any torch: newer ones fail beside a torch that is not theirs
+_ITS_NEWEST_PYTHON = (3, 11)
+
+
+def add(commands: Commands) -> None:
+    """Add `example` to the commands of a parser. Local."""
+    text = "write a config of robomimic and its data, to try ddpshim with"
+    example = commands.add_parser("example", help=text, description=text)
+    example.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="for the two files (here)")
+    example.set_defaults(run=_example)
+
+
+def _example(arguments: argparse.Namespace) -> int:
+    print(write(arguments.out))
+    return 0
+
+
+def write(folder: Path) -> str:
+    """Write the config and its data into a folder; return which commands train on them. Local; needs no torch.
+
+    The config names the data, and the folder of its results, by whole paths: it can be run from any folder. Raises
+    TargetError, and writes nothing, where a config with other contents exists.
+    """
+    home = next(path for name in _HOMES if (path := Path(__file__).parent / name).is_dir())
+    folder = folder.expanduser().resolve()
+    settings = json.loads((home / CONFIG).read_text(encoding="utf-8"))
+    settings["train"].update(data=str(folder / DATA), output_dir=str(folder / "lift_bc"))
+    text = json.dumps(settings, indent=4) + "\n"
+    config = folder / CONFIG
+    if config.exists() and config.read_text(encoding="utf-8", errors="replace") != text:
+        raise TargetError(
+            f"{config} exists and is another one: your changes would be lost, so nothing was written. Move it, or "
+            "give another folder with --out."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DATA).write_bytes((home / DATA).read_bytes())
+    config.write_text(text, encoding="utf-8")
+    train = f"-m robomimic.scripts.train --config {shlex.quote(str(_from_here(config)))}"
+    return "\n".join(
+        [
+            f"wrote {_from_here(config)}, a config for robomimic, and {DATA}, 200 demonstrations of its task Lift.",
+            *_missing(),
+            "Train on 2 ranks, then in one process:",
+            f"  python -m ddpshim run --nproc 2 {train}",
+            f"  python {train}",
+            f"Checkpoints go into {_from_here(folder / 'lift_bc')}.",
+        ]
+    )
+
+
+def _from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _missing() -> list[str]:
+    """How to install what the example needs beside ddpshim and torch, where it is not here."""
+    robomimic, torchvision = (find_spec(name) is None for name in ("robomimic", "torchvision"))
+    if not robomimic and not torchvision:
+        return []
+    by_name = ["robomimic==0.3.0"] * robomimic
+    lines = ["robomimic is not complete here. Without the renderer that it would compile, and beside your torch:"]
+    lines += ["  pip install 'ddpshim[robomimic]'"] * robomimic
+    if torchvision and sys.version_info[:2] <= _ITS_NEWEST_PYTHON:
+        by_name.append(_TORCHVISION)
+    elif torchvision:
+        lines.append("  the torchvision that belongs to your torch: https://pytorch.org/get-started/previous-versions")
+    return lines + [f"  pip install --no-deps {' '.join(by_name)}"] * bool(by_name)
