@@ -113,7 +113,8 @@ def robomimic_as_released(algo: str) -> dict[str, str]:
     if algo == "diffusion_policy" and importlib.util.find_spec("transformers") is None:
         where.append(str(ROOT / "tests" / "stubs"))  # robomimic 0.5.0 loads a language model while it is imported
     # A thread for each process: small networks are no faster on more, and on busy cores far slower.
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(where), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(where), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return {**environ, "PYTHONHASHSEED": "0"}  # as `ddpshim run` sets it: all ranks have one order of a set of strings
 
 
 def released_robomimic(algo: str) -> Path:
