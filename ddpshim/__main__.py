@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--json", action="store_true", help="for programs")
     options.set_defaults(run=_options)
     _add_env(commands)
+    _add_docs(commands)
     return parser
 
 
@@ -136,6 +137,32 @@ def _env(arguments: argparse.Namespace) -> int:
 
     report = describe(with_names=arguments.names)
     print(json.dumps(report, indent=2) if arguments.json else as_text(report))
+    return 0
+
+
+def _add_docs(commands: Commands) -> None:
+    text = "print a page of the documentation, or list the pages"
+    docs = commands.add_parser("docs", help=text, description=text)
+    docs.add_argument(
+        "page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launching (default: the list)"
+    )
+    docs.add_argument("--path", action="store_true", dest="shows_path", help="print where the page is, not its text")
+    docs.set_defaults(run=_docs)
+
+
+def _docs(arguments: argparse.Namespace) -> int:
+    from ddpshim.tools import pages
+
+    if arguments.shows_path:
+        print(pages.find(arguments.page) if arguments.page else pages.find("launching").parent)
+    elif arguments.page is None:
+        print(pages.listed())
+    elif sys.stdout.isatty():
+        import pydoc
+
+        pydoc.pager(pages.text_of(arguments.page))
+    else:
+        print(pages.text_of(arguments.page), end="")
     return 0
 
 
@@ -206,11 +233,12 @@ def _add_doctor(commands: Commands) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.doctor.checking import check
-    from ddpshim.tools.doctor.findings import CODES, explanation
+    from ddpshim.tools.doctor.findings import CODES
+    from ddpshim.tools.pages import text_of
 
     if arguments.explain:
         wanted = (code for code in CODES if code.startswith(tuple(arguments.explain)))
-        print("\n".join(map(explanation, wanted)), end="")
+        print("\n".join(map(text_of, wanted)), end="")
         return 0
     if arguments.path is None:
         say("no PATH; nothing was checked. Name a trainer, or a folder with trainers in it.")
