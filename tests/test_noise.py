@@ -557,7 +557,7 @@ def test_ranks_that_train_on_batches_of_their_own_draw_their_own_noise_and_say_s
     assert torch.equal(before, other_before)
     assert not torch.equal(after, other_after)
     assert seeds[0] == SEED != seeds[1]
-    assert said.count("Linear is trained on batches that are not the current one of a loader of make_loader") == 1
+    assert said.count("Linear is trained on batches that are not the current batch of make_loader") == 1
     assert nothing == ""
 
 
@@ -597,7 +597,7 @@ def test_torchs_order_leaves_each_rank_its_own_noise() -> None:
 
 @pytest.mark.unit
 def test_the_noise_of_one_process_needs_its_order() -> None:
-    with pytest.raises(OptionsError, match="the noise of one process belongs to the samples that it draws"):
+    with pytest.raises(OptionsError, match="the noise would go with different samples than in one process"):
         Options(noise="one_process", order="computed")
 
 
@@ -627,7 +627,7 @@ def test_what_cannot_be_drawn_as_in_one_process_is_named() -> None:
     assert state == other_state
     assert nothing == ""
     for text in (
-        "between the layers of an RNN",
+        "between RNN layers",
         "by torch.poisson",
         "by Gamma.rsample",
         "by functional.rrelu",

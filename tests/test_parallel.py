@@ -553,7 +553,7 @@ def test_cleanup_ends_the_threads_of_gloo(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     code, output = start_afresh([*torchrun, "leaves.py"], environment(), tmp_path, START_DEADLINE_S, True)
     assert code == 0, output
-    assert "rank 1 of 2 left its job with cleanup()" in output
+    assert "rank 1 of 2 has left its job by cleanup()" in output
 
 
 def _rank_leaves_a_network_out() -> list[torch.Tensor]:

@@ -137,7 +137,7 @@ def test_statistics_that_cannot_be_kept_are_refused() -> None:
         World().running(every_n_steps=0)
     running = Running(World(), 1)
     running.add("x", [1.0])
-    with pytest.raises(WorldError, match="no common mean"):
+    with pytest.raises(WorldError, match="cannot be averaged"):
         running.add("x", np.zeros((2, 3)))
     running.add("x", [])
     assert running.merge()["num_entries"] == {"x": 1}
