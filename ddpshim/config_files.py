@@ -32,8 +32,8 @@ def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
     section = content.get(SECTION, content) if isinstance(content, Mapping) else content
     if not isinstance(section, Mapping):
         raise OptionsError(
-            f"{path} contains a {type(section).__name__} where its options should be, so they would be ignored. Write a "
-            f'mapping: {{"{SECTION}": {{"timeout_s": 600}}}}.'
+            f"{path} contains a {type(section).__name__} where its options should be, so they would be ignored. Write "
+            f'a mapping: {{"{SECTION}": {{"timeout_s": 600}}}}.'
         )
     return section
 

@@ -204,7 +204,7 @@ def _forget_one() -> str:
 @pytest.mark.ranks
 def test_a_network_that_was_not_wrapped() -> None:
     for said in run_ranks(_forget_one, 2, environ={"DDPSHIM_EXACT": "2"}):
-        assert "SGD.step(): a parameter of shape (2, 6) is in no network that went through wrap_parallel" in said
+        assert "SGD.step(): a parameter of shape (2, 6) is in no wrapped network" in said
 
 
 def _plain() -> dict[str, torch.Tensor]:
@@ -372,8 +372,8 @@ def _refused(kind: str) -> tuple[str, str]:
     [
         ("batch", DataError, "a global batch of 6 samples with exact=4, which does not divide it"),
         ("last batch", DataError, "drop_last=False with exact=4"),
-        ("no loader", DataError, "without a batch of make_loader at hand"),
-        ("no rows", DataError, "nothing that the step is given has the batch's rows"),
+        ("no loader", DataError, "without a current batch of make_loader"),
+        ("no rows", DataError, "no argument of the step has the batch"),
         ("outside", SyncError, "a backward pass outside of a step of virtual ranks, with exact=4 on 1 ranks"),
         ("autocast", SyncError, "autocast around a step of virtual ranks"),
         ("broadcast", WorldError, "broadcast in a step of 4 virtual ranks"),

@@ -289,5 +289,5 @@ def test_gradients_of_different_batches_are_not_averaged(kind: str, found: tuple
         first, second = (
             f"rank {rank}: .*step {step} of epoch 0 of the loader of .*" for rank, step in enumerate(found)
         )
-        text = f"gradients of different steps or networks met in a backward pass of Linear. {first}; {second}"
+        text = f"ranks reduced gradients of different steps or networks in a backward pass of Linear. {first}; {second}"
         assert re.search(text, error)

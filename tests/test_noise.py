@@ -683,9 +683,7 @@ def test_by_sample_what_a_dataset_draws_depends_on_its_place_and_leaves_the_stre
 def test_that_each_rank_loads_whole_batches_is_said() -> None:
     for found, num in zip(run_ranks(_rank_augments, 2, "one_process"), (1, 0)):
         for (_, _, said), name in zip(found, ("_Noisy", "_NowAndThen", "Subset")):
-            assert (
-                said.count(f"{name} draws random numbers for a sample: so that these are those of one process") == num
-            )
+            assert said.count(f"{name} draws random numbers for a sample: to draw what one process draws") == num
             assert said.count("DDPSHIM_DATA_DRAWS=by_sample") == num
 
 

@@ -627,7 +627,7 @@ def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch, nproc: str, num_gpus: i
 
 @pytest.mark.unit
 def test_a_log_dir_that_cannot_be_written_to(here: Path) -> None:
-    with pytest.raises(LaunchError, match=r"train.py cannot be written to .* --no-logs"):
+    with pytest.raises(LaunchError, match=r"train.py cannot be written .* --no-logs"):
         runner.run(Launch("train.py", log_dir="train.py"))
 
 

@@ -78,7 +78,7 @@ def test_ranks_deal_by_the_main_ranks_costs_and_refuse_different_tasks() -> None
     assert run_ranks(_deal, 2, [["a"]] * 2, None) == [(["a"], [(0, 2)]), (["a"], [(1, 2)])]
     with pytest.raises(RankFailure, match="some would be done twice"):
         run_ranks(_deal, 2, [["a", "b"], ["b", "a"]], None)
-    with pytest.raises(DataError, match="a cost from 0 up for each task"):
+    with pytest.raises(DataError, match="each task a cost of at least 0"):
         ddpshim.deal(["a"], [-1.0])
     assert ddpshim.deal([3, 4]) == [3, 4]
 

@@ -172,13 +172,13 @@ def problems_of_program(job: Launch) -> Iterator[str]:
     source = module_file(job.program) if job.is_module else job.program
     if source is None:
         yield (
-            f"-m {job.program}: no such module, or a package without __main__.py; no rank could start it. Check the "
+            f"-m {job.program}: no such module, or a package without __main__.py: no rank could start it. Check the "
             "spelling, install it, or set PYTHONPATH."
         )
     elif not os.path.isfile(source):
         found = f"{source} is a folder" if os.path.isdir(source) else f"no such file: {source}"
         yield (
-            f"{found} (in {os.getcwd()}); no rank could start it. Give the path of a script, or -m and "
+            f"{found} (in {os.getcwd()}): no rank could start it. Give the path of a script, or -m and "
             "the name of a module."
         )
     elif source.endswith(".py"):
@@ -186,10 +186,10 @@ def problems_of_program(job: Launch) -> Iterator[str]:
             with tokenize.open(source) as file:
                 compile(file.read(), source, "exec", dont_inherit=True)
         except OSError as error:
-            yield f"{source} cannot be read ({error}); no rank could start it. Make it readable."
+            yield f"{source} cannot be read ({error}): no rank could start it. Make it readable."
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             said = str(error) or type(error).__name__
-            yield f"{source} does not compile ({said}); no rank could start it. Correct it."
+            yield f"{source} does not compile ({said}): no rank could start it. Correct it."
 
 
 def module_file(name: str) -> Optional[str]:
