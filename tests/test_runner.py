@@ -581,7 +581,7 @@ def test_check_names_all_that_is_wrong(here: Path) -> None:
     nested, forced, absent, alone = str(caught.value).splitlines()
     assert nested.startswith("RANK='0', WORLD_SIZE='2' set already, so this process is a rank of a job")
     assert forced.startswith("DDPSHIM_LAUNCHER='none', but `run` launches through torchrun")
-    assert absent.startswith("absent.py")
+    assert absent.startswith("no such file: absent.py")
     assert alone.startswith("--node-rank=1")
 
 
