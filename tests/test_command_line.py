@@ -55,6 +55,7 @@ SAMPLES: dict[Command, list[str]] = {
     ("slurm",): ["--time", "30", "train.py", "--lr", "1"],
     ("options",): [],
     ("env",): [],
+    ("docs",): ["launching"],
     ("selftest",): [],
     ("doctor",): ["train.py"],
     ("audit",): ["train.py"],

@@ -74,8 +74,8 @@ def test_the_wheel_has_the_library_the_patch_sets_and_nothing_else(built: Path) 
     files = [file.relative_to(sources).as_posix() for file in sources.rglob("*") if file.is_file()]
     library = {file for file in files if file.startswith("ddpshim/")}
     expected = library | {f"ddpshim/{file}" for file in files if file.startswith("patches/")}
-    pages = {file for file in files if re.fullmatch(r"docs/doctor/DDP\d+\.md", file)}
-    assert names == expected | {f"ddpshim/tools/doctor/pages/{Path(file).name}" for file in pages}
+    pages = {file for file in files if re.fullmatch(r"docs/(doctor/DDP\d+|\w+)\.md", file)}
+    assert names == expected | {f"ddpshim/{file}" for file in pages} | {"ddpshim/docs/MIGRATION.md"}
     assert "ddpshim/py.typed" in names
     assert "ddpshim/patches/robomimic/0.3.0/manifest.json" in names
 
@@ -149,6 +149,8 @@ def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tm
 
     page = (ROOT / "docs" / "doctor" / "DDP203.md").read_text()
     assert run("ddpshim", "doctor", "--explain", "DDP203") == page
+    assert run("ddpshim", "docs", "MIGRATION") == (ROOT / "MIGRATION.md").read_text()
+    assert run("ddpshim", "docs", "--path", "launching") == f"{installed / 'ddpshim' / 'docs' / 'launching.md'}\n"
     listed = run("ddpshim", "patch", "list")
     assert listed == run(sys.executable, "-m", "ddpshim", "patch", "list")
     assert "robomimic/0.3.0" in listed

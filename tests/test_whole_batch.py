@@ -202,8 +202,8 @@ def test_where_the_weight_of_a_ranks_rows_is_unknown_it_is_refused() -> None:
     for ahead, several, two, thread in run_ranks(_refusals, 2):
         assert "the loader was asked for the next batch before this one was trained on" in ahead
         assert "before this one was trained on" in several
-        assert "batches of 2 and 3 samples of several loaders are under way" in two
-        assert "gives a batch that the ranks do not divide to a thread" in thread
+        assert "batches of 2 and 3 samples from several loaders are in use" in two
+        assert "a thread takes a batch" in thread
 
 
 SAMPLES = ((3, 1), (4, 0), (0, 5))  # of each rank, in each iteration
