@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 if sys.version_info < (3, 9):  # before pip has read `requires-python`
     sys.exit(
@@ -20,5 +21,17 @@ def lines_of(file: Path) -> list[str]:
     return [line for line in lines if line]
 
 
+class BuildPages(build_py):
+    """Adds the one page that is not in docs/ to those that the wheel carries for `python -m ddpshim docs`."""
+
+    def build_package_data(self) -> None:
+        super().build_package_data()
+        page = Path(__file__).parent / "MIGRATION.md"
+        self.copy_file(str(page), str(Path(self.build_lib) / "ddpshim" / "docs" / page.name))
+
+
 requirements = Path(__file__).parent / "requirements"
-setup(extras_require={name: lines_of(requirements / f"{name}.txt") for name in EXTRAS})
+setup(
+    cmdclass={"build_py": BuildPages},
+    extras_require={name: lines_of(requirements / f"{name}.txt") for name in EXTRAS},
+)

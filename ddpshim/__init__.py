@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if sys.version_info < (3, 9):  # where pip was not asked
     raise ImportError(
-        f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}; nothing of it would run. Make an "
-        "environment with a newer Python, as docs/installing.md shows."
+        f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}. Make an environment with a newer "
+        "Python (docs/installing.md shows how)."
     )
 
 from ddpshim import lazy, version

@@ -43,9 +43,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for argument in argv:
         try:
             if b"\0" in os.fsencode(argument):
-                parser.error(f"{argument!r:.60} holds a NUL byte, which no argument of a program may")
+                parser.error(f"{argument!r:.60} contains a NUL byte, which is not allowed in an argument")
         except UnicodeEncodeError as error:
-            parser.error(f"{argument!r:.60} is no text ({error.reason})")
+            parser.error(f"{argument!r:.60} is not valid text ({error.reason})")
     arguments = parser.parse_args(argv)
     if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse takes it so after a "--"
         arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
@@ -65,7 +65,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 1
     except OSError as error:
-        say(f"{error}; the command was not carried out. Name files and folders that it can read and write.")
+        say(f"{error}; the command stopped. Name files and folders that it can read and write.")
         return 2
     return code
 
@@ -81,8 +81,8 @@ def _refuse_missing_torch() -> None:
     """Raise LaunchError where torch is not installed or too old, without the seconds that importing it takes."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(
-            f"torch is not installed for {sys.executable}: no rank could start. Call ddpshim from the environment that "
-            "you train in, or install torch there (pip install torch; https://pytorch.org/get-started/locally)."
+            f"torch is not installed for {sys.executable}, so no rank can start. Run ddpshim from the environment "
+            "that you train in, or install torch here: pip install torch (https://pytorch.org/get-started/locally)."
         )
     try:
         version.check_torch()
@@ -101,12 +101,15 @@ def _refuse_this_system() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     prog = "ddpshim" if Path(sys.argv[0]).stem == "ddpshim" else "python -m ddpshim"
-    text = "From one GPU or DataParallel to DistributedDataParallel: the same experiment, faster."
+    text = (
+        "Move a robot-learning trainer from one GPU or DataParallel to DistributedDataParallel: the same "
+        "experiment, faster."
+    )
     parser = Parser(prog=prog, description=text, is_group=True)
     parser.epilog = (
-        "Exit codes: 0 done; 1 looked, and says no (findings, a patch that does not fit, another experiment); "
-        "2 nothing was done (wrong usage, a file that does not exist, a job that could not start); 130 Ctrl-C. "
-        "run and audit also pass on those of the ranks."
+        "Exit codes: 0 success; 1 the answer is no (findings, a patch that does not fit, a different experiment); 2 "
+        "nothing was done (wrong usage, a missing file, a job that could not start); 130 Ctrl-C. run and audit also "
+        "return the exit code of a failed rank."
     )
     parser.add_argument("--version", action="version", version=f"ddpshim {version.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -119,11 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_selftest(commands)
     _add_slurm(commands)
     example.add(commands)
-    text = "every option of a run, as a Markdown table"
+    text = "list all options of a run, as a Markdown table"
     options = commands.add_parser("options", help=text, description=text)
     options.add_argument("--json", action="store_true", help="for programs")
     options.set_defaults(run=_options)
     _add_env(commands)
+    _add_docs(commands)
     return parser
 
 
@@ -135,11 +139,13 @@ def _options(arguments: argparse.Namespace) -> int:
 
 
 def _add_env(commands: Commands) -> None:
-    text = "what a bug report needs: versions, GPUs, launcher, variables, cores and memory"
+    text = "print what a bug report needs: versions, GPUs, launcher, variables, cores and memory"
     env = commands.add_parser("env", help=text, description=text)
     env.add_argument("--json", action="store_true", help="for programs")
     env.add_argument(
-        "--names", action="store_true", help="show the names of machines, user and home folder, which are else left out"
+        "--names",
+        action="store_true",
+        help="also print the names of machines, user and home folder (left out by default)",
     )
     env.set_defaults(run=_env)
 
@@ -152,26 +158,63 @@ def _env(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_docs(commands: Commands) -> None:
+    text = "print a page of the documentation, or list the pages"
+    docs = commands.add_parser("docs", help=text, description=text)
+    docs.add_argument(
+        "page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launching (default: the list)"
+    )
+    docs.add_argument("--path", action="store_true", dest="shows_path", help="print where the page is, not its text")
+    docs.set_defaults(run=_docs)
+
+
+def _docs(arguments: argparse.Namespace) -> int:
+    from ddpshim.tools import pages
+
+    if arguments.shows_path:
+        print(pages.find(arguments.page) if arguments.page else pages.find("launching").parent)
+    elif arguments.page is None:
+        print(pages.listed())
+    elif sys.stdout.isatty():
+        import pydoc
+
+        pydoc.pager(pages.text_of(arguments.page))
+    else:
+        print(pages.text_of(arguments.page), end="")
+    return 0
+
+
 def _add_selftest(commands: Commands) -> None:
-    text = "start ranks and check that they reach each other and train as one process does"
+    text = "start ranks, and check that they can communicate and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text)
     selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (default: its GPUs, or 2)")
     selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
-    selftest.add_argument("--nnodes", type=positive, default=1, metavar="N", help="run the same command on N nodes")
-    selftest.add_argument("--node-rank", type=natural, metavar="R", help="of this node, from 0; else as srun says")
-    selftest.add_argument("--master-addr", metavar="A", help="an address of node 0; else as srun says")
-    selftest.add_argument("--master-port", type=port, metavar="P", help="on node 0 (default: any, on nodes 29500)")
     selftest.add_argument(
-        "--timeout", type=seconds, default=60.0, metavar="S", dest="timeout_s", help="seconds for each check (60)"
+        "--nnodes", type=positive, default=1, metavar="N", help="number of nodes; run the same command on each (1)"
     )
-    selftest.add_argument("--json", action="store_true", help="for programs; what is tested meanwhile goes to stderr")
-    gpus = selftest.add_argument_group("to accept a machine with GPUs (docs/gpus.md)")
-    gpus.add_argument(
-        "--gpu", action="store_true", help="try all that only GPUs can break, meant to take under ten minutes"
+    selftest.add_argument(
+        "--node-rank", type=natural, metavar="R", help="this node's number, from 0 (default: from srun)"
     )
-    gpus.add_argument("--quick", action="store_true", help="with --gpu: in under two")
+    selftest.add_argument("--master-addr", metavar="A", help="the address of node 0 (default: from srun)")
+    selftest.add_argument(
+        "--master-port", type=port, metavar="P", help="a free port on node 0 (default: any; with several nodes 29500)"
+    )
+    selftest.add_argument(
+        "--timeout",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        dest="timeout_s",
+        help="time limit for each check, in seconds (60)",
+    )
+    selftest.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
+    gpus = selftest.add_argument_group("acceptance test for a machine with GPUs (`python -m ddpshim docs gpus`)")
     gpus.add_argument(
-        "--write", type=Path, metavar="FILE", help="with --gpu: write the results, without names, as JSON"
+        "--gpu", action="store_true", help="test everything that only GPUs can break; takes under ten minutes"
+    )
+    gpus.add_argument("--quick", action="store_true", help="with --gpu: a shorter test, under two minutes")
+    gpus.add_argument(
+        "--write", type=Path, metavar="FILE", help="with --gpu: write the results as JSON, without names of machines"
     )
     selftest.set_defaults(run=_selftest, needs_torch=True, starts_ranks=True)
 
@@ -181,7 +224,7 @@ def _selftest(arguments: argparse.Namespace) -> int:
 
     plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
     if (arguments.quick or arguments.write) and not arguments.gpu:
-        say("--quick or --write without --gpu; nothing was tested. Add --gpu, or leave them out.")
+        say("--quick and --write need --gpu; nothing was tested. Add --gpu, or leave them out.")
         return 2
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         if arguments.gpu:
@@ -201,32 +244,37 @@ def _selftest(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="find what breaks in a trainer on several ranks, without running it",
-        description="Read a trainer, or all trainers of a folder, and list what hangs, or silently trains something "
-        "else, on several ranks. Exit code: 0 nothing found but notes, 1 findings, 2 wrong usage, a path that cannot "
-        "be read, or no trainer in it.",
+        help="find what would break in a trainer on several ranks, without running it",
+        description="Read a trainer, or all trainers in a folder, and list what would hang, or silently train "
+        "something else, on several ranks. Exit code: 0 nothing found except notes, 1 findings, 2 wrong usage, "
+        "an unreadable path, or no trainer in it.",
     )
     doctor.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a file or a folder")
     shape = doctor.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="for programs")
-    shape.add_argument("--explain", type=_codes, metavar="CODE", help="what a code means, with an example and its cure")
-    shape.add_argument("--fix", action="store_true", help="print the fixes that need no judgement, for `patch -p1`")
-    doctor.add_argument("--select", type=_codes, default=[], metavar="CODES", help="only these, e.g. DDP203,DDP4")
-    doctor.add_argument("--ignore", type=_codes, default=[], metavar="CODES", help="all but these")
-    doctor.add_argument("--exclude", action="append", default=[], metavar="NAME", help="a file or folder to leave out")
+    shape.add_argument("--explain", type=_codes, metavar="CODE", help="explain a code, with an example and a fix")
+    shape.add_argument("--fix", action="store_true", help="print the mechanical fixes as a diff, for `patch -p1`")
+    doctor.add_argument(
+        "--select", type=_codes, default=[], metavar="CODES", help="report only these codes, e.g. DDP203,DDP4"
+    )
+    doctor.add_argument("--ignore", type=_codes, default=[], metavar="CODES", help="report all codes except these")
+    doctor.add_argument(
+        "--exclude", action="append", default=[], metavar="NAME", help="a file or folder to skip; may be repeated"
+    )
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.doctor.checking import check
-    from ddpshim.tools.doctor.findings import CODES, explanation
+    from ddpshim.tools.doctor.findings import CODES
+    from ddpshim.tools.pages import text_of
 
     if arguments.explain:
         wanted = (code for code in CODES if code.startswith(tuple(arguments.explain)))
-        print("\n".join(map(explanation, wanted)), end="")
+        print("\n".join(map(text_of, wanted)), end="")
         return 0
     if arguments.path is None:
-        say("no PATH; nothing was checked. Name a trainer, or a folder with trainers in it.")
+        say("PATH is missing; nothing was checked. Name a trainer, or a folder that contains trainers.")
         return 2
     try:
         report = check(arguments.path, select=arguments.select, ignore=arguments.ignore, exclude=arguments.exclude)
@@ -245,21 +293,24 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _add_audit(commands: Commands) -> None:
     audit = commands.add_parser(
         "audit",
-        help="run a trainer that is distributed already, and find what is wrong with its first steps",
-        description="Start a trainer of your own on several ranks, as torchrun would, look on from outside, and say "
-        "what goes wrong (docs/audit.md). It writes what it always writes: give it a folder to waste. Exit code: 0 "
-        "nothing found, 1 findings, 2 wrong usage; where a rank failed, its exit code.",
+        help="run a trainer that is already distributed, and find errors in its first steps",
+        description="Start your own distributed trainer on several ranks, as torchrun would, watch its first "
+        "steps, and report what is wrong (`python -m ddpshim docs audit`). The trainer writes its usual files, "
+        "so give it a scratch folder. Exit code: 0 nothing found, 1 findings, 2 wrong usage; if a rank failed, "
+        "that rank's exit code.",
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    audit.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks, on this node (2)")
-    audit.add_argument("--steps", type=positive, default=20, metavar="K", help="steps of an optimizer (20)")
-    audit.add_argument("--to-end", action="store_true", help="do not end the job after them, but look on until it ends")
-    text = "what one process trained on in a step: say where it is another batch now"
+    audit.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks on this node (2)")
+    audit.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
+    audit.add_argument(
+        "--to-end", action="store_true", help="do not stop the job after these steps; observe it until it ends"
+    )
+    text = "the batch size in one process; report a different global batch"
     audit.add_argument("--single-batch", type=positive, metavar="N", help=text)
-    text = "end the job where no rank comes any further for so long (300 seconds)"
+    text = "stop the job if no rank makes progress for this long (300 seconds)"
     audit.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
-    audit.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
-    audit.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
+    audit.add_argument("--json", action="store_true", help="print JSON; the trainer's output goes to stderr")
+    audit.add_argument("--log-dir", metavar="DIR", help="folder for rank_0.log, rank_1.log ... (ddpshim-logs/TIME-PID)")
     _add_program(audit)
     audit.set_defaults(run=_audit, needs_torch=True, starts_ranks=True)
 
@@ -279,19 +330,20 @@ def _audit(arguments: argparse.Namespace) -> int:
 def _add_prove(commands: Commands) -> None:
     prove = commands.add_parser(
         "prove",
-        help="show that a trainer is the same experiment on several ranks as in one process",
-        description="Run a few steps of a trainer in one process and on several ranks, compare what goes in and what "
-        "comes out, and say yes, or where they part (docs/prove.md). It writes what it always writes, three times: "
-        "give it a folder to waste. Exit code: 0 yes, 1 no, 2 nothing could be compared.",
+        help="check that a trainer runs the same experiment on several ranks as in one process",
+        description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
+        "weights, and print yes, or the first difference (`python -m ddpshim docs prove`). The trainer writes "
+        "its usual files three times, so give it a scratch folder. Exit code: 0 the same, 1 different, 2 "
+        "nothing could be compared.",
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
-    prove.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks, on this node (2)")
-    prove.add_argument("--steps", type=positive, default=20, metavar="K", help="steps of an optimizer (20)")
-    text = "the trainer of one process, with its arguments, in one word (default: the same as on the ranks)"
+    prove.add_argument(*_NPROC, type=several, default=2, metavar="N", help="ranks on this node (2)")
+    prove.add_argument("--steps", type=positive, default=20, metavar="K", help="optimizer steps (20)")
+    text = "the one-process trainer and its arguments, as one quoted word (default: the same command)"
     prove.add_argument("--one", metavar="COMMAND", help=text)
-    text = "how long a run in one process may take (300 seconds)"
+    text = "time limit for a run in one process (300 seconds)"
     prove.add_argument("--timeout", type=positive, default=300, metavar="S", help=text)
-    prove.add_argument("--json", action="store_true", help="for programs; what the trainer prints goes to stderr")
+    prove.add_argument("--json", action="store_true", help="print JSON; the trainer's output goes to stderr")
     _add_program(prove)
     prove.set_defaults(run=_prove, needs_torch=True, starts_ranks=True)
 
@@ -307,7 +359,10 @@ def _prove(arguments: argparse.Namespace) -> int:
             if program == "-m":
                 is_module, program, *rest = [True, *rest]
         except ValueError as error:  # quotes that do not end, or no words
-            say(f"--one {arguments.one!r} is no command ({error}); nothing was compared. Give a program in one word.")
+            say(
+                f"--one {arguments.one!r} is not a command ({error}); nothing was compared. Quote a program and its "
+                "arguments as one word."
+            )
             return 2
         alone = replace(job, program=str(program), arguments=tuple(map(str, rest)), is_module=bool(is_module))
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
@@ -329,9 +384,10 @@ def _codes(text: str) -> list[str]:
 def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
-        help="launch a trainer on this node's GPUs, or on several nodes",
-        description="Launch a trainer through torchrun: checked first, a log for each rank, the first failure last. "
-        "Exit code: that of the first failing rank, 128 + N if signal N ended it; 2 also if nothing could be started.",
+        help="train on this node's GPUs, or on several nodes",
+        description="Launch a trainer through torchrun. The command is checked first; each rank has a log; the "
+        "first failure is printed last. Exit code: that of the rank that failed first, 128 + N if signal N "
+        "ended it, 2 if nothing could be started.",
         usage="%(prog)s [options] (script.py | -m package.module) [arguments]",
     )
     run.add_argument(
@@ -339,24 +395,28 @@ def _add_run(commands: Commands) -> None:
         type=nproc,
         default="auto",
         metavar="N|gpu|cpu|auto",
-        help="ranks on this node; auto: its GPUs, else cores",
+        help="ranks on this node; auto: one for each GPU, else for each core",
     )
-    run.add_argument("--nnodes", type=positive, metavar="N", help="nodes of the job; start `run` on each of them")
-    run.add_argument("--node-rank", type=natural, metavar="N", help="which of them this is, from 0 up")
+    run.add_argument("--nnodes", type=positive, metavar="N", help="number of nodes; start `run` on each of them")
+    run.add_argument("--node-rank", type=natural, metavar="N", help="this node's number, from 0")
     run.add_argument("--master-addr", metavar="HOST", help="the address of node 0")
-    run.add_argument("--master-port", type=port, metavar="PORT", help="a free port there (29500)")
-    text = "in place of the last three: where the nodes meet and number themselves, the same on each"
+    run.add_argument("--master-port", type=port, metavar="PORT", help="a free port on node 0 (29500)")
+    text = "instead of the last three: where the nodes meet; they number themselves"
     run.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help=text)
-    run.add_argument("--rdzv-backend", default="c10d", metavar="NAME", help="torchrun's way to meet there (c10d)")
-    run.add_argument("--rdzv-id", default="ddpshim", metavar="NAME", help="one for each job that meets there (ddpshim)")
-    run.add_argument("--standalone", action="store_true", help="one node, which is what run does without --nnodes")
-    run.add_argument("--max-restarts", type=natural, default=0, metavar="N", help="start all ranks again if one fails")
+    run.add_argument("--rdzv-backend", default="c10d", metavar="NAME", help="torchrun's rendezvous backend (c10d)")
+    run.add_argument("--rdzv-id", default="ddpshim", metavar="NAME", help="name of this job at that endpoint (ddpshim)")
+    run.add_argument("--standalone", action="store_true", help="one node; the default without --nnodes")
+    run.add_argument(
+        "--max-restarts", type=natural, default=0, metavar="N", help="restart all ranks up to N times if one fails (0)"
+    )
     logs = run.add_mutually_exclusive_group()
-    logs.add_argument("--log-dir", metavar="DIR", help="for rank_0.log and so on (ddpshim-logs/TIME-PID)")
-    logs.add_argument("--no-logs", dest="has_logs", action="store_false", help="all ranks write to the screen")
-    text = "time to end after SIGTERM (60 seconds)"
+    logs.add_argument("--log-dir", metavar="DIR", help="folder for rank_0.log, rank_1.log ... (ddpshim-logs/TIME-PID)")
+    logs.add_argument(
+        "--no-logs", dest="has_logs", action="store_false", help="no log files; all ranks write to the screen"
+    )
+    text = "seconds that ranks have to stop after SIGTERM or Ctrl-C (60)"
     run.add_argument("--grace", type=natural, default=60, metavar="S", dest="grace_s", help=text)
-    text = "check, say what would be started with which options, and start nothing"
+    text = "check the command and print what would be started, but start nothing"
     run.add_argument("--dry-run", action="store_true", help=text)
     _add_program(run)
     run.set_defaults(run=_run, needs_torch=True, starts_ranks=True)
@@ -386,9 +446,9 @@ def _add_slurm(commands: Commands) -> None:
     slurm = commands.add_parser(
         "slurm",
         help="print an sbatch script for a trainer",
-        description="Print an sbatch script: it is signalled before its time is over, and requeued where the trainer "
-        "asks for that (exit code 75). Redirect it into a file, read it, and `sbatch` it. A trainer that is not found "
-        "here is a warning: the job may run elsewhere.",
+        description="Print an sbatch script. SLURM signals the trainer before the time limit; if the trainer saves and "
+        "exits with code 75, the job is requeued. Redirect the script into a file, read it, and `sbatch` it. If "
+        "the trainer does not exist on this machine, that is only a warning: the job may run elsewhere.",
         usage="%(prog)s [options] -- (script.py | -m package.module) [arguments]",
     )
     for field in fields(Settings):
@@ -414,13 +474,13 @@ def _slurm(arguments: argparse.Namespace) -> int:
     print(batch_script(Settings(**settings)), end="")
     sys.stdout.flush()
     for problem in problems_of_program(_launch(arguments)):
-        say(f"{problem} (The script is printed all the same: the job may find it.)")
+        say(f"{problem} (The script was printed anyway: the job may run where the trainer exists.)")
     return 0
 
 
 def _add_program(parser: argparse.ArgumentParser) -> None:
-    """The trainer and its arguments, all of which are left to it."""
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the trainer is a module, as in python -m")
+    """Add the trainer and its arguments, which are passed to it unchanged."""
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 

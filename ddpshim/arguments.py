@@ -1,4 +1,4 @@
-"""Parses command lines: a parser that helps after a wrong word, and the types of its arguments."""
+"""Parses command lines: a parser that suggests the right word after a wrong one, and the types of its arguments."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, and its sub-commands' parsers.
+    """An argparse parser with torchrun's spellings and suggestions, for the command and its sub-commands.
 
-    An option is found in torchrun's spelling as well (`--nproc_per_node`), and never by its first letters. A wrong
-    option or command gets the usage of the sub-command and the nearest word. A group without a command prints its help.
+    Options also work in torchrun's spelling (`--nproc_per_node`); abbreviations do not. A wrong option or command
+    prints the usage of the sub-command and the nearest name. A group without a command prints its help.
     """
 
     def __init__(self, *args: Any, is_group: bool = False, **kwargs: Any) -> None:
@@ -46,21 +46,21 @@ class Parser(argparse.ArgumentParser):
 def natural(text: str) -> int:
     """A whole number from 0 up."""
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least 0")
     return int(text)
 
 
 def positive(text: str) -> int:
     """A whole number from 1 up."""
     if natural(text) == 0:
-        raise argparse.ArgumentTypeError("0 is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError("must be at least 1, not 0")
     return int(text)
 
 
 def port(text: str) -> int:
     """The number of a port."""
     if not 1 <= natural(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; ports are 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; ports are 1 to 65535")
     return int(text)
 
 
@@ -79,5 +79,5 @@ def seconds(text: str) -> float:
 def several(text: str) -> int:
     """A whole number from 2 up."""
     if positive(text) < 2:
-        raise argparse.ArgumentTypeError("1 rank has nothing to be compared with; give 2 or more")
+        raise argparse.ArgumentTypeError("must be at least 2: one rank has nothing to be compared with")
     return int(text)

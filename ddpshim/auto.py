@@ -1,6 +1,6 @@
-"""Makes an installed, unedited robomimic train on all ranks: `import ddpshim.auto` at the top of a trainer.
+"""Makes an installed, unedited robomimic train on all ranks: put `import ddpshim.auto` at the top of a trainer.
 
-Started by `python -m ddpshim run` a trainer needs not even the line. In one process nothing changes.
+Under `python -m ddpshim run` a trainer does not need this line. In one process nothing changes.
 """
 
 from ddpshim.trainers.import_hook import activate, deactivate, is_active, report

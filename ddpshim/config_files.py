@@ -26,14 +26,14 @@ def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
         content = _load_yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # the last: brackets in brackets in ...
         raise OptionsError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); its options would be ignored. "
-            f"Name a JSON or YAML file in {FILE}."
+            f"{path} cannot be read ({type(error).__name__}: {error}), so its options would be ignored. Set {FILE} "
+            "to a JSON or YAML file."
         ) from error
     section = content.get(SECTION, content) if isinstance(content, Mapping) else content
     if not isinstance(section, Mapping):
         raise OptionsError(
-            f"{path} holds a {type(section).__name__} where its options should be; they would be ignored. Write a "
-            f'mapping: {{"{SECTION}": {{"timeout_s": 600}}}}.'
+            f"{path} contains a {type(section).__name__} where its options should be, so they would be ignored. Write "
+            f'a mapping: {{"{SECTION}": {{"timeout_s": 600}}}}.'
         )
     return section
 
@@ -43,8 +43,8 @@ def _load_yaml(path: Path, text: str) -> Any:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
         raise OptionsError(
-            f"{path} is YAML, and PyYAML is not installed; its options would be ignored. pip install pyyaml, or "
-            "write them as JSON."
+            f"{path} is YAML and PyYAML is not installed, so its options would be ignored. Run pip install pyyaml, "
+            "or write JSON."
         ) from error
     try:
         return yaml.safe_load(text)

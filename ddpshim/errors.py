@@ -1,30 +1,30 @@
-"""Defines the errors that ddpshim raises, one class for each part of a migration that can go wrong.
+"""Defines the errors that ddpshim raises, one class for each part of a migration.
 
 ::
 
     DdpShimError (RuntimeError)
     ├── LaunchError   the launch environment is partial, garbled or impossible
     ├── RankError     a rank of `ddpshim.spawn` failed
-    ├── OptionsError  (also ValueError) options that do not exist, are not allowed or differ between ranks
+    ├── OptionsError  (also ValueError) options that are unknown, not allowed, or differ between ranks
     ├── WorldError    the process group: contradicting setup, a collective that cannot be served
-    ├── SyncError     gradients, parameters or noise would not be what one process has
-    ├── DataError     (also ValueError) batches, samplers or datasets that do not split
+    ├── SyncError     gradients, parameters or noise would differ from one process
+    ├── DataError     (also ValueError) batches, samplers or datasets that cannot be split over ranks
     ├── RolloutError  an episode of an evaluation failed
     ├── CheckpointError  (also OSError) a file could not be written, or none would be left
-    ├── ReportError   a run left nothing to report, or its charts cannot be drawn
-    ├── PatchError    a patch set does not fit the files it was asked to change
-    │   └── TargetError  there are no such files
-    └── HookError     an installed trainer is not one that can be made distributed without an edit
+    ├── ReportError   a run left no records, or its charts cannot be drawn
+    ├── PatchError    a patch set does not fit its target
+    │   └── TargetError  the target does not exist
+    └── HookError     an installed trainer cannot be distributed without an edit
 
 Every message has three parts: what was found, what it would have caused, what to do.
 """
 
 
 class DdpShimError(RuntimeError):
-    """Base of all errors that ddpshim raises on purpose.
+    """Base class of all errors that ddpshim raises.
 
     Attributes:
-        exit_code: of a command that ends with it. 1: it looked, and refused; 2: it was asked for what cannot be done.
+        exit_code: of a command that ends with this error. 1: the answer is no; 2: nothing could be done.
     """
 
     exit_code = 1
@@ -45,11 +45,11 @@ class OptionsError(DdpShimError, ValueError):
 
 
 class WorldError(DdpShimError):
-    """The process group cannot do what was asked of it."""
+    """The process group cannot do what was requested."""
 
 
 class SyncError(DdpShimError):
-    """Ranks would train different models, or the same noise."""
+    """Ranks would train different models, or draw the same noise."""
 
 
 class DataError(DdpShimError, ValueError):
@@ -57,15 +57,15 @@ class DataError(DdpShimError, ValueError):
 
 
 class RolloutError(DdpShimError):
-    """An evaluation cannot be finished: an episode failed on some rank."""
+    """An evaluation cannot finish: an episode failed on some rank."""
 
 
 class CheckpointError(DdpShimError, OSError):
-    """A checkpoint could not be written; the one before it is as it was."""
+    """A checkpoint could not be written; the previous one is unchanged."""
 
 
 class ReportError(DdpShimError):
-    """A run cannot be reported."""
+    """A report of a run cannot be built."""
 
     exit_code = 2
 
@@ -75,10 +75,10 @@ class PatchError(DdpShimError):
 
 
 class TargetError(PatchError):
-    """There is no such target."""
+    """The target of a patch set does not exist."""
 
     exit_code = 2
 
 
 class HookError(DdpShimError):
-    """What `ddpshim.auto` would hook is not what it knows, or is used in a way that would train apart."""
+    """ddpshim cannot distribute an installed trainer: it is unknown, or used in a way in which ranks would diverge."""

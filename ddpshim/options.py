@@ -129,70 +129,76 @@ def _option(default: Any, kind: _Kind, effect: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What may be chosen about a run. `setup()` reads it once and holds it as `World.options`.
+    """All options of a run. `setup()` reads them once and keeps them as `World.options`.
 
-    Every rank must have the same. Arguments of `setup`, `wrap_parallel`, `make_loader` and `scale_lr` win over it.
+    All ranks must have the same options. Arguments of `setup`, `wrap_parallel`, `make_loader` and `scale_lr` override
+    them.
 
     Raises:
-        OptionsError: a value that is not allowed; one message for all of them.
+        OptionsError: values that are not allowed, all in one message.
     """
 
     backend: Optional[str] = _option(
         None,
         _or_none(_choice("nccl", "gloo", "mpi", "ucc")),
-        "what moves gradients; none: nccl where each rank has a GPU of its own, else gloo",
+        "what carries gradients; none: nccl if each rank has its own GPU, else gloo",
     )
-    timeout_s: float = _option(1800.0, _positive(), "how long a rank waits for peers in a training collective")
+    timeout_s: float = _option(1800.0, _positive(), "how long a rank waits for other ranks in a training collective")
     side_timeout_s: float = _option(
-        86400.0, _positive(), "how long ranks wait while one works alone (saves, rolls out)"
+        86400.0, _positive(), "how long ranks wait while one rank works alone (saves, rollouts)"
     )
     trust_peers: bool = _option(
         True,
         _flag(),
-        "false: ranks refuse objects of other ranks that only pickle can hold (`World.gather`, `broadcast`, "
-        "`run_on_main`)",
+        "false: ranks do not unpickle objects that other ranks send (`World.gather`, `broadcast`, `run_on_main`)",
     )
     bucket_cap_mb: Optional[float] = _option(
         None,
         _or_none(_positive()),
-        "size of the messages that carry gradients; none: 1 to 25 by model size under gloo, else torch's default",
+        "size of gradient buckets; none: 1 to 25 by model size under gloo, else torch's default",
     )
     find_unused_parameters: bool = _option(True, _flag(), "false: a parameter without a gradient is an error")
-    static_graph: bool = _option(False, _flag(), "true: a backward pass that uses other parameters is an error")
-    gradient_as_bucket_view: bool = _option(True, _flag(), "gradients live in the messages; saves one copy of them")
-    broadcast_buffers: bool = _option(True, _flag(), "after each backward pass buffers become the main rank's")
-    sync_batchnorm: bool = _option(
-        True, _flag(), "BatchNorm normalises by the batch of all ranks, as in one process; false: each by its own share"
+    static_graph: bool = _option(
+        False, _flag(), "true: a backward pass that uses different parameters than the first is an error"
     )
-    per_rank_batch: bool = _option(False, _flag(), "batch sizes are those of each rank, not of all together")
+    gradient_as_bucket_view: bool = _option(
+        True, _flag(), "gradients are views of the buckets, which saves one copy of them"
+    )
+    broadcast_buffers: bool = _option(
+        True, _flag(), "copy the main rank's buffers to all ranks after each backward pass"
+    )
+    sync_batchnorm: bool = _option(
+        True, _flag(), "BatchNorm normalises over the global batch, as in one process; false: over each rank's share"
+    )
+    per_rank_batch: bool = _option(False, _flag(), "batch sizes are per rank, not global")
     order: str = _option(
         "torch",
         _choice("torch", "computed"),
-        "torch: the samples of each step are those that torch's own sampler draws in one process, of at most "
-        "16 million samples; computed: an order for each (seed, epoch), of which any step can be named at once",
+        "torch: each step has the samples that torch's own sampler draws in one process (at most 16 million "
+        "samples); computed: an order computed from (seed, epoch), so that any step is found at once",
     )
     noise: Optional[str] = _option(
         None,
         _or_none(_choice("one_process", "per_rank")),
-        "one_process: ranks draw in a step what one process would have drawn, each its rows; per_rank: each rank has "
-        "random streams of its own; none: one_process with order=torch, else per_rank",
+        "one_process: each rank gets its rows of the noise that one process would draw; per_rank: each rank has "
+        "its own random streams; none: one_process with order=torch, else per_rank",
     )
     data_draws: str = _option(
         "one_process",
         _choice("one_process", "by_sample"),
-        "one_process: where a dataset draws, each rank loads whole batches; by_sample: its rows, with other draws",
+        "if a dataset draws random numbers: one_process: each rank loads whole batches and draws as one process; "
+        "by_sample: each rank loads its rows only, with different draws",
     )
     exact: Optional[int] = _option(
         None,
         _or_none(_whole(1)),
-        "the number of virtual ranks over which the experiment is defined: every world whose size divides it trains "
-        "the same weights, to the last bit",
+        "number of virtual ranks: any number of ranks that divides it trains the same weights, to the last bit",
     )
     lr_rule: str = _option(
         "none",
         _choice("linear", "sqrt", "none"),
-        "with per_rank_batch: learning rates times the number of ranks, its root, or left alone "
-        "(robomimic: every optimizer; else the default of `scale_lr`)",
+        "with per_rank_batch: multiply learning rates by the number of ranks, by its square root, or not at all "
+        "(robomimic: every optimizer; elsewhere: the default of `scale_lr`)",
     )
     accumulation_steps: int = _option(
         1, _whole(1), "parts into which `ddpshim.accumulate` splits a batch; more than 1 is refused for robomimic"
@@ -200,92 +206,89 @@ class Options:
     precision: str = _option(
         "float32",
         _choice("float32", "bf16", "fp16"),
-        "bf16, fp16: autocast around robomimic's epochs, in the forward of what `wrap_parallel` returns while it "
-        "trains, and in `World.autocast()`; fp16 needs `World.grad_scaler()`, too, and is refused for robomimic",
+        "bf16, fp16: autocast around robomimic's epochs, in the training forward of what `wrap_parallel` returns, "
+        "and in `World.autocast()`; fp16 also needs `World.grad_scaler()`, and is refused for robomimic",
     )
     max_memory_per_gpu_gb: Optional[float] = _option(
         None,
         _or_none(_positive()),
-        "the most that a rank's torch takes of its GPU's memory, in GB (2**30); more is an out-of-memory error, and "
-        "leaves the rest to simulators and other programs",
+        "limit on torch's memory on a rank's GPU, in GB (2**30); beyond it torch raises an out-of-memory error; "
+        "the rest is left to simulators and other programs",
     )
     metrics_every_n_epochs: int = _option(
         1,
         _whole(0),
-        "robomimic: how often the metrics of training are averaged over the ranks; in other epochs, and always with "
-        "0, the log has the main rank's. Those of validation always are",
+        "robomimic: average training metrics over all ranks every N epochs; other epochs, or all with 0, log the "
+        "main rank's. Validation metrics are always averaged",
     )
-    checkpoint_every_n_steps: Optional[int] = _option(
-        None, _or_none(_whole(1)), "save the progress of a training whenever this many steps were made"
-    )
+    checkpoint_every_n_steps: Optional[int] = _option(None, _or_none(_whole(1)), "save training progress every N steps")
     checkpoint_every_s: Optional[float] = _option(
-        600.0, _or_none(_positive()), "save the progress of a training whenever this many seconds have passed"
+        600.0, _or_none(_positive()), "save training progress every N seconds"
     )
-    keep_checkpoints: int = _option(2, _whole(1), "how many files of progress are kept")
+    keep_checkpoints: int = _option(2, _whole(1), "number of progress files to keep")
     keep_models: Optional[int] = _option(
         None,
         _or_none(_whole(1)),
-        "robomimic: of its `models/model_epoch_N.pth` the newest so many are kept, beside those named for a best "
-        "result and those of `experiment.save.epochs`; the link latest.pth names the last one; none: all are kept",
+        "robomimic: keep the newest N of `models/model_epoch_N.pth`, and always those of best results and of "
+        "`experiment.save.epochs`; latest.pth links to the last; none: keep all",
     )
     background_save: bool = _option(
         True,
         _flag(),
-        "robomimic's checkpoints and the progress of a training, from 32 MB on: ranks wait for a copy in the main "
-        "rank's memory alone, and a process of its own writes it",
+        "write robomimic's checkpoints and training progress of 32 MB or more in a separate process; ranks wait "
+        "only until they are copied in memory",
     )
     resume: str = _option(
         "auto",
         _choice("auto", "always", "never"),
-        "go on from the progress of an earlier start: where torchrun or a scheduler has started this job before, "
-        "always, or never (then a signal ends a training at once, too)",
+        "resume from saved progress: if torchrun or a scheduler has started this job before (auto), always, or "
+        "never (then signals also end a training at once)",
     )
     trust_progress: bool = _option(
         False,
         _flag(),
-        "true: the progress of a training may hold objects that only pickle can write and read; whoever can write to "
-        "its folder then runs code in the job",
+        "true: progress files may contain pickled objects; then anyone who can write to their folder can run code "
+        "in the job",
     )
     batched_fetch: bool = _option(
         True,
         _flag(),
-        "robomimic's sequence datasets give whole batches, with the same values, where that is proven; loaders of its "
-        "trainers keep their workers over epochs and, for GPUs, pin their batches",
+        "robomimic: load sequence batches in one read, with the same values, where that is proven; loaders keep "
+        "their workers over epochs, and pin batches for GPUs",
     )
     rollouts: str = _option("all", _choice("all", "main"), "robomimic: which ranks play the episodes of an evaluation")
     node_memory: str = _option(
         "auto",
         _path_or("auto", "off"),
-        "robomimic: what `hdf5_cache_mode` keeps in memory is one copy for each node, shared by its ranks and their "
-        "workers; a path: a folder on a local disk for a file, where memory has no room; off: each rank its own",
+        "robomimic: the data cached by `hdf5_cache_mode` is one copy per node, shared by its ranks and workers; a "
+        "path: in a file in this folder on a local disk, if memory is short; off: one copy per rank",
     )
     node_memory_gb: Optional[float] = _option(
-        None, _or_none(_positive()), "the most that this copy may take of a node's memory; none: what is available"
+        None, _or_none(_positive()), "limit on this copy's share of a node's memory; none: what is available"
     )
     guard: bool = _option(
         True,
         _flag(),
-        "compare weights and random streams over the ranks, check optimizer steps, name ranks that do not come",
+        "compare weights and random streams over ranks, check optimizer steps, name ranks that are missing in a "
+        "collective",
     )
-    logs: Optional[str] = _option(
-        None, _or_none(_path()), "folder in which each rank's output and errors are written down, as rank_N.log"
-    )
+    logs: Optional[str] = _option(None, _or_none(_path()), "folder for each rank's output and errors, as rank_N.log")
     debug: bool = _option(
         False,
         _flag(),
-        "true: NCCL and torch tell what they do (NCCL_DEBUG=INFO, TORCH_DISTRIBUTED_DEBUG=INFO, "
-        "TORCH_SHOW_CPP_STACKTRACES=1, where they are not set)",
+        "true: NCCL and torch log what they do (sets NCCL_DEBUG=INFO, TORCH_DISTRIBUTED_DEBUG=INFO and "
+        "TORCH_SHOW_CPP_STACKTRACES=1 if unset)",
     )
     diagnose: bool = _option(
         True,
         _flag(),
-        "say after 20 steps, and now and then later, which rank and which phase of a step costs time, where one does",
+        "after 20 steps, and now and then later, print which rank or which phase slows the steps down, if one does",
     )
     record: bool = _option(
         True,
         _flag(),
-        "robomimic: each rank writes down what `python -m ddpshim report` shows, in the folder ddpshim beside "
-        "config.json; also whether `ddpshim.record` does",
+        "robomimic, and `ddpshim.record`: each rank writes records for `python -m ddpshim report`, in the folder "
+        "ddpshim beside config.json",
     )
 
     def __post_init__(self) -> None:
@@ -300,22 +303,22 @@ class Options:
         environ: Optional[Mapping[str, str]] = None,
         **arguments: Any,
     ) -> Options:
-        """The options of a run: an argument wins over its variable, that over the section, that over the default.
+        """The options of a run, from arguments, else variables, else the config's section, else the defaults.
 
-        Local. `DDPSHIM_NAME` is the variable of the option `name`; one that is empty counts as not set, and so does
-        an argument that is None. DDPSHIM_CONFIG names a file whose keys win over those of `config_section`.
+        Local. The variable of option `name` is `DDPSHIM_NAME`. An empty variable counts as not set, and so does an
+        argument that is None. DDPSHIM_CONFIG names a file whose keys override those of `config_section`.
 
         >>> Options.read({"timeout_s": 60, "guard": True}, {"DDPSHIM_GUARD": "no"}).guard
         False
 
         Args:
             config_section: the `ddpshim` section of the trainer's own config.
-            environ: in place of os.environ.
+            environ: used instead of os.environ.
 
         Raises:
-            OptionsError: keys, variables or arguments that are no options (the nearest name is suggested) and values
-                that are not allowed, all in one message. A variable that is like no option is only warned of, as it may
-                be somebody else's, and DDPSHIM_MODULE_* is not looked at.
+            OptionsError: unknown keys, variables or arguments (with the nearest name) and values that are not allowed,
+                all in one message. A DDPSHIM_* variable that resembles no option is only a warning, since it may belong
+                to something else. DDPSHIM_MODULE_* is ignored.
         """
         environ = os.environ if environ is None else environ
         problems: list[str] = []
@@ -377,8 +380,8 @@ def _unknown(variable: str) -> Iterator[str]:
         yield f"variable {variable}: no such option; did you mean {PREFIX}{near[0]}?"
     else:
         warnings.warn(
-            f"{variable} is no option, nor like one: it is not looked at. `python -m ddpshim options` lists what there "
-            f"is; a variable of your site's own may be called {variables.MODULE_PREFIX}{own}.",
+            f"{variable} is not an option and is ignored. `python -m ddpshim options` lists all options. To use a "
+            f"variable of your own without this warning, call it {variables.MODULE_PREFIX}{own}.",
             stacklevel=3,
         )
 
@@ -390,7 +393,7 @@ def _share_a_word(name: str, other: str) -> bool:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The end of a message about a name that does not exist: which one is nearly it."""
+    """The end of a message about an unknown name: the nearest known one."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -408,27 +411,27 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
                 problems.append(f"{source}: {_short(raw)}; allowed: {f.metadata['kind'].allowed}")
     if values.get("lr_rule", "none") != "none" and not values.get("per_rank_batch", False):
         problems.append(
-            f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch; the batch is that of one "
-            "process, and so is its learning rate. Set per_rank_batch too, or leave lr_rule out"
+            f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch: the global batch is "
+            "unchanged, so the learning rate must be too. Set per_rank_batch as well, or leave lr_rule out"
         )
     if values.get("noise") == "one_process" and values.get("order", "torch") != "torch":
         problems.append(
-            f"{found['noise'][0]}: noise=one_process with order=computed; the noise of one process belongs to the "
-            "samples that it draws. Set order=torch too"
+            f"{found['noise'][0]}: noise=one_process with order=computed: the noise would go with different samples "
+            "than in one process. Set order=torch as well"
         )
     if values.get("exact") is not None:
         for name, allowed in _EXACT_NEEDS.items():
             if values.get(name, allowed[0]) not in allowed:
                 problems.append(
-                    f"{found[name][0]}: {name}={values[name]} with exact={values['exact']}; what ranks compute would "
-                    f"depend on how many there are. Leave {name} out"
+                    f"{found[name][0]}: {name}={values[name]} with exact={values['exact']}: results would depend on "
+                    f"the number of ranks. Leave {name} out"
                 )
     if problems:
-        count = f"{len(problems)} options are" if len(problems) > 1 else "an option is"
+        count = f"{len(problems)} options are" if len(problems) > 1 else "1 option is"
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise OptionsError(
-            f"{count} wrong:{lines}\nThe run would not be the one that was meant, so nothing was started. "
-            "`python -m ddpshim options` lists what there is."
+            f"{count} wrong:{lines}\nNothing was started, since the run would not be the one you meant. `python -m "
+            "ddpshim options` lists all options."
         )
     return values
 

@@ -1,4 +1,4 @@
-"""Reads files that somebody else may have put there: what is no regular file is an error, and never waited for."""
+"""Reads files that others may have written: anything but a regular file is an error, never waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 def read_bytes(path: Union[str, os.PathLike[str]]) -> bytes:
     """The content of the regular file at `path`, through links. Local.
 
-    Raises OSError where it cannot be read, or is a folder, a device, or a pipe, in which nobody may ever write.
+    Raises OSError if it cannot be read, or is a folder, a device or a pipe, from which a read might never return.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _WITHOUT_WAITING)
@@ -23,6 +23,6 @@ def read_bytes(path: Union[str, os.PathLike[str]]) -> bytes:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(number, "it is no regular file", os.fspath(path))
+        raise OSError(number, "not a regular file", os.fspath(path))
     with open(descriptor, "rb") as file:
         return file.read()

@@ -16,7 +16,7 @@ _NEEDS = {
 def check_torch() -> None:
     """Raise ImportError if the torch of this Python is too old. Local; imports no torch.
 
-    pip does not check it: a bound in the package's requirements would have pip replace a torch of the user's.
+    pip does not check it: a version bound in the requirements would let pip replace the user's torch.
     """
     from packaging.version import Version
 
@@ -31,7 +31,7 @@ def check_torch() -> None:
             return  # importing it says so
     if Version(str(found)).release < Version(needed).release:
         raise ImportError(
-            f"torch {found} is too old for ddpshim, which needs {needed} or newer on Python {sys.version_info[0]}."
-            f"{sys.version_info[1]}: it would fail in the middle of a training. Make an environment with a newer "
-            "torch, as docs/installing.md shows."
+            f"torch {found} is too old for ddpshim, which needs {needed} or newer on Python "
+            f"{sys.version_info[0]}.{sys.version_info[1]}: training would fail midway. Make an environment with a "
+            "newer torch (python -m ddpshim docs installing)."
         )

@@ -235,7 +235,7 @@ FAULTS = [
         way="missing 1",
         environ=SHORT,
         limit_s=60,
-        says=r"LaunchError: 1 of 2 ranks came within 10 s; rank 1 is missing",
+        says=r"LaunchError: 1 of 2 ranks joined within 10 s; rank 1 is missing",
     ),
     Fault(
         "missing-0",

@@ -216,8 +216,8 @@ def test_what_one_rank_draws_alone_is_taken_back() -> None:
     (first, said), (second, _) = run_ranks(_rank_draws_alone, 2)
     assert first == second
     assert said.count("after 2 backward passes ranks had drawn different random numbers") == 1
-    assert said.count("the generator 'noise' of a _Normalised draws alike on all ranks") == 1
-    assert said.count("buffer 'mean' of a _Normalised changes by each rank's own samples") == 1
+    assert said.count("the generator 'noise' of a _Normalised draws the same numbers on all ranks") == 1
+    assert said.count("buffer 'mean' of a _Normalised is updated from each rank's own samples") == 1
 
 
 def _rank_rounds_otherwise(far: float) -> list[Any]:
@@ -237,7 +237,7 @@ def test_rounding_on_different_devices_is_mended_and_counted() -> None:
     (num, weights, said), (_, others, _) = run_ranks(_rank_rounds_otherwise, 2, 1e-6)
     assert num == 1
     assert weights == others
-    assert "which round differently. All have the main rank's now (time 1)" in said
+    assert "which round differently. All ranks now have the main rank's weights (time 1)" in said
     with pytest.raises(AssertionError, match="ranks hold different weights"):
         run_ranks(_rank_rounds_otherwise, 2, 0.1)
 
@@ -448,7 +448,7 @@ def test_nothing_is_read_while_a_cuda_graph_is_captured(monkeypatch: pytest.Monk
     of_network.tell(torch.empty(2), [])
     assert of_network.of_all(_Unread()) == []
     of_network.tell(torch.empty(2), [1])
-    with pytest.raises(SyncError, match="1 parameters without gradient while a CUDA graph is captured"):
+    with pytest.raises(SyncError, match="1 parameters without gradient during CUDA graph capture"):
         of_network.of_all(_Unread())
 
 
@@ -466,4 +466,4 @@ def _rank_crosses_networks() -> str:
 @pytest.mark.ranks
 def test_gradients_of_two_networks_are_not_averaged() -> None:
     for text in run_ranks(_rank_crosses_networks, 2):
-        assert re.search("steps or networks met.*rank 0: .*, network 0; rank 1: .*, network 1", text)
+        assert re.search("steps or networks in.*rank 0: .*, network 0; rank 1: .*, network 1", text)

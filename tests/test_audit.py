@@ -220,7 +220,7 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     with pytest.raises(SystemExit) as ended:
         command_line.main(["audit", "--nproc", "1", "train.py"])
     assert ended.value.code == 2
-    assert "give 2 or more" in capsys.readouterr().err
+    assert "must be at least 2" in capsys.readouterr().err
 
 
 # What records mean

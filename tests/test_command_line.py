@@ -61,6 +61,7 @@ SAMPLES: dict[Command, list[str]] = {
     ("example",): ["--out", "example"],
     ("options",): [],
     ("env",): [],
+    ("docs",): ["launching"],
     ("selftest",): [],
     ("doctor",): ["train.py"],
     ("audit",): ["train.py"],

@@ -196,8 +196,8 @@ def test_loaders_that_are_equally_slow_are_no_fault_of_the_rank_that_waits() -> 
 
 def test_the_line_says_what_it_costs_and_what_to_do() -> None:
     assert str(Finding("data", (), 0.02, 0.1)) == (
-        "every rank spends 20% of each step (20 of 100 ms) waiting for data. Raise num_workers, store images decoded "
-        "and small, or keep the data in memory; more GPUs do not help."
+        "every rank spends 20% of each step (20 of 100 ms) waiting for data. Increase num_workers, store images "
+        "decoded and small, or keep the data in memory; more GPUs do not help."
     )
     assert str(Finding("save", (0,), 0.0123, 0.1)).startswith(
         "rank 0 is longer saving than the others, which wait: 12% of each step (12.3 of 100 ms). Save less often"
@@ -233,7 +233,7 @@ def test_a_line_after_twenty_steps_where_there_is_something_to_say(
     assert notes[0]["gradient_bytes"] == 4e6
     said = [line for line in capsys.readouterr().err.splitlines() if "steps" in line]
     assert [note.get("phase", note["steps"]) for note in notes] == [20, "save", 40], "it is said once"
-    assert said == [f"ddpshim: after 20 steps: {notes[1]['said']} (DDPSHIM_DIAGNOSE=no is silent)"]
+    assert said == [f"ddpshim: after 20 steps: {notes[1]['said']} (DDPSHIM_DIAGNOSE=no turns this off)"]
     assert events.running is None
 
 

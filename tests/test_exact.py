@@ -204,7 +204,7 @@ def _forget_one() -> str:
 @pytest.mark.ranks
 def test_a_network_that_was_not_wrapped() -> None:
     for said in run_ranks(_forget_one, 2, environ={"DDPSHIM_EXACT": "2"}):
-        assert "SGD.step(): a parameter of shape (2, 6) is in no network that went through wrap_parallel" in said
+        assert "SGD.step(): a parameter of shape (2, 6) is in no wrapped network" in said
 
 
 def _plain() -> dict[str, torch.Tensor]:
@@ -372,8 +372,8 @@ def _refused(kind: str) -> tuple[str, str]:
     [
         ("batch", DataError, "a global batch of 6 samples with exact=4, which does not divide it"),
         ("last batch", DataError, "drop_last=False with exact=4"),
-        ("no loader", DataError, "without a batch of make_loader at hand"),
-        ("no rows", DataError, "nothing that the step is given has the batch's rows"),
+        ("no loader", DataError, "without a current batch of make_loader"),
+        ("no rows", DataError, "no argument of the step has the batch"),
         ("outside", SyncError, "a backward pass outside of a step of virtual ranks, with exact=4 on 1 ranks"),
         ("autocast", SyncError, "autocast around a step of virtual ranks"),
         ("broadcast", WorldError, "broadcast in a step of 4 virtual ranks"),
@@ -381,7 +381,7 @@ def _refused(kind: str) -> tuple[str, str]:
         ("network missing", SyncError, "a Linear was given to wrap_parallel and is not among the objects of the step"),
         ("network not wrapped", SyncError, "trains a parameter of shape (2, 6) that is in no wrapped network"),
         ("uses the global", SyncError, "virtual rank 1 of this process trained virtual rank 0's 'weight'"),
-        ("other draws", SyncError, "virtual ranks 0 and 2 of this process drew a different number"),
+        ("other draws", SyncError, "virtual ranks 0 and 2 of this process drew different amounts"),
         (
             "another backward",
             SyncError,
@@ -402,14 +402,14 @@ def test_refuses(kind: str, error: type[Exception], says: str) -> None:
     "more", [{"order": "computed"}, {"noise": "per_rank"}, {"per_rank_batch": True}, {"sync_batchnorm": False}]
 )
 def test_refuses_options(more: dict[str, Any]) -> None:
-    with pytest.raises(OptionsError, match="with exact=4; what ranks compute would depend on how many there are"):
+    with pytest.raises(OptionsError, match="with exact=4: results would depend on the number of ranks"):
         Options(exact=4, **more)
 
 
 @pytest.mark.unit
 def test_refuses_sizes() -> None:
     ddpshim.cleanup()  # of a test before this one
-    with pytest.raises(OptionsError, match=r"exact=4 in a process that nobody launched.*with N of 1, 2, 4"):
+    with pytest.raises(OptionsError, match=r"exact=4 in a process without a launcher.*with N one of 1, 2, 4"):
         ddpshim.setup(options=Options(exact=4))
     assert ddpshim.world().world_size == 1  # nothing was set up
 
@@ -418,7 +418,7 @@ def test_refuses_sizes() -> None:
 def test_refuses_ranks() -> None:
     from tests.ranks import RankFailure
 
-    with pytest.raises(RankFailure, match="exact=4 in 3 ranks: 4 virtual ranks do not divide over it"):
+    with pytest.raises(RankFailure, match="exact=4 in 3 ranks: 4 virtual ranks cannot be divided evenly"):
         run_ranks(_build, 3, environ={"DDPSHIM_EXACT": "4"})
 
 

@@ -99,7 +99,11 @@ def test_every_template_is_shown_by_a_test() -> None:
         ("two_nodes.sh", {}, "NODE_RANK='': give 0 on the first machine, 1 on the second\nMASTER_ADDR is not set"),
         ("docker.sh", {"DATA": "/absent"}, "DATA='/absent' is no folder"),
         ("lerobot_template.sh", {"GPUS": "3"}, "BATCH_SIZE=8 does not split over GPUS=3"),
-        ("lerobot_template.sh", {"PRECISION": "half", "STEPS": "0"}, "STEPS='0' is not a whole number from 1 up\nPREC"),
+        (
+            "lerobot_template.sh",
+            {"PRECISION": "half", "STEPS": "0"},
+            "STEPS='0' must be a whole number of at least 1\n",
+        ),
         ("lerobot_smolvla.sh", {"RESUME": "1"}, "checkpoints/last/pretrained_model/train_config.json is not there"),
     ],
 )
@@ -113,8 +117,8 @@ def test_settings_are_checked(tmp_path: Path, name: str, settings: dict[str, str
 def test_slurms_settings_are_checked_by_the_command(tmp_path: Path) -> None:
     ran = start("slurm.sh", tmp_path, DRY_RUN="1", TIME="soon", NODES="0")
     assert ran.returncode == 2
-    assert "--nodes='0' is not a whole number from 1 up" in ran.stderr
-    assert "--time='soon' is no time limit" in ran.stderr
+    assert "--nodes='0' is not a whole number of at least 1" in ran.stderr
+    assert "--time='soon' is not a time limit" in ran.stderr
     assert not (tmp_path / "train.sbatch").exists()
 
 

@@ -170,7 +170,7 @@ def _saved_by_one(x: torch.Tensor) -> None:
     policy, _, _ = _make(True)
     if ddpshim.world().is_main:
         policy.state_dict()
-    raise SyncError("did not come to the state_dict()")  # what the main rank says
+    raise SyncError("did not call state_dict()")  # what the main rank says
 
 
 def _copied(x: torch.Tensor) -> None:
@@ -194,9 +194,9 @@ REFUSED: dict[Callable[[torch.Tensor], None], str] = {
     _not_reduced: "AdamW.step() after a backward pass of Policy under no_sync()",
     _distribution: "the gradient of 'layer.weight' of Gaussian was not reduced over the ranks",
     _used_differently: "ranks left out different parameters of Policy in a backward pass (2 on rank 0, 2 on rank 1)",
-    _saved_by_one: "did not come to the state_dict()",
-    _copied: "a copy of a Policy that is divided over the ranks",
-    _pickled: "a Policy that is divided over the ranks (shard=True) was pickled",
+    _saved_by_one: "did not call state_dict()",
+    _copied: "a copy of a Policy that is sharded",
+    _pickled: "a Policy that is sharded (shard=True) was pickled",
     _no_such_method: "Policy has no method 'compute_lose'",
     _with_a_hook: "wrap_parallel(shard=...) with comm_hook",
 }

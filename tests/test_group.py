@@ -149,7 +149,7 @@ def test_seed_is_given_late_but_not_after_the_split() -> None:
     random.seed(5)
     assert drawn == (torch.rand(1).item(), random.random())
     jobs.current().world, jobs.current().is_split = World(launcher="torchrun"), True
-    with pytest.raises(WorldError, match="every rank would draw the same noise"):
+    with pytest.raises(WorldError, match="every rank would now draw the same noise"):
         setup(seed=6)
 
 
@@ -726,9 +726,11 @@ def test_the_peer_says_in_one_line_who_failed_first(bad: int, waits_in: str, sai
     assert found == ["gone", "gone"]
     assert log.count("Traceback (most recent call last)") == log.count("\nAssertionError\n") == 1
     assert f"ddpshim: rank {bad} ({socket.gethostname()}) failed:\nTraceback" in log
-    assert log.count(f"ddpshim: rank {1 - bad} stops because rank {bad} failed first ({said}") == 1
-    where = rf"AssertionError (\(|in ){__file__}, line \d+, in _fail_without_a_text: assert num_boom"
-    assert re.search(where, next(line for line in log.splitlines() if "stops because" in line))
+    (line,) = (line for line in log.splitlines() if "stops because" in line)
+    # Where the first one failed may not be in the store yet.
+    first = rf"ddpshim: rank {1 - bad} stops because rank {bad} failed first( \(AssertionError in .*?\))?; "
+    assert re.match(rf"{first}rank {1 - bad}'s own error: {re.escape(said)}", line)
+    assert re.search(rf"AssertionError (\(|in ){__file__}, line \d+, in _fail_without_a_text: assert num_boom", line)
 
 
 def _abort_while_the_launcher_ends_this_rank(folder: str) -> None:
@@ -915,7 +917,7 @@ def _check_blame(log: str, bad: int, said: str) -> None:
     ranks, _, summary = log.partition("ChildFailedError")
     assert re.findall(r"ddpshim: rank (\d) \(.*\) failed:", ranks) == [str(bad)], log
     assert ranks.count(said) - ranks.count(f"({said}") == 1, log
-    stopped = re.findall(r"ddpshim: rank (\d) stops because rank (\d) failed first \(\w+: ", ranks)
+    stopped = re.findall(r"ddpshim: rank (\d) stops because rank (\d) failed first(?: \(\w+ in .*?\))?; rank", ranks)
     assert stopped in ([], [(str(1 - bad), str(bad))]), log  # torchrun may be faster to end the peer
     assert ranks.count("Traceback (most recent call last)") - ranks.count("/torch/distributed/run.py") <= 1, log
     root = summary.partition("Root Cause")[2]

@@ -544,7 +544,7 @@ def test_equal_numbers_of_steps_pass() -> None:
 
 
 def test_other_numbers_of_steps_are_an_error_on_every_rank() -> None:
-    text = "different numbers of backward passes until the end of epoch 1: 7 on rank 0, 7 on rank 1, 8 on rank 2;"
+    text = "different numbers of backward passes by the end of epoch 1: 7 on rank 0, 7 on rank 1, 8 on rank 2;"
     for first, _ in run_ranks(_rank_ends_epochs, 3, [[5, 2], [4, 3], [5, 3]], 3):
         assert text in first
 
@@ -555,7 +555,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(away: int) -> None:
     assert said.pop(away) == [""]
     for here, (first, second) in zip([rank for rank in range(3) if rank != away], said):
         assert first == ""
-        assert f"ranks [{away}] did not come to the end of epoch 2 within 0.2 s of rank {here}; they wait" in second
+        assert f"ranks [{away}] did not reach the end of epoch 2 within 0.2 s of rank {here}; they wait" in second
         assert "so far: 5 on rank " in second
 
 
@@ -594,7 +594,7 @@ def test_a_job_is_not_blamed_for_the_steps_of_one_before_it() -> None:
 def test_ranks_meet_again_in_the_job_after_one_where_a_rank_stayed_away() -> None:
     """Rank 1 waited for gradients that nobody sent, and never came to the meeting at which rank 0 raised."""
     (first, *later), (lost, *later_too) = run_ranks(_rank_has_jobs, 2, free_port(), True)
-    assert first.startswith("SyncError: ranks [1] did not come to the end of job 0 within 0.2 s of rank 0; they wait")
+    assert first.startswith("SyncError: ranks [1] did not reach the end of job 0 within 0.2 s of rank 0; they wait")
     assert lost.startswith("RuntimeError: ")
     assert ("by peer" if ENDS_THREADS else "Timed out") in lost  # groups that cannot be ended stay connected
     assert later == later_too == ["", ""]

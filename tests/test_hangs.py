@@ -117,7 +117,7 @@ def test_what_is_said_of_many_ranks() -> None:
     said = judge(standings, 0)
     assert said is not None
     assert said.said.splitlines() == [
-        "rank 0 has waited 31 s in backward pass 6 (train.py:40) for rank 2. Where ranks stand:",
+        "rank 0 has waited 31 s in backward pass 6 (train.py:40) for rank 2. Where each rank is:",
         "  ranks 0, 1, 3: 5 backward passes, batch 5 of epoch 0; waits in backward pass 6 (train.py:40), for 31 s",
         "  rank 2: 5 backward passes; is in its own code (train.py:40), and moves",
         '      File "train.py", line 3, in f',
@@ -189,7 +189,7 @@ def _stay_away() -> tuple[list[str], list[str]]:
 def test_a_rank_that_stays_away_is_named_on_all_ranks_with_its_stack() -> None:
     for said, errors in run_ranks(_stay_away, 2):
         assert "in backward pass 2 (test_hangs.py" in said[0]
-        assert " for rank 1. Where ranks stand:" in said[0]
+        assert " for rank 1. Where each rank is:" in said[0]
         assert "over.wait(20)" in said[0]
         assert len(errors) == 1
         assert "rank 1 did nothing for" in errors[0]
@@ -289,5 +289,5 @@ def test_gradients_of_different_batches_are_not_averaged(kind: str, found: tuple
         first, second = (
             f"rank {rank}: .*step {step} of epoch 0 of the loader of .*" for rank, step in enumerate(found)
         )
-        text = f"gradients of different steps or networks met in a backward pass of Linear. {first}; {second}"
+        text = f"ranks reduced gradients of different steps or networks in a backward pass of Linear. {first}; {second}"
         assert re.search(text, error)

@@ -224,12 +224,12 @@ def test_options_that_are_no_numbers_no_names_and_no_text(
         said = _said([*command, f"{option}={text}", *program], capsys, (0, 1, 2))
         assert text not in ("²", "٣") or option not in numbers or f"{text!r} is" in said
     if command not in (("env",), ("options",), ("selftest",)):
-        assert "holds a NUL byte" in _said([*command, "a\0b"], capsys, (2,))
+        assert "contains a NUL byte" in _said([*command, "a\0b"], capsys, (2,))
 
 
 def test_one_process_of_a_proof_that_is_no_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("'", "-m", " "):
-        assert "is no command" in _said(["prove", f"--one={text}", "train.py"], capsys, (2,))
+        assert "is not a command" in _said(["prove", f"--one={text}", "train.py"], capsys, (2,))
 
 
 def test_variables(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def test_alone_in_an_allocation(environ):
     env = read(environ)
     assert (env.launcher, numbers(env), env.master_port) == ("none", (0, 0, 1, 1, 0), None)
     assert "SLURM" in env.reason
-    assert "runs alone" in env.reason
+    assert "single process" in env.reason
 
 
 def test_last_unreserved_step_is_a_step():
@@ -583,7 +583,9 @@ def test_a_name_that_does_not_resolve_is_said_at_once(errors, num_asked, said, m
     if said is None:
         check_name(env)
     else:
-        with pytest.raises(LaunchError, match=rf"MASTER_ADDR='gpu1' does not resolve .*{said}\): rank 1 would never"):
+        with pytest.raises(
+            LaunchError, match=rf"MASTER_ADDR='gpu1' does not resolve .*{said}\): rank 1 could not reach"
+        ):
             rendezvous.meet(env, "job", 1800)
     assert asked == ["gpu1"] * num_asked
 

@@ -165,7 +165,7 @@ def test_one_process_in_an_allocation_says_so(tmp_path: Path, one: dict[str, Any
     check(forked(tmp_path, allocation), one, 1, 1, "none")
     assert (tmp_path / "output.txt").read_text() == (
         "ddpshim: SLURM variables (SLURM_JOB_ID='42', SLURM_NTASKS='4'), but not of an srun with several tasks: "
-        "this process runs alone\n"
+        "this is a single process\n"
     )
 
 

@@ -570,7 +570,7 @@ def test_the_global_batch_is_printed_once_by_the_main_rank(capsys, monkeypatch):
 def test_learning_rate_rules():
     assert [scale_lr(0.5, rule, 4) for rule in ("linear", "sqrt", "none")] == [2.0, 1.0, 0.5]
     assert scale_lr(0.5) == 0.5
-    with pytest.raises(DataError, match="rule='cubic' is no learning-rate rule"):
+    with pytest.raises(DataError, match="rule='cubic' is not a learning-rate rule"):
         scale_lr(0.5, "cubic", 4)
 
 

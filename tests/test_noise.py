@@ -557,7 +557,7 @@ def test_ranks_that_train_on_batches_of_their_own_draw_their_own_noise_and_say_s
     assert torch.equal(before, other_before)
     assert not torch.equal(after, other_after)
     assert seeds[0] == SEED != seeds[1]
-    assert said.count("Linear is trained on batches that are not the current one of a loader of make_loader") == 1
+    assert said.count("Linear is trained on batches that are not the current batch of make_loader") == 1
     assert nothing == ""
 
 
@@ -597,7 +597,7 @@ def test_torchs_order_leaves_each_rank_its_own_noise() -> None:
 
 @pytest.mark.unit
 def test_the_noise_of_one_process_needs_its_order() -> None:
-    with pytest.raises(OptionsError, match="the noise of one process belongs to the samples that it draws"):
+    with pytest.raises(OptionsError, match="the noise would go with different samples than in one process"):
         Options(noise="one_process", order="computed")
 
 
@@ -627,7 +627,7 @@ def test_what_cannot_be_drawn_as_in_one_process_is_named() -> None:
     assert state == other_state
     assert nothing == ""
     for text in (
-        "between the layers of an RNN",
+        "between RNN layers",
         "by torch.poisson",
         "by Gamma.rsample",
         "by functional.rrelu",
@@ -683,9 +683,7 @@ def test_by_sample_what_a_dataset_draws_depends_on_its_place_and_leaves_the_stre
 def test_that_each_rank_loads_whole_batches_is_said() -> None:
     for found, num in zip(run_ranks(_rank_augments, 2, "one_process"), (1, 0)):
         for (_, _, said), name in zip(found, ("_Noisy", "_NowAndThen", "Subset")):
-            assert (
-                said.count(f"{name} draws random numbers for a sample: so that these are those of one process") == num
-            )
+            assert said.count(f"{name} draws random numbers for a sample: to draw what one process draws") == num
             assert said.count("DDPSHIM_DATA_DRAWS=by_sample") == num
 
 

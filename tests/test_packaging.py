@@ -75,7 +75,7 @@ def test_the_wheel_has_the_library_the_patch_sets_the_example_and_nothing_else(b
     page = "docs/doctor/DDP203.md"
     assert release.wrong_in(_wheel(built), {*files, "ddpshim/more.py"} - {page}) == {
         "ddpshim/more.py",
-        "ddpshim/tools/doctor/pages/DDP203.md",
+        "ddpshim/docs/doctor/DDP203.md",
     }
 
 
@@ -159,6 +159,8 @@ def test_the_command_does_what_the_module_does_in_any_folder(installed: Path, tm
 
     page = (ROOT / "docs" / "doctor" / "DDP203.md").read_text()
     assert run("ddpshim", "doctor", "--explain", "DDP203") == page
+    assert run("ddpshim", "docs", "MIGRATION") == (ROOT / "MIGRATION.md").read_text()
+    assert run("ddpshim", "docs", "--path", "launching") == f"{installed / 'ddpshim' / 'docs' / 'launching.md'}\n"
     listed = run("ddpshim", "patch", "list")
     assert listed == run(sys.executable, "-m", "ddpshim", "patch", "list")
     assert "robomimic/0.3.0" in listed

@@ -55,7 +55,7 @@ class _ByHand(nn.Module):
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_the_forward_of_what_is_wrapped_computes_in_the_precision(name: str) -> None:
     if not hasattr(torch.amp, "GradScaler"):
-        pytest.skip("torch before 2.3 scales losses on GPUs alone")
+        pytest.skip("torch before 2.3 scales losses only on GPUs")
     is_scaled = name == "fp16"
     expected = _train(_ByHand(DTYPES[name]), torch.amp.GradScaler("cpu", enabled=is_scaled))
     plain = _train(_net(), torch.amp.GradScaler("cpu", enabled=False))
@@ -73,7 +73,7 @@ def test_the_forward_of_what_is_wrapped_computes_in_the_precision(name: str) -> 
 
 def test_the_scale_of_ranks_is_a_part_of_one_process_and_its_file_is_not() -> None:
     if not hasattr(torch.amp, "GradScaler"):
-        pytest.skip("torch before 2.3 scales losses on GPUs alone")
+        pytest.skip("torch before 2.3 scales losses only on GPUs")
     options, cpu = Options(precision="fp16"), torch.device("cpu")
     one, four = (precision.grad_scaler(options, cpu, Job(), num_ranks) for num_ranks in (1, 4))
     assert one.get_scale() == torch.amp.GradScaler("cpu").get_scale() == 4 * four.get_scale()
@@ -159,9 +159,9 @@ def test_a_dry_run_says_what_it_would_start(
     nodes = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "29123"]
     assert command_line.main(["run", "--dry-run", *nodes, "--nproc", "4", "train.py", "--lr", "1 2"]) == 0
     said = capsys.readouterr().out
-    assert "would run on node 0 of 2:\n  python -m torch.distributed.run --nnodes=2 --node-rank=0" in said
+    assert "command on node 0 of 2:\n  python -m torch.distributed.run --nnodes=2 --node-rank=0" in said
     assert "--nproc-per-node=4" in said
     assert "-m ddpshim.launch.rank train.py --lr '1 2'\noptions: timeout_s=60.0\n  DDPSHIM_TIMEOUT_S=60\n" in said
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing was started"
     assert command_line.main(["run", "--dry-run", "--nproc", "2", "nowhere.py"]) == 2
-    assert "nowhere.py is no file" in capsys.readouterr().err
+    assert "no such file: nowhere.py" in capsys.readouterr().err

@@ -93,15 +93,15 @@ def test_a_mask_of_episodes_leaves_windows_out() -> None:
         (
             {"meta": {"episode_ends": np.array([3, 12])}},
             None,
-            "has 11 steps of action, for episodes that end with step 12",
+            "has 11 steps of action, but its episodes end at step 12",
         ),
-        ({"meta": {"episode_ends": np.array([4, 3, 11])}}, None, "for episodes that end with step 11"),
+        ({"meta": {"episode_ends": np.array([4, 3, 11])}}, None, "but its episodes end at step 11"),
         (
             {"data": {"text": np.array(["lift"] * 11)}},
             None,
             "data/text of lift.zarr is of type <U4, which torch does not",
         ),
-        ({"meta": {"episode_ends": None}}, None, "lift.zarr is no replay buffer (TypeError"),
+        ({"meta": {"episode_ends": None}}, None, "lift.zarr is not a replay buffer (TypeError"),
     ],
 )
 def test_what_is_no_replay_buffer_is_refused(

@@ -302,7 +302,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 @pytest.mark.parametrize(
     ("claimed", "code", "text"),
     [
-        (None, 143, "rank 5 got SIGTERM and came to no step within 0.5 s; nothing was saved"),
+        (None, 143, "rank 5 got SIGTERM and finished no step within 0.5 s, so nothing was saved"),
         ("3", 1, "rank 5 stops because rank 3 failed first"),
     ],
 )

@@ -323,7 +323,7 @@ GUARDED = [
     ("target", "td3_bc", "hold different weights: network 0 of those that are not trained"),
     ("noise", "bc", "ranks [0, 1] draw from the same random stream"),
     ("unfrozen", "bc", "' of ActorNetwork) has a gradient that is this rank's alone"),
-    ("skip", "bc", "gradients of different steps or networks met in a backward pass of ActorNetwork"),
+    ("skip", "bc", "ranks reduced gradients of different steps or networks in a backward pass of ActorNetwork"),
     ("by_hand", "bc", "the gradients of ActorNetwork never went through a backward pass"),
 ]
 

@@ -320,7 +320,5 @@ def test_who_collates_himself_gets_samples(folder: Path, capsys: pytest.CaptureF
     own: Any = HERE
     batch = next(iter(make_loader(unknown, 4, world=own)))
     assert batch["at"].tolist() == [0, 1, 2, 3]
-    said = (
-        "ddpshim: OwnDataset is fetched sample by sample, many times slower than by the batch: the code of OwnDataset"
-    )
+    said = "ddpshim: OwnDataset is read sample by sample, many times slower than by the batch: the code of OwnDataset"
     assert said in capsys.readouterr().err

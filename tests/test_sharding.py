@@ -102,7 +102,7 @@ def test_make_loader_divides_only_the_batch_of_a_share():
         (lambda world: shard_iterable(iter([1, 2]), world=world), "list_iterator is an iterator.*epoch would be empty"),
         (lambda world: shard_iterable(5, world=world), "int has no __iter__"),
         (lambda world: shard_iterable([1], world=world), "1 items for 2 ranks"),
-        (lambda world: shard_iterable(shard_iterable([1, 2], world=world), world=world), "this rank's share already"),
+        (lambda world: shard_iterable(shard_iterable([1, 2], world=world), world=world), "already this rank's share"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(make, says):
@@ -112,5 +112,5 @@ def test_what_cannot_be_shared_is_refused(make, says):
 
 def test_a_share_is_not_split_again():
     world = side_by_side(2)[0]
-    with pytest.raises(DataError, match="this rank's share already; split over 2 ranks again"):
+    with pytest.raises(DataError, match="already this rank's share; split over 2 ranks again"):
         make_loader(shard_iterable(range(8), world=world), batch_size=2, world=world)

@@ -143,7 +143,7 @@ def test_a_builder_wants_a_split_with_something_for_each_rank(tf, builder):
         shares(2, lambda: builder)
     with pytest.raises(DataError, match="has 51 examples for 52 ranks"):
         shares(52, lambda: builder, split="train")
-    with pytest.raises(DataError, match="split, shuffle_files given with a"):
+    with pytest.raises(DataError, match="split, shuffle_files was given with a"):
         shares(2, lambda: tf.data.Dataset.range(9), split="train", shuffle_files=True)
 
 

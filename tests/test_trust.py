@@ -91,7 +91,7 @@ def test_plain_values_come_back_as_they_were() -> None:
 def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
     inner: list[Any] = []
     inner.append(inner)
-    for value, where in (({"a": [1, _Bomb(tmp_path)]}, r"\['a'\]\[1\] is a .*_Bomb"), (inner, "a value in itself")):
+    for value, where in (({"a": [1, _Bomb(tmp_path)]}, r"\['a'\]\[1\] is a .*_Bomb"), (inner, "contains itself")):
         with pytest.raises(plain.NotPlain, match=where):
             plain.dumps(value)
     bomb = pickle.dumps(_Bomb(tmp_path / "ran"))
@@ -113,7 +113,7 @@ def test_objects_are_named_and_junk_is_no_value(tmp_path: Path) -> None:
     ):
         with pytest.raises(plain.Broken):
             plain.loads(message)
-        with pytest.raises(WorldError, match="rank 3 sent what is no message of ddpshim"):
+        with pytest.raises(WorldError, match="rank 3 sent bytes that are not a message of ddpshim"):
             messages.unpacked(message, True, 3)
     packed = messages.packed([_Bomb(tmp_path / "ran")], trusts_peers=True)
     with pytest.raises(WorldError, match="rank 1 sent an object: with trust_peers=no"):
@@ -234,7 +234,7 @@ def test_the_store_tells_gpus_and_failures_as_text(tmp_path: Path) -> None:
             devices.agree_on_backend(store, 0, 2, torch.device("cpu"))
     assert json.loads(store.get("gpu/0")) is None
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(WorldError, match="cannot be told through the job's store"):
+    with pytest.raises(WorldError, match="cannot be sent through the job's store"):
         messages.to_store({"a": {1}})
     assert [ddpshim.job.failure._rank_in(claimed) for claimed in (b"3", "12", b"\xff", "", "²", "9" * 30)] == [
         3, 12, None, None, None, None]  # fmt: skip

@@ -102,9 +102,9 @@ class _OwnStep(torch.optim.Optimizer):
 @pytest.mark.ranks
 def test_after_setup_gradients_have_to_be_shared() -> None:
     for found in run_ranks(_with_a_world, 2):
-        alone = {name for name, error in found.items() if error and "no network went through wrap_parallel" in error}
+        alone = {name for name, error in found.items() if error and "no network was wrapped by wrap_parallel" in error}
         assert alone == {"loader alone", "setup alone", "own step", "updates by hand"}
-        assert "weights changed by hand between two backward passes" in str(found["updates by hand"])
+        assert "weights changed between two backward passes without an optimizer" in str(found["updates by hand"])
         assert "in no wrapped module" in str(found.pop("two networks"))
         assert {name for name, error in found.items() if error is None} == {
             *("wrapped", "by hand", "torch's", "looks at gradients")
@@ -170,7 +170,7 @@ def test_a_task_of_srun(tmp_path: Path) -> None:
     code, said = _run(["ddpshim.launch.rank", "train.py"], tmp_path, {**variables, "DDPSHIM_UNEDITED": "off"})
     assert code == 1
     assert "rank 1 failed:" in said
-    assert "2 processes would train 2 models" in said
+    assert "2 processes would train 2 separate models" in said
     assert "trained" not in said
 
 

@@ -208,9 +208,9 @@ def test_where_the_weight_of_a_ranks_rows_is_unknown_it_is_refused() -> None:
     for ahead, several, two, at_once, thread in run_ranks(_refusals, 2):
         assert "the loader was asked for the next batch before this one was trained on" in ahead
         assert "before this one was trained on" in several
-        assert "batches of 2 and 3 samples of several loaders are under way" in two
+        assert "batches of 2 and 3 samples from several loaders are in use" in two
         assert "2 batches were taken since the backward pass before" in at_once
-        assert "gives a batch that the ranks do not divide to a thread" in thread
+        assert "a thread takes a batch" in thread
 
 
 def test_of_a_loss_that_is_no_number_torch_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Prints one line where a launched job would be slow, or run out of memory, because of its settings."""
+"""Prints one line if a launched job's settings would make it slow or run out of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpshim.job.say import count, say_once, size
 
 
 class Share(NamedTuple):
-    """What one rank asks of the machine it is on, and the cores that it may use there."""
+    """What one rank needs from its machine, and the cores that it may use there."""
 
     host: str
     num_machine_cores: int
@@ -29,8 +29,8 @@ def own_share(num_workers: int) -> Share:
 def on_workers(shares: Sequence[Share]) -> Optional[str]:
     """The advice where the first rank's node has fewer cores than ranks and data workers, else None. Local.
 
-    Ranks may be bound to cores of their own, so what the node gives is the union. 4 ranks, 8 workers each,
-    on 16 cores: 36 processes; 3 workers are 16.
+    Ranks may be bound to their own cores, so the union counts. 4 ranks, 8 workers each, on 16 cores: 36 processes; 3
+    workers are 16.
     """
     here = [share for share in shares if share.host == shares[0].host]
     num_workers = max(share.num_workers for share in here)
@@ -39,11 +39,11 @@ def on_workers(shares: Sequence[Share]) -> Optional[str]:
     if num_workers == 0 or num_processes <= num_cores:
         return None
     most = here[0].num_machine_cores
-    of_more = f" (of the machine's {most}: an affinity or a quota keeps the others away)" if most > num_cores else ""
+    of_more = f" (of the machine's {most}; an affinity or a quota excludes the others)" if most > num_cores else ""
     return (
         f"{count(len(here), 'rank')} x {count(num_workers, 'worker')} on {count(num_cores, 'core')}{of_more}: "
-        f"{num_processes} processes take turns and slow each other down; "
-        f"use num_workers={max(0, num_cores // len(here) - 1)} (robomimic: train.num_data_workers)"
+        f"{num_processes} processes compete for cores and slow each other down; use "
+        f"num_workers={max(0, num_cores // len(here) - 1)} (robomimic: train.num_data_workers)"
     )
 
 

@@ -1,6 +1,6 @@
-"""Has a dataset draw what it draws in one process: each rank fetches whole batches, and keeps its rows of the samples.
+"""Makes a dataset's random draws those of one process: each rank fetches whole batches, and keeps its rows.
 
-Where nothing is drawn, or by the option data_draws, a rank fetches its own rows alone.
+If nothing is drawn, or with the option data_draws=by_sample, a rank fetches only its own rows.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class SampleStreams(Dataset[Any]):
         if not isinstance(samples, _Fetched):
             if has_drawn:
                 self._tell(
-                    f"{_name(self._collate)} draws now, and did not for the first batch: one process draws otherwise",
+                    f"{_name(self._collate)} draws random numbers now but did not for the first batch: one process "
+                    "would draw different ones",
                     is_seen_by_all=False,
                 )
             return batch
@@ -147,7 +148,8 @@ class SampleStreams(Dataset[Any]):
                 batch = _rows_of(self._collate([*samples.whole]), len(samples.whole), samples.rows)
             except _Indivisible:
                 self._tell(
-                    f"{_name(self._collate)} draws for a batch that cannot be divided: one process draws otherwise"
+                    f"{_name(self._collate)} draws random numbers for a batch that cannot be divided: one process "
+                    "would draw different ones"
                 )
         if self._state() == _UNKNOWN and has_drawn:
             self._go_on_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
@@ -222,9 +224,9 @@ class SampleStreams(Dataset[Any]):
     def _go_on_with_whole_batches(self, what: str, is_seen_by_all: bool = True) -> None:
         self._set_state(_DRAWS)
         self._tell(
-            f"{what}: so that these are those of one process, each rank loads the whole of every batch and keeps its "
-            "rows, which is as slow as in one process. With DDPSHIM_DATA_DRAWS=by_sample each rank loads its rows "
-            "alone, and draws others",
+            f"{what}: to draw what one process draws, each rank loads every whole batch and keeps its rows, which "
+            "makes loading as slow as in one process. With DDPSHIM_DATA_DRAWS=by_sample each rank loads only its "
+            "rows, with different draws",
             is_seen_by_all,
         )
 
@@ -279,7 +281,7 @@ def _by_batch(dataset: Any) -> Any:
 
 
 def show_dataset_to_worker() -> None:
-    """In a data worker: have torch's worker info name the user's own dataset. Local."""
+    """In a data worker: make torch's worker info name the user's own dataset. Local."""
     info: Any = get_worker_info()
     if info is not None and isinstance(info.dataset, SampleStreams):
         object.__setattr__(info, "dataset", info.dataset.dataset)

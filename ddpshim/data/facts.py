@@ -1,7 +1,7 @@
-"""Describes what a dataset holds, for ranks to compare before they train: splits, order of files, arrays, a few items.
+"""Describes a dataset's contents, for ranks to compare before training: splits, file order, arrays, a few items.
 
-Nothing is read that the dataset does not hold in memory, but for the items, and those only where this process will read
-items anyway. What is drawn for them is put back.
+It reads only what the dataset holds in memory, and a few items if this process will read items anyway. Random streams
+are restored afterwards.
 """
 
 from __future__ import annotations

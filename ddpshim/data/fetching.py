@@ -1,4 +1,4 @@
-"""Lets a dataset that an adapter knows return whole batches, in place of one call for each sample."""
+"""Lets a dataset that an adapter knows return whole batches, instead of one call per sample."""
 
 from __future__ import annotations
 

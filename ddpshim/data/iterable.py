@@ -58,18 +58,18 @@ def shard_iterable(
     kind = type(dataset).__name__
     if isinstance(dataset, (ShardedIterable, ShardedStream)):
         raise DataError(
-            f"{kind} is this rank's share already; split again over {here.world_size} ranks, most samples would never "
-            "be seen. Call shard_iterable once, on the whole dataset."
+            f"{kind} is already this rank's share; split again over {here.world_size} ranks, it would never give "
+            "most samples. Call shard_iterable once, on the whole dataset."
         )
     if isinstance(dataset, Iterator):
         raise DataError(
-            f"{kind} is an iterator, which gives its items once; the second epoch would be empty. Give shard_iterable "
-            "an object whose __iter__ starts anew."
+            f"{kind} is an iterator, which can be read only once; the second epoch would be empty. Give "
+            "shard_iterable an object whose __iter__ starts again."
         )
     if not isinstance(dataset, Iterable):
         raise DataError(
-            f"{kind} has no __iter__; a dataset that is read by index has no items to deal out, and its order would be "
-            "lost. Give it to ddpshim.make_loader."
+            f"{kind} has no __iter__; a dataset that is read by index would lose its order here. Give it to "
+            "ddpshim.make_loader."
         )
     num_items = length(dataset)
     if num_items is not None and num_items < here.world_size:
@@ -152,9 +152,9 @@ class ShardedStream(IterableDataset[Any]):
         self._begun = (epoch, self.epochs.start_step)
         if self._begun[1] and not self._is_split:
             raise DataError(
-                f"epoch {epoch} is to go on at step {self._begun[1]}, but the dataset is already_sharded: nobody here "
-                "knows which items those steps were, and some would be seen twice. Go on at the start of an epoch, or "
-                "let make_loader do the sharding."
+                f"epoch {epoch} is to resume at step {self._begun[1]}, but the dataset is already_sharded: which "
+                "items those steps had is unknown, and some would be seen twice. Resume at the start of an epoch, "
+                "or let make_loader do the sharding."
             )
         if self._shared is not None:
             self._shared.copy_(torch.tensor(self._begun, device="cpu"))

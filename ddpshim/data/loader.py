@@ -158,8 +158,8 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
     dropped = (num_samples or 0) % (loader.global_batch_size or 1)
     if dropped and world.is_main:
         say_once(
-            f"{loader.called} leaves out {dropped} of {num_samples} samples in each epoch, a last batch that is not "
-            "full: drop_last is True by default on ranks, and False in a plain `python train.py`; say which you want"
+            f"{loader.called} drops {dropped} of {num_samples} samples in each epoch, the incomplete last batch: "
+            "drop_last defaults to True on ranks, and to False in a plain `python train.py`. Set drop_last to choose"
         )
 
 
@@ -188,7 +188,7 @@ def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last
     if global_batch_size is None or global_batch_size % exact:
         raise DataError(
             f"a global batch of {global_batch_size} samples with exact={exact}, which does not divide it: virtual "
-            "ranks would have different numbers of samples. Use a batch size that it divides."
+            "ranks would have different numbers of samples. Use a batch size that is a multiple of it."
         )
     if not drop_last:
         raise DataError(
@@ -206,9 +206,7 @@ def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
     if reason is not None and world.is_main:
         from ddpshim.data import advice
 
-        advice.give(
-            f"{type(dataset).__name__} is fetched sample by sample, many times slower than by the batch: {reason}"
-        )
+        advice.give(f"{type(dataset).__name__} is read sample by sample, many times slower than by the batch: {reason}")
     return fetcher.collate()
 
 
@@ -238,7 +236,7 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     size = current_world().world_size if world_size is None else world_size
     factors = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
     if rule not in factors:
-        raise DataError(f"rule={rule!r} is no learning-rate rule; the rate would be a guess. Use linear, sqrt or none.")
+        raise DataError(f"rule={rule!r} is not a learning-rate rule. Use linear, sqrt or none.")
     return lr * factors[rule]
 
 

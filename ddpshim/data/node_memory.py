@@ -1,4 +1,4 @@
-"""Keeps one copy of an array for each node, in memory or on disk, for all its ranks and data workers.
+"""Keeps one copy of an array per node, in memory or on disk, for all its ranks and data workers.
 
 What they lie in has no name. The ranks of a node open it through the one that made it, workers inherit it or are handed
 its descriptor, and the kernel frees it with the last of them, however that one ends: after a crash nothing is left.
@@ -45,7 +45,7 @@ def shared_arrays(
     budget_bytes: Optional[float] = None,
     world: Optional[World] = None,
 ) -> SharedArrays:
-    """Return arrays that every process of this node sees, filled once (collective; one process does the same).
+    """Return arrays shared by all processes of this node, filled once (collective; the same with one process).
 
     They are for reading: a write is seen by all ranks and workers of the node, at some moment. Spawned and forked
     workers get the same memory where the arrays are handed to them, not views of these.
@@ -74,8 +74,8 @@ def shared_arrays(
     if odd is not None:
         raise DataError(
             f"shared_arrays of {len(looks[0][1])} arrays on rank 0 and of others on rank {odd} "
-            f"({sorted(set(looks[0][1]) ^ set(looks[odd][1]))[:2]}); a rank would read one array as another. Give "
-            "every rank the same specs, and every node the same files."
+            f"({sorted(set(looks[0][1]) ^ set(looks[odd][1]))[:2]}); a rank would confuse one array with another. "
+            "Give every rank the same specs, and every node the same files."
         )
     ranks = [rank for rank, look in enumerate(looks) if look[0] == _node()]
     arrays: Optional[SharedArrays] = None
@@ -144,7 +144,7 @@ class SharedArrays(Mapping[str, torch.Tensor]):
                 # A file system of the network may not know how.
                 copied = os.write(self.descriptor, os.pread(source, min(num_bytes, 1 << 24), offset))
             if not copied:
-                raise OSError(f"a file ends at byte {offset}, {num_bytes} bytes before its contents do")
+                raise OSError(f"a file is too short: it ends at byte {offset}, with {num_bytes} bytes missing")
             offset, num_bytes = offset + copied, num_bytes - copied
 
     def __reduce__(self) -> Any:
@@ -194,8 +194,8 @@ def _on_each(here: World, function: Callable[..., Any], *args: Any) -> list[Any]
                 DataError(f"on rank {rank}: {text}")
                 if is_ours
                 else WorldError(
-                    f"the arrays that a node shares could not be made on rank {rank} ({shown}); rank {here.rank} would "
-                    "read what is not there. See that rank's traceback."
+                    f"rank {rank} could not make the arrays that a node shares ({shown}); rank {here.rank} cannot "
+                    "read them. See that rank's traceback."
                 ),
             )
     return [value for value, _ in everyones]
@@ -232,7 +232,7 @@ def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float
     way_out = "Make room" if directory else "Name a directory on a local disk, for a file (the option node_memory)"
     raise DataError(
         f"one copy of the data for this node takes {size(num_bytes)}, and {left}; the kernel would kill a rank that "
-        f"loads it. {way_out}, raise the budget if it has one, or load less (robomimic: "
+        f"loads it. {way_out}, raise the budget if there is one, or load less (robomimic: "
         "train.hdf5_cache_mode='low_dim', or null)."
     )
 

@@ -1,4 +1,4 @@
-"""Makes the loader of one rank's share out of what `make_loader` was given, and refuses what does not split."""
+"""Builds the loader of one rank's share from `make_loader`'s arguments, and refuses what cannot be split."""
 
 import hashlib
 from collections.abc import Iterable
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _MOST_SAMPLES = 2**24  # of which torch would draw a list on every rank
 
 _TWO_WAYS = (
-    "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size would be read in two ways. "
-    "Drop per_rank_batch and let the batch_sampler give larger lists."
+    "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size would be ambiguous. "
+    "Leave per_rank_batch out, and make the batch_sampler's lists larger."
 )
 
 
@@ -81,8 +81,8 @@ class Parts:
         DataLoader(self.dataset, self.batch_size, self.shuffle or None, self.sampler, self.batch_sampler)
         if self.options.get("in_order", True) is False and self.options["num_workers"] > 0:
             raise DataError(
-                "in_order=False with workers: each rank would get its batches in an order of its own, and "
-                "a step would mix global batches. Drop in_order."
+                "in_order=False with workers: each rank would get its batches in a different order, and a step "
+                "would mix global batches. Leave in_order out."
             )
         if not is_stream and self._has_torchs_order():
             return self._over_torchs_batches()
@@ -97,8 +97,8 @@ class Parts:
         num_samples = length(self.dataset if self.sampler is None else self.sampler) or 0
         if num_samples > _MOST_SAMPLES and self.world.is_main:
             say(
-                f"{num_samples} samples: their order is computed, as torch would draw a list of so many on every rank; "
-                "it is another one than that of one process without ddpshim (option order)"
+                f"{num_samples} samples: too many for torch to draw a list of them on every rank, so their order is "
+                "computed; it differs from one process without ddpshim (option order)"
             )
         return num_samples <= _MOST_SAMPLES
 
@@ -145,8 +145,8 @@ class Parts:
         if 0 < num_left < self.num_shares and self.world.is_main:
             say(
                 f"the loader of {line_of_the_caller()} has {count(num_left, 'sample')} in its last batch, for "
-                f"{self.num_shares} ranks: the others repeat one. It counts for nothing in gradients; in a sum that "
-                "the program takes over a pass it would count again"
+                f"{self.num_shares} ranks: the others repeat one. Gradients ignore the repeats; a sum that the "
+                "program takes over a pass would count them again"
             )
 
     def _split(self, is_exact: bool = False) -> Split:
@@ -154,9 +154,9 @@ class Parts:
         if self.batch_size is None:
             if self.num_shares > 1:
                 raise DataError(
-                    f"batch_size=None on {self.num_shares} ranks: the items are ready batches, which only "
-                    "the dataset could divide; every rank would train on all of them. Give batch_size=, "
-                    "or a dataset of this rank's batches with already_sharded=True."
+                    f"batch_size=None on {self.num_shares} ranks: the items are complete batches, which only the "
+                    "dataset can divide; every rank would train on all of them. Give batch_size=, or a dataset of "
+                    "this rank's batches with already_sharded=True."
                 )
             return Split(1, 0, 1, drop_last=True)
         num_ranks, num_whole = self.world.world_size, self.batch_size
@@ -209,8 +209,8 @@ class Parts:
 
         if isinstance(self.dataset, (ShardedIterable, ShardedStream)) and not self.already_sharded:
             raise DataError(
-                f"{type(self.dataset).__name__} is this rank's share already; split over {self.num_shares} ranks "
-                "again, most samples would never be seen. Pass already_sharded=True, or the whole dataset."
+                f"{type(self.dataset).__name__} is already this rank's share; split over {self.num_shares} ranks "
+                "again, it would never give most samples. Pass already_sharded=True, or the whole dataset."
             )
         num_samples = length(self.dataset)
         if num_samples is not None:
@@ -245,8 +245,8 @@ class Parts:
         num_samples, what = length(sized), f"The {name} ({type(sized).__name__})"
         if num_samples is None:
             raise DataError(
-                f"{what} has no __len__; ranks could not agree on the number of steps and would wait for each other. "
-                "Give it a __len__, or make the dataset an IterableDataset."
+                f"{what} has no __len__; ranks could not agree on the number of steps, and would hang. Give it a "
+                "__len__, or make the dataset an IterableDataset."
             )
         if num_samples == 0 and (self.shuffle or self.sampler is not None):
             raise DataError(f"{what} is empty; a pass would have no step. Check its filter.")
@@ -272,9 +272,9 @@ class Parts:
             is_shard = isinstance(num_replicas, int) and num_replicas > 1 and hasattr(layer, "rank")
             if is_shard and not self.already_sharded:
                 raise DataError(
-                    f"{type(layer).__name__} already takes one share of {num_replicas} (rank "
-                    f"{layer.rank}), and make_loader splits over {self.num_shares} rank(s): it would be "
-                    "sharded twice and most samples never seen. Drop it and pass shuffle= instead."
+                    f"{type(layer).__name__} already takes one share of {num_replicas} (rank {layer.rank}), and "
+                    f"make_loader would split it again over {self.num_shares} rank(s): most samples would never be "
+                    "seen. Leave it out, and pass shuffle= instead."
                 )
 
 
@@ -331,8 +331,8 @@ def make_alike(parts: Parts) -> ShardedLoader:
     for rank, (failure, *_) in enumerate(reports):
         if failure is not None:
             raise DataError(
-                f"Rank {rank} could not make its loader ({failure}); this rank would wait for it for ever. "
-                f"See the traceback of rank {rank}."
+                f"Rank {rank} could not make its loader ({failure}); this rank would hang. See the traceback of "
+                f"rank {rank}."
             )
     refuse_unlike(
         [other for _, other, *_ in reports], "Call make_loader with equal arguments and datasets on every rank."
@@ -362,10 +362,10 @@ def _refuse_other_data(parts: Parts, held: list[dict[str, int]], items: list[dic
     if odd is not None:
         name, rank = odd
         raise DataError(
-            f"Ranks 0 and {rank} hold different data ({name}); an index means another sample on each, so that some are "
-            "trained on twice and others never. Seed the split, sort what os.listdir or glob returns, and load the "
-            "same files on every rank; give a rank's own share with already_sharded=True. DDPSHIM_GUARD=0 turns this "
-            "check off."
+            f"Ranks 0 and {rank} hold different data ({name}); an index means a different sample on each, so some "
+            "would be trained on twice and others never. Seed the split, sort the result of os.listdir or glob, and "
+            "load the same files on every rank; pass already_sharded=True if each rank holds its own share. "
+            "DDPSHIM_GUARD=0 turns this check off."
         )
 
 

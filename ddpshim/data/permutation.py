@@ -1,4 +1,4 @@
-"""Computes a position of a random order when it is read, without memory for the order."""
+"""Computes any position of a random order on demand, without storing the order."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def load_replay_buffer(
     if short or any(ends[:-1] >= ends[1:]) or (len(ends) and ends[0] <= 0):
         what = f"{data[short[0]].shape[0]} steps of {short[0]}" if short else f"{_ENDS} {ends[:8].tolist()}..."
         raise DataError(
-            f"{path} has {what}, for episodes that end with step {num_steps}: windows would be cut across episodes. "
-            "Write it again."
+            f"{path} has {what}, but its episodes end at step {num_steps}: windows would cross episodes. Write the "
+            "file again."
         )
     specs = {f"data/{key}": ((num_steps, *data[key].shape[1:]), _torch_type(path, key, data[key])) for key in chosen}
 
@@ -107,15 +107,15 @@ def _opened(path: str) -> tuple[Any, Any]:
         import zarr
     except ImportError as error:
         raise DataError(
-            f"{path} is to be read, and the package zarr is not installed. Run: pip install zarr"
+            f"the package zarr is not installed, so {path} cannot be read. Run: pip install zarr"
         ) from error
     try:
         root = zarr.open(path, mode="r")
         return root["data"], root["meta"]["episode_ends"][:]
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise DataError(
-            f"{path} is no replay buffer ({type(error).__name__}: {error}); it should hold data/... and {_ENDS}, as "
-            "diffusion_policy writes them."
+            f"{path} is not a replay buffer ({type(error).__name__}: {error}); it should contain data/... and "
+            f"{_ENDS}, as diffusion_policy writes them."
         ) from error
 
 
@@ -126,8 +126,8 @@ def _torch_type(path: str, key: str, array: Any) -> torch.dtype:
         return torch.from_numpy(np.empty(0, array.dtype)).dtype
     except TypeError as error:
         raise DataError(
-            f"data/{key} of {path} is of type {array.dtype}, which torch does not have: it cannot be shared. Leave it "
-            "out of keys, or write it as another type."
+            f"data/{key} of {path} is of type {array.dtype}, which torch does not support, so it cannot be shared. "
+            "Leave it out of keys, or store it as another type."
         ) from error
 
 
@@ -169,8 +169,8 @@ class Windows(Dataset[dict[str, torch.Tensor]], WholeBatches):
         odd = [key for key in (*(keys or ()), *(first or ())) if key not in buffer]
         if odd or horizon < 1 or mask.shape != ends.shape:
             raise DataError(
-                f"windows of {horizon} steps with keys {odd} that the buffer does not have, for {tuple(mask.shape)} of "
-                f"{len(ends)} episodes: samples would be others than you want. It has {', '.join(buffer)}."
+                f"windows of {horizon} steps with keys {odd} that the buffer does not have, for {tuple(mask.shape)} "
+                f"of {len(ends)} episodes: the samples would be the wrong ones. Its keys are {', '.join(buffer)}."
             )
         self._buffer, self._keys = buffer, list(buffer if keys is None else keys)
         self._steps = {

@@ -174,8 +174,8 @@ class DrawnOrder:
     def __post_init__(self) -> None:
         if not hasattr(self.sampler, "__len__"):
             raise DataError(
-                f"{type(self.sampler).__name__} has no __len__; ranks could not agree on the number of steps and "
-                "would wait for each other. Give it a __len__ that returns the number of indices of an epoch."
+                f"{type(self.sampler).__name__} has no __len__; ranks could not agree on the number of steps, and "
+                "would hang. Give it a __len__ that returns the number of indices per epoch."
             )
 
     def __len__(self) -> int:

@@ -218,9 +218,9 @@ class _Pass:
             self._is_uneven = total is not None and total % world().world_size != 0
             if self._is_uneven and threading.current_thread() is not threading.main_thread():
                 raise DataError(
-                    f"{self.called} gives a batch that the ranks do not divide to a thread: a step that goes on "
-                    "meanwhile would be taken for one on that batch. Use drop_last=True, or fetch batches where they "
-                    "are trained on."
+                    f"a thread takes a batch of {self.called} that does not divide over the ranks: a training step "
+                    "at the same time would be weighted as if it used that batch. Use drop_last=True, or fetch "
+                    "batches in the thread that trains."
                 )
         return batch
 
@@ -234,8 +234,8 @@ class _Pass:
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
             if here.is_main:
                 say_once(
-                    f"in a batch of {self.called} that the ranks do not divide they drew different numbers of random "
-                    "numbers, and one process would draw otherwise (option noise)"
+                    f"in a batch of {self.called} that does not divide over the ranks, they drew different amounts "
+                    "of random numbers; one process would draw differently (option noise)"
                 )
 
     def __len__(self) -> int:

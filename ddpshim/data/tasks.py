@@ -30,7 +30,7 @@ class Tasks(list[T]):
 
 
 def deal(tasks: Sequence[T], costs: Optional[Sequence[float]] = None, minimum: int = 1) -> Tasks[T]:
-    """This rank's tasks: those of all ranks together are `tasks`, and cost each rank about the same (collective).
+    """This rank's share of `tasks`, such that all ranks have about the same cost (collective).
 
     The costliest is dealt first, always to the rank that has least (longest processing time first). Every rank gets
     at least `minimum` tasks. Where there are too few for that, tasks are shared, the costliest by most ranks:
@@ -54,14 +54,15 @@ def deal(tasks: Sequence[T], costs: Optional[Sequence[float]] = None, minimum: i
     odd = next((rank for rank, (theirs, _) in enumerate(everyones) if theirs != everyones[0][0]), None)
     if odd is not None:
         raise DataError(
-            f"rank 0 deals {len(everyones[0][0])} tasks and rank {odd} {len(everyones[odd][0])}, or others: some would "
-            "be done twice, and some by nobody. Give every rank the same tasks in the same order (a set has none)."
+            f"rank 0 deals {len(everyones[0][0])} tasks and rank {odd} {len(everyones[odd][0])}, or different ones: "
+            "some would be done twice, and some never. Give every rank the same tasks in the same order (a set has "
+            "no order)."
         )
     costs = everyones[0][1] or [1.0] * len(tasks)
     if len(costs) != len(tasks) or minimum < 0 or not all(0 <= cost < math.inf for cost in costs):
         raise DataError(
-            f"{len(tasks)} tasks with costs {costs} and minimum={minimum}: ranks would get unequal work, or none. Give "
-            "a cost from 0 up for each task, and a minimum from 0 up."
+            f"{len(tasks)} tasks with costs {costs} and minimum={minimum}: ranks would get unequal work, or none. "
+            "Give each task a cost of at least 0, and a minimum of at least 0."
         )
     mine: Tasks[T] = Tasks()
     mine.parts = []

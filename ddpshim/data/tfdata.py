@@ -57,8 +57,8 @@ def shard_tfdata(
     elif split is not None or reading:
         given = ", ".join([*(["split"] if split is not None else []), *reading])
         raise DataError(
-            f"{given} given with a {type(source).__name__}, which is read already; it would have no effect. Drop it, "
-            "or give the builder."
+            f"{given} was given with a {type(source).__name__}, which is already a tf.data.Dataset; it would have "
+            "no effect. Leave it out, or give the builder."
         )
     else:
         dataset = _every_nth(source, here, drop_last) if here.world_size > 1 else source
@@ -83,7 +83,7 @@ def share_of_split(builder: Any, split: Any, here: World, drop_last: bool = Fals
 
     if split is None:
         raise DataError(
-            f"split=None with the builder of {builder.info.full_name}; all of its splits would be read as one. Name a "
+            f"split=None with the builder of {builder.info.full_name}; all its splits would be read as one. Name a "
             f"split: {', '.join(sorted(builder.info.splits))}."
         )
     num_examples = builder.info.splits[split].num_examples
@@ -91,8 +91,8 @@ def share_of_split(builder: Any, split: Any, here: World, drop_last: bool = Fals
     refuse_unlike(here.gather(facts), "Give every rank the same split of the same data.")
     if num_examples < here.world_size:
         raise DataError(
-            f"Split {split} of {builder.info.full_name} has {num_examples} examples for {here.world_size} ranks; some "
-            f"would have none to train on. Use at most {num_examples} ranks, or leave this dataset out."
+            f"Split {split} of {builder.info.full_name} has {num_examples} examples for {here.world_size} ranks; "
+            f"some ranks would have nothing to train on. Use at most {num_examples} ranks, or leave this dataset out."
         )
     return tfds.even_splits(split, n=here.world_size, drop_remainder=drop_last)[here.rank]
 
@@ -170,7 +170,7 @@ def _refuse_unordered(functions: list[list[Any]], is_default_unordered: bool) ->
                 found.append(f"{node.op} with deterministic=False")
     if found:
         raise DataError(
-            f"{', '.join(sorted(set(found)))} before the shard: each rank reads in an order of its own, so its every "
-            "n-th element is not among the others' rest; some would be seen twice and some never. Shard what is read "
-            "in a fixed order (shuffle_files=False, deterministic=True) and shuffle after it, or give a builder."
+            f"{', '.join(sorted(set(found)))} before the shard: each rank reads in a different order, so the shares "
+            "overlap; some elements would be seen twice and some never. Shard what is read in a fixed order "
+            "(shuffle_files=False, deterministic=True) and shuffle afterwards, or give a builder."
         )

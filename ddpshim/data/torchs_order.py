@@ -124,8 +124,9 @@ class TorchsBatches(Sampler[Any]):
         if before != digest():
             kind = type(self._plain.sampler if is_torchs(self._plain.batch_sampler) else self._plain.batch_sampler)
             say_once(
-                f"{kind.__name__} draws random numbers while it is iterated: here at the start of a pass, without a "
-                "launcher between the steps, from the streams that the training draws from. The samples are others"
+                f"{kind.__name__} draws random numbers during iteration: on ranks all at the start of a pass, in "
+                "one process between the steps, from the same streams as the training. So the samples differ from "
+                "one process"
             )
         return drawn
 
@@ -181,7 +182,7 @@ class TorchsBatches(Sampler[Any]):
         """Which are this rank's; a rank without one repeats the row of another, which counts for nothing."""
         here = self._world
         if not batch:
-            raise DataError("A batch of the batch_sampler is empty; there is nothing to train on. Leave it out.")
+            raise DataError("A batch of the batch_sampler is empty; no rank could train on it. Leave it out.")
         if here.options.exact is not None and len(batch) % here.options.exact:
             raise DataError(
                 f"A batch of the batch_sampler has {len(batch)} indices, with exact={here.options.exact}, which does "

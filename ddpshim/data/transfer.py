@@ -12,7 +12,7 @@ from ddpshim.job.group import world
 
 
 def on_device(batches: Iterable[Any], device: Optional[torch.device] = None) -> Iterable[Any]:
-    """`batches` whose tensors are on this rank's device, in dictionaries, lists and tuples as they were. Local.
+    """`batches` with their tensors moved to this rank's device; dictionaries, lists and tuples are kept. Local.
 
     For a loader, or `Resumable.steps`: `for batch in ddpshim.on_device(loader): ...`. What is in pinned memory
     (`pin_memory=True`) crosses on a stream of its own, while the GPU computes the step before; the rest is copied.

@@ -37,8 +37,8 @@ class Weights:
         lowest, largest = (float(one) for one in weights.aminmax()) if len(weights) else (0.0, 0.0)
         if not (lowest >= 0 and 0 < largest < math.inf):
             raise DataError(
-                f"The sampler has {len(weights)} weights, from {lowest} to {largest}; they don't say how often to "
-                "draw which sample. Make them finite, none of them negative, and one at least positive."
+                f"The sampler has {len(weights)} weights, from {lowest} to {largest}; samples cannot be drawn by "
+                "them. Make them finite and non-negative, with at least one positive."
             )
         self._rows = torch.zeros(-(-len(weights) // _ROW), _ROW, device="cpu")
         exponent = 51 - math.frexp(largest)[1] - len(weights).bit_length()

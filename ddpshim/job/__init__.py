@@ -1,1 +1,1 @@
-"""Knows who this process is in its job: launcher, ranks, devices, random streams, failures, signals, records."""
+"""Defines this process's place in its job: launcher, ranks, devices, random streams, failures, signals, records."""

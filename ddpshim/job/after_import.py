@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 
 
 def after_import(name: str, call: Callable[[], None]) -> None:
-    """Call `call` once the module `name` has been executed: now, if it is there already. Local."""
+    """Call `call` when the module `name` has been executed: now, if it already is. Local."""
     if name in sys.modules:
         call()
     else:

@@ -1,4 +1,4 @@
-"""Has all ranks compute alike whatever their number: what the option `exact` asks of a process before it computes."""
+"""Makes a rank's results independent of the number of ranks: what the option `exact` sets up in a process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def compute_alike(here: World, exact: int) -> None:
 
     On the CPU OMP_NUM_THREADS threads, else one; on GPUs deterministic algorithms.
 
-    Raises OptionsError where the ranks do not divide `exact`, or nobody launched this process, and LaunchError, on all
-    ranks, where they compute on different devices or cuBLAS may choose its order.
+    Raises OptionsError if the number of ranks does not divide `exact`, or no launcher started this process, and
+    LaunchError, on all ranks, if their devices differ or cuBLAS may choose its order.
     """
     if not here.is_launched or exact % here.world_size:
-        found = f"{here.world_size} ranks" if here.is_launched else "a process that nobody launched"
+        found = f"{here.world_size} ranks" if here.is_launched else "a process without a launcher"
         sizes = ", ".join(str(size) for size in range(1, exact + 1) if exact % size == 0)
         raise OptionsError(
-            f"exact={exact} in {found}: {exact} virtual ranks do not divide over it, and it would be another "
-            f"experiment. Start python -m ddpshim run --nproc N PROGRAM with N of {sizes}."
+            f"exact={exact} in {found}: {exact} virtual ranks cannot be divided evenly, so the experiment would "
+            f"change. Start python -m ddpshim run --nproc N PROGRAM, with N one of {sizes}."
         )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if here.device.type == "cuda":
         if os.environ.get(_CUBLAS) not in _ALLOWED:
             raise LaunchError(
-                f"exact={exact} on a GPU with {_CUBLAS}={os.environ.get(_CUBLAS)!r}: cuBLAS may add in another order "
-                f"in the next run. Export {_CUBLAS}={_ALLOWED[0]} before the job (`ddpshim run` does)."
+                f"exact={exact} on a GPU with {_CUBLAS}={os.environ.get(_CUBLAS)!r}: cuBLAS may sum in a different "
+                f"order in the next run. Export {_CUBLAS}={_ALLOWED[0]} before the job (`ddpshim run` does)."
             )
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -42,13 +42,13 @@ def compute_alike(here: World, exact: int) -> None:
     odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if odd is not None:
         raise LaunchError(
-            f"exact={exact} with rank 0 on {kinds[0]} and rank {odd} on {kinds[odd]}: they round differently, and the "
-            "sum would depend on which virtual ranks are where. Give all ranks equal devices and software."
+            f"exact={exact} with rank 0 on {kinds[0]} and rank {odd} on {kinds[odd]}: they round differently, so "
+            "sums would depend on where each virtual rank runs. Give all ranks equal devices and software."
         )
 
 
 def computes_on(here: World) -> dict[str, Any]:
-    """What rounding depends on beside the experiment: equal on two machines, they compute the same bits. Local."""
+    """The hardware and software that rounding depends on: machines with equal ones compute the same bits. Local."""
     if here.device.type == "cuda":
         return {"GPU": torch.cuda.get_device_name(here.device), "torch": torch.__version__}
     capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()

@@ -1,4 +1,4 @@
-"""Makes NCCL and torch tell what they do, for the option `debug`."""
+"""Makes NCCL and torch log what they do, for the option `debug`."""
 
 from __future__ import annotations
 

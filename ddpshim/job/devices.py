@@ -33,7 +33,7 @@ def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
 
 
 def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.device) -> str:
-    """Every rank tells its GPU through the store, so that all come to the same decision (collective)."""
+    """Exchange the ranks' GPUs through the store, so that all choose the same backend (collective)."""
     store.set(f"gpu/{rank}", messages.to_store(_gpu_identity(device)))
     keys = [f"gpu/{other}" for other in range(world_size)]
     gpus = [messages.from_store(store.get(key), key, lambda gpu: gpu is None or isinstance(gpu, str)) for key in keys]
@@ -44,9 +44,9 @@ def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.devic
 
 
 def backend_of(device: torch.device) -> Optional[str]:
-    """The backend for ranks on an accelerator other than CUDA's, by torch's own list; None for CPUs and CUDA. Local.
+    """The backend for an accelerator other than CUDA, from torch's own list; None for CPUs and CUDA. Local.
 
-    Raises LaunchError where torch has none that moves its memory.
+    Raises LaunchError if torch has none for its memory.
     """
     if device.type in ("cpu", "cuda", "meta"):
         return None
@@ -54,7 +54,8 @@ def backend_of(device: torch.device) -> Optional[str]:
     if listed in (None, "gloo"):  # which moves the memory of CPUs and of CUDA's GPUs
         raise LaunchError(
             f"several ranks on {device.type}, for which this torch has no backend: the first collective would fail. "
-            f"Train in one process on {device.type}, or give setup(device='cpu'), or setup(backend=...) of a plugin."
+            f"Train in one process on {device.type}, or call setup(device='cpu'), or setup(backend=...) with a "
+            "plugin's backend."
         )
     return listed
 
@@ -71,7 +72,7 @@ def _gpu_identity(device: torch.device) -> Optional[str]:
 
 
 def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None] = None) -> torch.device:
-    """The rank's device, made current before anything else touches CUDA. Local.
+    """This rank's device, made current before anything else uses CUDA. Local.
 
     Raises LaunchError where `device` is a GPU and torch sees none.
     """
@@ -81,8 +82,8 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
     if not torch.cuda.is_available():
         if wanted is not None:
             raise LaunchError(
-                f"device={str(wanted)!r} but torch sees no GPU on rank {rank}; the first tensor would fail. "
-                "Drop device= to compute on the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
+                f"device={str(wanted)!r} but torch sees no GPU on rank {rank}; the first tensor would fail. Leave "
+                "device= out to use the CPU, or check the driver and CUDA_VISIBLE_DEVICES."
             )
         return torch.device("cpu")
     asked = wanted.index if wanted is not None else None
@@ -92,16 +93,16 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
 
 
 def single_device(device: Union[str, torch.device, None] = None) -> torch.device:
-    """The device of a program that nobody launched: the first GPU where there is one. Local."""
+    """The device of a program without a launcher: the first GPU, if there is one. Local."""
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def limit_memory(device: torch.device, most_gb: float) -> None:
-    """Have torch take at most `most_gb` (2**30 bytes) of the memory of this rank's GPU. Local.
+    """Limit torch to `most_gb` (2**30 bytes) of this rank's GPU memory. Local.
 
-    Raises LaunchError where the GPU has less. On the CPU a line says that nothing is limited.
+    Raises LaunchError if the GPU has less. On the CPU it prints that nothing is limited.
     """
     if device.type != "cuda":
         say(f"max_memory_per_gpu_gb={most_gb:g} has no effect on {device.type}: torch limits the memory of GPUs only")
@@ -110,12 +111,12 @@ def limit_memory(device: torch.device, most_gb: float) -> None:
     if most_gb > has_gb:
         raise LaunchError(
             f"max_memory_per_gpu_gb={most_gb:g}, but {device} has {has_gb:.1f} GB: nothing would be limited, and "
-            "another GPU was probably expected. Give at most what it has."
+            "you probably expected a different GPU. Give at most what it has."
         )
     torch.cuda.set_per_process_memory_fraction(most_gb / has_gb, device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is computed on `device` now goes into a CUDA graph, and nothing may be read from it. Local."""
+    """Whether a CUDA graph is being captured on `device`, so that nothing may be read from it. Local."""
     # A torch without CUDA has the function, too, and it raises.
     return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

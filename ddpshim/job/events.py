@@ -1,4 +1,4 @@
-"""Passes on what happens in a training to whoever records or measures it; does nothing where nobody does."""
+"""Passes events of a training on to whatever records or measures them; does nothing if nothing does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Optional, Protocol
 
 
 class Records(Protocol):
-    """What a process writes down of a run: `ddpshim.observe.records`, once it was begun."""
+    """The recorder of a run: `ddpshim.observe.records`, once it has begun."""
 
     def note(self, kind: str, **values: Any) -> None: ...
 
@@ -15,7 +15,7 @@ class Records(Protocol):
 
 
 class Clock(Protocol):
-    """What counts the time of this process by phases: `ddpshim.job.meter.Clock`."""
+    """The clock that counts this process's time by phase: `ddpshim.job.meter.Clock`."""
 
     def begin(self, phase: str) -> None: ...
 
@@ -29,24 +29,24 @@ running: Optional[Clock] = None  # while time is counted
 
 
 def record_to(records: Optional[Records]) -> None:
-    """From here on `note` and `end` are passed on to `records`; None: to nobody. Local."""
+    """Pass `note` and `end` on to `records` from now on; None: to nothing. Local."""
     global _records
     _records = records
 
 
 def measure_by(clock: Optional[Clock]) -> None:
-    """From here on `counted` is passed on to `clock`; None: to nobody. Local."""
+    """Pass `counted` on to `clock` from now on; None: to nothing. Local."""
     global running
     running = clock
 
 
 def is_recorded() -> bool:
-    """Whether somebody listens to `note`. Local."""
+    """Whether `note` is recorded. Local."""
     return _records is not None
 
 
 def note(kind: str, **values: Any) -> None:
-    """Record an event, where somebody listens. Local."""
+    """Record an event, if this run is recorded. Local."""
     if _records is not None:
         _records.note(kind, **values)
 
@@ -58,7 +58,7 @@ def end(how: str, **values: Any) -> None:
 
 
 def counted(phase: str) -> Any:
-    """A context whose time counts to `phase` (of `ddpshim.job.meter.PHASES`) where somebody measures, else nothing."""
+    """A context whose time counts to `phase` (of `ddpshim.job.meter.PHASES`), if time is measured."""
     return contextlib.nullcontext() if running is None else _counted(running, phase)
 
 

@@ -1,7 +1,7 @@
-"""Puts tensors together over all ranks, or over all virtual ranks where the option `exact` has them.
+"""Gathers and sums tensors over all ranks, or over all virtual ranks with the option `exact`.
 
 Virtual rank i of process r of W is number r + i * W of V: its rows of a global batch are rows i, i + V / W, ... of the
-process's. What is added up is added in the order of these numbers, so that its bits do not depend on W.
+process's. Sums are added in the order of these numbers, so that their bits do not depend on W.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ddpshim.job.world import World
 
 
 def turns() -> Optional[Turns]:
-    """The turns of the step that goes on; None where each rank is one virtual rank, or none makes a step. Local."""
+    """The turns of the current step; None if each rank is one virtual rank, or no step is being made. Local."""
     return current().part(Playing).turns
 
 
 def size(here: World) -> int:
-    """Over how many ranks or virtual ranks `gather` goes. Local."""
+    """The number of ranks, or virtual ranks, that `gather` covers. Local."""
     playing = turns()
     return here.world_size * (1 if playing is None else playing.size)
 
@@ -37,11 +37,11 @@ def number(here: World) -> int:
 
 
 def gather(own: torch.Tensor, group: Any, what: str) -> list[torch.Tensor]:
-    """The tensors of all, of one shape, in the order of their numbers (collective).
+    """The tensors of all ranks, of one shape, in rank order (collective).
 
     Args:
         group: for messages between processes; unused where there is one.
-        what: these are, for messages.
+        what: the name of these tensors, for messages.
     """
     playing = turns()
     if playing is None:
@@ -50,7 +50,7 @@ def gather(own: torch.Tensor, group: Any, what: str) -> list[torch.Tensor]:
 
 
 def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
-    """The sum of the tensors of all, a new one (collective)."""
+    """The sum of all ranks' tensors, a new tensor (collective)."""
     here = current().world
     if here is None or here.options.exact is None:
         total = own.detach().clone()
@@ -69,13 +69,13 @@ def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_two_ways_on_one_gpu(x: torch.Tensor) -> None:
-    """Raise SyncError where what is exchanged forth and back cannot be: virtual ranks that share a GPU. Local."""
+    """Raise SyncError for an exchange within a backward pass between virtual ranks that share a GPU. Local."""
     playing = turns()
     if playing is not None and x.is_cuda:
         raise SyncError(
             f"{playing.size} virtual ranks on one GPU exchange values in the middle of a backward pass (BatchNorm, "
-            "World.all_gather), for which torch has one thread for each GPU: they would wait for each other for ever. "
-            "Start as many ranks as the option exact says; they may share GPUs."
+            "World.all_gather), for which torch has one thread per GPU: they would deadlock. Start as many ranks as "
+            "the option exact says; they may share GPUs."
         )
 
 

@@ -1,7 +1,7 @@
 """Ends the job when a rank fails, and names the first failing rank once, with its traceback.
 
-(torch's elastic agent takes the failure with the smallest timestamp for the root cause; ranks that fail
-because another one did must therefore leave after it.)
+(torch's elastic agent takes the earliest failure as the root cause, so ranks that fail because of another rank must
+exit after it.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TIMEOUTS_APART_S = 3.0
 
 @dataclass
 class Watched:
-    """Who this rank is, and whom it can ask about a failure: from `arm` on, past the end of the process group."""
+    """This rank, and the store in which it finds failures: from `arm` on, past the end of the process group."""
 
     rank: int
     world_size: int
@@ -50,7 +50,7 @@ class Watched:
 
 
 def arm(rank: int, store: Any, world_size: int = 1) -> None:
-    """From here on an exception that nobody catches ends the job. `store`: the job's own key-value store. Local."""
+    """From now on an uncaught exception ends the job. `store`: the job's own key-value store. Local."""
     job = current()
     previous = job.watched.previous_hook if job.watched is not None else sys.excepthook
     job.watched, sys.excepthook = Watched(rank, world_size, store, previous), _excepthook
@@ -74,7 +74,7 @@ def is_there(store: Any, key: str) -> bool:
 
 
 def claim(store: Any, key: str, value: str) -> str:
-    """What `key` of `store` holds: `value`, unless another process claimed it before. Local."""
+    """Set `key` of `store` to `value` unless another process has set it; the value it then holds. Local."""
     import torch  # not above: the self-test's ranks import it while this process does
 
     # torch before 2.4 makes compare_set's answer without Python's lock in its hand. One of a single character, as most
@@ -94,20 +94,20 @@ def rank() -> int:
 
 
 def first() -> Optional[int]:
-    """The rank that failed first, if any has said so. Local; any thread may ask."""
+    """The rank that failed first, if one has reported it. Local; any thread may ask."""
     claimed = _ask_store(lambda store: store.get("first_failure") if is_there(store, "first_failure") else None)
     return None if claimed is None else _rank_in(claimed)
 
 
 def told_to_end() -> None:
-    """Take note that a launcher ends this rank, for `abort` not to wait for that. Local; for signal handlers."""
+    """Note that a launcher is ending this rank, so that `abort` does not wait for that. Local; for signal handlers."""
     watched = current().watched
     if watched is not None:
         watched.is_told_to_end = True
 
 
 def on_the_way_out() -> bool:
-    """Whether this rank is failing just now, for code in a `finally`; it then claims the failure. Local."""
+    """Whether this rank is failing now, for code in a `finally`; if so, it claims the failure. Local."""
     error = sys.exc_info()[1]
     if current().watched is None or error is None or (isinstance(error, SystemExit) and not error.code):
         return False
@@ -117,7 +117,7 @@ def on_the_way_out() -> bool:
 
 
 def note(error: BaseException) -> int:
-    """Take note, in the store and in the records, that `error` ends this rank; the rank that failed first. Local."""
+    """Record in the store and the records that `error` ends this rank; returns the rank that failed first. Local."""
     first = _claim(error)
     events.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
     return first
@@ -130,14 +130,14 @@ def caused_by(rank: int, error: Exception) -> Exception:
 
 
 def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
-    """End this rank now, and with it the job: one traceback on stderr, non-zero exit. Local.
+    """End this rank, and with it the job, with one traceback on stderr and a non-zero exit code. Local.
 
-    The first rank to fail claims the job's store and prints its traceback (also into torchrun's error
-    file); a rank that fails because of it, or after it, prints one line. Exit handlers get five
-    seconds, so that a logger's thread cannot keep peers waiting. In one process it ends that.
+    The first rank to fail prints its traceback (also into torchrun's error file); ranks that fail because of it, or
+    after it, print one line. Exit handlers get five seconds, so that a logger's thread cannot keep other ranks waiting.
+    Without other ranks it ends the process.
 
     Args:
-        error: what is reported, with its own traceback.
+        error: the error to report, with its traceback.
         exit_code: of this process, not 0.
     """
     me, watched = rank(), current().watched
@@ -180,7 +180,10 @@ def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watch
         silent = [] if watched is None else _silent_ranks(watched)
         who = ranks_called(silent) if silent else "no rank in particular"
         where = "" if watched is None or watched.watch is None else watched.watch.describe_others()
-        say(f"{who} did not answer rank {me} in time{where and f'. Where they stand:{chr(10)}{where}'}", directly=True)
+        say(
+            f"{who} did not answer rank {me} within the timeout{where and f'. Where each rank is:{chr(10)}{where}'}",
+            directly=True,
+        )
     if first == me:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         say(f"rank {me} ({socket.gethostname()}) failed:\n{lines}", directly=True)
@@ -188,7 +191,10 @@ def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watch
             _record_for_torchrun(error)
     else:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        say(f"rank {me} stops because rank {first} failed first ({said}){_why(first)}", directly=True)
+        say(
+            f"rank {me} stops because rank {first} failed first{_why(first)}; rank {me}'s own error: {said}",
+            directly=True,
+        )
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
         # the earliest second: not before the first has told its traceback and left.
         _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
@@ -210,8 +216,8 @@ def _with_who_left(error: BaseException) -> BaseException:
     if watched is None or not left:
         return error
     return SyncError(
-        f"rank {watched.rank} waits for a rank that has left the job, and would wait for ever:\n{left}\nGive every "
-        "rank equally many batches (make_loader does), and let none leave a loop, or the program, before the others."
+        f"rank {watched.rank} waits for a rank that has already left the job, and would hang:\n{left}\nGive every "
+        "rank the same number of batches (make_loader does), and let no rank leave a loop, or the program, early."
     ).with_traceback(error.__traceback__)
 
 
@@ -239,7 +245,7 @@ def _rank_in(claimed: Union[str, bytes]) -> Optional[int]:
 def _why(rank: int) -> str:
     """Where `rank` failed, for the line of another rank."""
     told = _ask_store(lambda store: store.get(f"why/{rank}").decode() if is_there(store, f"why/{rank}") else None)
-    return f"; rank {rank} raised {told}" if told else ""
+    return f" ({told})" if told else ""
 
 
 def _silent_ranks(watched: Watched) -> list[int]:

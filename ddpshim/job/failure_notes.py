@@ -1,6 +1,6 @@
-"""Writes down how and why a rank failed, for `python -m ddpshim run` to say which was the first, and to show it.
+"""Records how and why a rank failed, so that `python -m ddpshim run` can show the first failure.
 
-Each rank writes one file, once, where its exception left the program or was handed to `ddpshim.abort`.
+Each rank writes one file, once, when an exception leaves the program or is given to `ddpshim.abort`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Note(NamedTuple):
 
     Attributes:
         moment: in seconds since 1970.
-        exit_code: of the process, which ends now.
-        lost_a_peer: the error only says that another rank is gone.
+        exit_code: of the process.
+        lost_a_peer: whether the error only says that another rank is gone.
         traceback: as Python prints it; empty for a SystemExit.
     """
 
@@ -39,9 +39,10 @@ class Note(NamedTuple):
 
 
 def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
-    """Write this rank's note, if `run` started it and it is the first one, or one that `knows_cause` of that. Local.
+    """Write this rank's note, if `run` started it, unless there is one already that is as good; see `knows_cause`.
+    Local.
 
-    Raises nothing where it cannot be written: the rank has to end all the same, and `run` then goes by its exit code.
+    Raises nothing if it cannot be written: the rank must end anyway, and `run` then goes by its exit code.
     """
     folder = os.environ.get(variables.RUN_DIR)
     if folder is None or "RANK" not in os.environ:
@@ -72,10 +73,10 @@ def forget(run_dir: str) -> None:
 
 
 def first(seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[Path] = None) -> tuple[int, int]:
-    """The rank that failed first, and its exit code, by what the agent has seen and what ranks wrote themselves. Local.
+    """The rank that failed first, and its exit code, from what the agent saw and what the ranks wrote. Local.
 
     Args:
-        seen: torch's `ProcessFailure` of each rank that ended otherwise than well.
+        seen: torch's `ProcessFailure` of each rank that failed.
         log_dir: where the ranks' logs are.
     """
 

@@ -1,4 +1,4 @@
-"""Has malloc keep the memory that a training step frees, so that the next step need not ask the system for it."""
+"""Makes malloc keep the memory that a training step frees, so that the next step can reuse it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MOST_KEPT_BYTES = 512 * 2**20
 
 
 def keep(environ: Mapping[str, str]) -> bool:
-    """Have malloc keep up to 512 MB of what is freed; returns whether it does. Local.
+    """Make malloc keep up to 512 MB of freed memory; returns whether it does. Local.
 
-    Else glibc gives the tensors of each step back to the system, and the next step gets them page by page: 7,000 page
-    faults in a step of an LSTM on the CPU. Nothing where the user has settings of his own, nor with another malloc.
+    Otherwise glibc returns each step's tensors to the system, and the next step gets them back page by page: 7,000 page
+    faults in a step of an LSTM on the CPU. Does nothing if the user has set malloc's variables, or with another malloc.
     """
     if "GLIBC_TUNABLES" in environ or any(name.startswith("MALLOC_") for name in environ):
         return False

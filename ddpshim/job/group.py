@@ -1,6 +1,6 @@
 """Makes this job's process group once, in `setup()`, and describes it by a frozen `World`.
 
-Other modules call torch's process group for networks alone: gradients, weights, buffers.
+Other modules use torch's process group only for networks: gradients, weights, buffers.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _ORDER = "the order of a set of strings"
 
 
 def world() -> World:
-    """The current World: the one `setup()` made, else a single process. Local; draws and starts nothing.
+    """The current World: the one that `setup()` made, else that of a single process. Local; starts nothing.
 
-    After `cleanup()` it still tells the rank. Raises WorldError where a launcher started several processes
-    and `setup()` was not called: each would take itself for the only one.
+    After `cleanup()` it still has the rank. Raises WorldError if a launcher started several processes and `setup()` was
+    not called: each would act as the only one.
     """
     job = current()
     if job.world is not None or job.left is not None:
         return job.world or job.left  # type: ignore[return-value]
     if _has_group() or read_launch_env(os.environ).is_launched:
         raise WorldError(
-            "ddpshim.world() before ddpshim.setup(), in a process that a launcher started; every rank would take "
-            "itself for rank 0 of 1. Call ddpshim.setup() first."
+            "ddpshim.world() was called before ddpshim.setup() in a launched process; every rank would act as the "
+            "only one. Call ddpshim.setup() first."
         )
     return World(device=single_device())
 
 
 def has_world() -> bool:
-    """Whether `setup` was called here, and not taken back. Local."""
+    """Whether `setup` was called here, without a later `cleanup`. Local."""
     return current().world is not None
 
 
 def current_or_new_world() -> World:
-    """The current World; calls `setup()` where nobody has (then collective)."""
+    """The current World; calls `setup()` if nothing has yet (then collective)."""
     return current().world or setup()
 
 
@@ -85,24 +85,24 @@ def setup(
 ) -> World:
     """The World of this process; joins the job that the launcher's variables (or arguments) describe.
 
-    Collective where there is a launcher; in a plain `python train.py` it starts nothing. Reads the
-    environment once and never writes to it (but for the option debug). A group that the user has made is adopted.
-    Calling it again returns the same World.
+    Collective under a launcher; in a plain `python train.py` it starts nothing. Reads the environment once and never
+    changes it (except for the option debug). Uses an existing process group if the program made one. Calling it again
+    returns the same World.
 
     Args:
         rank, world_size, local_rank, local_world_size, master_addr, master_port: this process's place in the job,
-            instead of what a launcher's variables say; `rank` and `world_size` only together.
-        backend: torch's name; default nccl where each rank has a GPU of its own, else gloo.
-        device: where this rank computes; default its own GPU, else the CPU. "cuda" picks the rank's GPU.
+            instead of the launcher's variables; `rank` and `world_size` only together.
+        backend: torch's name; default nccl if each rank has its own GPU, else gloo.
+        device: this rank's device; default its own GPU, else the CPU. "cuda" selects the rank's GPU.
         timeout_s: how long a rank waits for peers in the rendezvous and in a training collective.
         side_timeout_s: how long ranks wait in World's own collectives while one rank works alone.
-        seed: seeds torch, numpy and random *equally* on all ranks. They stay alike (option noise): for a batch of
-            `make_loader` each rank takes its rows of what is drawn.
-        options: what is not given here and later; default `Options.read()`, from DDPSHIM_* variables.
+        seed: seeds torch, numpy and random *equally* on all ranks. Their generators stay equal (option noise): for a
+            batch of `make_loader` each rank takes its rows of the noise drawn for the whole batch.
+        options: the run's options; default `Options.read()`, from DDPSHIM_* variables.
 
     Raises:
-        LaunchError: partial, garbled or impossible launch variables; a port that is taken.
-        OptionsError: options that are wrong, or not the same on every rank.
+        LaunchError: launch variables are missing, malformed or contradictory, or the port is in use.
+        OptionsError: options are wrong, or differ between ranks.
         WorldError: called again with arguments that contradict the first call.
     """
     place = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
@@ -160,20 +160,21 @@ def setup(
 
 
 def settle_rounding() -> None:
-    """Make MKL choose now how it rounds tanh, sin, exp and the like: this process then computes as the others. Local.
+    """Make MKL choose now how it rounds tanh, sin, exp and the like, so that this process rounds as the others do.
+    Local.
 
-    On some machines the first such call of a process is now and then rounded otherwise than all that follow: on two
-    virtual cores in 26 processes of 500 (`python -m tests.first_rounding`). Without MKL nothing changes.
+    On some machines a process's first such call is sometimes rounded differently from all later ones: on two virtual
+    cores in 26 of 500 processes (`python -m tests.first_rounding`). Without MKL nothing changes.
     """
     for dtype in (torch.float32, torch.float64):
         torch.tanh(torch.zeros(16, dtype=dtype, device="cpu"))  # whatever the default device is
 
 
 def cleanup() -> None:
-    """Leave the job: take back what `setup()` made, and nothing that the user made.
+    """Leave the job: undo what `setup()` made, and nothing that the user made.
 
-    Local. Idempotent; safe in `finally`. While an exception is on its way out, the report of it (`ddpshim.abort`)
-    stays armed, and an nccl group is left to the end of the process: its teardown would wait for peers.
+    Local. Idempotent; safe in `finally`. While an exception propagates, `ddpshim.abort` still reports it, and an nccl
+    group stays until the process ends, since its teardown would wait for other ranks.
     """
     ended = current()
     made, ended.world = ended.world, None
@@ -208,7 +209,7 @@ def cleanup() -> None:
 
 
 def draws_alike() -> bool:
-    """Whether ranks draw what one process would draw, since their batches are shares of its. Local."""
+    """Whether ranks draw what one process would draw, because their batches are shares of its batches. Local."""
     here = world()
     return _wants_one_process(here.options) and (here.world_size == 1 or not current().has_own_batches)
 
@@ -218,11 +219,10 @@ def _wants_one_process(options: Options) -> bool:
 
 
 def split_random_streams() -> None:
-    """Give every rank random streams of its own, once: noise, timesteps and dropout differ from here on.
+    """Give every rank its own random streams: noise, timesteps and dropout differ between ranks from now on.
 
-    Local; nothing the second time, nothing without a launcher, and nothing where ranks draw what one process would
-    (option noise). Derived from `setup`'s seed, else from the seed that torch has. Call it when all networks are
-    built: `wrap_parallel` does.
+    Local. Does nothing the second time, without a launcher, or if ranks draw what one process would (option noise). The
+    streams derive from `setup`'s seed, else from torch's. Call it after all networks are built; `wrap_parallel` does.
     """
     here, job = world(), current()
     job.has_networks = True
@@ -236,9 +236,9 @@ def split_random_streams() -> None:
 
 
 def use_own_batches() -> None:
-    """Ranks train on batches that are no shares of one process's: each gets its own random streams. Local.
+    """Note that ranks train on batches that are not shares of one process's: each gets its own random streams. Local.
 
-    At once if networks are wrapped, else when the first one is.
+    At once if networks are wrapped, else when the first is.
     """
     job = current()
     job.has_own_batches = True
@@ -247,14 +247,14 @@ def use_own_batches() -> None:
 
 
 def new_group(backend: Optional[str] = None) -> Any:
-    """Another process group of all ranks, with the timeout and (if not given) the backend of the first (collective)."""
+    """A further process group of all ranks, with the first one's timeout and, if not given, backend (collective)."""
     timeout = current().timeout
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     return dist.new_group(backend=backend, **options)
 
 
 def on_cleanup(callback: Callable[[], None]) -> None:
-    """Make `cleanup()` call this, the last one first. Local."""
+    """Make `cleanup()` call this; calls run in reverse order. Local."""
     current().at_end.callback(callback)
 
 
@@ -270,8 +270,8 @@ def _reuse(job: Job, made: World, asked: dict[str, Any]) -> World:
         return made
     if job.is_split:
         raise WorldError(
-            f"setup(seed={seed}) after the ranks got random streams of their own; networks were built without that "
-            "seed, and now every rank would draw the same noise. Give the seed to the first setup()."
+            f"setup(seed={seed}) after the ranks got their own random streams: networks were built without that "
+            "seed, and every rank would now draw the same noise. Give the seed to the first setup()."
         )
     made = replace(made, seed=seed)
     _check_same(made, asked)
@@ -289,8 +289,9 @@ def _check_same(made: World, asked: dict[str, Any]) -> None:
             there = there if value.index is not None else torch.device(there.type)
         if None not in (value, there) and value != there:
             raise WorldError(
-                f"setup({name}={str(value)!r}), but there is a world with {name}={str(there)!r} already; half of the "
-                "program would rely on the one, half on the other. Call setup once, or cleanup() before."
+                f"setup({name}={str(value)!r}), but there is a world with {name}={str(there)!r} already: one part "
+                "of the program would rely on the one, another part on the other. Call setup once, or cleanup() "
+                "before the second call."
             )
 
 
@@ -303,12 +304,12 @@ def _check_same_options(made: World) -> None:
         if odd is not None:
             raise OptionsError(
                 f"option {name} is {values[0]!r} on rank 0 and {values[odd]!r} on rank {odd}; ranks would train "
-                "differently, or wait for each other for ever. Give every rank the same variables and config."
+                "differently, or hang. Give every rank the same variables and config."
             )
     if made.is_main and len({options[_ORDER] for options in everyones}) > 1:
         say(
-            "each rank has its own order of a set of strings: what a program numbers by it, as its classes, differs "
-            "between ranks. Sort the set, or set PYTHONHASHSEED=0 before Python starts (`python -m ddpshim run` does)"
+            "the order of a set of strings differs between ranks, so anything numbered by it (such as classes) "
+            "does too. Sort the set, or set PYTHONHASHSEED=0 before Python starts (`python -m ddpshim run` does)"
         )
 
 
@@ -325,8 +326,8 @@ def _join(
     bound = bind_device(env.rank, env.local_rank, device)
     if backend == "nccl" and bound.type != "cuda":
         raise LaunchError(
-            f"backend='nccl' but rank {env.rank} computes on {bound}; nccl only moves GPU memory and would fail "
-            "in the first collective. Drop backend= or give the rank a GPU."
+            f"backend='nccl' but rank {env.rank} computes on {bound}; nccl only handles GPU memory, so the first "
+            "collective would fail. Leave backend= out, or give the rank a GPU."
         )
     # A second world finds the first one's keys in the store, and must not take them for its own.
     store = rendezvous.meet(env, f"ddpshim/{next(_worlds)}", timeout_s)

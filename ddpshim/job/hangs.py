@@ -1,4 +1,4 @@
-"""Decides, from what ranks say of themselves, how long one may wait, who stays away, and whether that ends the job."""
+"""Decides, from the ranks' own states, how long a rank may wait, which rank is missing, and whether to end the job."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 
 
 class Standing(NamedTuple):
-    """Where a rank stands, in its own words; see `progress.Place` and `progress.Progress`.
+    """A rank's state, as it reports it; see `progress.Place` and `progress.Progress`.
 
     Attributes:
-        num_passes: None where another rank of its node speaks for it.
-        still_s: for how long it has not moved.
-        cpu_s: seconds of a core that it and its child processes have used so far; None where the system does not say.
-        thread_s: the same of the thread that trains alone.
-        has_left: it has left the job, or its program has ended.
+        num_passes: None if another rank of its node reports for it.
+        still_s: seconds without progress.
+        cpu_s: core seconds that it and its child processes have used; None if the system does not say.
+        thread_s: the same for the training thread alone.
+        has_left: whether it has left the job, or its program has ended.
     """
 
     num_passes: Optional[int]
@@ -48,9 +48,9 @@ Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
 
 
 class Waits:
-    """For how long this rank waits, and for how long it may: three times the longest wait at that line, at least 30 s.
+    """How long this rank waits, and how long it may: three times its longest wait at that line, at least 30 s.
 
-    Never longer than half of `timeout_s`, after which torch ends a collective, and nccl's watchdog the process.
+    Never longer than half of `timeout_s`, at which torch ends a collective, and nccl's watchdog the process.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -65,8 +65,8 @@ class Waits:
         """Whether this rank has waited for too long, at `now`. Local.
 
         Args:
-            state: another one where the rank has moved.
-            site: the line at which it waits; None where it does not wait.
+            state: a different value if the rank has made progress.
+            site: the line at which it waits; None if it does not wait.
         """
         if now - self._last_look > _LATE_S:
             self._since += now - self._last_look
@@ -91,17 +91,17 @@ class Waits:
         return min(max(FLOOR_S, _FACTOR * longest), self._most_s) * self._factor
 
     def postpone(self) -> None:
-        """It was said, or there is nothing to say: not again before the wait is twice as long. Local."""
+        """Do not report again before the wait is twice as long. Local."""
         self._factor *= 2
 
 
 class Verdict(NamedTuple):
-    """What comes of a rank's asking.
+    """The result of a rank's question about the others.
 
     Attributes:
-        named: the ranks that stay away; empty where nobody does.
-        said: who waits for whom, and where ranks stand.
-        error: why the job ends; empty where it does not.
+        named: the missing ranks, if any.
+        said: which rank waits for which, and where each rank is.
+        error: why the job must end; empty if it need not.
     """
 
     named: list[int]
@@ -110,10 +110,10 @@ class Verdict(NamedTuple):
 
 
 def judge(now: Standings, asker: int, before: Optional[Standings] = None, window_s: float = 0.0) -> Optional[Verdict]:
-    """Who stays away where rank `asker` has waited for too long; None where there is nothing to say.
+    """Which ranks are missing when rank `asker` has waited too long; None if nothing is wrong.
 
-    With `before`, what ranks said `window_s` earlier, also whether the job ends: where nothing can come of waiting,
-    since all ranks wait, in different places, or have left; or where those that stay away do nothing at all.
+    With `before`, the ranks' states `window_s` earlier, also whether to end the job: if waiting is useless, since all
+    ranks wait in different places or have left, or if the missing ranks do nothing at all.
     """
     mine = now[asker]
     if mine is None or mine.waits_in is None:
@@ -126,11 +126,11 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
     named = away or elsewhere
     waited = f"rank {asker} has waited {mine.still_s:.0f} s in {mine.waits_in} ({mine.site})"
     if not named:
-        said = f"{waited}, and so have all others: no rank stays away; look at the network between them"
-        return Verdict([], f"{said}. Where they stand:\n{describe(now, [])}")
-    said = f"{waited}, and others wait elsewhere" if elsewhere else f"{waited} for {ranks_called(named)}"
+        said = f"{waited}, and so have all others: no rank is missing; check the network between them"
+        return Verdict([], f"{said}. Where each rank is:\n{describe(now, [])}")
+    said = f"{waited}, while others wait elsewhere" if elsewhere else f"{waited} for {ranks_called(named)}"
     where = describe(now, named)
-    verdict = Verdict(named, f"{said}. Where ranks stand:\n{where}")
+    verdict = Verdict(named, f"{said}. Where each rank is:\n{where}")
     if before is None:
         return verdict
     patient = mine.waits_in.startswith("World.")  # one rank may work alone for side_timeout_s
@@ -142,9 +142,9 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
     else:
         why = "" if elsewhere else f"; {ranks_called(named)} did nothing for {window_s:.0f} s"
     return verdict._replace(
-        error=f"{said}{why}: ranks would wait until a timeout. Let every rank make the same backward passes and call "
-        f"the same collectives; what one rank does alone belongs into World.run_on_main ({OPT_OUT}). Where ranks "
-        f"stand:\n{where}"
+        error=f"{said}{why}: ranks would hang until a timeout. Let every rank make the same backward passes and "
+        f"call the same collectives; work of one rank alone belongs in World.run_on_main ({OPT_OUT}). Where each "
+        f"rank is:\n{where}"
     )
 
 
@@ -179,7 +179,7 @@ def _apart(now: Standings) -> list[int]:
 
 
 def describe(standings: Standings, named: Sequence[int]) -> str:
-    """A line for each rank, those that stand at the same place in one, and the stack of those that are named."""
+    """A line for each rank (one line for ranks in the same place), and the stacks of the named ranks."""
     lines, told = [], dict[str, list[int]]()
     for rank, theirs in standings.items():
         if rank not in named:
@@ -193,7 +193,7 @@ def describe(standings: Standings, named: Sequence[int]) -> str:
 
 def _where(theirs: Optional[Standing]) -> str:
     if theirs is None or theirs.num_passes is None:
-        why = theirs.site if theirs else "its process is stopped or gone, or keeps Python's lock"
+        why = theirs.site if theirs else "its process is stopped or gone, or holds the GIL"
         return f"gave no answer: {why}"
     made = count(theirs.num_passes, "backward pass", "es")
     if theirs.batch is not None:

@@ -1,6 +1,6 @@
-"""Holds all that is true of this process's job, and of nothing after it: `cleanup()` puts an empty one in its place.
+"""Holds all state of this process's job; `cleanup()` replaces it with an empty one.
 
-What outlives a job is the process's: see the list in tests/test_layout.py.
+State that outlives a job belongs to the process: see the list in tests/test_layout.py.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Job:
     Attributes:
         world: what `setup` made; None before.
         left: the world of the job before this one: its rank is still true.
-        store: keys and values that all ranks of this world see, and no other world; None where nobody else is.
-        group: the default process group, where `setup` made it.
+        store: keys and values that all ranks of this world, and no other world, see; None without other ranks.
+        group: the default process group, if `setup` made it.
         control: the CPU group of World's own collectives.
-        timeout: of training collectives, where `setup` made the group.
-        has_networks: whether `wrap_parallel` was called: the weights of the ranks are the main rank's by then.
-        has_own_batches: whether ranks train on batches that are no shares of one process's, each with its own noise.
+        timeout: of training collectives, if `setup` made the group.
+        has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
+        has_own_batches: whether ranks train on batches that are not shares of one process's, each with its own noise.
         is_split: whether ranks have random streams of their own.
         watched: what `failure.arm` has put in place.
-        before_end, at_end: what `end` calls, the last one first.
+        before_end, at_end: what `end` calls, in reverse order.
         progress: what this rank has done so far.
     """
 
@@ -51,21 +51,21 @@ class Job:
         self._parts: dict[type, Any] = {}
 
     def part(self, kind: type[P]) -> P:
-        """This job's one object of that class, made when it is first asked for: what a module keeps of a job. Local."""
+        """This job's one object of that class, made on first use: a module's state in a job. Local."""
         made: Optional[P] = self._parts.get(kind)
         if made is None:
             made = self._parts[kind] = kind()
         return made
 
     def end(self) -> None:
-        """Call what is to be called at the end, all of it, and let go of what modules kept. Local."""
+        """Call everything registered for the end, and drop the modules' state. Local."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._parts.clear)
             stack.callback(self.at_end.close)
             self.before_end.close()
 
     def next_number(self, name: str) -> int:
-        """How often this was asked for `name` before: the same on ranks that ask equally often. Local."""
+        """How often this was called for `name` before: equal on ranks that call it equally often. Local."""
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
         return number
 

@@ -15,11 +15,11 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved and left because it was asked to; whoeve
 # What names a job, and what counts its restarts; the first that counts is asked.
 _JOB_NAMES = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT"}
 
-HANG = "torch would wait for ranks that never come, until its timeout"
+HANG = "torch would wait for missing ranks until its timeout"
 
 
 class Names(NamedTuple):
-    """What a launcher calls the four numbers."""
+    """A launcher's names of the four numbers."""
 
     rank: str
     world_size: str
@@ -41,12 +41,11 @@ _SIGNS = {
 class LaunchEnv:
     """This process's place in the job.
 
-    ``master_addr`` and ``master_port`` are None without a launcher, and may be in a world of one.
-    ``node_rank`` is a label, not to be computed with: SLURM and torchrun state it, elsewhere it supposes
-    that ranks fill equal nodes in order, and is -1 where they visibly do not.
-    ``agent_store``: torchrun's agent already serves the store at ``master_port``; rank 0 must not.
-    ``reason``: one line, which variables decided, or why a scheduler's were ignored.
-    ``in_allocation``: alone although a scheduler's variables are there; worth saying.
+    ``master_addr`` and ``master_port`` are None without a launcher, and may be None with one rank. ``node_rank`` is
+    only a label: SLURM and torchrun state it; elsewhere it assumes that ranks fill equal nodes in order, and is -1 if
+    they visibly do not. ``agent_store``: torchrun's agent already serves the store at ``master_port``, so rank 0 must
+    not. ``reason``: one line, which variables decided, or why a scheduler's were ignored. ``in_allocation``: one
+    process alone, although a scheduler's variables are set; worth printing.
     """
 
     launcher: str  # "explicit" | "torchrun" | "openmpi" | "pmi" | "slurm" | "none"
@@ -63,13 +62,13 @@ class LaunchEnv:
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher, or the caller's arguments, made this process part of a job (maybe of one)."""
+        """Whether a launcher, or the caller's arguments, made this process a rank of a job (even of a single rank)."""
         return self.launcher != "none"
 
 
 @dataclass(frozen=True)
 class Variables:
-    """The variables found, and the names in messages of those that are the caller's arguments."""
+    """The variables found, and the names that messages use for the caller's arguments."""
 
     values: Mapping[str, str]
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -90,8 +89,8 @@ class Variables:
         value = self.values.get(name)
         if value is not None and not re.fullmatch(r"\s*[0-9]{1,18}\s*", value):
             raise LaunchError(
-                f"{self.shown(name)} is not a whole number from 0 up: {HANG}. "
-                f"Correct {self.label(name)}, or let torchrun, mpirun or srun set it."
+                f"{self.shown(name)} is not a whole number of at least 0: {HANG}. Correct {self.label(name)}, or let "
+                "torchrun, mpirun or srun set it."
             )
         return None if value is None else int(value)
 
@@ -99,17 +98,17 @@ class Variables:
         port = self.number("MASTER_PORT")
         if port is not None and not 1 <= port <= 65535:
             raise LaunchError(
-                f"{self.shown('MASTER_PORT')} is not a port: no rank could reach the rendezvous. "
-                f"Set {self.label('MASTER_PORT')} to a free port from 1 to 65535."
+                f"{self.shown('MASTER_PORT')} is not a port: ranks could not meet. Set {self.label('MASTER_PORT')} "
+                "to a free port from 1 to 65535."
             )
         return self.text("MASTER_ADDR"), port
 
     def missing(self, names: Sequence[str], found: str) -> NoReturn:
         wanted = " and ".join(self.label(name) for name in names)
         raise LaunchError(
-            f"{found} found, but {wanted} not set: this process would train alone, or {HANG}. Start "
-            f"the job with torchrun, or {'pass' if self.labels else 'export'} {wanted}; for one process "
-            "unset what was found, or export DDPSHIM_LAUNCHER=none (or force torchrun, slurm or mpi by it)."
+            f"{found} found, but {wanted} not set: this process would train alone, or {HANG}. Start the job with "
+            f"torchrun, or {'pass' if self.labels else 'export'} {wanted}; for one process unset what was found, or "
+            "export DDPSHIM_LAUNCHER=none (torchrun, slurm or mpi force that launcher)."
         )
 
     def need(self, names: Sequence[str], found: str) -> list[int]:
@@ -171,16 +170,16 @@ def read_launch_env(
             return schedulers.read_submitit(variables, forced)
         return schedulers.read_slurm(variables, launcher, forced)
     if launcher == "none":
-        reason = f"{forced or 'no launcher variable was seen'}, so this process runs alone"
+        reason = f"{forced or 'no launcher variable was seen'}, so this is a single process"
         return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason)
     raise LaunchError(
-        f"{forced} is no launcher: this process would have to guess its rank, and {HANG}. "
-        "Set DDPSHIM_LAUNCHER to torchrun, slurm, mpi, submitit or none, or unset it."
+        f"{forced} is not a launcher: this process would have to guess its rank, and {HANG}. Set DDPSHIM_LAUNCHER "
+        "to torchrun, slurm, mpi, submitit or none, or unset it."
     )
 
 
 def read_num_restarts(environ: Mapping[str, str]) -> int:
-    """How often torchrun (--max-restarts) or SLURM (a requeue) has started this very job before. Local.
+    """How often torchrun (--max-restarts) or SLURM (a requeue) has restarted this job. Local.
 
     >>> read_num_restarts({"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "0"})
     2
@@ -189,12 +188,12 @@ def read_num_restarts(environ: Mapping[str, str]) -> int:
 
 
 def read_job_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """What SLURM and torchrun call this job in all its starts, by variable. Local."""
+    """The names by which SLURM and torchrun know this job in all its starts, by variable. Local."""
     return {name: environ.get(name, "") for name in _JOB_NAMES}
 
 
 def is_start_of(names: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether this is a later start of the job of these names, as far as is known. Local."""
+    """Whether this is a later start of the job with these names, as far as is known. Local."""
     counts = _read_counts(environ)
     name = next((name for name in _JOB_NAMES if counts[name]), "")
     return names.get(name, "") in ("", environ.get(name, "")) or not environ.get(name)
@@ -242,7 +241,8 @@ def _read_torchrun(variables: Variables, launcher: str, found: str) -> LaunchEnv
 
 
 def read_local(variables: Variables, names: Names, rank: int, world_size: int, found: str) -> tuple[int, int, int]:
-    """(local_rank, local_world_size, node_rank); derived only from NNODES, or if surely all on one machine. Local."""
+    """(local_rank, local_world_size, node_rank); derived only from NNODES, or if all ranks are surely on one machine.
+    Local."""
     local_rank, size = variables.number(names.local_rank), variables.number(names.local_world_size)
     num_nodes = variables.number("NNODES")
     if size is None and num_nodes and world_size % num_nodes == 0:  # started by hand, on equal nodes

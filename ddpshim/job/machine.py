@@ -1,6 +1,6 @@
-"""Measures what the machine gives this process: cores, memory and limits, a container's included.
+"""Measures the cores, memory and limits that this process has, including a container's.
 
-Everything is local, reads a few small files, and answers None where the system does not tell (macOS, Windows).
+Everything is local, reads a few small files, and returns None if the system does not say (macOS, Windows).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROOT = Path("/")
 
 
 class Memory(NamedTuple):
-    """Bytes of main memory; `limit_bytes` is that of the containers around this process, where it is below `total`."""
+    """Bytes of main memory; `limit_bytes` is that of the containers around this process, if it is below `total`."""
 
     total_bytes: Optional[int]
     available_bytes: Optional[int]  # without swapping, and without reaching the limit
@@ -26,14 +26,14 @@ class Memory(NamedTuple):
 
 
 def cores() -> frozenset[int]:
-    """The cores that this process is not kept from by an affinity: a launcher may bind each rank to its own."""
+    """The cores that this process's affinity allows: a launcher may bind each rank to its own."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def core_quota(root: Path = _ROOT) -> Optional[float]:
-    """How many cores' worth of time a container grants to all its processes together, or None without a quota."""
+    """The cores' worth of CPU time that a container grants all its processes together; None without a quota."""
     quotas = []
     for folder in _cgroups(root, "cpu"):
         of_v2 = (_read(folder / "cpu.max") or "").split()
@@ -54,12 +54,12 @@ def num_usable(allowed: frozenset[int], quota: Optional[float]) -> int:
 
 
 def num_cores() -> int:
-    """The number of cores that this process can use: neither affinity nor quota keeps it from them."""
+    """The number of cores that this process can use, given its affinity and quota."""
     return num_usable(cores(), core_quota())
 
 
 def resident_bytes() -> tuple[Optional[int], Optional[int]]:
-    """What of this process is in main memory now, and the most that ever was."""
+    """This process's resident memory now, and its peak."""
     now = (_read(Path("/proc/self/statm")) or "").split()
     try:
         import resource
@@ -71,7 +71,7 @@ def resident_bytes() -> tuple[Optional[int], Optional[int]]:
 
 
 def cpu_seconds(process: int, root: Path = _ROOT) -> Optional[float]:
-    """What a process and those below it have used of the cores so far, in seconds; None where the system is silent."""
+    """The CPU seconds that a process and its descendants have used; None if the system does not say."""
     used, children = dict[int, int](), dict[int, list[int]]()
     for file in (root / "proc").glob("[0-9]*/stat"):
         fields = (_read(file) or "").rpartition(")")[2].split()
@@ -88,13 +88,13 @@ def cpu_seconds(process: int, root: Path = _ROOT) -> Optional[float]:
 
 
 def state_of(process: int, root: Path = _ROOT) -> Optional[str]:
-    """The letter that the system has for what a process does: R runs, S sleeps, T is stopped; None: there is none."""
+    """The system's letter for a process's state: R runs, S sleeps, T is stopped; None without such a process."""
     fields = (_read(root / f"proc/{process}/stat") or "").rpartition(")")[2].split()
     return fields[0] if fields and fields[0] not in "ZX" else None
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """The machine's memory, and what is left of it for this process."""
+    """The machine's memory, and what is available to this process."""
     stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
     sizes = {name: int(number) * 1024 for name, number in stated}
     total, available, limit = sizes.get("MemTotal"), sizes.get("MemAvailable"), None
@@ -122,7 +122,7 @@ def numa_nodes(root: Path = _ROOT) -> Optional[dict[int, str]]:
 
 
 def shared_memory() -> Optional[tuple[int, int]]:
-    """(size, free) in bytes of what data workers hand their batches over in."""
+    """(size, free) in bytes of the shared memory through which data workers pass batches."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage("/dev/shm")
         return usage.total, usage.free
@@ -130,7 +130,7 @@ def shared_memory() -> Optional[tuple[int, int]]:
 
 
 def limits() -> Optional[dict[str, Optional[int]]]:
-    """The soft limits on open files and on locked memory (bytes); a value of None is no limit."""
+    """The soft limits on open files and on locked memory (bytes); None means no limit."""
     try:
         import resource
     except ImportError:

@@ -1,6 +1,6 @@
-"""Carries Python values between ranks as bytes that cannot run code, but for objects that only pickle can hold.
+"""Carries Python values between ranks as bytes that cannot run code, except objects that only pickle can hold.
 
-Those are sent as well, unless the option `trust_peers` says no: who pickles for a rank can have it call anything.
+Those are sent too, unless the option `trust_peers` is off: a pickle can make the rank that reads it call anything.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ddpshim.errors import WorldError
 from ddpshim.job import plain
 
 _NOT_ALLOWED = (
-    "with trust_peers=no ranks do not unpickle what others send. Send numbers, text, tensors, arrays, and lists or "
-    "mappings of them, or leave trust_peers out if only ranks can reach each other's ports"
+    "with trust_peers=no ranks do not unpickle data from other ranks. Send numbers, text, tensors, arrays, and "
+    "lists or mappings of them, or leave trust_peers out if only ranks can reach each other's ports"
 )
 
 
 def packed(value: Any, trusts_peers: bool) -> bytes:
     """The message of a value. Local.
 
-    Raises WorldError where it holds an object and peers are not trusted; what pickle raises for an object of its own.
+    Raises WorldError if it holds an object and peers are not trusted, and what pickle raises for an object.
     """
     try:
         return plain.dumps(value, pickle.dumps if trusts_peers else None)
@@ -42,8 +42,9 @@ def unpacked(message: bytes, trusts_peers: bool, sender: int) -> Any:
         raise WorldError(f"rank {sender} sent an object: {_NOT_ALLOWED}.") from None
     except plain.Broken as error:
         raise WorldError(
-            f"rank {sender} sent what is no message of ddpshim ({error}); ranks would go on with different values. "
-            "Install the same ddpshim everywhere, and look whether a foreign process can reach the ranks' ports."
+            f"rank {sender} sent bytes that are not a message of ddpshim ({error}); ranks would continue with "
+            "different values. Install the same ddpshim everywhere, and check whether another process can reach the "
+            "ranks' ports."
         ) from error
 
 
@@ -59,7 +60,7 @@ class Crossed(Exception):
 def gather(value: Any, size: int, group: Any, trusts_peers: bool, what: str) -> list[Any]:
     """The values of all `size` ranks of `group`, in their order (collective).
 
-    Raises Crossed, on all ranks, where one of them is in something else than `what`.
+    Raises Crossed, on all ranks, if one of them is in something other than `what`.
     """
     own = _as_tensor(packed(value, trusts_peers))
     lengths = _lengths(own.numel(), size, group, what)
@@ -102,13 +103,13 @@ def _as_tensor(message: bytes) -> torch.Tensor:
 
 
 def to_store(value: Any) -> str:
-    """What the job's store is to hold for a value. Local. Raises WorldError where JSON cannot hold it."""
+    """The text that the job's store holds for a value. Local. Raises WorldError if JSON cannot hold it."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise WorldError(
-            f"{value!r:.60} cannot be told through the job's store ({error}), where any process that reaches it may "
-            "write: ranks read nothing but JSON there. Give numbers, text, and lists or mappings of them."
+            f"{value!r:.60} cannot be sent through the job's store ({error}): any process that reaches the store "
+            "may write to it, so ranks read only JSON there. Give numbers, text, and lists or mappings of them."
         ) from error
 
 
@@ -118,9 +119,10 @@ def from_store(found: bytes, key: str, is_expected: Callable[[Any], bool] = lamb
         value = json.loads(found)
         if is_expected(value):
             return value
-        raise ValueError("another value than ranks write")
+        raise ValueError("not a value that ranks write")
     except (ValueError, RecursionError) as error:
         raise WorldError(
-            f"the job's store holds {found[:40]!r} under {key}, which no rank of this ddpshim wrote; ranks would go on "
-            "with different values. Install the same ddpshim everywhere, and look who can reach MASTER_PORT."
+            f"the job's store holds {found[:40]!r} under {key}, which no rank of this ddpshim wrote; ranks would "
+            "continue with different values. Install the same ddpshim everywhere, and check which processes can "
+            "reach MASTER_PORT."
         ) from error

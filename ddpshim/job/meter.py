@@ -1,4 +1,4 @@
-"""Counts where the time of this process goes, while somebody asks: each moment belongs to one phase of a step."""
+"""Measures where this process's time goes, while asked to: each moment belongs to one phase of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STEPS_WITHOUT_LOADER = 8  # of optimizers, after which a step of the training e
 
 
 class Clock:
-    """The one clock of this process, from the first `Meter` that starts to the last one that stops. Local.
+    """This process's one clock, from the first `Meter` that starts to the last that stops. Local.
 
     A phase begins at a call that torch or ddpshim makes:
     - data: a batch is asked for.
@@ -76,7 +76,7 @@ class Clock:
         # The one place that all of torch's loaders, with workers or without, go through.
         batches_of_any = getattr(dataloader, "_BaseDataLoaderIter", None)
         if batches_of_any is None:
-            say_once("this torch hides the iterator of its loaders; the time that they are waited for is in `other`")
+            say_once("this torch hides its loaders' iterators; time spent waiting for data is counted in `other`")
             return
         original = batches_of_any.__next__
 
@@ -104,13 +104,13 @@ class Clock:
         self._undo.enter_context(replaced(batches_of_any, "__next__", timed_next))
 
     def close(self) -> None:
-        """Count no more, and leave torch as it was."""
+        """Stop counting, and restore torch."""
         self._become("outside")
         self._outer.clear()
         self._undo.close()
 
     def begin(self, phase: str) -> None:
-        """From here to `end()` time counts to `phase`; may be nested."""
+        """Count time to `phase` until `end()`; may be nested."""
         if phase == "backward" and self._phase == "transfer":  # nobody saw a network that was called
             self._phase = "forward"
             if self.marks is not None:
@@ -121,7 +121,7 @@ class Clock:
         self._become(phase)
 
     def end(self) -> None:
-        """What `begin` interrupted goes on. Nothing where the clock was started in between."""
+        """Return to the phase that `begin` interrupted. Does nothing if the clock was started in between."""
         if not self._outer:
             return
         ended, before = self._phase, self._outer.pop()
@@ -133,25 +133,25 @@ class Clock:
             self.read_events()
 
     def call_network(self) -> None:
-        """Take note that a wrapped network is called."""
+        """Note that a wrapped network is called."""
         begins = self._phase == "transfer" or (self._phase == "after" and torch.is_grad_enabled())
         if begins and threading.get_ident() == self._thread:
             self._become("forward")
 
     def worker_s(self) -> Optional[float]:
-        """The seconds that a worker of the last loader takes for a batch; None without workers that tell. Local."""
+        """The seconds that a worker of the last loader takes per batch; None if no worker reports it. Local."""
         if self.busy is None:
             return None
         seconds, num_batches = self.busy.sum(0).tolist()
         return float(seconds / num_batches) if num_batches else None
 
     def leave_loop(self) -> None:
-        """Count to no step what comes before the next batch."""
+        """Count the time until the next batch to no step."""
         if not self._outer:
             self._become("outside")
 
     def now(self) -> dict[str, float]:
-        """The seconds by phase until this moment."""
+        """The seconds by phase so far."""
         self._become(self._phase)
         return dict(self.seconds)
 
@@ -176,7 +176,7 @@ class Clock:
             self.marks.append((phase, mark()))
 
     def read_events(self, waits: bool = False) -> None:
-        """Take note of what the GPU has waited, as far as it has come; `waits` until it has."""
+        """Read how long the GPU has waited, as far as it has computed; with `waits`, wait until it is done."""
         if waits and self._events:
             torch.cuda.synchronize()
         while self._events and self._events[0][1] is not None and self._events[0][1].query():
@@ -200,7 +200,7 @@ class Meter:
         self._begun_with = dict[str, float](), 0, 0.0
 
     def start(self) -> Clock:
-        """Begin to count, by the clock that is returned."""
+        """Start counting; returns the clock."""
         clock = events.running
         if not isinstance(clock, Clock):
             clock = Clock()
@@ -212,7 +212,7 @@ class Meter:
         return clock
 
     def stop(self) -> None:
-        """Count no more; the last meter leaves torch as it was."""
+        """Stop counting; the last meter restores torch."""
         clock, self._clock = self._clock, None
         if clock is None:
             return
@@ -231,12 +231,12 @@ class Meter:
             clock.close()
 
     def begin(self, phase: str) -> None:
-        """From here to `end()` time counts to `phase`; may be nested. Nothing while nobody counts."""
+        """Count time to `phase` until `end()`; may be nested. Nothing while nobody counts."""
         if self._clock is not None:
             self._clock.begin(phase)
 
     def end(self) -> None:
-        """What `begin` interrupted goes on."""
+        """Return to the phase that `begin` interrupted."""
         if self._clock is not None:
             self._clock.end()
 

@@ -58,7 +58,7 @@ _NUMPYS = {  # where numpy's functions take `size`
 
 
 def share(trains_whole_batches: bool = False) -> None:
-    """Share out the draws of this job from here on, once; `cleanup()` ends it. Local."""
+    """Share draws among the ranks of this job from now on; `cleanup()` ends it. Local."""
     job = current()
     sharing = job.part(Sharing)
     sharing.trains_whole_batches |= trains_whole_batches
@@ -69,22 +69,21 @@ def share(trains_whole_batches: bool = False) -> None:
 
 
 def begin_training(network: str) -> None:
-    """In the first backward pass: ranks whose batch is no share of one process's draw noise of their own. Local."""
+    """In the first backward pass: ranks whose batch is not a share of one process's get their own noise. Local."""
     sharing = current().part(Sharing)
     if sharing.share is not None or sharing.trains_whole_batches or not draws_alike():
         return
     here = current().world
     if here is not None and here.options.exact is not None:
         raise SyncError(
-            f"{network} is trained, with exact={here.options.exact}, on batches that are not the current one of a "
-            "loader of make_loader: what they hold and draw would depend on the number of ranks. Take them "
-            "from make_loader."
+            f"{network} is trained, with exact={here.options.exact}, on batches that do not come from make_loader: "
+            "their samples and noise would depend on the number of ranks. Take them from make_loader."
         )
     use_own_batches()
     if here is not None and here.is_main:
         say(
-            f"{network} is trained on batches that are not the current one of a loader of make_loader: each rank draws "
-            "noise of its own from here on, and one process would draw otherwise (option noise)"
+            f"{network} is trained on batches that are not the current batch of make_loader: from now on each rank "
+            "draws its own noise, which differs from one process (option noise)"
         )
 
 
@@ -273,7 +272,7 @@ def _recurrent(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., 
             return original(self, input, hidden)
         place = 0 if self.batch_first else 1
         if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] not in at_hand.sizes:
-            _name(sharing, "drops units between the layers of an RNN, packed or over other rows", "alike on all ranks")
+            _name(sharing, "drops units between RNN layers, for packed or different rows", "alike on all ranks")
             return original(self, input, hidden)
         states = () if hidden is None else hidden if isinstance(hidden, tuple) else (hidden,)
         wide = tuple(at_hand.among_others(state, (1, 1)) for state in states)
@@ -313,7 +312,7 @@ def _by_value(sharing: Sharing, original: Callable[..., Any], called: str) -> Ca
         where = sharing.share.dimension(sample_shape)
         if where is not None:  # of one distribution for all samples: each sample's draw is that of one process
             return sharing.share.rows(original(arguments[0], sharing.share.whole(sample_shape, where)), where)
-        _name(sharing, f"draws by {called}, as often as its values want", "each rank's own")
+        _name(sharing, f"draws by {called}, as many numbers as its values need", "each rank's own")
         seed = int(torch.randint(2**62, (), device="cpu"))
         with shared_random_streams(derive_seed(seed, here.rank)):
             return original(*arguments, **options)
@@ -331,7 +330,11 @@ def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[...
         asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if sharing.share is not None and n == sharing.share.num_rows and asks != "torchvision":  # its four colours
             sharing.is_permuted = True
-            _name(sharing, "permutes the batch: on several ranks only the samples of a rank meet", "alike on all ranks")
+            _name(
+                sharing,
+                "permutes the batch: on several ranks only samples of the same rank are mixed",
+                "alike on all ranks",
+            )
         return original(n, *arguments, **options)
 
     return draw
@@ -410,8 +413,8 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
         if at_hand.is_of_it(shape) is None:
             _say_of_line(
                 sharing,
-                f"draws for {sizes} numbers, alike on all ranks, as in a rollout. If they are for a batch that was "
-                f"kept from a pass ({at_hand.num_rows} rows on a rank), one process would draw otherwise",
+                f"draws for {sizes} numbers, alike on all ranks, as in a rollout. If they are for a batch kept from "
+                f"an earlier pass ({at_hand.num_rows} rows on a rank), one process would draw different ones",
             )
     elif at_hand is not None and math.prod(shape) >= LARGE:
         what = f"draws for {sizes} numbers, and none of these is the batch ({at_hand.num_rows})"
@@ -422,7 +425,7 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
     """Say once on which line something is drawn that one process would have drawn otherwise."""
-    _say_of_line(sharing, f"{what}; that is {whose}, and one process would draw otherwise (option noise)")
+    _say_of_line(sharing, f"{what}; that is {whose}, and one process would draw differently (option noise)")
 
 
 def _say_of_line(sharing: Sharing, text: str) -> None:

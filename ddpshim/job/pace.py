@@ -1,4 +1,4 @@
-"""Says after the first steps, and now and then later, what makes this job's steps longer than they need to be.
+"""Prints after the first steps, and now and then later, what makes this job's steps slow.
 
 Each rank counts its own phases (`meter.Clock`) and leaves them in the job's store after steps 20, 40, 80 and so on. The
 main rank reads them in its next steps, judges (`slowness.judge`) and prints one line, or nothing. No rank waits, and no
@@ -31,7 +31,7 @@ _BY_HOST = ("save", "rollout")  # rare, and waited for by the host on a GPU too
 
 
 class Pace:
-    """What this rank's steps are made of since the last look, and what was said of it."""
+    """The time of this rank's steps since the last check, by phase, and what was printed about it."""
 
     def __init__(self) -> None:
         self.num_steps = -1  # until the first one begins
@@ -50,11 +50,11 @@ class Pace:
         self._said: dict[tuple[str, tuple[int, ...]], float] = {}
 
     def begin(self, gradient_bytes: float, bucket_bytes: float) -> None:
-        """Count this job's steps from now to `cleanup()`. Local; to be called for each network.
+        """Measure this job's steps from now to `cleanup()`. Local; call it for each network.
 
         Args:
-            gradient_bytes: of the network, which cross the ranks in a step.
-            bucket_bytes: of the messages that they go in.
+            gradient_bytes: that a step sends for this network.
+            bucket_bytes: of each bucket.
         """
         self._gradient_bytes, self._bucket_bytes = self._gradient_bytes + gradient_bytes, bucket_bytes
         if self._clock is None:
@@ -177,7 +177,7 @@ class Pace:
             self._said[key] = finding.share
             about = {"phase": finding.phase, "ranks": finding.ranks, "share": round(finding.share, 4)}
             events.note("slow", steps=self.num_steps, **about, said=str(finding))
-            say(f"after {self.num_steps} steps: {finding} (DDPSHIM_DIAGNOSE=no is silent)")
+            say(f"after {self.num_steps} steps: {finding} (DDPSHIM_DIAGNOSE=no turns this off)")
 
 
 def _means_of(blocks: dict[int, list[float]]) -> dict[str, float]:
@@ -193,5 +193,5 @@ def _read_told(told: Any) -> tuple[Blocks, Optional[float]]:
     told, loads_s = told
     blocks = {int(first): [float(seconds) for seconds in block] for first, block in told.items()}
     if any(len(block) != len(PHASES) for block in blocks.values()):
-        raise ValueError("other phases than this ddpshim's")
+        raise ValueError("not the phases of this ddpshim")
     return blocks, None if loads_s is None else float(loads_s)

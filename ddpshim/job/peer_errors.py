@@ -1,4 +1,4 @@
-"""Lists the texts by which gloo and nccl say that another rank is gone, or did not come in time."""
+"""Lists the texts with which gloo and nccl report that another rank is gone, or timed out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LOST, LATE = "lost", "late"
 
 
 class Sign(NamedTuple):
-    """A text in an error: whether it means a rank that is gone or one that is late, and the source that writes it."""
+    """A text in an error, whether it means a rank that is gone or late, and its source."""
 
     text: str
     meaning: str
@@ -46,5 +46,5 @@ def lost_a_peer(error: Optional[BaseException]) -> bool:
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether `error` says that another rank did not come in time. Local."""
+    """Whether `error` says that another rank timed out. Local."""
     return meaning_of(str(error)) == LATE

@@ -1,7 +1,7 @@
-"""Takes values apart into what JSON and tensors hold, and puts them together again: nothing in them can run code.
+"""Converts values to JSON and tensors, and back: nothing in them can run code.
 
-Pickle, in which torch and Python write objects, can have whoever reads it call anything. Files of progress and messages
-between ranks may be written by somebody else than a rank: they are read by this.
+A pickle, in which torch and Python write objects, can make its reader call anything. Progress files and messages
+between ranks may come from others than ranks, so they are read by this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotPlain(TypeError):
 
 
 class Broken(ValueError):
-    """What is to be put together was not taken apart here."""
+    """The data were not written by `take_apart`."""
 
 
 # Each with what holds it: plain values, of which none is larger than what is held.
@@ -60,22 +60,22 @@ def take_apart(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> 
     """`value` as JSON, and the tensors in it. Local; tensors are not copied.
 
     Args:
-        pickled: for an object that is neither, its bytes. Default: raises NotPlain, with where it is.
+        pickled: returns the bytes of an object that is neither. Default: raises NotPlain, with the object's place.
     """
     tensors: list[torch.Tensor] = []
     try:
         return json.dumps(_take(value, tensors, pickled, "")), tensors
     except RecursionError:
-        raise NotPlain("a value in itself, or deeper than Python reaches") from None
+        raise NotPlain("a value contains itself, or is nested too deeply") from None
 
 
 def put_together(outline: str, tensors: list[torch.Tensor], unpickled: Optional[Callable[[bytes], Any]] = None) -> Any:
-    """The value of which `take_apart` made these. Local.
+    """The value that `take_apart` converted. Local.
 
     Args:
-        unpickled: an object from its bytes. Default: raises NotPlain where there are any.
+        unpickled: returns an object from its bytes. Default: raises NotPlain if there are any.
 
-    Raises Broken where they are not what `take_apart` makes.
+    Raises Broken if they do not come from `take_apart`.
     """
     try:
         return _put(json.loads(outline), tensors, unpickled)
@@ -108,7 +108,7 @@ def loads(message: bytes, unpickled: Optional[Callable[[bytes], Any]] = None) ->
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The bytes in a vector of them. Local; raises ValueError for any other tensor."""
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.device.type != "cpu":
-        raise ValueError(f"no bytes, but a tensor of {tensor.dtype} on {tensor.device}")
+        raise ValueError(f"not bytes, but a tensor of {tensor.dtype} on {tensor.device}")
     tensor = tensor.contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # as fast without numpy
 
@@ -178,7 +178,7 @@ def _put(outline: Any, tensors: list[torch.Tensor], unpickled: Optional[Callable
         return array[()] if is_scalar else array
     if name == "pickled":
         if unpickled is None:
-            raise NotPlain("it holds objects that only pickle can read")
+            raise NotPlain("it contains objects that only pickle can read")
         return unpickled(bytes_of(tensors[held]))
     raise ValueError(f"no such kind: {name!r:.60}")
 

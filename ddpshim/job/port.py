@@ -1,4 +1,4 @@
-"""Looks whether the address at which the ranks of a job meet is known here, and whether rank 0 can serve its port."""
+"""Checks whether this machine can resolve the job's master address, and whether rank 0 can serve its port."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _LOOPBACK = "lo"  # of Linux
 
 
 def stay_on_this_machine() -> None:
-    """Have gloo groups of this process's children listen at the loopback, unless GLOO_SOCKET_IFNAME says where."""
+    """Make the gloo groups of this process's children listen on loopback, unless GLOO_SOCKET_IFNAME is set."""
     if _LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
 
 
 def why_unknown(host: str) -> Optional[Exception]:
-    """What this machine says to a host name that it cannot resolve; None for one that it can. Local.
+    """The error for a host name that this machine cannot resolve; None if it can. Local.
 
-    torch asks for the name again until its timeout, half an hour.
+    torch would retry until its timeout, half an hour.
     """
     end = time.monotonic() + _NAME_SERVER_S
     while True:
@@ -39,13 +39,13 @@ def why_unknown(host: str) -> Optional[Exception]:
 
 
 def check_name(env: LaunchEnv) -> None:
-    """Nothing, if ``master_addr`` resolves on this machine. Local. Raises LaunchError where it does not."""
+    """Raise LaunchError if ``master_addr`` does not resolve on this machine. Local."""
     error = None if env.master_addr is None else why_unknown(env.master_addr)
     if error is not None:
         raise LaunchError(
             f"MASTER_ADDR={env.master_addr!r} does not resolve on this machine, {socket.gethostname()} ({error}): "
-            f"rank {env.rank} would never reach the others. Give a name or an IP address of rank 0's machine that all "
-            "of them know."
+            f"rank {env.rank} could not reach the others. Use a name or IP address of rank 0's machine that resolves "
+            "on all nodes."
         ) from error
 
 
@@ -60,9 +60,9 @@ def _is_this_machine(host: str) -> bool:
 
 
 def check_port(env: LaunchEnv) -> None:
-    """Nothing, if rank 0 can serve ``master_port`` or need not. Local: binds a socket on rank 0, briefly.
+    """Check that rank 0 can serve ``master_port``, if it must. Local: briefly binds a socket on rank 0.
 
-    Raises LaunchError if this process has to serve the port on this machine and it is taken, or privileged.
+    Raises LaunchError if this process must serve the port and it is in use, or privileged.
     """
     if env.rank != 0 or env.world_size == 1 or env.agent_store:
         return
@@ -84,6 +84,6 @@ def check_port(env: LaunchEnv) -> None:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 raise LaunchError(
                     f"MASTER_PORT={env.master_port} of MASTER_ADDR={env.master_addr!r} cannot be served "
-                    f"({error.strerror}): ranks would fail, or wait at another program until torch's "
-                    "timeout. Set MASTER_PORT to a free port (torchrun: --master-port, or --standalone)."
+                    f"({error.strerror}): ranks would fail, or connect to another program and hang. Set MASTER_PORT "
+                    "to a free port (torchrun: --master-port, or --standalone)."
                 ) from error

@@ -1,4 +1,4 @@
-"""Computes in the precision of the options, and refuses to train where nobody entered it."""
+"""Computes in the precision of the options, and refuses to train if the program never uses it."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def grad_scaler(options: Options, device: torch.device, job: Job, num_ranks: int
         return _Scaler(num_ranks, device.type, enabled=is_on)
     if is_on and device.type != "cuda":
         raise OptionsError(
-            f"precision=fp16 on {device.type} with torch {torch.__version__}, which scales losses on GPUs alone: small "
-            "gradients would become 0. Upgrade to torch 2.3, or use bf16."
+            f"precision=fp16 on {device.type} with torch {torch.__version__}, which scales losses only on GPUs: "
+            "small gradients would become 0. Upgrade to torch 2.3, or use bf16."
         )
     return _Scaler(num_ranks, enabled=is_on)
 
 
 def check_first_step(options: Options, job: Job) -> None:
-    """Have the first step of an optimizer raise OptionsError where the precision was not entered before. Local."""
+    """Make the first optimizer step raise OptionsError if the precision was not used before. Local."""
     if options.precision == "float32":
         return
 
@@ -78,14 +78,14 @@ def check_first_step(options: Options, job: Job) -> None:
     def check(*_: Any) -> None:
         if not entered.is_so:
             raise OptionsError(
-                f"precision={options.precision}, but this step was computed without it: nothing would be faster, and "
-                "the records would say another precision than that of the run. What wrap_parallel returns enters it in "
-                "its forward in training mode; compute the loss of another method in `with "
-                "ddpshim.world().autocast():`, or drop the option where the program has its own."
+                f"precision={options.precision}, but this step was computed without it: the run would be no faster, "
+                "and its records would name the wrong precision. What wrap_parallel returns uses it in its forward "
+                "in training mode; compute a loss of another method in `with ddpshim.world().autocast():`, or leave "
+                "the option out if the program has its own autocast."
             )
         if options.precision == "fp16" and not entered.is_scaled:
             raise OptionsError(
-                "precision=fp16, but no loss was scaled: small gradients become 0. Take `scaler = "
+                "precision=fp16, but no loss was scaled: small gradients become 0. Use `scaler = "
                 "ddpshim.world().grad_scaler()`, call scaler.scale(loss).backward(), scaler.step(optimizer) and "
                 "scaler.update(), or use bf16, which needs none."
             )

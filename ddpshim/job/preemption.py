@@ -1,6 +1,6 @@
-"""Notes signals that ask a training to end; all ranks act on them at the same step.
+"""Notes signals that tell a training to stop, so that all ranks act on them at the same step.
 
-A handler that talked to other ranks would do so in the middle of a collective. `ddpshim.checkpoint.resume` looks here.
+A handler cannot contact other ranks: it may interrupt a collective. `ddpshim.checkpoint.resume` reads the note.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _state = _State()
 
 
 def listen() -> None:
-    """Note SIGTERM and SIGUSR1 from here on, in place of ending at once. Local; main thread only; idempotent.
+    """Note SIGTERM and SIGUSR1 from now on, instead of ending at once. Local; main thread only; idempotent.
 
-    A rank that is stuck while another has failed, or that comes to no step within 25 s of a SIGTERM, still ends.
+    A rank that is stuck while another has failed, or that finishes no step within 25 s of a SIGTERM, still ends.
     """
     if _state.is_left:
         unlisten()
@@ -66,10 +66,10 @@ def listen() -> None:
 
 
 def unlisten(is_complete: bool = False) -> None:
-    """Give the signals back to whom `listen` took them from. Local; idempotent.
+    """Restore the handlers that `listen` replaced. Local; idempotent.
 
-    Where the training `is_complete`, SIGUSR1 is ignored if nobody else had a handler for it: it asks for a save, and by
-    default it would end a process that has nothing left to save, and the job as failed.
+    If the training `is_complete`, SIGUSR1 is then ignored unless there was another handler: it asks for a save, and by
+    default would kill a process that has nothing left to save, and fail the job.
     """
     for number, handler in _state.previous.items():
         signal.signal(number, handler or signal.SIG_DFL)
@@ -87,10 +87,10 @@ def unlisten(is_complete: bool = False) -> None:
 
 
 def leave() -> None:
-    """`unlisten` with the world that `cleanup()` leaves. Local.
+    """`unlisten` when `cleanup()` leaves the job. Local.
 
-    Where an error or a signal is about to end this process, a launcher's SIGTERM must not take its exit code away:
-    there the next `listen` does so.
+    If an error or a signal is about to end this process, a launcher's SIGTERM must not change its exit code: then the
+    next `listen` restores them.
     """
     if _state.is_heard or sys.exc_info()[1] is not None:
         _state.is_left = True
@@ -104,12 +104,12 @@ def asked() -> Optional[str]:
 
 
 def heard() -> None:
-    """The training has taken note and will end by itself, however long its last save takes. Local."""
+    """Note that the training will stop by itself, however long its last save takes. Local."""
     _state.is_heard = True
 
 
 def ignore_in_worker() -> None:
-    """For a data worker: whoever signals all processes of a job means the rank, which ends its workers. Local."""
+    """Ignore these signals in a data worker: they are meant for the rank, which ends its workers. Local."""
     for name in SIGNALS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -153,7 +153,8 @@ def _watch(hears: socket.socket) -> None:
                 _leave(f"stops because rank {first} failed first", 1)
             if time.monotonic() > end:
                 _leave(
-                    f"got SIGTERM and came to no step within {_GRACE_S:g} s; nothing was saved", 128 + signal.SIGTERM
+                    f"got SIGTERM and finished no step within {_GRACE_S:g} s, so nothing was saved",
+                    128 + signal.SIGTERM,
                 )
             time.sleep(0.2)
         while _read(hears):  # until `unlisten`: a signal that nobody reads is a warning of Python's

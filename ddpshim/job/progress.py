@@ -1,4 +1,4 @@
-"""Counts what this rank has done so far, and says what a thread of it does now."""
+"""Counts what this rank has done so far, and describes what one of its threads does now."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _SECTIONS = (
 _WAITS = {
     ("ddpshim/job/world.py", "meet"): "World.meet",
     ("ddpshim/job/world.py", "hand_out"): "the order of a loader",
-    ("ddpshim/job/world.py", "result"): "the look-up between two steps",
+    ("ddpshim/job/world.py", "result"): "a check between two steps",
     ("ddpshim/model/equality.py", "finish"): "the comparison of weights",
 }
 
 
 class Progress:
-    """What this rank has done in its job so far.
+    """This rank's progress in its job.
 
     Attributes:
         num_passes: backward passes whose gradients were reduced.
         num_collectives: of `World`.
-        batch: epoch and step of the last batch of a loader that `make_loader` made; None before.
+        batch: epoch and step of the last batch from `make_loader`; None before.
         is_reducing: the host waits at the end of a backward pass.
     """
 
@@ -66,7 +66,7 @@ class Progress:
         self._event: Any = None
 
     def end_pass(self, is_on_gpu: bool) -> None:
-        """Take note that a backward pass is over, for the host at least. Local."""
+        """Note that a backward pass is over, at least for the host. Local."""
         self.is_reducing = False
         self.num_passes += 1
         if is_on_gpu:
@@ -76,14 +76,14 @@ class Progress:
             self._event.record()
 
     def waits_on_gpu(self) -> bool:
-        """Whether the GPU is not through with the gradients of the last backward pass. Local; any thread may ask."""
+        """Whether the GPU still computes gradients of the last backward pass. Local; any thread may ask."""
         with contextlib.suppress(RuntimeError):
             return self._event is not None and not self._event.query()
         return False
 
 
 class Frame(NamedTuple):
-    """One call of a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -91,12 +91,12 @@ class Frame(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a thread does.
+    """A thread's current activity.
 
     Attributes:
-        waits_in: the collective in which it waits for other ranks; None where it does something of its own.
-        section: what it does alone, where that is known.
-        is_declared: it may take as long as it likes.
+        waits_in: the collective in which it waits for other ranks; None if it is busy itself.
+        section: what it is busy with, if known.
+        is_declared: whether it may take arbitrarily long.
         site: the innermost line of the user's program.
         lines: of its stack, as in a traceback.
     """
@@ -109,7 +109,7 @@ class Place(NamedTuple):
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """The stack of a thread of this process, the outermost frame first; empty where it has ended. Local."""
+    """The stack of a thread of this process, outermost frame first; empty if it has ended. Local."""
     frame, frames = sys._current_frames().get(thread), list[FrameType]()
     while frame is not None:
         frames.append(frame)
@@ -118,7 +118,7 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def place_of(stack: list[Frame], progress: Progress, waits_on_gpu: bool = False) -> Place:
-    """What a thread does that has this stack, the outermost frame first. Local."""
+    """The activity of a thread with this stack, outermost frame first. Local."""
     stack = [frame for frame in stack if not _short(frame.file).startswith(_AROUND)]
     short = [(_short(frame.file), frame.function) for frame in stack]
     own = [frame for frame, (file, _) in zip(stack, short) if not file.startswith(("torch/", "ddpshim/", "python/"))]

@@ -1,4 +1,4 @@
-"""Derives seeds from one another, and gives code random streams that leave the process's own alone."""
+"""Derives seeds, and gives code random streams that leave the process's own unchanged."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ def seed_everything(seed: int) -> None:
 
 
 def derive_seed(seed: int, *scope: Union[int, str]) -> int:
-    """A 63-bit seed that depends on `seed` and on what it is for, the same on every machine. Local.
+    """A 63-bit seed derived from `seed` and a purpose, the same on every machine. Local.
 
     >>> derive_seed(1, "noise", 0) != derive_seed(1, "noise", 1)
     True
@@ -31,10 +31,10 @@ def derive_seed(seed: int, *scope: Union[int, str]) -> int:
 
 @contextlib.contextmanager
 def shared_random_streams(seed: int) -> Iterator[None]:
-    """Inside, all ranks draw alike from `seed`; afterwards each goes on where it was. Local.
+    """Inside, all ranks draw the same numbers from `seed`; afterwards each continues its own stream. Local.
 
-    For a network that has to be built after `wrap_parallel` gave every rank streams of its own. Where the first
-    `wrap_parallel` of the process is inside, each rank draws from its own stream afterwards.
+    For a network that is built after `wrap_parallel` gave every rank its own streams. If the process's first
+    `wrap_parallel` is inside, each rank draws from its own stream afterwards.
     """
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     _shared.depth += 1
@@ -51,7 +51,7 @@ def shared_random_streams(seed: int) -> Iterator[None]:
 
 
 def seed_own_streams(seed: int) -> None:
-    """Seed what this rank draws outside of `shared_random_streams`; where one is open, when it ends. Local."""
+    """Seed this rank's own streams; inside `shared_random_streams`, when that ends. Local."""
     if _shared.depth:
         _shared.own_seed = seed
     else:
@@ -69,10 +69,10 @@ _shared = _Shared()
 
 
 class PrivateRandom:
-    """Python's, torch's (CPU) and numpy's global generators, as one consumer sees them.
+    """One consumer's view of Python's, torch's (CPU) and numpy's global generators.
 
-    Code that draws from the global generators runs inside :meth:`swapped_in`: it finds them seeded from
-    `seed`, or as its last visit left them, and the process finds its own states untouched afterwards. Local.
+    Code that draws from the global generators runs inside :meth:`swapped_in`. It finds them seeded from `seed`, or as
+    it last left them; afterwards the process's own states are restored. Local.
     """
 
     def __init__(self, seed: int) -> None:
@@ -122,7 +122,7 @@ def seed_globals(seed: int) -> None:
 
 
 def restore_global_states(states: dict[str, Any]) -> None:
-    """Put back what `global_states` returned, in this process or an earlier one. Local."""
+    """Restore what `global_states` returned, in this process or an earlier one. Local."""
     if "random" in states:
         random.setstate(states["random"])
     if "torch" in states:
@@ -154,7 +154,7 @@ def restore_changed_states(now: dict[str, Any], states: dict[str, Any], device: 
 
 
 def restore_rank_states(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what `rank_states` returned, as far as this process has it. Local."""
+    """Restore what `rank_states` returned, as far as this process has such generators. Local."""
     restore_global_states(states)
     if device.type == "cuda" and states.get("cuda") is not None:
         torch.cuda.set_rng_state(states["cuda"], device)

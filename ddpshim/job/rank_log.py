@@ -1,4 +1,4 @@
-"""Writes what a rank prints into a file: all under `ddpshim run`, else what Python prints. Imports no torch."""
+"""Writes a rank's output to a file: all of it under `ddpshim run`, else only Python's. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ddpshim.variables import RANK_LOGS
 
 
 def has_log() -> bool:
-    """Whether all that this rank prints goes into a file of its own."""
+    """Whether all output of this rank goes to its own file."""
     return RANK_LOGS in os.environ
 
 
 def link_log(folder: str) -> None:
     """Give this rank's log a second name in `folder`: rank_0.log, or rank_0.2.log beside an earlier job's. Local.
 
-    Nothing where `run` did not start this process, or without logs. Both names are one file, which goes on growing;
-    where the file system cannot do that (two disks), the second is a symbolic link.
+    Does nothing if `run` did not start this process, or without logs. Both names are one growing file; if the file
+    system cannot do that (two disks), the second is a symbolic link.
     """
     if not has_log():
         return
@@ -42,9 +42,9 @@ def link_log(folder: str) -> None:
 
 
 def redirect_output() -> None:
-    """Lead file descriptors 1 and 2 into this rank's log, if it has one. Local.
+    """Redirect file descriptors 1 and 2 to this rank's log, if it has one. Local.
 
-    What libraries, workers and a dying interpreter print goes there as well.
+    This includes output of libraries, of workers and of a crashing interpreter.
     """
     if not has_log():
         return
@@ -55,10 +55,10 @@ def redirect_output() -> None:
 
 
 def copy_output(folder: str, rank: int) -> Callable[[], None]:
-    """Write what Python prints from here on to `folder`/rank_N.log, too; returns what takes that back. Local.
+    """Also write Python's output from now on to `folder`/rank_N.log; returns a function that undoes it. Local.
 
-    The file is continued where it exists. What libraries in C print is not in it. Nothing is taken back while an
-    exception is on its way out.
+    An existing file is appended to. Output of C libraries is not in it. While an exception propagates, nothing is
+    undone.
     """
     os.makedirs(folder, exist_ok=True)
     # Line by line: a process that is killed leaves what it printed.

@@ -13,7 +13,7 @@ from ddpshim.errors import WorldError
 
 
 def to_cpu(value: Any) -> Any:
-    """`value` with its tensors, those of a mapping included, on the CPU and without history."""
+    """`value` with its tensors, including those in a mapping, on the CPU and detached."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):
@@ -30,15 +30,15 @@ def reduce(values: list[Any], mean: bool, like: Any) -> Any:
             if other != keys[0] or not isinstance(values[rank], Mapping):
                 raise WorldError(
                     f"ranks reduce mappings with different keys (rank 0 and rank {rank} differ in "
-                    f"{sorted(map(str, other ^ keys[0]))}); their numbers would not belong together. "
-                    "Log the same keys on every rank."
+                    f"{sorted(map(str, other ^ keys[0]))}); numbers of different things would be averaged. Log the "
+                    "same keys on every rank."
                 )
         return {key: reduce([value[key] for value in values], mean, like[key]) for key in like}
     if isinstance(first, torch.Tensor):
         if any(not isinstance(v, torch.Tensor) or v.shape != first.shape for v in values):
             raise WorldError(
                 f"ranks reduce tensors of different shapes ({[tuple(getattr(v, 'shape', ())) for v in values]}); "
-                "broadcasting would invent numbers. Reduce equal shapes."
+                "broadcasting would give wrong numbers. Reduce tensors of equal shapes."
             )
         if not any(v.is_complex() for v in values):
             is_float = any(v.is_floating_point() for v in values)

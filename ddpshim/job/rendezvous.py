@@ -1,4 +1,4 @@
-"""Brings the ranks of a job together at one store, in which each of them writes its name."""
+"""Connects the ranks of a job to one store, in which each registers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _state = _State()
 
 
 def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
-    """A store in which all ranks of the job are, under `prefix` (collective).
+    """A store that all ranks of the job have joined, under `prefix` (collective).
 
-    Raises LaunchError where the address is unknown or nobody answers, some ranks do not come, or ranks got different
-    sizes of the world.
+    Raises LaunchError if the address is unknown or does not answer, ranks are missing, or ranks have different world
+    sizes.
     """
     store = dist.PrefixStore(prefix, _root_store(env, timedelta(seconds=timeout_s)))
     _call_the_roll(store, env, timeout_s)
@@ -63,9 +63,8 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
             said = str(error).splitlines()[0][:160]
             raise LaunchError(
                 f"nobody answers at MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port}, where rank "
-                f"{env.rank} of {env.world_size} has to meet the others (waited for up to "
-                f"{timeout.total_seconds():g} s; {said}); it cannot train alone. Look whether rank 0 started, and "
-                "whether all ranks have its address."
+                f"{env.rank} of {env.world_size} must meet the others (waited up to {timeout.total_seconds():g} s; "
+                f"{said}); it cannot train alone. Check that rank 0 started, and that all ranks have its address."
             ) from error
         _state.address, _state.store = address, _of_this_start(store, env, timeout)
     _state.store.set_timeout(timeout)
@@ -112,7 +111,7 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
     first = failure.claim(store, "first", me)
     if first.partition(" ")[0] != me.partition(" ")[0]:
         # The key for which all wait: those that came before hear of it as well.
-        store.set("complete", f"{first}, but {me}: each would wait for ranks that the other does not know of")
+        store.set("complete", f"{first}, but {me}: they would wait for different ranks")
     elif num_here == env.world_size:
         store.set("complete", "")
     try:
@@ -121,8 +120,8 @@ def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
         missing = [rank for rank in range(env.world_size) if not failure.is_there(store, f"here/{rank}")]
         ranks = f"{ranks_called(missing)} {'are' if missing[1:] else 'is'} missing"
         raise LaunchError(
-            f"{env.world_size - len(missing)} of {env.world_size} ranks came within {timeout_s:g} s; {ranks}, and the "
-            "others cannot train without. Look why they did not start, or give them longer (DDPSHIM_TIMEOUT_S)."
+            f"{env.world_size - len(missing)} of {env.world_size} ranks joined within {timeout_s:g} s; {ranks}, and "
+            "the others cannot train without them. Check why they did not start, or wait longer (DDPSHIM_TIMEOUT_S)."
         ) from error
     wrong = store.get("complete").decode(errors="replace")
     if wrong:

@@ -1,4 +1,4 @@
-"""Replaces names of other packages for a while: whatever of theirs ddpshim changes is found by `replaced`."""
+"""Replaces names in other packages temporarily: everything that ddpshim changes there goes through `replaced`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """In this block `owner` (a module, a class, an object) has `value` under `name`; yields what it had. Local.
+    """Inside, `owner` (a module, a class, an object) has `value` as `name`; yields the previous value. Local.
 
-    Given back exactly: a name that the owner only inherited is inherited again.
+    It is restored exactly: a name that the owner only inherited is inherited again.
     """
     kept = vars(owner).get(name, _ABSENT)
     before = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""Keeps statistics of a training that goes on: each rank adds its own, and at times they are merged over all."""
+"""Keeps statistics of a running training: each rank adds its own, and they are merged over all ranks at times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpshim.job.world import World
 class Running:
     """Means, variances, counts and rates of success over all ranks. From `World.running`.
 
-    What a rank adds is its own until `merge`, or `step` at every `every_n_steps`-th call: there each rank hands
-    over what is new since the last time, so that nothing counts twice. What is read (`mean`, `results`) is what
-    was merged, equal on all ranks. All entries weigh alike, however many each rank has.
+    What a rank adds stays its own until `merge`, or every `every_n_steps`-th `step`: then each rank contributes what is
+    new, so that nothing counts twice. `mean` and `results` give what was merged, equal on all ranks. All entries weigh
+    the same, however many each rank has.
 
-    In `Resumable`'s objects it is saved and loaded: what no merge has seen yet is kept as well.
+    As one of `Resumable`'s objects it is saved and loaded, including what is not merged yet.
 
     >>> running = World().running(every_n_steps=2)
     >>> running.add("return", [1.0, 3.0])
@@ -39,7 +39,7 @@ class Running:
     def add(self, name: str, values: Any) -> None:
         """Add a number, or entries along the first dimension of a tensor, an array or a list. Local.
 
-        With more dimensions, (N, D), each of the D has its own mean and variance: of observations, for one.
+        With more dimensions, (N, D), each of the D has its own mean and variance, as for observations.
         """
         entries = torch.as_tensor(values).detach().double().cpu()
         entries = entries.reshape(1) if entries.dim() == 0 else entries
@@ -62,7 +62,7 @@ class Running:
         return None if self._num_steps % self.every_n_steps else self.merge()
 
     def merge(self) -> dict[str, Any]:
-        """Merge what is new on all ranks; the `results` of that alone (collective)."""
+        """Merge what is new on all ranks; returns the `results` of the new part alone (collective)."""
         together = _empty()
         for part in self._gather_new():
             _merge(together, part)
@@ -70,37 +70,37 @@ class Running:
         return _results(together)
 
     def num(self, name: str) -> int:
-        """How many entries `name` has; 0 where none were merged. Local."""
+        """The number of merged entries of `name`. Local."""
         return int(self._merged["moments"].get(name, {"num": 0})["num"])
 
     def mean(self, name: str) -> Any:
         """The mean of all entries that were merged, a number or a tensor (D,). Local.
 
-        Raises KeyError where there are none.
+        Raises KeyError if there are none.
         """
         return _plain(self._merged["moments"][name]["mean"])
 
     def variance(self, name: str) -> Any:
-        """Their variance: the mean square of what they differ from their mean by. Local; see `mean`."""
+        """The variance of all merged entries. Local; see `mean`."""
         found = self._merged["moments"][name]
         return _plain(found["squares"] / found["num"])
 
     def results(self) -> dict[str, Any]:
-        """All that was merged, for a JSON file: means, deviations, counts, and rates of success by task. Local."""
+        """All merged statistics, for a JSON file: means, deviations, counts, and success rates by task. Local."""
         return _results(self._merged)
 
     def collect(self) -> None:
-        """Move what is new to the main rank, whose state is saved; the next merge finds it there (collective)."""
+        """Move what is new to the main rank, whose state is saved; the next merge includes it (collective)."""
         parts = self._gather_new()
         for part in parts if self._world.is_main else ():
             _merge(self._new, part)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was merged, and what is new on this rank. Local: `collect` goes before it."""
+        """What was merged, and what is new on this rank. Local; call `collect` first."""
         return {"num_steps": self._num_steps, "merged": self._merged, "new": self._new}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with `state`, the main rank's on all ranks; what was new is new on the main rank alone. Local."""
+        """Load `state`, the main rank's, on all ranks; its new part counts on the main rank alone. Local."""
         self._num_steps = state["num_steps"]
         self._merged, self._new = _empty(), _empty()
         _merge(self._merged, state["merged"])
@@ -133,8 +133,8 @@ def _merge_moments(into: dict[str, Any], name: str, new: Mapping[str, Any]) -> N
         return
     if old["mean"].shape != new["mean"].shape:
         raise WorldError(
-            f"{name!r} has entries of shape {tuple(old['mean'].shape)} and of {tuple(new['mean'].shape)}: they have no "
-            "common mean. Add entries of one shape, or give them two names."
+            f"{name!r} has entries of shape {tuple(old['mean'].shape)} and of {tuple(new['mean'].shape)}: these "
+            "cannot be averaged. Add entries of one shape, or use two names."
         )
     num, difference = old["num"] + new["num"], new["mean"] - old["mean"]
     into[name] = {

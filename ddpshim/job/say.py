@@ -1,4 +1,4 @@
-"""Prints what ddpshim says to the user, one line on stderr, and writes numbers of things as they are read."""
+"""Prints ddpshim's messages, one line each on stderr, and formats counts, sizes and ranks for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpshim.errors import DdpShimError
 
 
 def say(text: str, *, directly: bool = False) -> None:
-    """Print "ddpshim: `text`" on stderr; `directly`: on the process's own, past what replaced it. Local."""
+    """Print "ddpshim: `text`" on stderr; `directly`: on the process's original stderr. Local."""
     stream = (sys.__stderr__ or sys.stderr) if directly else sys.stderr
     print(f"ddpshim: {text}", file=stream, flush=True)
 
@@ -47,7 +47,7 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 def described(error: BaseException) -> str:
     """ "ValueError: too large (train.py, line 12, in step)": an error, and where it was raised. Local.
 
-    For other ranks, which do not have the traceback. An error of ddpshim's says enough by its text.
+    For other ranks, which do not have the traceback. For an error of ddpshim, the text is enough.
     """
     kind, where = type(error).__name__, "" if isinstance(error, DdpShimError) else place(error)
     return (f"{kind}: {error}" if str(error) else kind) + (f" ({where})" if where else "")

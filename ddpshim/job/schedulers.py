@@ -1,4 +1,4 @@
-"""Reads from MPI's, SLURM's and submitit's variables which process of which job this is. Loaded only where some are."""
+"""Reads this process's place in its job from MPI's, SLURM's or submitit's variables; loaded only if some are set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _JOB_IDS = {
 
 
 def read_mpi(variables: Variables, forced: str) -> LaunchEnv:
-    """The place of a rank that mpirun started, by any MPI. `forced`: what DDPSHIM_LAUNCHER says, if anything."""
+    """The place of a rank that mpirun started, with any MPI. `forced`: the value of DDPSHIM_LAUNCHER, if set."""
     known = (_OPENMPI, _MVAPICH, _PMI)
     names = next((names for names in known if any(name in variables.values for name in names[:2])), None)
     if names is None:
@@ -68,7 +68,7 @@ def read_slurm(variables: Variables, launcher: str, forced: str) -> LaunchEnv:
     """The place of a task of srun; alone elsewhere in an allocation, unless `forced`."""
     if not forced and not _is_slurm_step(variables):
         seen = variables.shown("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_ID", *_SLURM[:2], "SLURM_PTY_PORT")
-        reason = f"SLURM variables ({seen}), but not of an srun with several tasks: this process runs alone"
+        reason = f"SLURM variables ({seen}), but not of an srun with several tasks: this is a single process"
         return LaunchEnv("none", 0, 0, 1, 1, 0, None, None, False, reason, in_allocation=True)
     found = variables.shown(LAUNCHER, "SLURM_JOB_ID", "SLURM_STEP_ID", *_SLURM)
     rank, world_size = variables.rank_and_world_size(_SLURM, found)
@@ -82,8 +82,8 @@ def read_slurm(variables: Variables, launcher: str, forced: str) -> LaunchEnv:
     if not all(matches) or sum(num_tasks) != world_size or node_rank >= len(num_tasks):
         shown = variables.shown(_SLURM.local_world_size, _SLURM.world_size, "SLURM_NODEID")
         raise LaunchError(
-            f"{shown} do not fit together (as '2(x3),1', 7 and 3 do): ranks would share a GPU, or "
-            f"{HANG}. Start the job with srun, or with torchrun on each node."
+            f"{shown} contradict each other ('2(x3),1', 7 and 3 would fit): ranks would share a GPU, or {HANG}. "
+            "Start the job with srun, or with torchrun on each node."
         )
     size = num_tasks[node_rank]
     variables.check_below(local_rank, _SLURM.local_rank, size, _SLURM.local_world_size)
@@ -131,7 +131,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
     """The host names of a SLURM hostlist, in order: ``"gpu[001-002,7]-ib,login1"`` is ``gpu001-ib``,
     ``gpu002-ib``, ``gpu7-ib``, ``login1``. Of several brackets in a name the last runs fastest.
 
-    Raises LaunchError if it is no hostlist.
+    Raises LaunchError if it is not a hostlist.
     """
     host_pattern = r"(?:[^\[\],\s]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
     is_valid = re.fullmatch(f"{host_pattern}(?:,{host_pattern})*", nodelist) is not None
@@ -144,8 +144,8 @@ def expand_nodelist(nodelist: str) -> list[str]:
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
     if not is_valid:
         raise LaunchError(
-            f"nodelist {nodelist!r} is no SLURM hostlist: ranks would not find rank 0, and {HANG}. "
-            "Correct it (as in 'gpu[001-003,07]'), or export MASTER_ADDR."
+            f"nodelist {nodelist!r} is not a SLURM hostlist: ranks would not find rank 0, and {HANG}. Correct it "
+            "(as in 'gpu[001-003,07]'), or export MASTER_ADDR."
         )
     return hosts
 

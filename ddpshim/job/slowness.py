@@ -1,4 +1,4 @@
-"""Finds which rank, and which phase of its steps, makes all ranks slower, from the times that each rank measured."""
+"""Finds the rank, and the phase of a step, that slows all ranks down, from the times that each rank measured."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _WHAT = {
 }
 _SAVE_LESS = "Save less often, or with ddpshim.checkpoint.save_in_background"
 _LOOK_AT_DEVICE = (
-    "Look for another program on its GPU or cores, a lower clock (nvidia-smi -q -d PERFORMANCE), or larger samples"
+    "Check for another program on its GPU or cores, a lower clock (nvidia-smi -q -d PERFORMANCE), or larger samples"
 )
 _DO_ALONE = {
-    "data": "Look at the disk of its node, and at what else uses the cores there; more num_workers may hide it",
-    "transfer": "Look for work on batches that it does alone, and at its GPU's link (nvidia-smi topo -m)",
+    "data": "Check its node's disk, and what else uses the cores there; more num_workers may hide it",
+    "transfer": "Check for work on batches that only it does, and its GPU's link (nvidia-smi topo -m)",
     "forward": _LOOK_AT_DEVICE,
     "backward": _LOOK_AT_DEVICE,
     "optimizer": _LOOK_AT_DEVICE,
     "save": _SAVE_LESS,
     "rollout": "Give all ranks a share of the episodes, or evaluate less often",
-    "other": "Log, print and evaluate less often there, or give all ranks a share of it",
+    "other": "Log, print and evaluate less often there, or divide that work over all ranks",
 }
 _DO_TOGETHER = {
-    "data": "Raise num_workers, store images decoded and small, or keep the data in memory; more GPUs do not help",
+    "data": "Increase num_workers, store images decoded and small, or keep the data in memory; more GPUs do not help",
     "transfer": "Use pin_memory=True and .to(device, non_blocking=True), move images as uint8, augment in the workers "
     "or on the GPU",
     "communication": "Use a larger batch for each rank, fewer ranks, ddpshim.accumulate, bf16 compression, or another "
@@ -62,13 +62,13 @@ _DO_TOGETHER = {
 
 
 class Finding(NamedTuple):
-    """What makes steps longer.
+    """A cause of slow steps.
 
     Attributes:
         phase: one of PHASES, or "other": what a rank alone does between steps.
-        ranks: whose it is; empty where it is the same on all.
-        cost_s: of every step, on every rank, since the others wait.
-        step_s: a step as it is.
+        ranks: the slow ranks; empty if all are alike.
+        cost_s: lost in every step, on every rank, since the others wait.
+        step_s: the length of a step.
     """
 
     phase: str
@@ -89,11 +89,11 @@ class Finding(NamedTuple):
 
 
 def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Optional[Finding]:
-    """What costs most of the time of a step; None where nothing costs much. Local.
+    """The largest avoidable cost in a step; None if nothing costs much. Local.
 
     Args:
         ranks: the blocks of each rank, in the order of ranks.
-        loads_s: how often each rank's workers could give a batch, in seconds; None where that is not known.
+        loads_s: the seconds per batch that each rank's workers need; None if unknown.
     """
     numbers = sorted(set(ranks[0]).intersection(*ranks[1:]))
     if len(numbers) < _LEAST_BLOCKS:

@@ -1,4 +1,5 @@
-"""Defines `StandIn`, which takes every call in place of an object of the main rank, and does nothing."""
+"""Defines `StandIn`, which replaces an object of the main rank on other ranks: it accepts every call and does
+nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 class StandIn:
     """What `World.only_main` returns on ranks that are not main: see there.
 
-    Attributes, items and calls give it back; it is empty and false, and its context lets exceptions through. It is no
-    number, text or path: whoever computes with it, or opens it, gets a TypeError.
+    Attributes, items and calls return it; it is empty and false, and its context lets exceptions through. It is not a
+    number, text or path: to compute with it, or open it, raises TypeError.
     """
 
     def __getattr__(self, name: str) -> StandIn:

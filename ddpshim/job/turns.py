@@ -1,8 +1,8 @@
-"""Has several virtual ranks of one process take turns: threads of which one computes at a time.
+"""Makes several virtual ranks of one process take turns, as threads of which one runs at a time.
 
-A virtual rank hands on its turn where it needs something of the others (`Turns.meet`), and goes on when all have come
-there. So what is put together of them does not depend on how many processes there are. EasyScale ("EasyScale: Elastic
-Training with Consistent Accuracy", SC 2023) has the workers of a GPU take turns in this way.
+A virtual rank passes its turn on when it needs the others' values (`Turns.meet`), and continues when all have got
+there. So the combined result does not depend on the number of processes. EasyScale ("EasyScale: Elastic Training with
+Consistent Accuracy", SC 2023) has the workers of a GPU take turns in this way.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ T = TypeVar("T")
 _END_S = 10.0  # a thread that is not done by then is left behind; it ends with the process
 
 _APART = (
-    "virtual rank {} of this process came to {}, virtual rank {} to {}: as ranks they would wait for each other for "
-    "ever. Let a step do the same whatever its samples are."
+    "virtual rank {} of this process came to {}, virtual rank {} to {}: as ranks they would deadlock. Make every "
+    "step do the same, whatever its samples are."
 )
 
 
 class Playing:
-    """The virtual ranks of this process, while a step of them goes on."""
+    """This process's virtual ranks during a step."""
 
     def __init__(self) -> None:
         self.turns: Optional[Turns] = None
 
 
 def in_order_of_numbers(of_processes: Sequence[Sequence[T]]) -> list[T]:
-    """What every process has of each of its virtual ranks, in the order of all virtual ranks' numbers. Local.
+    """The values of all processes' virtual ranks, in the order of the virtual ranks' numbers. Local.
 
     Virtual rank i of process r of W is number r + i * W.
     """
@@ -45,12 +45,12 @@ class _Abandoned(BaseException):
 
 
 class Turns:
-    """The virtual ranks of this process in a step that they make together.
+    """The turns of this process's virtual ranks in a step.
 
     Args:
         size: how many there are.
         device: where they compute.
-        begin_turn: called with a virtual rank's number in this process whenever its turn begins.
+        begin_turn: called with a virtual rank's number in this process at the start of each turn.
 
     Attributes:
         now: whose turn it is; None between steps.
@@ -74,10 +74,9 @@ class Turns:
         self._num_threads = torch.get_num_threads()
 
     def run(self, play: Callable[[int], T]) -> list[T]:
-        """`play(i)` of each virtual rank i, in turns; all begin with the random streams that there are. Local.
+        """Run `play(i)` for each virtual rank i, in turns; all begin with the current random streams. Local.
 
-        The first one runs in this thread. Raises what one of them raised, and SyncError where their meetings or
-        their draws differ.
+        The first runs in this thread. Raises what one of them raised, and SyncError if their meetings or draws differ.
         """
         if not self._threads:
             self._threads = [
@@ -113,7 +112,7 @@ class Turns:
         self._threads.clear()
 
     def meet(self, what: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
-        """`combine` of the values that all virtual ranks of this process bring to this meeting, computed once.
+        """`combine` of the values of all virtual ranks of this process, computed once.
 
         Called in a step, by the virtual rank whose turn it is.
         """
@@ -146,8 +145,9 @@ class Turns:
         for j in range(1, self.size):
             if not all(is_same_state(state, self._streams[j][name]) for name, state in self._streams[0].items()):
                 raise SyncError(
-                    f"up to {what}, virtual ranks 0 and {j} of this process drew a different number of random "
-                    "numbers: noise would depend on the number of ranks. Let the number of draws not depend on samples."
+                    f"up to {what}, virtual ranks 0 and {j} of this process drew different amounts of random "
+                    "numbers: noise would depend on the number of ranks. Draw the same amount in every step, "
+                    "whatever its samples are."
                 )
 
     def _step_of(self, i: int) -> None:

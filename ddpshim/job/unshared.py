@@ -1,6 +1,6 @@
-"""Ends a job whose ranks train each for itself: on gradients which no other rank has seen, by an optimizer or by hand.
+"""Ends a job whose ranks train separate models: on gradients that were never exchanged, by an optimizer or by hand.
 
-Imports no torch: a program decides when that is imported.
+Imports no torch: the program decides when that is imported.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class _Answer:
 
 @functools.cache
 def watch() -> None:
-    """Have every step of an optimizer in this process checked, from the import of torch on. Local."""
+    """Check every optimizer step in this process, from the import of torch on. Local."""
     after_import("torch", lambda: _register(contextlib.ExitStack()))
 
 
 def leave_to_others() -> None:
-    """Check no step in this job: somebody else does, who knows more of the program. Local."""
+    """Check no step in this job: another part of ddpshim does. Local."""
     current().part(_Answer).is_settled = True
 
 
 def begin() -> None:
-    """Have every step checked in this job, which begins; collectives from here on are the program's own. Local."""
+    """Check every step in this job, which begins now; collectives from now on are the program's own. Local."""
     current().part(_Answer).num_collectives = _num_collectives()
     _register(current().at_end)
 
@@ -74,13 +74,13 @@ def _refuse_alone(found: str, answer: _Answer) -> None:
         answer.is_settled = True
         return
     is_set_up = current().world is not None
-    nothing = "no network went through wrap_parallel" if is_set_up else "nothing has distributed this program"
+    nothing = "no network was wrapped by wrap_parallel" if is_set_up else "nothing has distributed this program"
     raise SyncError(
-        f"{found}: {nothing}, so its gradients are this process's alone, and {size} processes would train {size} "
-        "models, into the same files. Let its networks and loaders go through wrap_parallel and make_loader; a trainer "
-        "for one process can stay as it is under `python -m ddpshim run` (DDPSHIM_UNEDITED=on where that takes it for "
-        "one that distributes itself). See "
-        "MIGRATION.md. If each process is to train a model of its own (a sweep), DDPSHIM_GUARD=0 turns this check off."
+        f"{found}: {nothing}. {size} processes would train {size} separate models, into the same files. Wrap its "
+        "networks with wrap_parallel and its loaders with make_loader (`python -m ddpshim docs MIGRATION`), or "
+        "start the unedited one-process trainer by `python -m ddpshim run` (with DDPSHIM_UNEDITED=on if it seems to "
+        "distribute itself). If each process is meant to train its own model (a sweep), DDPSHIM_GUARD=0 turns this "
+        "check off."
     )
 
 
@@ -94,7 +94,7 @@ def _stand_in(original: Any) -> Any:
         if not answer.is_settled and not job.has_networks and answer.num_passes < _MOST_PASSES:
             answer.num_passes += 1
             if any(not before.equal(_first_numbers(weights)) for weights, before in answer.weights):
-                _refuse_alone("weights changed by hand between two backward passes", answer)
+                _refuse_alone("weights changed between two backward passes without an optimizer", answer)
             answer.weights = [(weights, _first_numbers(weights).clone()) for weights in _weights_of(tensors)]
         return original(tensors, *args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Has a thread of each rank say where the rank stands, when one of them waits in a collective for too long.
+"""Reports where each rank is when one waits in a collective for too long, from a thread of each rank.
 
-The thread looks once a second; a step does nothing for it. A rank that waits for too long (`hangs.Waits`) asks through
-the job's store. Each thread answers for its rank, also where that sleeps or reads from a terminal.
+The thread checks once a second; steps pay nothing. A rank that waits too long (`hangs.Waits`) asks through the job's
+store. Each thread answers for its rank, even if that sleeps or reads from a terminal.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ NCCL_GRACE_S = 60.0  # by which nccl's watchdog waits longer than this one
 
 
 class Watch:
-    """The thread, and what it knows of the rank."""
+    """The thread, and what it knows about its rank."""
 
     def __init__(self) -> None:
         self._thread: Optional[threading.Thread] = None
         self._ended = threading.Event()
 
     def begin(self, rank: int, world_size: int, store: Any, timeout_s: float, gets_no_errors: bool = False) -> None:
-        """Watch over the thread that calls this, until `end`. Local.
+        """Watch the calling thread until `end`. Local.
 
-        `gets_no_errors`: as under nccl, where a rank whose GPU waits in vain is killed some time later, and blamed.
+        `gets_no_errors`: as under nccl, where a rank whose GPU waits in vain is killed later, and blamed.
         """
         import torch.distributed as dist
 
@@ -67,7 +67,7 @@ class Watch:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Watch no more, and leave word that this rank has left. Local; idempotent."""
+        """Stop watching, and report that this rank has left. Local; idempotent."""
         thread, self._thread = self._thread, None
         atexit.unregister(self.end)
         if thread is None or self._ended.is_set():
@@ -79,7 +79,7 @@ class Watch:
             self._store.set(f"left/{self._rank}", json.dumps(standing))
 
     def describe_others(self) -> str:
-        """Where the other ranks stand, as far as they answer; for a rank that fails. Local."""
+        """Where the other ranks are, as far as they answer; for a rank that fails. Local."""
         if self._thread is None:
             return ""
         self._ended.set()
@@ -95,7 +95,7 @@ class Watch:
         return describe(theirs, [rank for rank, their in theirs.items() if their is None or their.waits_in is None])
 
     def describe_left(self) -> str:
-        """Which ranks have left the job, and after what; empty where none has. Local."""
+        """Which ranks have left the job, and after what; empty if none has. Local."""
         if self._thread is None:
             return ""
         left = {rank: their for rank in self._ranks if (their := self._left(rank)) is not None}
@@ -192,7 +192,7 @@ class Watch:
         if node is None or node != _node():
             return None
         does = {"T": "is stopped (by SIGSTOP)", "t": "is stopped (by a debugger)", None: "is gone"}
-        why = does.get(machine.state_of(process), "keeps Python's lock, or waits at the job's store")
+        why = does.get(machine.state_of(process), "holds the GIL, or waits for the job's store")
         cpu_s = machine.cpu_seconds(process) or 0.0
         return Standing(None, None, None, None, False, f"its process {process} {why}", [], cpu_s=cpu_s)
 
@@ -255,7 +255,7 @@ class Watch:
 
 
 def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors: bool = False) -> None:
-    """Watch over this rank from here to the end of its job. Local."""
+    """Watch this rank until the end of its job. Local."""
     watch = job.part(Watch)
     watch.begin(rank, world_size, job.store, timeout_s, gets_no_errors)
     if job.watched is not None:

@@ -1,4 +1,4 @@
-"""Computes over the batch of all ranks what is no mean of the ranks' means: masked means, coupled samples."""
+"""Computes losses over the global batch that are not means of the ranks' means: masked means, coupled samples."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Group:
 
 
 def group() -> Any:
-    """The group for messages inside of forward and backward passes: they must not cross those of buckets (collective).
+    """The group for messages within forward and backward passes, separate from that of the buckets (collective).
 
-    Collective in the first call alone.
+    Collective only in the first call.
     """
     made = current().part(_Group)
     if made.group is None:
@@ -69,8 +69,9 @@ def _all_gather_unevenly(here: World, x: torch.Tensor, at_hand: shares.Share) ->
     num_samples, size = at_hand.num_samples(x.shape[0]), here.world_size
     if num_samples is None:
         raise DataError(
-            f"all_gather of {x.shape[0]} rows, and this rank has {at_hand.num_rows} of a batch of {at_hand.totals[0]}: "
-            "whose they are is unknown. Gather what has a row for each sample, or use drop_last=True."
+            f"all_gather of {x.shape[0]} rows, and this rank has {at_hand.num_rows} of a batch of "
+            f"{at_hand.totals[0]}: it is unknown which samples they belong to. Gather tensors with a row for each "
+            "sample, or use drop_last=True."
         )
     total, num_each = at_hand.total(num_samples), x.shape[0] // num_samples
     most = -(-total // size) * num_each
@@ -88,17 +89,17 @@ def _check_equal_numbers(x: torch.Tensor) -> None:
     if len(set(counts)) > 1:
         told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
         raise DataError(
-            f"all_gather of different numbers of rows ({told}): they cannot be put together. Pad them to the same "
-            "number and mask what was added, or let the loss be a sum over each rank's rows (World.mean_over)."
+            f"all_gather of different numbers of rows ({told}): they do not form one batch. Pad them to the same "
+            "number and mask the padding, or make the loss a sum over each rank's rows (World.mean_over)."
         )
 
 
 def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
-    """`loss`, computed on every rank over the batch of all ranks (collective): exactly that of one process.
+    """`loss`, computed on every rank over the global batch (collective): exactly that of one process.
 
-    For any loss that is no mean over samples: masked or weighted means, samples that are compared with each other,
-    statistics of the batch. Tensors among its arguments whose first dimension is the rank's batch, or a multiple of it,
-    are gathered as `World.all_gather` does; others are handed on. What it draws is drawn alike on all ranks.
+    For any loss that is not a mean over samples: masked or weighted means, samples that are compared with each other,
+    batch statistics. Tensor arguments whose first dimension is the rank's batch, or a multiple of it, are gathered as
+    by `World.all_gather`; others are passed on. Its random draws are the same on all ranks.
 
     >>> import ddpshim
     >>> masked = ddpshim.whole_batch(lambda x, mask: (x * mask).sum() / mask.sum())

@@ -1,4 +1,4 @@
-"""Describes this process's place in its job by a frozen `World`, which carries values between the ranks."""
+"""Describes this process's place in its job by a frozen `World`, which also carries values between the ranks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ _NUM_KEPT = 4  # of the values that were handed out under a name; no rank is so 
 
 @dataclass(frozen=True)
 class World:
-    """What one process knows of its job. Get it from `setup()`, later from `ddpshim.world()`.
+    """This process's place in its job. Get it from `setup()`, later from `ddpshim.world()`.
 
-    The collectives (`barrier`, `mean`, `sum`, `gather`, `broadcast`, `run_on_main`) must be reached by
-    every rank and carry Python values over a CPU group of their own, so numbers stay exact and
-    a rank may work alone for `side_timeout_s` (a rollout, a save) while its peers wait. In one process
-    they return at once.
+    The collectives (`barrier`, `mean`, `sum`, `gather`, `broadcast`, `run_on_main`) must be reached by every rank. They
+    carry Python values over a separate CPU group, so numbers stay exact, and a rank may work alone for `side_timeout_s`
+    (a rollout, a save) while the others wait. In one process they return at once.
 
     Attributes:
-        rank: this process's number among all, 0 to `world_size` - 1.
-        local_rank: its number among those of its node, 0 to `local_world_size` - 1.
+        rank: this process's number in the job, 0 to `world_size` - 1.
+        local_rank: its number on its node, 0 to `local_world_size` - 1.
         node_rank: the number of its node.
         device: where it computes.
-        backend: torch's name of what carries gradients; None where there is no group.
+        backend: torch's name of the backend that carries gradients; None without a group.
         launcher: what started the job, "none" in a plain `python train.py`.
         seed: that of `setup`.
         num_restarts: how often a launcher or scheduler has started this job before.
@@ -75,45 +74,44 @@ class World:
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher started this process, also as a world of one (torchrun --nproc_per_node=1)."""
+        """Whether a launcher started this process, even as a single rank (torchrun --nproc_per_node=1)."""
         return self.launcher != "none"
 
     def autocast(self) -> Any:
-        """A context that computes in the precision of `options`, for forward and loss. Local.
+        """A context for forward and loss, which computes in the precision of `options`. Local.
 
-        What `wrap_parallel` returns enters it in its `forward` in training mode; a loss of other methods is computed in
-        `with world.autocast():`. Weights, gradients and optimizers stay float32. No cast of a weight is kept: an
-        optimizer may step inside. With another precision than float32, a step before anybody entered it raises
-        OptionsError.
+        What `wrap_parallel` returns uses it in its `forward` in training mode; compute a loss of other methods in `with
+        world.autocast():`. Weights, gradients and optimizers stay float32. Casts of weights are not cached, so an
+        optimizer may step inside. With a precision other than float32, a step before its first use raises OptionsError.
         """
         return precision.autocast(self.options, self.device, self._job)
 
     def grad_scaler(self) -> Any:
         """torch's GradScaler for the precision of `options`: on with fp16, else one that changes nothing. Local.
 
-        Gradients are scaled as those of one process, and all ranks leave a step out where one has an inf. (It may be
-        another step than in one process: sums over a share get too large where those over the batch cancel.) Its state
-        belongs into `Resumable`'s objects.
+        Gradients are scaled as in one process, and all ranks skip a step if one has an inf. (This may be a different
+        step than in one process: a sum over a share can overflow where the sum over the batch cancels.) Its state
+        belongs in `Resumable`'s objects.
         """
         return precision.grad_scaler(self.options, self.device, self._job, self.world_size)
 
     def only_main(self, obj: T) -> T:
-        """`obj` on the main rank; on the others a stand-in that takes every call and does nothing. Local.
+        """`obj` on the main rank; on the others a stand-in that accepts every call and does nothing. Local.
 
-        For loggers, W&B runs, top-k managers, context managers: what prints and writes. Give it what makes them, or
-        every rank would make one: `run = world.only_main(wandb.init)(project="lift")`, `with
+        For loggers, W&B runs, top-k managers, context managers: what prints and writes. Give it their factory, or every
+        rank would make one: `run = world.only_main(wandb.init)(project="lift")`, `with
         world.only_main(JsonLogger)(path) as log: ...`. The stand-in is false and empty, and a loop over it ends at
         once: loop over the loader itself, and give a progress bar `disable=not world.is_main`.
 
-        A value that the program decides by has to be the main rank's everywhere, else ranks go different ways:
-        `path = world.broadcast(top_k.get_ckpt_path(metrics))`.
+        A value that the program branches on must be the main rank's everywhere, else ranks diverge: `path =
+        world.broadcast(top_k.get_ckpt_path(metrics))`.
         """
         from ddpshim.job.stand_in import StandIn
 
         return obj if self.is_main else cast(T, StandIn())
 
     def running(self, every_n_steps: int = 1) -> Running:
-        """Statistics and counts that are merged over the ranks at every n-th of its steps; see `Running`. Local."""
+        """Statistics and counts that are merged over the ranks every n steps; see `Running`. Local."""
         from ddpshim.job.running import Running
 
         return Running(self, every_n_steps)
@@ -121,22 +119,22 @@ class World:
     def _peers(self) -> Any:
         if self._job.control is None:
             raise WorldError(
-                f"rank {self.rank} of {self.world_size} left its job with cleanup(); nobody answers a collective any "
-                "more. Call cleanup() last."
+                f"rank {self.rank} of {self.world_size} has left its job by cleanup(), so a collective would fail. "
+                "Call cleanup() last."
             )
         self._job.progress.num_collectives += 1
         return self._job.control
 
     def barrier(self) -> None:
-        """Wait until every rank is here; patient enough for side work on one rank (collective)."""
+        """Wait until every rank is here, for up to `side_timeout_s` (collective)."""
         if self.world_size > 1:
             self._gather(None, "barrier")
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank (collective).
 
-        Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them travel as they are; other
-        objects are pickled, unless the option `trust_peers` says no.
+        Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them are sent as they are; other
+        objects are pickled, unless the option `trust_peers` is off.
 
         In a step of virtual ranks (option exact) every virtual rank's, in the order of their numbers.
         """
@@ -164,29 +162,28 @@ class World:
             where = self.meet("crossed", f"{what} at {line_of_the_caller()}", CROSSED_DEADLINE_S)
             there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
             raise WorldError(
-                f"ranks met in different collectives: {there}. Their values would be taken for each other's. Let every "
-                "rank make the same calls of World, make_loader and the like, in the same order."
+                f"ranks met in different collectives: {there}. Their values would be confused. Let every rank make "
+                "the same calls of World, make_loader and the like, in the same order."
             ) from None
 
     def _check_outside_step(self, what: str) -> None:
         turns = self._job.part(Playing).turns
         if turns is not None and turns.now is not None:
             raise WorldError(
-                f"{what} in a step of {turns.size} virtual ranks (option exact): only whole processes can do that, and "
-                "results would depend on how many there are. Call it between steps; gather, sum, mean, mean_over and "
-                "all_gather work in steps."
+                f"{what} in a step of {turns.size} virtual ranks (option exact): results would depend on the number "
+                "of processes. Call it between steps; gather, sum, mean, mean_over and all_gather work within steps."
             )
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
 
-        Raises WorldError where `src` is no rank of this world.
+        Raises WorldError if `src` is not a rank of this world.
         """
         self._check_outside_step("broadcast")
         if not 0 <= src < self.world_size:
             raise WorldError(
-                f"broadcast from src={src} in a world of {self.world_size}; nobody would send and every rank "
-                f"would wait. Use a rank from 0 to {self.world_size - 1}."
+                f"broadcast from src={src} in a world of {self.world_size}; every rank would wait for a sender that "
+                f"does not exist. Use a rank from 0 to {self.world_size - 1}."
             )
         return self._broadcast(value, src, f"broadcast from rank {src}")
 
@@ -201,26 +198,27 @@ class World:
     def sum(self, value: Any) -> Any:
         """The sum over ranks (collective) of a number, a tensor, or a mapping of these.
 
-        Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64.
-        Raises WorldError where ranks hold different keys or shapes, or something that does not add.
+        Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64. Raises WorldError if
+        ranks hold different keys or shapes, or something that cannot be added.
         """
         return reduce(self.gather(to_cpu(value)), mean=False, like=value)
 
     def mean(self, value: Any) -> Any:
         """The mean over ranks (collective); see `sum`. A mean of integers is a float.
 
-        Every rank counts once, whatever its value is of: of ranks with 2 samples and 1, the one sample weighs as much
-        as the two. For the mean over samples add up sums and counts (`sum`, `running`), or take `mean_over`.
+        Every rank counts once: with 2 samples on one rank and 1 on another, the one sample weighs as much as the two.
+        For the mean over samples add up sums and counts (`sum`, `running`), or use `mean_over`.
         """
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
     def mean_over(self, total: torch.Tensor, count: Any) -> torch.Tensor:
         """The mean over the entries of all ranks, as a loss; `total` is the sum over this rank's (collective).
 
-        A mean over valid entries (padding masks, sample weights, steps that count) divides by a number that differs
-        between ranks; as a rank's own mean, entries weigh more where there are few. On each rank this is W * total
-        over the sum of the counts: its mean over the ranks, and that of its gradients, is the mean over all entries.
-        A rank that has none (count 0) runs the network on an empty batch: the others wait for its backward pass.
+        A mean over valid entries (padding masks, sample weights, valid steps) divides by a number that differs between
+        ranks; if each rank took its own mean, entries on ranks with few would weigh more. On each rank this is W *
+        total over the sum of the counts, so its mean over the ranks, and that of its gradients, is the mean over all
+        entries. A rank without entries (count 0) must still run the network, on an empty batch: the others wait for its
+        backward pass.
 
         >>> World().mean_over(torch.tensor(6.0), 3)
         tensor(2.)
@@ -236,10 +234,10 @@ class World:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in the order of one process's batch; gradients go back to a row's rank (collective).
 
-        Row j of rank r of W is row j * W + r, as `make_loader` deals samples. For losses that compare samples with
-        each other (InfoNCE) or normalise over the batch: compute them on what is gathered, on every rank. The gradient
-        of a row is the sum over the ranks, of which DDP takes the mean: gradients are those of one process. Raises
-        DataError, on all ranks, where they have different numbers of rows.
+        Row j of rank r of W is row j * W + r, as `make_loader` deals samples. For losses that compare samples (InfoNCE)
+        or normalise over the batch: compute them on the gathered rows, on every rank. The gradient of a row is the sum
+        over the ranks, of which DDP takes the mean: gradients are those of one process. Raises DataError, on all ranks,
+        if they have different numbers of rows.
 
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.
@@ -249,18 +247,18 @@ class World:
         return whole_batch.all_gather(self, x)
 
     def count(self, name: str, by: int = 0) -> int:
-        """What all ranks have added to the counter `name` so far, `by` included. Local: waits for nobody.
+        """Add `by` to the counter `name`; returns its sum over all ranks so far. Local: does not wait.
 
-        Counters start at 0 in each world that `setup()` makes. For progress, and for news of a failure.
+        Counters start at 0 in each world that `setup()` makes. For progress, and to detect failures.
         """
         if self._job.store is None:
             self._job.store = dist.HashStore()
         return int(self._job.store.add(messages.key(f"count/{name}"), by))
 
     def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
-        """Send whole numbers to every rank without waiting; the result, called, waits for those of all (collective).
+        """Send integers to every rank without waiting; calling the result waits for those of all ranks (collective).
 
-        It takes the seconds that it may wait, and raises RuntimeError when they have passed.
+        It takes a timeout in seconds, after which it raises RuntimeError.
         """
         if self.world_size == 1:
             return lambda deadline_s: [numbers]
@@ -275,12 +273,12 @@ class World:
         return result
 
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
-        """The values of the ranks that come here within the deadline, by rank. Never hangs (collective).
+        """The values of the ranks that arrive within the deadline, by rank. Never hangs (collective).
 
-        With a deadline of 0 a rank leaves its value, and waits for nobody; nor does any for one that has left the job.
-        Values are what JSON has: any process that reaches the job's store can write there.
+        With a deadline of 0 a rank leaves its value without waiting. No rank waits for one that has left the job.
+        Values must be JSON, since any process that reaches the job's store can write there.
 
-        Raises WorldError where the store holds something else.
+        Raises WorldError if the store holds something else.
         """
         if self.world_size == 1:
             return {0: value}
@@ -307,11 +305,12 @@ class World:
         return False
 
     def hand_out(self, name: str, value: T) -> T:
-        """The main rank's value of its n-th call with this `name`, for each rank's n-th: it waits for nobody.
+        """The main rank's value of its n-th call with this `name`, for each rank's n-th call. The main rank does not
+        wait.
 
-        So a rank that calls this more often than others does not stop them, and whoever compares afterwards can say so.
+        So a rank that calls this more often than others does not stop them, and a later comparison can report it.
 
-        Raises WorldError where the main rank has not come to its n-th call within `side_timeout_s`.
+        Raises WorldError if the main rank does not make its n-th call within `side_timeout_s`.
         """
         if self.world_size == 1:
             return value
@@ -327,14 +326,14 @@ class World:
             store.wait([key], timedelta(seconds=patience))
         except (RuntimeError, ValueError) as error:
             raise WorldError(
-                f"rank {self.rank} came to {name} (time {number + 1}), and the main rank did not within "
-                f"{patience:g} s; they would go on with different values. Let every rank make the same calls."
+                f"rank {self.rank} made call {number + 1} of {name}, but the main rank did not within {patience:g} "
+                "s; they would continue with different values. Let every rank make the same calls."
             ) from error
         received: T = messages.unpacked(store.get(key), False, 0)
         return received
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """What `function` returns when only the main rank runs it, on every rank (collective).
+        """Run `function` on the main rank only; every rank gets its result (collective).
 
         An exception on the main rank is raised there as it is, and as WorldError everywhere else.
         """
@@ -358,8 +357,8 @@ class World:
             raise failure.caused_by(
                 0,
                 WorldError(
-                    f"{name} failed on the main rank ({message}); rank {self.rank} would go on without its result. "
-                    "See the main rank's traceback."
+                    f"{name} failed on the main rank ({message}); rank {self.rank} would continue without its "
+                    "result. See the main rank's traceback."
                 ),
             )
         result = self._broadcast(result, 0, what)

@@ -1,7 +1,7 @@
-"""Starts the one rank of a job of one and waits for it, without torch's agent: that takes seconds to import.
+"""Starts a single rank and waits for it, without torch's agent, which takes seconds to import.
 
-The rank finds the variables that torchrun would set. The agent serves a store, and restarts ranks; one that is alone
-meets nobody, and is not restarted.
+The rank has the variables that torchrun would set. The agent would serve a store and restart ranks; a single rank needs
+neither.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class End(NamedTuple):
 
 
 def run(program: Sequence[str], grace_s: float) -> tuple[dict[int, End], list[int]]:
-    """How the rank that runs `program` failed, if it did, and the signals that came, when it has ended."""
+    """Run `program` as one rank; how it failed, if it did, and the signals that this process received."""
     stay_on_this_machine()
     ranks: list[subprocess.Popen[bytes]] = []
     passing = Passing(lambda: [rank.pid for rank in ranks if rank.returncode is None], grace_s)

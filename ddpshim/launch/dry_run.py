@@ -1,4 +1,4 @@
-"""Says what `run` would start, and starts nothing (`run --dry-run`)."""
+"""Prints what `run` would start, but starts nothing (`run --dry-run`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpshim.variables import PREFIX
 
 
 def text(job: Launch) -> str:
-    """What each node would run, and with which options. Local.
+    """The command that each node would run, and its options. Local.
 
     Raises LaunchError and OptionsError as the run would.
     """
@@ -23,7 +23,7 @@ def text(job: Launch) -> str:
     given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX) and value}
     logs = f"{job.log_dir or 'ddpshim-logs/TIME-PID'}/rank_N.log"
     lines = [
-        f"would run on {f'node {job.node_rank} of {job.nnodes}' if (job.nnodes or 1) > 1 else 'this machine'}:",
+        f"command on {f'node {job.node_rank} of {job.nnodes}' if (job.nnodes or 1) > 1 else 'this machine'}:",
         f"  {shlex.join(command)}",
         f"options: {options}",
         *(f"  {name}={shlex.quote(value)}" for name, value in given.items()),

@@ -1,6 +1,6 @@
 """Runs the user's program as one rank of `python -m ddpshim run` or of `ddpshim slurm`, unedited.
 
-Imports no torch: the program decides what is imported, and in which order.
+Imports no torch: the program decides what is imported, in which order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BEGAN = "began"  # a file in RUN_DIR, as old as this `run`
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, as the rank that a launcher made of this."""
+    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, in a process that a launcher started as a
+    rank."""
     if "RANK" in os.environ and os.getpgrp() != os.getpid():
         # torch 2.1 leaves ranks in the terminal's group: Ctrl-C would reach them directly and through `run`.
         os.setsid()

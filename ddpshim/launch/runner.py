@@ -1,8 +1,8 @@
-"""Implements `python -m ddpshim run`: torchrun with a preflight, a log for each rank, the first failure last.
+"""Implements `python -m ddpshim run`: torchrun with checks before the start, a log for each rank, the first failure
+last.
 
-torchrun's agent, in this process, launches and watches; nothing here does (of a job of one rank: `alone`). Exit code:
-that of the first failing rank, 128 + N where signal N ended it; 1 where the preflight refused; 0 where every rank ended
-well.
+torchrun's agent runs in this process, and starts and watches the ranks (for a single rank: `alone`). Exit code: 0 if
+every rank succeeded; that of the rank that failed first, or 128 + N if signal N ended it; 2 if a check failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUM_LOGS = 50  # of runs in one folder
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run, and where. None: as `run` finds best."""
+    """What to run, and where. None: `run` chooses."""
 
     program: str  # a file, or with is_module the name of a module
     arguments: tuple[str, ...] = ()
@@ -68,8 +68,8 @@ class Launch:
 def run(job: Launch) -> int:
     """The exit code of `job`, when all its ranks on this node have ended.
 
-    Signals that this process gets are passed on to the ranks, once each; after SIGTERM, SIGINT, SIGHUP or SIGQUIT they
-    have `grace_s` to end by themselves. Raises LaunchError where the job could not have run; nothing was started then.
+    Signals to this process are passed on to the ranks, once each; after SIGTERM, SIGINT, SIGHUP or SIGQUIT the ranks
+    have `grace_s` to stop. Raises LaunchError, before anything is started, if the job cannot run.
     """
     job = nodes_of_scheduler(job, os.environ)
     check(job, os.environ)
@@ -104,16 +104,16 @@ def run(job: Launch) -> int:
         report = f"python -m ddpshim report {shlex.quote(records.read_text())}" if records.exists() else None
         if not failures:
             if report is not None:
-                say(f"{report} builds a page about this run")
+                say(f"build a report of this run: {report}")
             return 0
         notes = failure_notes.read(run_dir)
         first, code = failure_notes.first(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
-            say(f"the ranks have saved and left, to be started again (exit code {code})")
+            say(f"the ranks saved their progress and stopped; start the job again to resume (exit code {code})")
         elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
-            where = "" if log_dir is None else f"; what they did last is in {log_dir}"
+            where = "" if log_dir is None else f"; their logs are in {log_dir}"
             name = signal.Signals(-code if code < 0 else code - 128).name
-            say(f"the ranks were ended by {name}, as asked{where}")
+            say(f"stopped by {name}{where}")
         else:
             _report(first, code, log_dir, notes[first].traceback if first in notes else "")
         return 128 - code if code < 0 else code
@@ -145,9 +145,9 @@ def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mappi
 
 
 def check(job: Launch, environ: Mapping[str, str]) -> None:
-    """Nothing, if `job` can start here. Local: reads files, opens and closes a socket, imports no torch.
+    """Check that `job` can start here. Local: reads files, opens and closes a socket, imports no torch.
 
-    Raises LaunchError, a line for each thing that is wrong.
+    Raises LaunchError, with a line for each problem.
     """
     problems = [*_problems_of_environment(environ), *problems_of_program(job), *_problems_of_nodes(job)]
     if problems:
@@ -158,40 +158,40 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
     seen = ", ".join(f"{name}={environ[name]!r}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ)
     if seen:
         yield (
-            f"{seen} set already: this is a rank of a job, and each of its ranks would start a job of its own. "
-            "Call `run` once, outside of torchrun, or unset them."
+            f"{seen} set already, so this process is a rank of a job: each rank would start its own job. Call `run` "
+            "once, outside torchrun, or unset them."
         )
     forced = environ.get("DDPSHIM_LAUNCHER") or "torchrun"
     if forced != "torchrun":
         yield (
-            f"DDPSHIM_LAUNCHER={forced!r}, but `run` launches through torchrun: the ranks would look for another "
+            f"DDPSHIM_LAUNCHER={forced!r}, but `run` launches through torchrun: the ranks would read another "
             "launcher's variables, or train alone. Unset DDPSHIM_LAUNCHER."
         )
 
 
 def problems_of_program(job: Launch) -> Iterator[str]:
-    """Why no rank could run the program of `job`, a line for each reason. Local; reads files, imports nothing."""
+    """Why the program of `job` cannot run, a line for each reason. Local; reads files, imports nothing."""
     source = module_file(job.program) if job.is_module else job.program
     if source is None:
         yield (
-            f"-m {job.program}: no such module, or a package without __main__.py; every rank would fail at it. "
-            "Check the spelling, install it, or set PYTHONPATH."
+            f"-m {job.program}: no such module, or a package without __main__.py: no rank could start it. Check the "
+            "spelling, install it, or set PYTHONPATH."
         )
     elif not os.path.isfile(source):
-        kind = "a folder" if os.path.isdir(source) else "no file"
+        found = f"{source} is a folder" if os.path.isdir(source) else f"no such file: {source}"
         yield (
-            f"{source} is {kind} (seen from {os.getcwd()}): every rank would fail at it. "
-            "Give the path of a script, or -m and the name of a module."
+            f"{found} (in {os.getcwd()}): no rank could start it. Give the path of a script, or -m and "
+            "the name of a module."
         )
     elif source.endswith(".py"):
         try:
             with tokenize.open(source) as file:
                 compile(file.read(), source, "exec", dont_inherit=True)
         except OSError as error:
-            yield f"{source} cannot be read ({error}): every rank would fail at it. Make it readable."
+            yield f"{source} cannot be read ({error}): no rank could start it. Make it readable."
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             said = str(error) or type(error).__name__
-            yield f"{source} does not compile ({said}): every rank would fail at it. Correct it."
+            yield f"{source} does not compile ({said}): no rank could start it. Correct it."
 
 
 def module_file(name: str) -> Optional[str]:
@@ -217,28 +217,28 @@ def _find_inside(package: Optional[ModuleSpec], name: str) -> Optional[ModuleSpe
 def _problems_of_nodes(job: Launch) -> Iterator[str]:
     nnodes, node_rank = job.nnodes or 1, job.node_rank or 0
     if job.standalone and nnodes > 1:
-        yield f"--standalone with --nnodes={nnodes}: each node would start a job of its own. Leave one of them out."
+        yield f"--standalone with --nnodes={nnodes}: each node would start its own job. Leave one of them out."
     if nnodes == 1:
         given = {"--master-addr": job.master_addr, "--master-port": job.master_port, "--node-rank": job.node_rank}
         alone = [f"{name}={value}" for name, value in given.items() if value]
         if alone:
             yield (
-                f"{' '.join(alone)} without --nnodes: this node would start a job of its own, and not meet the others. "
-                "Give --nnodes, the same on every node; on one node leave them out."
+                f"{' '.join(alone)} without --nnodes: this node would start its own job, without the others. Give "
+                "--nnodes, the same on every node; on one node leave them out."
             )
         return
     if node_rank >= nnodes:
         yield (
-            f"--node-rank={node_rank} is not below --nnodes={nnodes}: the nodes would wait for one that never comes. "
-            f"Number them from 0 to {nnodes - 1}."
+            f"--node-rank={node_rank} is not below --nnodes={nnodes}: the nodes would wait for one that does not "
+            f"exist. Number them from 0 to {nnodes - 1}."
         )
     missing = [
         name for name, value in (("--node-rank", job.node_rank), ("--master-addr", job.master_addr)) if value is None
     ]
     if missing and job.rdzv_endpoint is None:
         yield (
-            f"--nnodes={nnodes} without {' and '.join(missing)}: the nodes would not find each other. Give every node "
-            "the address of node 0, and a number of its own from 0 up."
+            f"--nnodes={nnodes} without {' and '.join(missing)}: the nodes would not find each other. Give every "
+            "node the address of node 0, and its own number, from 0."
         )
     if job.master_addr is not None:
         error = why_unknown(job.master_addr)
@@ -256,7 +256,7 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
 
 
 def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
-    """`job` with its place among the nodes, where srun or mpirun started one `run` on each node of several."""
+    """`job` with its node number, if srun or mpirun started one `run` on each of several nodes."""
     if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
         needs_port = (job.nnodes or 1) > 1 and job.master_port is None and job.rdzv_endpoint is None
         return replace(job, master_port=29500) if needs_port else job  # torchrun's own; all nodes have to know it
@@ -265,8 +265,8 @@ def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
         return job
     if env.local_world_size > 1:
         raise LaunchError(
-            f"{env.reason}: {env.local_world_size} tasks on this node, and each would start all its ranks. Start one "
-            "`run` on each node (srun --ntasks-per-node=1), or the program itself with srun."
+            f"{env.reason}: {env.local_world_size} tasks on this node, and each would start all ranks of the node. "
+            "Start one `run` per node (srun --ntasks-per-node=1), or start the program itself with srun."
         )
     return replace(
         job,
@@ -287,8 +287,8 @@ def _make_log_dir(job: Launch) -> Path:
             return log_dir
     except OSError as error:
         raise LaunchError(
-            f"{log_dir} cannot be written to ({error}): what the ranks print would be lost. "
-            "Give --log-dir another folder, or --no-logs."
+            f"{log_dir} cannot be written ({error}): the ranks' output would be lost. Give another folder with "
+            "--log-dir, or use --no-logs."
         ) from error
 
 
@@ -310,13 +310,13 @@ def _check_gpus(nproc: str) -> None:
     num_gpus = torch.cuda.device_count()
     if nproc == "gpu" and num_gpus == 0:
         raise LaunchError(
-            "--nproc=gpu, but torch sees no GPU: no rank could start. Check the driver and CUDA_VISIBLE_DEVICES, or "
-            "give --nproc a number to train on the CPU."
+            "--nproc=gpu, but torch sees no GPU: no rank could start. Check the driver and CUDA_VISIBLE_DEVICES, "
+            "or train on the CPU with --nproc=N."
         )
     if not os.environ.get("DDPSHIM_EXACT") and nproc.isdecimal() and 0 < num_gpus < int(nproc):
         raise LaunchError(
-            f"--nproc={nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, slower than "
-            f"fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
+            f"--nproc={nproc}, but torch sees {num_gpus} GPU{'s' * (num_gpus > 1)}: ranks would share one, which is "
+            f"slower than fewer ranks. Use --nproc={num_gpus}, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
         )
 
 
@@ -365,6 +365,13 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
         thread.join()
 
 
+def _error_in(traceback: str) -> str:
+    """The line of a traceback that names the error."""
+    lines = traceback.rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    return lines[frames[-1] + 1] if frames and lines[frames[-1] + 1 :] else ""
+
+
 def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> None:
     """Say which rank failed first, and end with its traceback, or else with the end of its log."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -373,7 +380,12 @@ def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> No
         return
     log = log_dir / f"rank_{rank}.log"
     if rank > 0:
-        say(f"rank {rank} failed first: it {said}; {log} ends:")
+        error = _error_in(traceback)
+        say(
+            f"rank {rank} failed first: {error} (it {said}; its log is {log}):"
+            if error
+            else f"rank {rank} failed first: it {said}; {log} ends:"
+        )
         print(traceback.rstrip() or failure_notes.end_of(log), file=sys.stderr, flush=True)
     elif not traceback:  # else it is the last thing on the screen already
         say(f"rank 0 failed first: it {said} (above, and in {log})")

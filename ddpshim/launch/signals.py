@@ -1,4 +1,4 @@
-"""Passes signals that `run` gets on to the ranks, once each, and ends ranks that take too long to end by themselves."""
+"""Passes signals that `run` receives on to the ranks, once each, and kills ranks that take too long to stop."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 class Passing:
-    """What is passed on to the ranks that `pids` names: only to them. Their data workers would die of it.
+    """Passes signals on to the ranks in `pids`, but not to their data workers, which would die.
 
     Attributes:
-        received: the signals that came, a list that grows.
+        received: the signals received so far, a list that grows.
     """
 
     def __init__(self, pids: Callable[[], list[int]], grace_s: float) -> None:
@@ -35,18 +35,18 @@ class Passing:
         self._before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in _NAMES)}
 
     def begin(self) -> None:
-        """Take the signals, over whatever handlers there are. Local."""
+        """Install the signal handlers. Local."""
         for signum, handler in self._before.items():
             # Under nohup, SIGHUP stays ignored: another handler would end the job at the logout.
             signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else self._pass_on)
 
     def catch_up(self) -> None:
-        """The ranks are there: they get what came before. Local."""
+        """Send the ranks, which now run, the signals that came before. Local."""
         for signum in self._too_early:
             self._send(signum)
 
     def end(self) -> None:
-        """Give the signals back. Local."""
+        """Restore the previous signal handlers. Local."""
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
@@ -58,7 +58,7 @@ class Passing:
             return
         self.received.append(signum)
         asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # of these the ranks make what they like
-        patience = f", which have {self._grace_s:g} s to end" if asks_to_end else ""
+        patience = f", which have {self._grace_s:g} s to stop" if asks_to_end else ""
         say(f"{name}, passed on to the ranks{patience}")
         if self._pids():
             self._send(signum)
@@ -70,7 +70,7 @@ class Passing:
             timer.start()
 
     def _give_up(self, name: str) -> None:
-        say(f"ranks still run {self._grace_s:g} s after {name}: killed")
+        say(f"ranks still ran {self._grace_s:g} s after {name}, and were killed")
         self._send(signal.SIGKILL)
 
     def _send(self, signum: int) -> None:
@@ -81,12 +81,12 @@ class Passing:
 
 @contextlib.contextmanager
 def passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
-    """Meanwhile signals go to the ranks themselves, and torch's agent goes on watching them until they have ended.
+    """Inside, signals go to the ranks, while torch's agent keeps watching them until they end.
 
-    Yields the signals that came, a list that grows.
+    Yields the signals received so far, a list that grows.
 
-    The agent by itself would end in a traceback at SIGTERM, give the ranks half a minute, and drop their exit codes; at
-    SIGUSR1 it would die and leave them alone.
+    Without this, the agent ends in a traceback at SIGTERM, kills ranks after half a minute, and drops their exit codes;
+    at SIGUSR1 it dies and leaves them running.
     """
     from torch.distributed.elastic.multiprocessing import PContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -21,7 +21,7 @@ def _option(metavar: str, text: str, default: Optional[str] = None, also: tuple[
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user said, as text: `batch_script` checks all of it at once. None: the site's default."""
+    """The user's settings, as text: `batch_script` checks them all at once. None: the site's default."""
 
     program: str
     arguments: list[str] = field(default_factory=list)
@@ -29,24 +29,24 @@ class Settings:
     nodes: str = _option("N", "nodes", "1", ("--nnodes",))
     gpus_per_node: str = _option("N", "GPUs of each node, 0 for the CPU", "1")
     nproc_per_node: Optional[str] = _option("N", "ranks on each node (one for each GPU)", also=("--nproc",))
-    cpus_per_rank: Optional[str] = _option("N", "cores of each rank, its data workers included")
-    time: Optional[str] = _option("TIME", "limit, in sbatch's notation: 2-12, 12:00:00, 30")
+    cpus_per_rank: Optional[str] = _option("N", "cores for each rank, data workers included")
+    time: Optional[str] = _option("TIME", "time limit as sbatch takes it: 2-12, 12:00:00, 30")
     partition: Optional[str] = _option("NAME", "the queue")
     account: Optional[str] = _option("NAME", "who pays")
     job_name: str = _option("NAME", "the job's name", "ddpshim")
-    output: str = _option("PATTERN", "where the output goes", "%x-%j.out")
+    output: str = _option("PATTERN", "file for the output", "%x-%j.out")
     signal_before: str = _option("S", "seconds before the limit at which the ranks get SIGUSR1", "120")
     launcher: Optional[str] = _option(
         "srun|torchrun",
-        "what starts the ranks of a node (srun for a program that imports ddpshim: others need torchrun's variables)",
+        "what starts the ranks (srun only for programs that import ddpshim; others need torchrun's variables)",
     )
 
 
 def batch_script(settings: Settings) -> str:
     """The text of an sbatch script.
 
-    The ranks, and not the batch shell, get SIGUSR1 `signal_before` seconds before the limit and SIGTERM at preemption;
-    where they end with exit code 75 the job goes back into the queue. Raises LaunchError, a line for each thing wrong.
+    The ranks, not the batch shell, get SIGUSR1 `signal_before` seconds before the limit and SIGTERM at preemption; if
+    they exit with 75 the job is requeued. Raises LaunchError, with a line for each problem.
     """
     problems = [*_problems(settings)]
     if problems:
@@ -82,7 +82,8 @@ def batch_script(settings: Settings) -> str:
 
 
 def joins_by_itself(settings: Settings) -> bool:
-    """Whether the program reads SLURM's variables: it imports ddpshim, or is patched by it. Local; reads one file."""
+    """Whether the program reads SLURM's variables: if it imports ddpshim, or is patched by it. Local; reads one
+    file."""
     if settings.is_module and adapters.has_trainer(settings.program.partition(".")[0]):
         return True
     from ddpshim.launch.runner import module_file
@@ -127,32 +128,34 @@ def _problems(settings: Settings) -> Iterator[str]:
         value = getattr(settings, name)
         if value is not None and not (re.fullmatch("[0-9]{1,6}", value) and int(value) >= least):
             yield (
-                f"{_flag(name)}={value!r} is not a whole number from {least} up: sbatch would refuse the script. "
-                "Correct it."
+                f"{_flag(name)}={value!r} is not a whole number of at least {least}: sbatch would refuse the "
+                "script. Correct it."
             )
     if settings.gpus_per_node == "0" and settings.nproc_per_node is None:
-        yield "--gpus-per-node=0 without --nproc-per-node: no rank would be started. Say how many ranks a node gets."
+        yield (
+            "--gpus-per-node=0 without --nproc-per-node: no rank would be started. Give the number of ranks per node."
+        )
     for name in ("partition", "account", "job_name", "output"):
         value = getattr(settings, name)
         if value is not None and not re.fullmatch(r"[\w%@+=:,./-]+", value):
             yield (
-                f"{_flag(name)}={value!r} is empty or has other signs than letters, digits and %@+=:,./-: sbatch would "
-                "read something else. Change it."
+                f"{_flag(name)}={value!r} is empty, or contains characters other than letters, digits and "
+                "%@+=:,./-: sbatch would misread it. Change it."
             )
     if settings.launcher not in (None, "srun", "torchrun"):
         yield f"--launcher={settings.launcher!r} is unknown: nothing would start the ranks. Use srun or torchrun."
     limit_s = None if settings.time is None else _seconds(settings.time)
     if settings.time is not None and not limit_s:
         yield (
-            f"--time={settings.time!r} is no time limit: sbatch would refuse the script. "
-            "Write minutes, H:MM:SS or D-HH:MM:SS, more than zero."
+            f"--time={settings.time!r} is not a time limit: sbatch would refuse the script. Write minutes, H:MM:SS "
+            "or D-HH:MM:SS, above zero."
         )
     if re.fullmatch("[0-9]{1,6}", settings.signal_before):
         most = min(_NEVER_SENT_S, limit_s - 1 if limit_s else _NEVER_SENT_S)
         if int(settings.signal_before) > most:
             yield (
-                f"--signal-before={settings.signal_before} is more than {most} seconds: the ranks would get it at "
-                "the start, or never. Make it a few minutes, and the limit longer."
+                f"--signal-before={settings.signal_before} is more than {most} seconds: the signal would come at "
+                "the start, or never. Use a few minutes, and a longer limit."
             )
 
 

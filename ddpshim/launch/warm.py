@@ -1,7 +1,7 @@
-"""Starts ranks again in a second: they are forked from a process that has imported torch and ddpshim.
+"""Restarts ranks within a second, by forking them from a process that has already imported torch and ddpshim.
 
-`run` has one on each node where it may restart ranks. It is not used by the first start, before it is ready, where
-TensorFlow is installed (which may have to be imported before torch), and with a torch that starts ranks otherwise.
+`run` has one on each node if it may restart ranks. It is not used for the first start, before it is ready, if
+TensorFlow is installed (which may have to be imported before torch), or with a torch that starts ranks differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _START_S = 10.0
 
 
 class Warm:
-    """The process from which ranks are forked, as `run` sees it."""
+    """`run`'s handle on the process from which ranks are forked."""
 
     def __init__(self) -> None:
         self._socket: Optional[socket.socket] = None
@@ -48,7 +48,7 @@ class Warm:
         self._timer: Optional[threading.Timer] = None
 
     def popen(self, args: Sequence[str], env: dict[str, str], **options: Any) -> Any:
-        """What `subprocess.Popen` is to torch's agent."""
+        """Start a rank, as `subprocess.Popen` does for torch's agent."""
         if not self._begun:
             self._begun = True
             self._timer = threading.Timer(_BEGIN_AFTER_S, self._begin, [env])
@@ -61,7 +61,7 @@ class Warm:
         return subprocess.Popen(args=args, env=env, **options)
 
     def end(self) -> None:
-        """Nothing is to be started any more. Local."""
+        """End the process; nothing more will be started. Local."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -94,7 +94,7 @@ class Warm:
         return self._ranks[pid]
 
     def read(self, wait_s: float = 0.0) -> None:
-        """Take note of what the process says: that it is ready, which rank it has forked, and which has ended."""
+        """Read the process's messages: that it is ready, which rank it forked, which rank ended."""
         assert self._socket is not None
         while select.select([self._socket], [], [], wait_s)[0]:
             wait_s = 0.0
@@ -115,7 +115,7 @@ class Warm:
 
 
 class Forked:
-    """A rank that was forked: what torch's agent uses of a `subprocess.Popen`."""
+    """A forked rank, with the part of `subprocess.Popen` that torch's agent uses."""
 
     def __init__(self, warm: Warm, pid: int) -> None:
         self._warm, self.pid = warm, pid
@@ -140,7 +140,7 @@ class Forked:
             os.kill(self.pid, signum)
 
     def lost(self) -> None:
-        """End it: who would tell how it ends is gone."""
+        """Kill it: the process that would report its end is gone."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ class Forked:
 
 @contextlib.contextmanager
 def restarts() -> Iterator[None]:
-    """Meanwhile torch's agent restarts ranks from a process that has their imports done, where that is possible."""
+    """Inside, torch's agent restarts ranks from a process that has done their imports, where possible."""
     starts = None
     with contextlib.suppress(ImportError):  # before torch 2.3
         starts = importlib.import_module(_POPEN_IN)
@@ -165,7 +165,7 @@ def restarts() -> Iterator[None]:
 
 
 def serve(connection: socket.socket) -> list[str]:
-    """Fork a rank for each line that comes; returns in the forked ones alone, what the rank is to run."""
+    """Fork a rank for each line received; returns only in the forked ranks, with what the rank is to run."""
     for module in _MODULES:
         importlib.import_module(module)
     hears, tells = os.pipe()

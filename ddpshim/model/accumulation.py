@@ -13,7 +13,7 @@ from ddpshim.job.group import world
 
 
 def accumulate(batch: Any, *networks: Any, steps: Optional[int] = None) -> Iterator[Any]:
-    """The equal parts of `batch`, one after the other; gradients are reduced in the backward pass of the last.
+    """Yield the equal parts of `batch`; gradients are reduced in the backward pass of the last part.
 
     Local. With one part it is the batch itself. Call `backward()` on a k-th of the mean loss of each part, step after
     the loop: `for part in accumulate(batch, policy, steps=k): (loss(part) / k).backward()`.
@@ -40,8 +40,8 @@ def _part(value: Any, number: int, k: int) -> Any:
         size, left_over = divmod(len(value), k)
         if left_over or not size:
             raise DataError(
-                f"a batch of {len(value)} does not split into {k} equal parts (accumulation_steps); their mean losses "
-                f"would weigh samples unequally. Use a batch for each rank that {k} divides."
+                f"a batch of {len(value)} does not split into {k} equal parts (accumulation_steps); samples would "
+                f"be weighted unequally. Use a batch per rank that {k} divides."
             )
         return value[number * size : (number + 1) * size]
     if isinstance(value, Mapping):

@@ -35,7 +35,7 @@ class _Sent(NamedTuple):
 
     def __str__(self) -> str:
         batches = (f"step {at.step} of epoch {at.epoch} of {called}{_of_samples(at)}" for at, called in self.where)
-        said = ", ".join(batches) or "no batch of make_loader"
+        said = ", ".join(batches) or "no batch from make_loader"
         if self.num_steps is not None:
             said += f", after {count(self.num_steps, 'optimizer step')}"
         return said + (f" (the last at learning rate {', '.join(map(str, self.rates))})" if self.rates else "")
@@ -99,10 +99,10 @@ class Agreement:
             of_ranks = here.meet("positions", f"{sent_for}, network {self._number}", _MEETING_DEADLINE_S)
             where = "; ".join(f"rank {rank}: {said}" for rank, said in of_ranks.items())
             raise SyncError(
-                f"gradients of different steps or networks met in a backward pass of {self._network}. {where}. Iterate "
-                "over the loaders of make_loader on every rank alike, and skip no batch, no step and no network on one "
-                "rank alone, and let schedulers step on numbers of all ranks; for a "
-                f"look at data on one rank give it a DataLoader of its own ({OPT_OUT})."
+                f"ranks reduced gradients of different steps or networks in a backward pass of {self._network}. "
+                f"{where}. Iterate over make_loader's loaders in the same way on every rank; skip no batch, step or "
+                "network on one rank alone; step schedulers with numbers of all ranks. To look at data on one rank, "
+                f"use a separate DataLoader ({OPT_OUT})."
             )
         return asks > 0
 

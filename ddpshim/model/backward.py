@@ -1,4 +1,4 @@
-"""Knows when a backward pass of the program goes on, and says what to do where one cannot be reduced over the ranks."""
+"""Tracks the program's backward passes, and refuses those that cannot be reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ def check_step(optimizer: Any) -> None:
     if current().part(Passes).depth:
         raise SyncError(
             f"{type(optimizer).__name__}.step() inside a backward pass (an optimizer in backward, or a hook that "
-            "steps): gradients are this rank's alone until the end of the pass, and ranks would train different "
-            "models. Step after loss.backward(), by an optimizer of all parameters (DDPSHIM_GUARD=0 turns this check "
-            "off)."
+            "steps): gradients are not reduced until the pass ends, so ranks would train different models. Step "
+            "after loss.backward(), with one optimizer for all parameters (DDPSHIM_GUARD=0 turns this check off)."
         )
 
 
@@ -81,8 +80,8 @@ def check_unchanged(parameters: Iterable[torch.Tensor], versions: Iterable[int],
     for parameter, version, name in zip(parameters, versions, names):
         if parameter._version != version:
             raise SyncError(
-                f"parameter '{name}' was changed inside a backward pass (a hook that steps?), when gradients are this "
-                "rank's alone; ranks would train different models. Change weights after loss.backward() "
+                f"parameter '{name}' was changed inside a backward pass (a hook that steps?), before its gradient "
+                "was reduced; ranks would train different models. Change weights after loss.backward() "
                 "(DDPSHIM_GUARD=0 turns this check off)."
             )
 
@@ -143,10 +142,10 @@ def _check(passes: Passes) -> None:
     """Raise SyncError where the pass that begins cannot be reduced."""
     if passes.left is not None:
         refusal = SyncError(
-            f"a backward pass after one that never finished: {passes.left}, and the program caught it. Other ranks "
-            "have a part of that pass's gradients and wait for the rest, and would take this one's for it. A pass "
-            "cannot be made again on one rank: let the exception end the job. If memory ran out, use smaller batches, "
-            "or several for a step (net.accumulate)."
+            f"a backward pass after one that never finished: {passes.left}, and the program caught the exception. "
+            "Other ranks still wait for the rest of that pass's gradients, and would get those of this pass. One "
+            "rank cannot repeat a pass: let the exception end the job. If memory ran out, use smaller batches, or "
+            "accumulate several per step (net.accumulate)."
         )
         if passes.has_refused:  # and was caught: the program would go through all its batches like this
             abort(refusal)
@@ -160,30 +159,30 @@ def _explain(passes: Passes, error: Exception) -> None:
     """Raise SyncError in place of an error of torch's that does not say what to do; take note of what was left."""
     network, text = passes.unfinished(), str(error)
     if network is not None or isinstance(error, SyncError):
-        passes.left = f"that of {network or 'a network'} was left by {described(error)}"
+        passes.left = f"that of {network or 'a network'} ended with {described(error)}"
     if "ready twice" in text:
         found = re.search(r"with name (\S+) has", text)
         which = f"parameter '{found[1]}' of {network}" if found else f"a parameter of {network}"
         raise SyncError(
-            f"{which} got a second gradient in one backward pass, when the first was on its way to the other ranks: "
-            "its layer is in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
-            "outside of it. Ranks would add up half of its gradient. Use "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            f"{which} got a second gradient in one backward pass, after the first was sent to the other ranks: its "
+            "layer is used in two parts of the network that are checkpointed with use_reentrant=True, or in one and "
+            "outside it. Half of its gradient would be lost. Use torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False)."
         ) from error
     if "ompiled autograd" in text:
         _refuse_compiled(error)
     if "does not require grad and does not have a grad_fn" in text:
         raise SyncError(
-            "backward() of a loss that no network's parameters belong to: it was computed under "
-            "torch.inference_mode() or torch.no_grad(), from detached tensors, or by frozen networks alone. This rank "
-            "has no gradients, and others would wait for them. Compute the loss of a training step outside of these "
-            "blocks; inference_mode is for evaluation."
+            "backward() of a loss that depends on no parameter: it was computed under torch.inference_mode() or "
+            "torch.no_grad(), from detached tensors, or only by frozen networks. This rank has no gradients, and "
+            "the others would wait for them. Compute the loss of a training step outside these blocks; "
+            "inference_mode is for evaluation."
         ) from error
 
 
 def _refuse_compiled(error: Optional[Exception]) -> NoReturn:
     raise SyncError(
-        "a backward pass under compiled autograd, which runs the hooks of gradients when it traces them and not when "
-        "they are computed; ranks would train different models. Leave torch._dynamo.config.compiled_autograd off "
-        "(torch.compile of the network may stay), also where torch advises optimize_ddp='python_reducer'."
+        "a backward pass under compiled autograd, which runs gradient hooks at tracing and not when gradients are "
+        "computed; ranks would train different models. Leave torch._dynamo.config.compiled_autograd off "
+        "(torch.compile of the network may stay), even if torch suggests optimize_ddp='python_reducer'."
     ) from error

@@ -1,4 +1,4 @@
-"""Has BatchNorm normalise by the batch of all ranks, as one process does, on the CPU as on GPUs.
+"""Makes BatchNorm normalise over the global batch, as one process does, on the CPU and on GPUs.
 
 torch's SyncBatchNorm runs on GPUs alone, and is another class in what is saved. Here layers stay as they are, and
 torch.nn.functional.batch_norm is replaced until `cleanup()`. Means and deviations are put together as Chan, Golub and

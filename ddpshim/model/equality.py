@@ -168,10 +168,10 @@ class Equality:
             for seed, ranks in by_seed.items():
                 if len(ranks) > 1:
                     raise SyncError(
-                        f"ranks {ranks} draw from the same random stream ({name} is {seed}); they add the same "
-                        "noise and drop the same units, as if there were fewer samples. Seed before wrap_parallel, "
-                        "by ddpshim.setup(seed=), or afterwards with a seed that differs by rank. Where equal noise "
-                        f"is meant, draw it inside ddpshim.shared_random_streams(seed) ({OPT_OUT})."
+                        f"ranks {ranks} draw from the same random stream ({name} is {seed}); they use the same "
+                        "noise and dropout, as if there were fewer samples. Seed before wrap_parallel, with "
+                        "ddpshim.setup(seed=), or afterwards with a different seed on each rank. If equal noise is "
+                        f"intended, draw it inside ddpshim.shared_random_streams(seed) ({OPT_OUT})."
                     )
 
     def _said_of(self, odd: Mapping[str, list[list[int]]], number: int) -> str:
@@ -185,15 +185,15 @@ class Equality:
                 settings if name == _SETTINGS else {title: numbers_of([("", x)]) for title, x in of_state}
             )
             return (
-                f"after {number} backward passes of {kind} ranks hold different optimizers: {found}{more}. From here "
-                "on they train different models. "
-                f"Set rates and load states on every rank alike; schedulers step on numbers of all ranks ({OPT_OUT})."
+                f"after {number} backward passes of {kind} ranks have different optimizers: {found}{more}. They now "
+                "train different models. Set rates and load states equally on every rank; step schedulers with "
+                f"numbers of all ranks ({OPT_OUT})."
             )
         values = ", ".join(f"{shown(fact)} on rank {rank}" for rank, fact in zip(self._ranks, odd[name]))
         return (
-            f"after {number} backward passes of {kind} ranks hold different weights: {name} {values}{more}. From here "
-            "on they train different models. Load checkpoints, change weights, convert and add layers on every rank "
-            f"alike, and let every gradient come from loss.backward() ({OPT_OUT})."
+            f"after {number} backward passes of {kind} ranks hold different weights: {name} {values}{more}. They "
+            "now train different models. Load checkpoints, and change, convert or add layers, equally on every "
+            f"rank, and let every gradient come from loss.backward() ({OPT_OUT})."
         )
 
     def _first_difference(self, facts: Mapping[str, Any]) -> str:
@@ -208,8 +208,8 @@ class Equality:
             if len(seen) > 1 and 0 not in seen and not self._is_told and self._ranks[0] == dist.get_rank():
                 self._is_told = True
                 say(
-                    f"buffer '{name}' of a {type(home).__name__} changes by each rank's own samples, and only the main "
-                    "rank's is kept, which saw one share of the batch. Update it with what all ranks saw "
+                    f"buffer '{name}' of a {type(home).__name__} is updated from each rank's own samples, but only "
+                    "the main rank's is kept, which saw one share of the batch. Update it from all ranks' samples "
                     "(ddpshim.world().mean, .all_gather)"
                 )
 
@@ -221,7 +221,7 @@ class Equality:
         if here.is_main:
             say(
                 f"after {number} backward passes ranks had drawn different random numbers: something draws on one "
-                "rank alone (a log, a rollout). All draw on as the main rank does"
+                "rank only (a log, a rollout). All ranks continue with the main rank's streams"
             )
 
     def _mend(self, number: int) -> bool:
@@ -249,8 +249,8 @@ class Equality:
         if self._ranks[0] == dist.get_rank():
             say(
                 f"after {number} backward passes weights differed between ranks by {largest:.1e} of their norm: "
-                "ranks compute on different devices, which round differently. All have the main rank's now "
-                f"(time {self.num_mended})"
+                "ranks compute on different devices, which round differently. All ranks now have the main rank's "
+                f"weights (time {self.num_mended})"
             )
         return True
 

@@ -97,9 +97,9 @@ def _check_step(made: Networks, optimizer: torch.optim.Optimizer, args: Any, kwa
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         if id(parameter) not in parameters:
             raise SyncError(
-                f"{type(optimizer).__name__}.step(): a parameter of shape {tuple(parameter.shape)} is in no network "
-                "that went through wrap_parallel; its gradient is this virtual rank's alone. Wrap all that is trained "
-                "(DDPSHIM_GUARD=0 turns this check off)."
+                f"{type(optimizer).__name__}.step(): a parameter of shape {tuple(parameter.shape)} is in no wrapped "
+                "network, so its gradient is this virtual rank's alone. Give wrap_parallel every network that is "
+                "trained (DDPSHIM_GUARD=0 turns this check off)."
             )
 
 
@@ -137,8 +137,8 @@ def _check_whole() -> None:
     if here.options.exact != here.world_size:
         raise SyncError(
             f"a backward pass outside of a step of virtual ranks, with exact={here.options.exact} on "
-            f"{here.world_size} ranks: each rank would train on several virtual ranks' samples at once, and rounding "
-            f"would depend on the number of ranks. Mark the training step (ddpshim.virtual_step), or start "
+            f"{here.world_size} ranks: each rank would train on several virtual ranks' samples at once, so rounding "
+            "would depend on the number of ranks. Mark the training step (ddpshim.virtual_step), or start "
             f"{here.options.exact} ranks; they may share GPUs."
         )
     noise.begin_training("a network")
@@ -150,8 +150,8 @@ def _check_own(made: Networks, number: int) -> None:
             index = min(touched)
             raise SyncError(
                 f"virtual rank {number} of this process trained virtual rank {other}'s '{made.names[index]}': "
-                "gradients of several virtual ranks would be added in one. Give ddpshim.virtual_step all objects that "
-                "the step uses, and let the step take them as arguments."
+                "gradients of several virtual ranks would be mixed. Give ddpshim.virtual_step all objects that the "
+                "step uses, and let the step take them as arguments."
             )
 
 
@@ -225,7 +225,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
         parameter.grad = torch.zeros_like(parameter)
     if parameter.grad.layout != torch.strided:
         raise SyncError(
-            "a sparse gradient with the option exact: it has no fixed order in which it could be added up. Build the "
+            "a sparse gradient with the option exact: its terms have no fixed order of addition. Build the "
             "embedding with sparse=False."
         )
     return parameter.grad

@@ -50,9 +50,9 @@ class PrivateGenerators:
         if is_alike and not self._is_named and is_main:
             self._is_named = True
             say(
-                f"{', '.join(self._used)} draws alike on all ranks: noise for samples is the same on each of them, and "
-                "one process would draw otherwise. Draw by torch's functions or numpy.random's, or seed it with "
-                "ddpshim.world().rank; if it decides something alike on all ranks, all is well"
+                f"{', '.join(self._used)} draws the same numbers on all ranks, so different samples get the same "
+                "noise, unlike in one process. Draw with torch's functions or numpy.random's, or seed it with "
+                "ddpshim.world().rank. If it is meant to decide something equally on all ranks, ignore this line"
             )
 
 

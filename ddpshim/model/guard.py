@@ -159,7 +159,7 @@ N = TypeVar("N", bound=nn.Module)
 
 
 def watch(module: N) -> N:
-    """Have a network that nobody reduces (a target, an EMA) compared over the ranks, too; returns it. Local.
+    """Also compare an untrained network (a target, an EMA) over the ranks; returns it. Local.
 
     Its parameters and buffers must be equal whenever weights are compared: at steps 1, 2, 10, 100 and every 1000,
     after a `torch.save`, at the end of an epoch and in `cleanup()`. Every rank must name the same networks, in the
@@ -202,11 +202,11 @@ def companions() -> dict[str, list[tuple[str, Optional[torch.Tensor]]]]:
 
 
 def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLINE_S) -> None:
-    """Raise SyncError where ranks made different numbers of passes, or hold different weights (collective).
+    """Raise SyncError if ranks made different numbers of backward passes, or hold different weights (collective).
 
-    For the end of an epoch, or before a save. What is compared is what `ddpshim.watch` says.
-    A rank that is still in a step waits there for gradients that nobody will send, until the group's timeout: if
-    it does not come here within `deadline_s` the others end the job. Nothing with one process or without guards.
+    For the end of an epoch, or before a save. `ddpshim.watch` says what is compared. A rank that is still in a step
+    would wait there until the group's timeout for gradients that no rank will send; if it does not get here within
+    `deadline_s`, the others end the job. Does nothing with one process or without guards.
 
     Args:
         what: the error's name for what ends here.
@@ -218,7 +218,10 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     mine = sum(wrapped.num_reductions for wrapped in _wrappers())
     came = here.meet("steps", [mine, _hash_of_all()], deadline_s)
     counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in came.items())
-    cure = f"Give every rank equally many batches (make_loader does), and skip no step on one rank alone ({OPT_OUT})."
+    cure = (
+        "Give every rank the same number of batches (make_loader does), and skip no step on one rank alone "
+        f"({OPT_OUT})."
+    )
     missing = [rank for rank in range(here.world_size) if rank not in came]
     is_good = not missing and len({number for number, _ in came.values()}) == 1
     said = "" if is_good else f"{what}: {counts}"
@@ -226,13 +229,13 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     if missing:
         _watched().is_alone = True
         raise SyncError(
-            f"ranks {missing} did not come to the end of {what} within {deadline_s:g} s of rank {here.rank}; they wait "
-            f"in another step for gradients that nobody will send. Backward passes so far: {counts}. {cure}"
+            f"ranks {missing} did not reach the end of {what} within {deadline_s:g} s of rank {here.rank}; they "
+            f"wait in another step for gradients that no rank will send. Backward passes so far: {counts}. {cure}"
         )
     if not is_good:
         raise SyncError(
-            f"ranks made different numbers of backward passes until the end of {what}: {counts}; gradients of "
-            f"different steps were added to each other. {cure}"
+            f"ranks made different numbers of backward passes by the end of {what}: {counts}; gradients of "
+            f"different steps were averaged with each other. {cure}"
         )
     _refuse_unequal([facts for _, facts in came.values()], what)
 
@@ -245,9 +248,9 @@ def _refuse_unequal(hashes: list[int], what: str) -> None:
         if found is None:  # a NaN is as good as another
             return
         raise SyncError(
-            f"at the end of {what} ranks hold different weights: {found}. They have trained different models since "
-            "they began to differ, and only the main rank's is saved. Load checkpoints, change weights and set "
-            f"learning rates on every rank alike, and let every gradient come from loss.backward() ({OPT_OUT})."
+            f"at the end of {what} ranks hold different weights: {found}. They have trained different models, and "
+            "only the main rank's is saved. Load checkpoints, change weights and set learning rates equally on "
+            f"every rank, and let every gradient come from loss.backward() ({OPT_OUT})."
         )
 
 
@@ -292,7 +295,7 @@ def _compare_in_the_end() -> None:
     came = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
     away = [rank for rank in range(here.world_size) if rank not in came]
     if away and here.is_main:
-        say(f"ranks {away} did not come to cleanup(): the last weights were not compared")
+        say(f"ranks {away} did not reach cleanup(): the last weights were not compared")
     if not away and None not in came.values():
         _refuse_unequal(list(came.values()), "the job")
 
@@ -339,10 +342,10 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         # Nothing was reduced since this optimizer's last step. The same gradients again are no news; others are.
         elif not all(map(hasattr, mine, repeat(_MARK))):
             raise SyncError(
-                f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced since "
-                f"the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad set by "
-                "hand); they are this rank's alone, and ranks would train different models. Call loss.backward(). If "
-                f"they were made from reduced gradients, write them in place: p.grad.copy_(...) ({OPT_OUT})."
+                f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced "
+                f"since the last step without a backward pass (after {now} of them; torch.autograd.grad, or .grad "
+                "set by hand); they were not reduced, so ranks would train different models. Call loss.backward(). "
+                f"If they were computed from reduced gradients, write them in place: p.grad.copy_(...) ({OPT_OUT})."
             )
 
 
@@ -366,13 +369,13 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
     backward.check_step(optimizer)
     if wrapped.is_armed:
         raise SyncError(
-            f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); its peers "
+            f"{step}: a backward pass of {name} never finished (an exception inside it was caught?); other ranks "
             "still wait for its gradients. Let the exception end the job."
         )
     if wrapped.has_unreduced_gradients:
         raise SyncError(
             f"{step} after a backward pass of {name} under no_sync() or accumulate(is_last=False); ranks would step "
-            "on different gradients. Leave them for the last backward pass before a step."
+            "on different gradients. Use neither for the last backward pass before a step."
         )
     if wrapped.num_reductions == 0:
         raise SyncError(
@@ -388,8 +391,8 @@ def _alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> SyncErr
     number, position = next((i, j) for i, ps in groups for j, p in enumerate(ps) if p is parameter)
     return SyncError(
         f"{type(optimizer).__name__}.step(): parameter {position} of group {number} ({_describe(parameter)}) has a "
-        "gradient that is this rank's alone; ranks would train different models. Pass the module that holds it to "
-        f"wrap_parallel before training, again if it was unfrozen or added after the wrap ({OPT_OUT})."
+        "gradient that is this rank's alone; ranks would train different models. Give the module that holds it to "
+        f"wrap_parallel before training, and again if it was unfrozen or added after the wrap ({OPT_OUT})."
     )
 
 

@@ -1,4 +1,4 @@
-"""Has the gradients of networks that share a process group leave in one order on all ranks.
+"""Sends the gradients of networks that share a process group in one order on all ranks.
 
 A group adds up the messages of ranks in the order in which each rank sends them. Where two networks share a backward
 pass, and one rank leaves a branch out, their gradients are complete in another order there. So the networks of a pass

@@ -38,15 +38,14 @@ def wrap_parallel(
     shard: Union[bool, Sequence[str]] = False,
     world: Optional[World] = None,
 ) -> Any:
-    """`module`, trained in parallel: by DDP in a world of several ranks, else by DataParallel, else bare.
+    """Return `module` for parallel training: with DDP on several ranks, else with DataParallel, else bare.
 
-    Collective in a world of several ranks: parameters and buffers become the main rank's; where ranks do not
-    draw what one process would, each gets random streams of its own (`ddpshim.split_random_streams`).
-    DataParallel is taken by one process without a launcher that sees several GPUs and whose module is on a GPU.
-    Whatever comes back has `.module`; attributes, methods and indexing reach the module; `state_dict` keys are
-    the bare module's. The module itself is not changed and may be used beside the wrapper: its gradients are
-    reduced all the same. What is not given here is as the world's `options` say; with `precision` its forward, in
-    training mode, is under autocast.
+    Collective in a world of several ranks: parameters and buffers become the main rank's; where ranks do not draw what
+    one process would, each gets random streams of its own (`ddpshim.split_random_streams`). DataParallel is used in one
+    process without a launcher that sees several GPUs and whose module is on a GPU. The result has `.module`;
+    attributes, methods and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not
+    changed and may be used beside the wrapper: its gradients are reduced too. Arguments that are not given come from
+    the world's `options`; with `precision`, forward in training mode runs under autocast.
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
@@ -86,7 +85,8 @@ def wrap_parallel(
         if comm_hook is not None or process_group is not None:
             raise SyncError(
                 f"wrap_parallel with a comm_hook or a process_group, and exact={here.options.exact}: gradients are "
-                "added in one order over all virtual ranks, and neither would be used. Leave them out, or the option."
+                "summed in one order over all virtual ranks, so neither would be used. Leave them out, or leave the "
+                "option out."
             )
         check_device(module, here)
         if here.world_size > 1:

@@ -121,8 +121,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         begin(module, process_group, ddp_options)
         if getattr(comm_hook, "__module__", "").endswith("powerSGD_hook"):
             raise SyncError(
-                "PowerSGD sends several messages for each bucket, which cross the one that tells unused parameters; "
-                "ranks would add up the wrong ones. Use a hook of one message (allreduce, bf16 compression)."
+                "PowerSGD sends several messages per bucket, which would be mixed up with the one about unused "
+                "parameters. Use a hook with one message per bucket (allreduce, bf16 compression)."
             )
         mine = self.__dict__
         mine["_reducer"], mine["_device"] = self.reducer, self.device
@@ -208,8 +208,8 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if is_first() and dist.get_rank() == 0:
             missing = ", ".join(seams.lacking())
             say(
-                f"torch {torch.__version__} lacks {missing}; gradients are reduced by its public API: equal to the "
-                "last bit, and up to 1.04 times as long a step (python -m benchmarks.overlap)"
+                f"torch {torch.__version__} lacks {missing}; gradients are reduced through its public API: equal to "
+                "the last bit, in up to 1.04 times the time per step"
             )
 
     def _build_params_for_reducer(self) -> Any:
@@ -233,7 +233,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: ranks with different numbers of batches would train on different data."""
         raise SyncError(
-            "join() is for ranks that run out of batches at different times; steps would weigh samples unequally. "
+            "join() is for ranks that run out of batches at different times, which weights samples unequally. "
             "make_loader gives every rank the same number of steps."
         )
 
@@ -391,15 +391,15 @@ class DistributedModule(Transparent, DistributedDataParallel):
         names = [self._names[id(self._reduced[i])] for i in missed if self._reduced[i].requires_grad]
         if self._strict and names:
             raise SyncError(
-                f"parameters {names[:5]}{' and more' if len(names) > 5 else ''} got no gradient in this backward pass "
-                "(find_unused_parameters=False); torch would stop in the next step without saying which. Use "
+                f"parameters {names[:5]}{' and more' if len(names) > 5 else ''} got no gradient in this backward "
+                "pass (find_unused_parameters=False); torch would fail in the next step without naming them. Use "
                 "find_unused_parameters=True, or freeze them."
             )
         if self._same_every_time and self._usual is not None and set(missed) != self._usual:
             odd = [self._names[id(self._reduced[i])] for i in self._usual.symmetric_difference(missed)]
             raise SyncError(
-                f"static_graph=True, but {odd[:5]} changed between used and unused; torch would train "
-                "unsynchronised from here on. Drop static_graph."
+                f"static_graph=True, but {odd[:5]} changed between used and unused; torch would stop reducing "
+                "gradients. Leave static_graph out."
             )
 
     def check_equality(self) -> None:

@@ -1,4 +1,4 @@
-"""Refuses modules that ranks could not train together, and says what to give `wrap_parallel` in their place."""
+"""Refuses modules that ranks could not train together, and says what to give `wrap_parallel` instead."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_kind(module: nn.Module, is_alone: bool) -> None:
         )
     if not isinstance(module, nn.Module):
         raise SyncError(
-            f"wrap_parallel got a {type(module).__name__}, and only an nn.Module has parameters whose gradients ranks "
-            "can share. Give it the network; several networks go in one by one, or in an nn.ModuleDict."
+            f"wrap_parallel got a {type(module).__name__}, which is not an nn.Module and has no parameters to "
+            "train. Give it the network; give several networks one by one, or in an nn.ModuleDict."
         )
     for path, child in [("", module)] if is_alone else module.named_modules():
         if isinstance(child, Transparent):
@@ -44,16 +44,15 @@ def check_kind(module: nn.Module, is_alone: bool) -> None:
         where = f"'{path}' of {type(module).__name__}" if path else type(child).__name__
         if isinstance(child, torch.jit.ScriptModule):
             raise SyncError(
-                f"{where} is scripted or traced by torch.jit, which keeps its parameters out of Python's reach: its "
-                "gradients could not be reduced. Wrap the module as it was before, and script or trace what comes "
-                "back; or use torch.compile, before or after."
+                f"{where} is scripted or traced by torch.jit, so its gradients cannot be reduced from Python. Wrap "
+                "the original module, and script or trace the result; or use torch.compile, before or after."
             )
         other = _other_way(child)
         if other is not None:
             raise SyncError(
-                f"{where} is distributed already, by torch's {other}; its gradients would be reduced "
-                "twice, or parts of different parameters be added. Give wrap_parallel the bare module and "
-                "leave the other out (fully_shard, replicate, FSDP, DistributedDataParallel)."
+                f"{where} is distributed already, by torch's {other}; its gradients would be reduced twice, or "
+                "parts of different parameters mixed. Give wrap_parallel the bare module, and leave the other "
+                "wrapper out (fully_shard, replicate, FSDP, DistributedDataParallel)."
             )
     for name, tensor in () if is_alone else (*module.named_parameters(), *module.named_buffers()):
         _check_tensor(f"'{name}' of {type(module).__name__}", tensor)
@@ -72,19 +71,18 @@ def _other_way(module: nn.Module) -> Optional[str]:
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         raise SyncError(
-            f"{what} has no shape yet (a lazy module); ranks have nothing to compare or to reduce. Run one batch "
-            "through the network before wrap_parallel: with torch.no_grad(): net(batch)."
+            f"{what} has no shape yet (a lazy module), so it cannot be compared or reduced. Run one batch through "
+            "the network before wrap_parallel: with torch.no_grad(): net(batch)."
         )
     if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
         raise SyncError(
-            f"{what} is a DTensor, of which each rank may hold another part (fully_shard, tensor parallelism); "
-            "wrap_parallel would add up gradients of different parts. Give it the network before it is distributed."
+            f"{what} is a DTensor, of which each rank may hold a different part (fully_shard, tensor parallelism); "
+            "wrap_parallel would mix gradients of different parts. Give it the network before that."
         )
     if tensor.is_meta:
         raise SyncError(
-            f"{what} is on the meta device and has no values; ranks would have nothing to train. Before "
-            "wrap_parallel give it memory (net.to_empty(device=ddpshim.world().device)) and values (its "
-            "reset_parameters(), or a checkpoint)."
+            f"{what} is on the meta device and has no values to train. Before wrap_parallel give it memory "
+            "(net.to_empty(device=ddpshim.world().device)) and values (its reset_parameters(), or a checkpoint)."
         )
     if tensor.is_inference():
         raise SyncError(
@@ -147,7 +145,7 @@ def check_device(module: nn.Module, here: World) -> None:
         if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
             raise SyncError(
                 f"parameter '{name}' is on {p.device}, but rank {here.rank} computes on {here.device}; ranks would "
-                "share a GPU and wait for each other. Use ddpshim.world().device in place of a fixed 'cuda:0'."
+                "share a GPU, and hang. Use ddpshim.world().device instead of a fixed 'cuda:0'."
             )
         if not p.is_cuda and here.backend == "nccl":
             raise SyncError(
@@ -170,8 +168,8 @@ def check_same_structure(module: nn.Module, here: World) -> None:
         if odd:
             raise SyncError(
                 f"ranks 0 and {rank} wrap different {type(module).__name__}s: '{odd[0]}' is "
-                f"{everyone[0][0].get(odd[0], 'missing')} and {theirs.get(odd[0], 'missing')}; their gradients would "
-                "be added across different parameters. Build the same network on every rank."
+                f"{everyone[0][0].get(odd[0], 'missing')} and {theirs.get(odd[0], 'missing')}; gradients of "
+                "different parameters would be averaged. Build the same network on every rank."
             )
     first = everyone[0][1]
     differing = [
@@ -179,8 +177,8 @@ def check_same_structure(module: nn.Module, here: World) -> None:
     ]
     if differing and here.is_main:
         warnings.warn(
-            f"weights differed between ranks before wrap_parallel (first: '{differing[0]}'); the main rank's were "
-            "taken. Copies made earlier (an EMA, a target network) still differ: pass seed= to ddpshim.setup(), "
-            "build every network before the first wrap_parallel, or make the copies afterwards.",
+            f"weights differed between ranks before wrap_parallel (first: '{differing[0]}'); all ranks now have the "
+            "main rank's. Copies made earlier (an EMA, a target network) still differ: pass seed= to "
+            "ddpshim.setup(), build every network before the first wrap_parallel, or make the copies afterwards.",
             stacklevel=3,
         )

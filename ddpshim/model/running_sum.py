@@ -49,8 +49,8 @@ class RunningSum:
             if index in self._totals:
                 raise SyncError(
                     f"before a backward pass, virtual rank {number} of this process has a gradient of shape "
-                    f"{tuple(parameter.shape)} left, and those before it have none: a step that clears gradients for "
-                    "some samples only. Let it clear them always, or never."
+                    f"{tuple(parameter.shape)} left, and those before it have none: the step clears gradients only "
+                    "for some samples. Clear them always, or never."
                 )
             if number and index in self._means and parameter.grad is self._means[index][1]:
                 parameter.grad = parameter.grad.clone()  # to which it adds its own

@@ -103,14 +103,14 @@ class ShardedModule(BareModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         raise SyncError(
-            f"a copy of a {self._name} that is divided over the ranks (shard=True), which torch cannot make. Copy the "
-            "network before wrap_parallel, and give the copy to wrap_parallel(copy, shard=True), too."
+            f"a copy of a {self._name} that is sharded (shard=True) was requested, which torch cannot make. Copy "
+            "the network before wrap_parallel, and give the copy to wrap_parallel(copy, shard=True) as well."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SyncError(
-            f"a {self._name} that is divided over the ranks (shard=True) was pickled, and this rank has a part of it. "
-            "Save its state_dict(), called on every rank."
+            f"a {self._name} that is sharded (shard=True) was pickled, but this rank holds only a part of it. Save "
+            "its state_dict(), called on every rank."
         )
 
     def check_equality(self) -> None:
@@ -134,8 +134,8 @@ class ShardedModule(BareModule):
             if p is not self._parts[name] and p.grad is not None:
                 raise SyncError(
                     f"the gradient of '{name}' of {self._name} was not reduced over the ranks: "
-                    "fully_shard found no tensor in what the network returned (a torch.distributions object?), and "
-                    "ranks would not train it. Return tensors, or name the method that returns the loss: "
+                    "fully_shard found no tensor in the network's output (a torch.distributions object?), so "
+                    "ranks would train different models. Return tensors, or name the method that returns the loss: "
                     'wrap_parallel(policy, shard=["compute_loss"]).'
                 )
         if not self.num_reductions:
@@ -165,9 +165,9 @@ class ShardedModule(BareModule):
             if any(row != counts[0] for row in counts):
                 raise SyncError(
                     f"ranks left out different parameters of {self._name} in a backward pass "
-                    f"({', '.join(f'{num} on rank {rank}' for rank, (_, num) in enumerate(counts))}); of a network "
-                    "that is divided, gradients of different parameters were added up. Use all parameters in every "
-                    "pass (add 0 * output.sum() of those that are left out), or leave shard out."
+                    f"({', '.join(f'{num} on rank {rank}' for rank, (_, num) in enumerate(counts))}); in a sharded "
+                    "network, gradients of different parameters were then mixed. Use all parameters in every pass "
+                    "(add 0 * output.sum() of those that are left out), or leave shard out."
                 )
 
 
@@ -176,8 +176,8 @@ def check_shard(others: Sequence[str]) -> None:
     _fsdp()
     if others:
         raise SyncError(
-            f"wrap_parallel(shard=...) with {' and '.join(others)}: fully_shard reduces gradients by messages of its "
-            "own, and it would not be used. Leave one of them out."
+            f"wrap_parallel(shard=...) with {' and '.join(others)}: fully_shard reduces gradients itself, so the "
+            "other would not be used. Leave one of them out."
         )
 
 
@@ -209,9 +209,9 @@ def _meet(what: str) -> None:
     came = here.meet(f"sharded/{what}", None, _DEADLINE_S)
     if away := [rank for rank in range(here.world_size) if rank not in came]:
         raise SyncError(
-            f"ranks {away} did not come to the {what} of a network that is divided over the ranks (shard=True) within "
-            f"{_DEADLINE_S:g} s of rank {here.rank}: each holds a part of it. Call it on every rank, and write "
-            "the file on the main rank alone."
+            f"ranks {away} did not call {what} of a sharded network (shard=True) within {_DEADLINE_S:g} s of rank "
+            f"{here.rank}: each rank holds a part of it. Call it on every rank, and write the file only on the main "
+            "rank."
         )
 
 
@@ -263,8 +263,8 @@ def _watch_optimizers(sharding: _Sharding) -> None:
             if network.has_unreduced_gradients and any(guard.owner_of(p) is network for p in _params(optimizer)):
                 raise SyncError(
                     f"{type(optimizer).__name__}.step() after a backward pass of {network._name} under no_sync() or "
-                    "accumulate(is_last=False): its gradients are not reduced yet, and nothing would be stepped. Leave "
-                    "them for the last backward pass before a step."
+                    "accumulate(is_last=False): its gradients are not reduced yet, so the step would do nothing. "
+                    "Use neither for the last backward pass before a step."
                 )
         if optimizer in sharding.known:
             return
@@ -273,8 +273,8 @@ def _watch_optimizers(sharding: _Sharding) -> None:
             reference, name = sharding.former.get(id(p), (lambda: None, ""))
             if reference() is p:
                 raise SyncError(
-                    f"{type(optimizer).__name__}.step(): it was made before wrap_parallel(..., shard=True) and holds "
-                    f"'{name}' as it was then, which nothing trains any more. Make optimizers, and lists of "
+                    f"{type(optimizer).__name__}.step(): it was made before wrap_parallel(..., shard=True) and "
+                    f"holds '{name}' as it was before, which is no longer trained. Make optimizers, and lists of "
                     "parameters, afterwards."
                 )
 

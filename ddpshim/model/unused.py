@@ -62,9 +62,9 @@ class Unused:
             return []
         elif devices.is_capturing(self._device):
             raise SyncError(
-                f"{len(self._own)} parameters without gradient while a CUDA graph is captured, in a process group of "
-                "your own: whether another rank used them could not be read. Freeze them, or capture with the default "
-                "process group."
+                f"{len(self._own)} parameters without gradient during CUDA graph capture, in a process group other "
+                "than the default: whether another rank used them is unknown. Freeze them, or capture with the "
+                "default process group."
             )
         else:
             used = row

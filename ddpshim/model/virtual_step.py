@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def virtual_step(step: Callable[..., Any], *objects: Any) -> Callable[..., Any]:
-    """`step(*objects, *arguments)`, made by the virtual ranks of this process if the option `exact` is given.
+    """Return a callable that runs `step(*objects, *arguments)` for each virtual rank of this process (option `exact`).
 
     Returns what takes the `arguments`: each virtual rank gets its rows of every tensor, array or list in them that has
     a sample of the batch at hand in each row. The result is then the mean over all virtual ranks of what `step`
@@ -99,8 +99,8 @@ class Players:
             return [step(self.copies[0], 0)]
         if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
             raise SyncError(
-                "autocast around a step of virtual ranks: torch keeps it for each thread, and only the first virtual "
-                "rank would compute in that precision. Enter it inside the step."
+                "autocast around a step of virtual ranks: torch's autocast holds for one thread, so only the first "
+                "virtual rank would use that precision. Enter it inside the step."
             )
         if self._is_stale:
             self.refresh()
@@ -146,8 +146,8 @@ class Players:
         parts = [part(arguments, i) for i in range(self.size)]
         if not found[0]:
             raise DataError(
-                "nothing that the step is given has the batch's rows in its first dimension: every virtual rank would "
-                "train on all of it. Pass tensors, arrays, lists, or mappings of these."
+                "no argument of the step has the batch as its first dimension: every virtual rank would train on "
+                "the whole batch. Pass tensors, arrays, lists, or mappings of these."
             )
         return parts
 
@@ -187,7 +187,7 @@ class Players:
                     raise SyncError(
                         f"a {type(optimizer).__name__} among the objects of a step trains a parameter of shape "
                         f"{tuple(parameter.shape)} that is in no wrapped network: each virtual rank would train its "
-                        "own. Call wrap_parallel on its network first."
+                        "own copy. Call wrap_parallel on its network first."
                     )
                 its.data = parameter.data
                 its.grad = None if parameter.grad is None else parameter.grad.clone()
@@ -201,8 +201,8 @@ class Players:
                 return step_of_all(closure)
             if closure is not None:
                 raise SyncError(
-                    f"{type(optimizer).__name__}.step with a closure, in a step of virtual ranks: it makes backward "
-                    "passes in the middle of an optimizer step. Use an optimizer that needs none."
+                    f"{type(optimizer).__name__}.step with a closure, in a step of virtual ranks: the closure makes "
+                    "backward passes within the optimizer step. Use an optimizer without a closure."
                 )
             result = playing.meet("a step of an optimizer", None, lambda _: step_of_all())
             # By one of its flags or numbers a schedule sees whether its optimizer has stepped.
@@ -228,14 +228,14 @@ class Players:
         at_hand = shares.at_hand()
         if at_hand is None:
             raise DataError(
-                "a step of virtual ranks without a batch of make_loader at hand: which samples are whose would be a "
-                "guess. Call it for the batch that a loader of make_loader has just given."
+                "a step of virtual ranks without a current batch of make_loader: it is unknown which samples "
+                "belong to which virtual rank. Call it with the batch that make_loader's loader has just given."
             )
         odd = next((num_rows for num_rows in at_hand.sizes if num_rows % self.size), None)
         if odd is not None:
             raise DataError(
-                f"{odd} samples on this process for its {self.size} virtual ranks, which do not divide them: they "
-                "would weigh differently. Use a global batch that the option exact divides, with drop_last."
+                f"{odd} samples on this process do not divide over its {self.size} virtual ranks, which would be "
+                "weighted differently. Use a global batch that the option exact divides, with drop_last."
             )
         return at_hand
 
@@ -243,8 +243,8 @@ class Players:
 def _copy_of(wrapped: Any, name: str, memo: Mapping[int, Any]) -> Any:
     if id(wrapped) not in memo:
         raise SyncError(
-            f"{name} was given to wrap_parallel and is not among the objects of the step: virtual ranks would train it "
-            "in each other's place. Give ddpshim.virtual_step all networks that are wrapped."
+            f"{name} was given to wrap_parallel but is not among the objects of the step: virtual ranks would "
+            "overwrite each other's training. Give ddpshim.virtual_step all wrapped networks."
         )
     return memo[id(wrapped)]
 

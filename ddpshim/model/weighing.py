@@ -16,7 +16,7 @@ from ddpshim.errors import DataError
 from ddpshim.job import shares
 from ddpshim.job.job import current
 
-_WAYS_OUT = "Use drop_last=True, or a batch size and a number of samples that the ranks divide."
+_WAYS_OUT = "Use drop_last=True, or a batch size and a number of samples that divide evenly over the ranks."
 
 
 def weighed(tensors: Any, gradients: Any = None, *more: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,13 +41,13 @@ def _refuse_unknown(sharing: shares.Sharing) -> None:
     elif sharing.share is not None and given is not None:
         totals = {each.total for each in sharing.under_way() if each.feeds}
         if len(totals) > 1:
-            what = f"batches of {' and '.join(map(str, sorted(totals)))} samples of several loaders are under way"
+            what = f"batches of {' and '.join(map(str, sorted(totals)))} samples from several loaders are in use"
         elif given.num_since > 1 and given.passes_then == sharing.num_passes - 1:
             what = f"{given.num_since} batches were taken since the backward pass before"
     if what:
         raise DataError(
-            f"a backward pass on batches of which one is not divided by the ranks, and {what}: how much a rank's rows "
-            f"are to count for is unknown, and gradients would be wrong. {_WAYS_OUT}"
+            f"a backward pass on a batch that may not divide over the ranks, and {what}: the weight of this rank's "
+            f"rows is unknown, and gradients would be wrong. {_WAYS_OUT}"
         )
 
 

@@ -28,7 +28,7 @@ wrong() { echo "$1" >&2; failed=1; }
 failed=0
 [[ $GPUS =~ ^([1-9][0-9]*|gpu|cpu|auto)$ ]] || wrong "GPUS='$GPUS': give a number, gpu, cpu or auto"
 for name in BATCH_SIZE STEPS SAVE_FREQ LOG_FREQ; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || wrong "$name='${!name}' is not a whole number from 1 up"
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || wrong "$name='${!name}' must be a whole number of at least 1"
 done
 [[ $WORKERS =~ ^[0-9]+$ ]] || wrong "WORKERS='$WORKERS' is not a whole number"
 [[ $PRECISION =~ ^(no|bf16|fp16)$ ]] || wrong "PRECISION='$PRECISION': give no, bf16 or fp16"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 # An error trains or evaluates something else than was meant, or hangs; a warning loses or damages files, time or
 # numbers; a note says what may be meant so, or could not be checked. A migration finding is an error or warning that
@@ -115,18 +114,11 @@ DDP701 wrapped-keys note in-single
 DDP702 replace-module note in-single
     Strip the prefix only: key[len("module."):] if key.startswith("module.") else key.
 """
-_PAGES = ("pages", "../../../docs/doctor")  # in a wheel, and in a checkout
 _ROW = re.compile(r"^(DDP\d+) (\S+) (\w+)( in-single)?\n((?: {4}.*\n)+)", re.MULTILINE)
 CODES = {
     code: Code(code, name, severity, " ".join(fix.split()), bool(in_single))
     for code, name, severity, in_single, fix in _ROW.findall(_TABLE)
 }
-
-
-def explanation(code: str) -> str:
-    """The page about a code: what goes wrong, an example, and its cure."""
-    pages = (Path(__file__).parent / folder / f"{code}.md" for folder in _PAGES)
-    return next(page for page in pages if page.is_file()).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

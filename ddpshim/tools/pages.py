@@ -1,0 +1,49 @@
+"""The documentation pages that the package carries: `python -m ddpshim docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpshim.errors import DdpShimError
+from ddpshim.options import nearest
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def all_pages() -> dict[str, Path]:
+    """Each page's name and file: those of the wheel's `ddpshim/docs`, or of the checkout that this is."""
+    folder = next(f for f in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if (f / "launching.md").is_file())
+    files = [*folder.glob("*.md"), *folder.glob("doctor/DDP*.md")]
+    files += [file for file in (folder / "MIGRATION.md", folder.parent / "MIGRATION.md") if file.is_file()]
+    return {
+        file.stem: file for file in sorted(files, key=lambda file: (file.parent.name == "doctor", file.stem.lower()))
+    }
+
+
+def find(name: str) -> Path:
+    """The file of a page; `name` in any case, also as docs/NAME.md. Raises DdpShimError, with the nearest name."""
+    pages = {known.lower(): file for known, file in all_pages().items()}
+    wanted = name.lower().replace("\\", "/").rpartition("/")[2]
+    wanted = wanted[:-3] if wanted.endswith(".md") else wanted
+    if wanted not in pages:
+        near = nearest(wanted, [*pages]) or "."
+        raise DdpShimError(f"no page {name!r}{near} Nothing was printed: `python -m ddpshim docs` lists the pages.")
+    return pages[wanted]
+
+
+def text_of(name: str) -> str:
+    """The Markdown of a page."""
+    return find(name).read_text(encoding="utf-8")
+
+
+def listed() -> str:
+    """A line for each page: its name and its title. The doctor's codes stand in a line of their own."""
+    pages = {name: file for name, file in all_pages().items() if not name.startswith("DDP")}
+    width = max(map(len, pages))
+    lines = [f"{name:{width}}  {_title(file)}" for name, file in pages.items()]
+    return "\n".join([*lines, f"{'DDP101 ...':{width}}  The doctor's codes (python -m ddpshim doctor --explain CODE)"])
+
+
+def _title(file: Path) -> str:
+    with file.open(encoding="utf-8") as lines:
+        return next(line for line in lines if line.startswith("# ")).removeprefix("# ").strip()
