@@ -471,13 +471,13 @@ def test_bytecode_under_a_cache_prefix_goes(toy: Toy, tmp_path: Path, monkeypatc
 def test_a_failing_replace_puts_everything_back(toy: Toy, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = contents(toy.package)
     fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
-    with pytest.raises(PatchError, match=r"No space left.*everything was put back"):
+    with pytest.raises(PatchError, match=r"No space left.*all files were restored"):
         apply(toy.target, None, toy.patches)
     assert contents(toy.package) == before
     apply(toy.target, None, toy.patches)
     after = contents(toy.package)
     fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
-    with pytest.raises(PatchError, match="everything was put back"):
+    with pytest.raises(PatchError, match="all files were restored"):
         revert(toy.target, None, toy.patches)
     assert contents(toy.package) == after
 
@@ -501,7 +501,7 @@ def test_a_failure_to_put_back_can_be_completed(toy: Toy, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", replace)
-        with pytest.raises(PatchError, match=r"so did putting them back.*`revert` completes it"):
+        with pytest.raises(PatchError, match=r"so did restoring them.*`revert` completes it"):
             apply(toy.target, None, toy.patches)
     assert status(toy.target, None, toy.patches).state == "partly applied"
     revert(toy.target, None, toy.patches)
