@@ -125,8 +125,8 @@ def test_moved_lines_are_patched_where_they_stand_once(load: Load, capsys: pytes
     assert importlib.import_module("areas.disc").area(1) == TWO_PI
     said = capsys.readouterr().err
     assert re.fullmatch(
-        r"ddpshim: \S+/areas is not a release that ddpshim knows; the lines of areas/1 occur once each in areas/disc\.py"
-        r", and are patched in memory\n",
+        r"ddpshim: \S+/areas is not a release that ddpshim knows; the lines of areas/1 occur once each in "
+        r"areas/disc\.py, and are patched in memory\n",
         said,
     )
 
