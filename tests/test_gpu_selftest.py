@@ -229,8 +229,8 @@ def test_ranks_that_cannot_be_started_end_no_acceptance(monkeypatch: pytest.Monk
         (result.name, result.outcome, result.detail) for result in gpu._run(Plan(nproc=2), False, tmp_path, None)
     ] == [
         ("rendezvous", FAILED, "no port is free"),
-        ("facts", NOT_RUN, "after 'rendezvous' nothing could be started"),
-        ("links", NOT_RUN, "after 'rendezvous' nothing could be started"),
+        ("facts", NOT_RUN, "nothing could be started after 'rendezvous'"),
+        ("links", NOT_RUN, "nothing could be started after 'rendezvous'"),
         ("robomimic", NOT_RUN, "it needs 9 GPUs, and has 2"),
     ]
 

@@ -685,7 +685,7 @@ def test_a_damaged_set_is_refused(toy: Toy) -> None:
         ({**good, "version": "1.1"}, "does not describe"),
         ({**good, "files": {"toybot/train.py": hashes}}, "does not describe"),
         (with_patched(hashes["original"]), "two hashes"),
-        ({**good, "files": 3}, "no manifest"),
+        ({**good, "files": 3}, "not a manifest"),
         (with_patched("0" * 64), "set is damaged"),
     ]
     before = contents(toy.package)
@@ -735,7 +735,7 @@ def test_lines_that_stand_twice_lend_no_patch(toy: Toy, tmp_path: Path) -> None:
     root, folder = write_package(tmp_path / "twice", twice), toy.patches / "toybot" / "1.1"
     folder.mkdir()
     lent = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
-    with pytest.raises(PatchError, match=r"stand at lines .* written for"):
+    with pytest.raises(PatchError, match=r"stand at lines .* the wrong code"):
         build_manifest(folder, root, "toybot 1.1", lent)
     assert not (folder / "manifest.json").exists()
 

@@ -149,7 +149,7 @@ def test_an_environment_that_fails_on_one_rank_ends_the_job(evaluate: Evaluator,
     assert text in ours
     assert ", in reset\n" in ours, "the environment's own traceback is gone"
     assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
-    assert f"ddpshim: rank {1 - rank} stops because rank {rank} failed first (" in run.log
+    assert f"ddpshim: rank {1 - rank} stops because rank {rank} failed first" in run.log
     assert f"; rank {1 - rank}'s own error: RolloutError" in run.log
     assert text in run.log.split("Root Cause (first observed failure):")[1]
     assert "finished run successfully" not in run.log

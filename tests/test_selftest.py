@@ -136,7 +136,7 @@ def _with_one_rank_killed(place: Place, out: Any) -> None:
 @pytest.mark.launch
 def test_a_rank_that_is_killed_is_named_and_not_the_one_that_lost_it() -> None:
     said = _failure(_with_one_rank_killed)
-    assert said.startswith("all-reduce, rank 1: ended without a word (killed by SIGKILL)")
+    assert said.startswith("all-reduce, rank 1: ended without an error message (killed by SIGKILL)")
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -212,7 +212,7 @@ def test_two_nodes_meet_whichever_comes_first() -> None:
         assert node.error is None
         assert node.lines[0] == "ddpshim selftest: 3 ranks on 2 nodes, cpu"
         host = socket.gethostname()
-        assert node.lines[1].endswith(f"came: {host} (2 ranks), {host} (1 ranks)")
+        assert node.lines[1].endswith(f"found: {host} (2 ranks), {host} (1 ranks)")
         assert node.lines[-1].startswith("selftest passed: 3 ranks on 2 nodes, cpu, 7 checks")
 
 
@@ -244,7 +244,7 @@ def test_two_nodes_with_one_number() -> None:
     port = free_port()
     nodes = [_Node(port, rank, nnodes=3, timeout_s=2.0) for rank in (0, 1, 1)]
     said = [str(node.finished().error) for node in nodes]
-    assert sum("--node-rank 1 is taken" in text for text in said) == 1
+    assert sum("--node-rank 1 is used by another node" in text for text in said) == 1
     assert sum("of 3 nodes 2 did not come" in text for text in said) == 2
 
 
@@ -252,7 +252,7 @@ def test_a_node_that_is_sent_away_does_not_sign_off_for_the_one_with_its_number(
     place = Plan(1, "cpu", 3, 1, "127.0.0.1", free_port(), timeout_s=2.0)
     nodes = [selftest._Nodes(replace(place, node_rank=rank)) for rank in (0, 1, 1)]
     nodes[0].store.add("selftest/claims/1", 1)  # as the other one has
-    with pytest.raises(LaunchError, match="--node-rank 1 is taken"):
+    with pytest.raises(LaunchError, match="--node-rank 1 is used by another node"):
         nodes[2].call(place)
     nodes[2].leave()
     nodes[2].store.add("an answer", 1)  # after what this node has set, for which the store gives none
@@ -281,7 +281,9 @@ def test_silence_of_an_address_points_to_the_firewall(monkeypatch: pytest.Monkey
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(selftest.socket, "create_connection", drop)
-    with pytest.raises(LaunchError, match=r"Nothing comes back .*firewall.*GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"):
+    with pytest.raises(
+        LaunchError, match=r"That address does not answer.*firewall.*GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    ):
         selftest._reach("10.0.0.1", 29500, 1, 0.1)
 
 

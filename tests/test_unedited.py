@@ -256,7 +256,7 @@ for _, x, y in DataLoader(Items(), 8):
         modules = [module for _, module in two.said(number, "started")]
         assert modules == ["ddpshim.trainers.unedited.loaders", "torch.utils.data.dataloader"]
         assert [is_joined for is_joined, _ in two.said(number, "started")] == [False, False]
-    assert "own.py:4: it calls torch.distributed.init_process_group; the program distributes itself" in two.logs[0]
+    assert "own.py:4: it calls torch.distributed.init_process_group, so the program distributes itself" in two.logs[0]
 
 
 def test_where_the_order_is_given_one_rank_is_the_plain_script_bit_for_bit(tmp_path: Path) -> None:
@@ -295,8 +295,8 @@ torch.save(model.state_dict(), "weights.pth")
     assert two.said(0, "trained on") == two.said(1, "trained on") == plain.said(0, "trained on")
     assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-12
     assert two.logs[0].count("every rank computes whole batches of this DataLoader") == 1
-    assert "train.py:44: a step was made" in two.logs[0]
-    assert "a step was made" not in two.logs[1]
+    assert "train.py:44: every rank computes whole batches" in two.logs[0]
+    assert "every rank computes whole batches" not in two.logs[1]
 
 
 def test_ranks_draw_alike_but_for_the_rows_of_a_batch_that_is_split(tmp_path: Path) -> None:
