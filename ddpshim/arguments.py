@@ -43,18 +43,16 @@ class Parser(argparse.ArgumentParser):
         super().error(message + ("" if wrong is None else nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))))
 
 
-def natural(text: str) -> int:
+def natural(text: str, least: int = 0) -> int:
     """A whole number from 0 up."""
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least 0")
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number of at least {least}")
     return int(text)
 
 
 def positive(text: str) -> int:
     """A whole number from 1 up."""
-    if natural(text) == 0:
-        raise argparse.ArgumentTypeError("must be at least 1, not 0")
-    return int(text)
+    return natural(text, least=1)
 
 
 def port(text: str) -> int:

@@ -185,7 +185,7 @@ FAULTS = [
             f"{name}@model:1:105",
             None,
             EXIT_REQUEUE,
-            says=f"{name} on rank 0: epoch .* is saved in .*; leaving with exit code {EXIT_REQUEUE}",
+            says=f"{name} on rank 0: epoch .* is saved in .*; stopping with exit code {EXIT_REQUEUE}",
             steps=1000,
         )
         for name in ("SIGTERM", "SIGUSR1")
@@ -345,7 +345,7 @@ FAULTS = [
         "none:0:0",
         exit_code=0,
         way="twice",
-        says=r"the training is finished, as .*/resume.finished says: nothing is left to do, leaving with exit code 0",
+        says=r"the training is already finished \(see .*/resume.finished\); stopping with exit code 0",
         environ={"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"},
         limit_s=60,
         checkpoints=2,

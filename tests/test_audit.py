@@ -124,7 +124,7 @@ def test_weights_streams_order_and_files(tmp_path: Path) -> None:
                 "DDP205": "first 12 batches",
             },
         ),
-        (("swallows",), {"DDP503": "rank 1 ended with exit code 0 after 2 steps, in the middle of one, and rank 0"}),
+        (("swallows",), {"DDP503": "rank 1 ended with exit code 0 after 2 steps, within a step, and rank 0"}),
     ],
 )
 def test_mistakes(tmp_path: Path, mistakes: tuple[str, ...], found: dict[str, str]) -> None:
@@ -216,7 +216,7 @@ def test_the_example_in_the_docs_prints_what_they_say(tmp_path: Path) -> None:
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert command_line.main(["audit", "absent.py"]) == 2
-    assert "absent.py is no file" in capsys.readouterr().err
+    assert "absent.py does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         command_line.main(["audit", "--nproc", "1", "train.py"])
     assert ended.value.code == 2

@@ -73,7 +73,9 @@ def test_after_an_error_the_old_file_is_there_and_the_new_one_is_not(tmp_path: P
 
 
 def test_an_impossible_path_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ddpshim.CheckpointError, match=r"nowhere/a.pth could not be written .* save to a directory"):
+    with pytest.raises(
+        ddpshim.CheckpointError, match=r"nowhere/a.pth could not be written .* save to a writable directory"
+    ):
         checkpoint.save(1, tmp_path / "nowhere" / "a.pth")
     with pytest.raises(OSError, match="could not be written"):
         checkpoint.save(1, tmp_path / "nowhere" / "a.pth")
@@ -201,7 +203,7 @@ def test_the_newest_whole_file_is_found(tmp_path: Path, damage: Callable[[Path],
     newest = os.stat(tmp_path / "c.pth").st_mtime_ns
     damage(tmp_path / "c.pth")
     os.utime(tmp_path / "c.pth", ns=(0, newest))
-    with pytest.warns(UserWarning, match=r"c.pth is damaged .* was passed over"):
+    with pytest.warns(UserWarning, match=r"c.pth is damaged .* was skipped"):
         found = checkpoint.find_latest(tmp_path, "*.pth")
     assert found == tmp_path / "b.pth"
     assert _load(found)["name"] == "b.pth"
@@ -421,11 +423,11 @@ def test_a_killed_training_resumes_on_any_number_of_ranks(trainings: Trainings, 
 def test_a_training_that_was_left_before_its_first_checkpoint_resumes(trainings: Trainings) -> None:
     whole, folder = trainings.whole("bc"), trainings.folder / "bc-left"
     left = trainings.run("bc", folder, 2, fault="SIGUSR1@model:1:3")
-    assert "leaving with exit code 75" in left.log
+    assert "stopping with exit code 75" in left.log
     assert list(folder.glob("out/*/*/last.pth")) == []
     resumed = trainings.run("bc", folder, 4, "--resume")
     # At the next step at which the ranks look up together.
-    (step,) = map(int, re.findall(r"ddpshim: goes on at epoch 0, step (\d+), of a run on 2 ranks", resumed.log))
+    (step,) = map(int, re.findall(r"ddpshim: resuming at epoch 0, step (\d+), of a run on 2 ranks", resumed.log))
     assert 3 <= step < 10
     assert batches(resumed, BATCH, "train") == batches(whole, BATCH, "train")[step:]
     for observed in resumed.observed:

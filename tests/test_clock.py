@@ -11,6 +11,7 @@ import random
 import secrets
 import threading
 import time
+import traceback
 import uuid
 from datetime import date
 from datetime import datetime as imported_before
@@ -25,6 +26,7 @@ import ddpshim
 from ddpshim.errors import WorldError
 from ddpshim.job.job import Job
 from ddpshim.job.world import World
+from ddpshim.launch.rank import _hide_clock
 from ddpshim.options import Options
 from ddpshim.trainers.unedited import clock
 from ddpshim.trainers.unedited.clock import Clock
@@ -58,6 +60,17 @@ def asked() -> list[Any]:
         ]
         found.append(input("go on? "))
     return found
+
+
+def test_input_without_a_terminal_shows_the_programs_line_alone() -> None:
+    refuse = mock.patch.object(builtins, "input", side_effect=EOFError("EOF when reading a line"))
+    with refuse, Clock(worlds()[0], lambda: False).installed(), pytest.raises(EOFError) as raised:
+        input("name? ")
+    own = traceback.extract_tb(raised.value.__traceback__)
+    assert any(frame.filename == clock.__file__ for frame in own)
+    _hide_clock(raised.value.__traceback__)
+    (line,) = traceback.extract_tb(raised.value.__traceback__)
+    assert (line.filename, line.line) == (__file__, 'input("name? ")')
 
 
 def test_each_rank_is_told_what_the_main_rank_was() -> None:

@@ -109,7 +109,7 @@ def _takes_file(action: argparse.Action) -> bool:
     return action.type is Path or bool(named & {"FILE", "DIR", "PATH", "FOLDER", "PROGRAM"})
 
 
-def _fill(folder: Path) -> None:
+def fill(folder: Path) -> None:
     """What SAMPLES and MISSING are called in."""
     (folder / "train.py").write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
     (folder / "tree" / "package").mkdir(parents=True)
@@ -137,7 +137,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _fill(tmp_path)
+    fill(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -325,6 +325,49 @@ def test_a_terminal_is_shown_how_far_a_long_command_is(
     assert end == ""
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse's help differs between versions of Python")
+def test_what_is_printed_is_in_the_table() -> None:
+    from tests import outputs
+
+    assert outputs.PYTHON == (3, 11)
+    hint = "read what changed, then `python -m tests.outputs --write`"
+    assert outputs.table().split("\n$ ") == outputs.FILE.read_text().split("\n$ "), hint
+
+
+def test_the_pages_that_messages_name_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every page that a string under ddpshim/ names is one that `ddpshim docs` prints."""
+    named = set()
+    for file in (ROOT / "ddpshim").rglob("*.py"):
+        text = re.sub(r'"\s+f?"', "", file.read_text())
+        assert not re.search(r"See MIGRATION\.md|[(]MIGRATION\.md", text), f"{file}: a wheel's user has `ddpshim docs`"
+        named |= set(re.findall(r"(?:ddpshim docs |docs/)(\w+)(?:\.md|[`),. ])", text))
+    assert {"MIGRATION", "any_trainer", "audit", "gpus", "installing", "prove", "report"} <= named
+    for name in named:
+        assert _call(["docs", name]) == 0, name
+        assert capsys.readouterr().out.startswith("# ")
+    assert _call(["docs"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in listed} >= named
+    assert _call(["docs", "lanching"]) == 2
+    assert "did you mean launching?" in capsys.readouterr().err
+    assert _call(["docs", "--path", "docs/Launching.md"]) == 0
+    assert capsys.readouterr().out == f"{ROOT / 'docs' / 'launching.md'}\n"
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in NEED_TORCH], ids=_id)
+def test_without_standard_input(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*command, *SAMPLES[command]]
+    code = _call(argv)
+    said = capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it where it is closed
+    if command not in (("env",), ("patch", "manifest")):  # what changes between two calls
+        assert (_call(argv), capsys.readouterr()) == (code, said)
+    else:
+        assert _call(argv) == code
+
+
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
@@ -365,7 +408,7 @@ CALLS = [
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each of CALLS gave where neither torch nor plotly can be imported."""
     folder = tmp_path_factory.mktemp("without_torch")
-    _fill(folder)
+    fill(folder)
     ran = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH, json.dumps(CALLS)],
         cwd=folder,

@@ -53,7 +53,7 @@ SAID = {
         "by_hand: 1000000 bytes, damaged: ",
         "{'epoch': 1}",
         "in the background: the ranks waited for ",
-        "leaving with exit code 75",
+        "stopping with exit code 75",
         "80 steps on 2, 4 and 1 ranks, ended by SIGTERM and SIGKILL: from the unbroken run ",
         "40 noisy bf16 steps, ended after ",
     ],

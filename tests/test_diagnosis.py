@@ -358,8 +358,8 @@ def test_a_prediction_in_words() -> None:
     )
     slow = replace(RUN, link=Link(10e6, 0.0), seconds={**RUN.seconds, "communication": 4.0}, step_s=4.8)
     assert as_text(slow, predict(slow, 16)).startswith("16 GPUs: slower, 0.43 times as fast as the 2 of the run")
-    assert "like that inside one: the run had one node." in as_text(slow, predict(slow, 16))
-    assert "Whether its data loader can keep up" in as_text(RUN, predict(replace(RUN, num_workers=2), 8))
+    assert "as fast as within a node: the run had one node." in as_text(slow, predict(slow, 16))
+    assert "Whether the data loader can keep up" in as_text(RUN, predict(replace(RUN, num_workers=2), 8))
 
 
 def test_a_link_is_known_by_two_messages() -> None:
@@ -392,4 +392,4 @@ def test_a_prediction_from_the_records_of_a_run(tmp_path: Path, capsys: pytest.C
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join(line for line in lines if '"pace"' not in line))
     assert command_line.main(["predict", str(tmp_path), "--gpus", "8"]) == 2
-    assert "do not tell what the steps of all ranks are made of" in capsys.readouterr().err
+    assert "do not contain the phases of all ranks' steps" in capsys.readouterr().err

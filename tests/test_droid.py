@@ -256,7 +256,7 @@ def test_a_signal_ends_it_and_it_goes_on_with_the_samples_that_were_left(trainer
     config = json.loads((left.folder / "config.json").read_text())
     tree = left.folder.parent / f"{TREES[DROID]}-patched"
     again = train(tree, config, left.folder, 2, {"DDPSHIM_RESUME": "always"})
-    assert "goes on at epoch 1, step 1" in again.log
+    assert "resuming at epoch 1, step 1" in again.log
     assert len(list((left.folder / "out" / "droid").iterdir())) == 1
     for before, after in zip(whole.observed, again.observed):
         assert len(before["samples"]) == 24

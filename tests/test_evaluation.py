@@ -247,7 +247,7 @@ def _endless(env: Any, info: Any) -> bool:
             functools.partial(Odd, told={"score": 1}),
             Net,
             {},
-            "Odd) has no method is_success, and its step tells 'score'",
+            "Odd) has no method is_success, and its step's info has 'score'",
         ),
         (
             functools.partial(Odd, returned=(0, 0, 0)),
@@ -255,8 +255,8 @@ def _endless(env: Any, info: Any) -> bool:
             {},
             "a step of the environment (Odd) returned tuple, and not",
         ),
-        (Reach, TwoActions, {}, "TwoActions returned (2, 2) for one observation, and not actions (1, ...)"),
-        (Reach, Resets, {}, "Resets.reset() wrote to its parameters when an episode began"),
+        (Reach, TwoActions, {}, "TwoActions returned (2, 2) for one observation instead of actions (1, ...)"),
+        (Reach, Resets, {}, "Resets.reset() changed its parameters at the start of an episode"),
         (
             functools.partial(Reach, breaks_at=2),
             Net,

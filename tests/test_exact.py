@@ -378,7 +378,7 @@ def _refused(kind: str) -> tuple[str, str]:
         ("autocast", SyncError, "autocast around a step of virtual ranks"),
         ("broadcast", WorldError, "broadcast in a step of 4 virtual ranks"),
         ("closure", SyncError, "SGD.step with a closure"),
-        ("network missing", SyncError, "a Linear was given to wrap_parallel and is not among the objects of the step"),
+        ("network missing", SyncError, "a Linear was given to wrap_parallel but is not among the objects of the step"),
         ("network not wrapped", SyncError, "trains a parameter of shape (2, 6) that is in no wrapped network"),
         ("uses the global", SyncError, "virtual rank 1 of this process trained virtual rank 0's 'weight'"),
         ("other draws", SyncError, "virtual ranks 0 and 2 of this process drew different amounts"),

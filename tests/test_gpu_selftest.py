@@ -229,8 +229,8 @@ def test_ranks_that_cannot_be_started_end_no_acceptance(monkeypatch: pytest.Monk
         (result.name, result.outcome, result.detail) for result in gpu._run(Plan(nproc=2), False, tmp_path, None)
     ] == [
         ("rendezvous", FAILED, "no port is free"),
-        ("facts", NOT_RUN, "after 'rendezvous' nothing could be started"),
-        ("links", NOT_RUN, "after 'rendezvous' nothing could be started"),
+        ("facts", NOT_RUN, "nothing could be started after 'rendezvous'"),
+        ("links", NOT_RUN, "nothing could be started after 'rendezvous'"),
         ("robomimic", NOT_RUN, "it needs 9 GPUs, and has 2"),
     ]
 
@@ -241,7 +241,7 @@ def test_with_one_gpu_what_needs_two_says_so() -> None:
     links = next(check for check in CHECKS if check.name == "links")
     assert gpu._why_not(links, 1, False, set()) == "it needs 2 GPUs, and has 1"
     resume = next(check for check in CHECKS if check.name == "resume")
-    assert gpu._why_not(resume, 2, False, {"one process"}) == "it needs what the check 'save' gives, which did not pass"
+    assert gpu._why_not(resume, 2, False, {"one process"}) == "it needs the check 'save', which did not pass"
     assert [check.name for check in CHECKS if gpu._why_not(check, 2, True, {"one process", "save"})] == ["robomimic"]
 
 
@@ -286,7 +286,9 @@ def test_without_a_gpu_it_ends_before_torch_is_imported(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "selftest", "--gpu", "--write", "new.json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(60), check=True)
     assert ran.stdout == "2 False\n"
-    assert ran.stderr.startswith("ddpshim: this machine shows no GPU (no driver's device in /dev): there is nothing to")
+    assert ran.stderr.startswith(
+        "ddpshim: this machine has no visible GPU (no driver's device in /dev), so there is nothing to"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -294,7 +296,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert main(["selftest", "--quick"]) == 2
     assert "--quick and --write need --gpu; nothing was tested" in capsys.readouterr().err
     assert main(["selftest", "--gpu", "--device", "cpu"]) == 2
-    assert "it accepts one machine with GPUs" in capsys.readouterr().err
+    assert "it tests one machine with GPUs" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["selftest", "--gpu"]) == 2
     assert "CUDA_VISIBLE_DEVICES='' hides every GPU" in capsys.readouterr().err

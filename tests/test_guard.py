@@ -587,7 +587,7 @@ def _rank_has_jobs(port: int, is_alone: bool) -> list[str]:
 def test_a_job_is_not_blamed_for_the_steps_of_one_before_it() -> None:
     """Both ranks met the error, and went on with another job."""
     for first, *later in run_ranks(_rank_has_jobs, 2, free_port(), False):
-        assert "until the end of job 0: 3 on rank 0, 4 on rank 1; gradients of different steps" in first
+        assert "by the end of job 0: 3 on rank 0, 4 on rank 1; gradients of different steps" in first
         assert later == ["", ""]
 
 

@@ -125,8 +125,8 @@ def test_moved_lines_are_patched_where_they_stand_once(load: Load, capsys: pytes
     assert importlib.import_module("areas.disc").area(1) == TWO_PI
     said = capsys.readouterr().err
     assert re.fullmatch(
-        r"ddpshim: \S+/areas is no release that ddpshim knows; the lines of areas/1 stand once each in areas/disc\.py, "
-        r"and are patched in memory\n",
+        r"ddpshim: \S+/areas is not a release that ddpshim knows; the lines of areas/1 occur once each in "
+        r"areas/disc\.py, and are patched in memory\n",
         said,
     )
 
@@ -149,7 +149,7 @@ def test_a_file_that_no_set_fits_is_refused_by_the_line(load: Load, text: str, w
 @pytest.mark.unit
 def test_a_program_that_no_set_fits_is_refused(load: Load) -> None:
     load({"areas/tool.py": FILES["areas/tool.py"].replace("result", "outcome")}, is_library="areas.disc".__eq__)
-    with pytest.raises(HookError, match=r"MIGRATION\.md, section 2\. Or run a copy of the trainer that stands outside"):
+    with pytest.raises(HookError, match=r"docs MIGRATION, section 2\)\. Or run a copy of the trainer from outside"):
         runpy.run_module("areas.tool", run_name="__main__")
 
 
@@ -236,7 +236,7 @@ def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: 
     code, said = _run(tree, tmp_path, str(trainer), "--config", str(config))  # the path, not -m
     assert code == 0, said[-3000:]
     assert "global batch 100 = 2 ranks x 50" in said
-    one_line = "the lines of robomimic/0.3.0 stand once each in robomimic/algo/td3_bc.py, robomimic/scripts/train.py"
+    one_line = "the lines of robomimic/0.3.0 occur once each in robomimic/algo/td3_bc.py, robomimic/scripts/train.py"
     assert said.count(one_line) == said.count("finished run successfully") == 1
 
     # An algorithm that is somebody's own stops those who train it, and nobody else.

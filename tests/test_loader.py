@@ -290,9 +290,9 @@ def test_on_ranks_what_is_left_out_by_default_is_said(capsys):
     for drop_last, num_samples in ((None, 21), (None, 21), (True, 22), (None, 24)):
         loaders = make_loaders(2, lambda num=num_samples: torch.arange(num), 8, drop_last=drop_last)
         assert [(len(one), one.drop_last) for one in loaders] == [(num_samples // 8, True)] * 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "leaves out" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if " drops " in line]
     assert len(lines) == 1
-    assert "test_loader.py:60 leaves out 5 of 21 samples in each epoch" in lines[0]
+    assert "test_loader.py:60 drops 5 of 21 samples in each epoch" in lines[0]
 
 
 def test_what_is_empty_is_empty_on_any_number_of_ranks():

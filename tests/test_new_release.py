@@ -42,7 +42,7 @@ def test_a_hunk_without_lines_of_its_own_is_for_a_person() -> None:
     (diff,) = parse_diff(b"--- a/bot/train.py\n+++ b/bot/train.py\n@@ -1,0 +2 @@\n+import ddpshim\n", "x.patch")
     content, odd = apply_moved(diff, b"import torch\n")
     assert content == b"import torch\n"
-    assert odd == ["line 1: has no line of its own to be found by; place it by hand"]
+    assert odd == ["line 1: has no unchanged line to find it by; place it by hand"]
 
 
 @pytest.fixture(scope="module")

@@ -372,7 +372,7 @@ def test_a_launched_training_shares_where_it_can(
     assert type(found[0].getitem_cache) is list
     said = capsys.readouterr().err
     assert ("actions of demo_3 is <f4[7, 3], not <f4[7, 2]" in said) == (place == "auto")
-    assert ("each rank loads a copy of its own, as upstream does" in said) == (place == "auto")
+    assert ("each rank loads its own copy, as upstream does" in said) == (place == "auto")
 
 
 class _Mapping(dict):  # type: ignore[type-arg]

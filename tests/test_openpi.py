@@ -47,7 +47,7 @@ def call_main(config: Any, source: str) -> Any:
 
 @pytest.mark.unit
 def test_a_trainer_that_is_not_known_is_refused_by_name(config: Any) -> None:
-    with pytest.raises(HookError, match="it has no build_datasets, and half of it would be distributed"):
+    with pytest.raises(HookError, match="it has no build_datasets, and only a part of it would be distributed"):
         call_main(config, TRAINER.replace("def build_datasets", "def make"))
     with pytest.raises(HookError, match="'rank' is new to them; 'local_rank' is missing"):
         call_main(config, TRAINER.replace("local_rank", "rank"))

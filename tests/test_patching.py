@@ -471,13 +471,13 @@ def test_bytecode_under_a_cache_prefix_goes(toy: Toy, tmp_path: Path, monkeypatc
 def test_a_failing_replace_puts_everything_back(toy: Toy, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = contents(toy.package)
     fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
-    with pytest.raises(PatchError, match=r"No space left.*everything was put back"):
+    with pytest.raises(PatchError, match=r"No space left.*all files were restored"):
         apply(toy.target, None, toy.patches)
     assert contents(toy.package) == before
     apply(toy.target, None, toy.patches)
     after = contents(toy.package)
     fail_replace_of(monkeypatch, name, OSError(28, "No space left on device"))
-    with pytest.raises(PatchError, match="everything was put back"):
+    with pytest.raises(PatchError, match="all files were restored"):
         revert(toy.target, None, toy.patches)
     assert contents(toy.package) == after
 
@@ -501,7 +501,7 @@ def test_a_failure_to_put_back_can_be_completed(toy: Toy, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", replace)
-        with pytest.raises(PatchError, match=r"so did putting them back.*`revert` completes it"):
+        with pytest.raises(PatchError, match=r"so did restoring them.*`revert` completes it"):
             apply(toy.target, None, toy.patches)
     assert status(toy.target, None, toy.patches).state == "partly applied"
     revert(toy.target, None, toy.patches)
@@ -685,7 +685,7 @@ def test_a_damaged_set_is_refused(toy: Toy) -> None:
         ({**good, "version": "1.1"}, "does not describe"),
         ({**good, "files": {"toybot/train.py": hashes}}, "does not describe"),
         (with_patched(hashes["original"]), "two hashes"),
-        ({**good, "files": 3}, "no manifest"),
+        ({**good, "files": 3}, "not a manifest"),
         (with_patched("0" * 64), "set is damaged"),
     ]
     before = contents(toy.package)
@@ -735,7 +735,7 @@ def test_lines_that_stand_twice_lend_no_patch(toy: Toy, tmp_path: Path) -> None:
     root, folder = write_package(tmp_path / "twice", twice), toy.patches / "toybot" / "1.1"
     folder.mkdir()
     lent = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
-    with pytest.raises(PatchError, match=r"stand at lines .* written for"):
+    with pytest.raises(PatchError, match=r"stand at lines .* the wrong code"):
         build_manifest(folder, root, "toybot 1.1", lent)
     assert not (folder / "manifest.json").exists()
 

@@ -646,7 +646,7 @@ def test_a_full_disk_ends_the_records_and_nothing_else(
             run.step(1.0)
         assert not records.is_on()
         monkeypatch.undo()
-    assert capfd.readouterr().err.count("training goes on, and its report will lack what comes now") == 1
+    assert capfd.readouterr().err.count("training continues, but its report will be incomplete") == 1
     assert [e.number for e in load(tmp_path).epochs] == [1]
 
 
@@ -656,7 +656,7 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path, capfd: pytest
         run.epoch(1, loss=1.0)
     said = capfd.readouterr().err
     assert said.count("cannot be written") == 1
-    assert "training goes on" in said
+    assert "training continues" in said
     assert "DDPSHIM_RECORD=no" in said
 
 

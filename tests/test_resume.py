@@ -124,7 +124,7 @@ def test_a_finished_training_that_is_started_again_leaves(
             with pytest.raises(SystemExit) as left:
                 training.restore()
             assert left.value.code == 0
-            assert "resume.finished says: nothing is left to do, leaving with exit code 0" in capfd.readouterr().err
+            assert "resume.finished); stopping with exit code 0" in capfd.readouterr().err
             assert not has_world()
         else:
             assert not training.restore()
@@ -181,7 +181,7 @@ def test_what_was_set_aside_is_said_and_kept(tmp_path: Path, capfd: Any) -> None
 
 def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
     run_ranks(_train, 2, str(tmp_path), (1, 0, 1))
-    text = r"was left at step \d+ with steps of an epoch 5, and is to go on with 10; samples would be seen twice"
+    text = r"was left at step \d+ with steps of an epoch 5, and would resume with 10; samples would be seen twice"
     with pytest.raises(RankFailure, match=text):
         run_ranks(_train, 2, str(tmp_path), None, 4)
 
@@ -213,7 +213,7 @@ def test_later_files_of_a_run_that_was_given_up_are_removed(tmp_path: Path) -> N
 @pytest.mark.unit
 @pytest.mark.parametrize("wrong", [{"every_s": 0}, {"num_kept": 0}, {"every_s": float("nan")}])
 def test_nothing_to_go_on_from_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="nothing to go on from"):
+    with pytest.raises(CheckpointError, match="nothing to resume from"):
         Resumable(tmp_path, {}, **wrong)
 
 
@@ -257,7 +257,7 @@ def _rank_enters_its_own_share() -> None:
 
 
 def test_a_share_that_only_the_dataset_knows_cannot_be_entered() -> None:
-    with pytest.raises(RankFailure, match="is to go on at step 1, but the dataset is already_sharded"):
+    with pytest.raises(RankFailure, match="is to resume at step 1, but the dataset is already_sharded"):
         run_ranks(_rank_enters_its_own_share, 2)
 
 
@@ -408,6 +408,6 @@ def test_torchruns_restarts_go_on_where_the_rank_failed(tmp_path: Path, releases
     code, said = equivalence.fork(tree, run, tmp_path, None, faults, 250)
     assert code == 0, said[-3000:]
     assert said.count("ddpshim: world of 2") == 3
-    assert "goes on at epoch 0, step 2, of a run on 2 ranks" in said
-    assert "goes on at epoch 1, step 1, of a run on 2 ranks" in said
+    assert "resuming at epoch 0, step 2, of a run on 2 ranks" in said
+    assert "resuming at epoch 1, step 1, of a run on 2 ranks" in said
     assert [p.name for p in tmp_path.glob("out/*/*/models/*")] == ["model_epoch_2.pth"]

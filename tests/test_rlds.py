@@ -203,7 +203,7 @@ def test_without_a_launcher_octo_is_called_as_it_was(monkeypatch, octo):
 
 
 def test_only_a_mixture_has_a_length():
-    with pytest.raises(TypeError, match="no length is known"):
+    with pytest.raises(TypeError, match="its length is unknown"):
         rlds.num_samples(types.SimpleNamespace(_inputs=list))
 
 

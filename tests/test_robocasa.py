@@ -209,7 +209,7 @@ def test_a_failing_episode_ends_its_evaluation_and_no_more(
     run = _evaluate(trainer, 2, fault=f"toy_env:{rank}:2")
     text = f"ddpshim: environment 'Toy', episode {number} failed on rank {rank} (ValueError: the toy broke on purpose ("
     assert run.log.count(text) == 2
-    assert run.log.count(f"As without ddpshim, they are of the {number} before it.") == 2
+    assert run.log.count(f"As without ddpshim, the statistics are of the {number} before it.") == 2
     assert ", in reset\n" in run.log, "the environment's own traceback is gone"
     _check_statistics(evaluated[f"{number} episodes 2"], run)
 
@@ -279,7 +279,7 @@ def test_a_folder_of_checkpoints_is_looked_at_by_the_main_rank(trainer: Trainer)
 def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer) -> None:
     whole = trainer("bc", 2)
     left = trainer("bc", 2, fault="SIGUSR1@model:1:3", module="tests.faults", check=False)
-    assert "leaving with exit code 75" in left.log
+    assert "stopping with exit code 75" in left.log
     again = train(
         copy_release(RELEASE, left.folder.parent),
         left.folder / "config.json",
@@ -287,7 +287,7 @@ def test_a_training_that_was_left_goes_on_in_its_directory(trainer: Trainer) -> 
         2,
         environ={"DDPSHIM_RESUME": "always"},
     )
-    assert "ddpshim: goes on at epoch" in again.log
+    assert "ddpshim: resuming at epoch" in again.log
     for observed in again.observed:
         assert largest_difference(observed["networks"], whole.observed[0]["networks"]) == 0
     assert again.losses()[-1] == pytest.approx(whole.losses()[-1], rel=1e-6)

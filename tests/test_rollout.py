@@ -149,7 +149,7 @@ def test_an_environment_that_fails_on_one_rank_ends_the_job(evaluate: Evaluator,
     assert text in ours
     assert ", in reset\n" in ours, "the environment's own traceback is gone"
     assert run.log.count(") failed:\nTraceback (most recent call last)") == 1, run.log
-    assert f"ddpshim: rank {1 - rank} stops because rank {rank} failed first (" in run.log
+    assert f"ddpshim: rank {1 - rank} stops because rank {rank} failed first" in run.log
     assert f"; rank {1 - rank}'s own error: RolloutError" in run.log
     assert text in run.log.split("Root Cause (first observed failure):")[1]
     assert "finished run successfully" not in run.log
@@ -362,7 +362,7 @@ def test_an_environment_that_nobody_can_seed_is_named() -> None:
     assert len(said) == 2 * len(NAMED)
     for number, (begins, named) in enumerate(zip(said[::2], said[1::2])):
         assert begins == f"{number}"
-        assert named.startswith("environment 'Walk' draws from a generator that nobody seeds, or remembers"), number
+        assert named.startswith("environment 'Walk' draws from an unseeded generator, or remembers"), number
 
 
 @pytest.mark.unit

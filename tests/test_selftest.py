@@ -122,7 +122,9 @@ def _with_a_damaged_file(place: Place, out: Any) -> None:
 
 @pytest.mark.launch
 def test_a_checkpoint_that_comes_back_changed() -> None:
-    assert _failure(_with_a_damaged_file).startswith("checkpoint, rank 0: layers.0.bias came back changed;")
+    assert _failure(_with_a_damaged_file).startswith(
+        "checkpoint, rank 0: layers.0.bias was changed by saving and loading;"
+    )
 
 
 def _with_one_rank_killed(place: Place, out: Any) -> None:
@@ -134,7 +136,7 @@ def _with_one_rank_killed(place: Place, out: Any) -> None:
 @pytest.mark.launch
 def test_a_rank_that_is_killed_is_named_and_not_the_one_that_lost_it() -> None:
     said = _failure(_with_one_rank_killed)
-    assert said.startswith("all-reduce, rank 1: ended without a word (killed by SIGKILL)")
+    assert said.startswith("all-reduce, rank 1: ended without an error message (killed by SIGKILL)")
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -173,7 +175,7 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack_before_the_deadline() -> N
         run(options, {}, lambda line: passed.append(time.monotonic()), _with_one_rank_stuck)
     assert time.monotonic() - passed[-1] < patience(30)
     said = str(caught.value)
-    assert said.startswith("collectives, rank 1: no answer; a job would hang where its stack was:")
+    assert said.startswith("collectives, rank 1: no answer; a job would hang at this stack:")
     assert "_sleeps_for_ever" in said
 
 
@@ -210,7 +212,7 @@ def test_two_nodes_meet_whichever_comes_first() -> None:
         assert node.error is None
         assert node.lines[0] == "ddpshim selftest: 3 ranks on 2 nodes, cpu"
         host = socket.gethostname()
-        assert node.lines[1].endswith(f"came: {host} (2 ranks), {host} (1 ranks)")
+        assert node.lines[1].endswith(f"found: {host} (2 ranks), {host} (1 ranks)")
         assert node.lines[-1].startswith("selftest passed: 3 ranks on 2 nodes, cpu, 7 checks")
 
 
@@ -234,7 +236,7 @@ def test_nodes_that_do_not_come_are_named_on_those_that_did() -> None:
     port = free_port()
     for node in [_Node(port, rank, nnodes=4, timeout_s=2.0) for rank in (0, 2)]:
         said = str(node.finished().error)
-        assert said.startswith(f"of 4 nodes 1, 3 did not come to 127.0.0.1:{port} within 2 s; came: 0 (")
+        assert said.startswith(f"of 4 nodes 1, 3 did not reach 127.0.0.1:{port} within 2 s; found: 0 (")
         assert f"2 ({socket.gethostname()})" in said
 
 
@@ -242,7 +244,7 @@ def test_two_nodes_with_one_number() -> None:
     port = free_port()
     nodes = [_Node(port, rank, nnodes=3, timeout_s=2.0) for rank in (0, 1, 1)]
     said = [str(node.finished().error) for node in nodes]
-    assert sum("--node-rank 1 is taken" in text for text in said) == 1
+    assert sum("--node-rank 1 is used by another node" in text for text in said) == 1
     assert sum("of 3 nodes 2 did not come" in text for text in said) == 2
 
 
@@ -250,7 +252,7 @@ def test_a_node_that_is_sent_away_does_not_sign_off_for_the_one_with_its_number(
     place = Plan(1, "cpu", 3, 1, "127.0.0.1", free_port(), timeout_s=2.0)
     nodes = [selftest._Nodes(replace(place, node_rank=rank)) for rank in (0, 1, 1)]
     nodes[0].store.add("selftest/claims/1", 1)  # as the other one has
-    with pytest.raises(LaunchError, match="--node-rank 1 is taken"):
+    with pytest.raises(LaunchError, match="--node-rank 1 is used by another node"):
         nodes[2].call(place)
     nodes[2].leave()
     nodes[2].store.add("an answer", 1)  # after what this node has set, for which the store gives none
@@ -270,7 +272,7 @@ def test_a_port_that_nobody_serves_names_host_port_and_what_to_try() -> None:
 
 def test_a_name_that_is_not_known_is_not_tried_again() -> None:
     options = Plan(1, "cpu", 2, 1, "nowhere.invalid", 29500, timeout_s=600)
-    with pytest.raises(LaunchError, match=r"cannot reach node 0 at nowhere\.invalid:29500 .*Give --master-addr an IP"):
+    with pytest.raises(LaunchError, match=r"cannot reach node 0 at nowhere\.invalid:29500 .*Use an IP"):
         run(options, {})
 
 
@@ -279,7 +281,9 @@ def test_silence_of_an_address_points_to_the_firewall(monkeypatch: pytest.Monkey
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(selftest.socket, "create_connection", drop)
-    with pytest.raises(LaunchError, match=r"Nothing comes back .*firewall.*GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"):
+    with pytest.raises(
+        LaunchError, match=r"That address does not answer.*firewall.*GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    ):
         selftest._reach("10.0.0.1", 29500, 1, 0.1)
 
 
@@ -315,9 +319,9 @@ def test_the_place_of_a_node_comes_from_its_launcher() -> None:
     assert found.master_port is not None
     given = selftest.completed(Plan(nnodes=2, node_rank=0, master_addr="a"), step)
     assert (given.node_rank, given.master_addr, given.master_port) == (0, "a", 29500)
-    with pytest.raises(LaunchError, match="no launcher that started one process on each node"):
+    with pytest.raises(LaunchError, match="not started by a launcher with one process on each node"):
         selftest.completed(Plan(nnodes=3), step)
-    with pytest.raises(LaunchError, match="--node-rank 2 is none of 2 nodes"):
+    with pytest.raises(LaunchError, match="--node-rank 2 is not one of 2 nodes"):
         selftest.completed(Plan(nnodes=2, node_rank=2, master_addr="a"), {})
     with pytest.raises(LaunchError, match="nproc=0"):
         selftest.completed(Plan(nproc=0), {})

@@ -101,7 +101,7 @@ def test_interrupted_in_an_epoch_it_goes_on_as_if_it_had_not_been(toybot: Toybot
     )
     file.write_text(text)
     assert code == 0, said
-    assert "goes on at epoch" in said
+    assert "resuming at epoch" in said
     logged = [json.loads(line) for line in (toybot.folder / "broken run" / "log.jsonl").read_text().splitlines()]
     assert [epoch["epoch"] for epoch in logged] == [0, 1, 2]
     assert [epoch["loss"] for epoch in logged] == pytest.approx(losses, rel=1e-6)
@@ -135,7 +135,7 @@ def test_a_fork_of_it_is_patched_or_refused(toybot: Toybot) -> None:
     text = file.read_text()
     file.write_text("# ours\n" + text)
     *_, said = toybot.train("fork", 2)
-    assert said.count("the lines of toybot/1.0 stand once each in toybot/train.py") == 1
+    assert said.count("the lines of toybot/1.0 occur once each in toybot/train.py") == 1
     file.write_text(text.replace("    loader = DataLoader(Windows(", "    loader = OurLoader(Windows("))
     code, said = toybot.python("-m", "ddpshim", "run", "--nproc=2", "-m", "toybot.train", "--out", "refused")
     file.write_text(text)

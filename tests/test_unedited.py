@@ -133,7 +133,7 @@ def test_the_example_on_two_ranks_is_the_example_on_one(tmp_path: Path) -> None:
     for (loss, accuracy), (expected, expected_accuracy) in zip(main, alone):
         assert loss == pytest.approx(expected, abs=1e-5)
         assert accuracy == pytest.approx(expected_accuracy, abs=1 / 400 + 1e-9)
-    assert before[-1][1] == pytest.approx(alone[-1][1], abs=0.05), "another order of samples"
+    assert before[-1][1] == pytest.approx(alone[-1][1], abs=0.05), "a different order of samples"
     kept = torch.load(two.folder / "checkpoints" / "best.pth")["model"]
     assert list(kept) == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
     assert sorted(p.name for p in (two.folder / "checkpoints").iterdir()) == ["best.pth"]
@@ -241,7 +241,7 @@ torch.save({**weights, "temperature": agent.temperature.detach(), "drawn": torch
     assert kept == pytest.approx(plain.said(0, "kept"), abs=1e-6)
     for rank in (0, 1):  # 7 samples: 4 of one rank, 3 of the other
         assert two.said(rank, "last") == pytest.approx(plain.said(0, "last"), abs=1e-6)
-    assert "TensorsOfNoModule (1 parameters), which Adam steps, is trained by all ranks together" in two.logs[0]
+    assert "TensorsOfNoModule (1 parameters), stepped by Adam, is trained by all ranks together" in two.logs[0]
 
 
 def test_a_program_that_joins_a_group_of_its_own_starts_again_and_is_left_alone(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ for _, x, y in DataLoader(Items(), 8):
         modules = [module for _, module in two.said(number, "started")]
         assert modules == ["ddpshim.trainers.unedited.loaders", "torch.utils.data.dataloader"]
         assert [is_joined for is_joined, _ in two.said(number, "started")] == [False, False]
-    assert "own.py:4: it calls torch.distributed.init_process_group; the program distributes itself" in two.logs[0]
+    assert "own.py:4: it calls torch.distributed.init_process_group, so the program distributes itself" in two.logs[0]
     assert len([*(two.folder / "outputs").iterdir()]) == 2  # of the start that counts, one of each rank
 
 
@@ -272,8 +272,8 @@ for _, x, y in DataLoader(Items(), 8):
     ("source", "line"),
     [
         (
-            "import torch\nfrom accelerate import Accelerator\n",
-            "program.py:2 imports accelerate: taken for a program that",
+            "import torch\nimport lightning\n",
+            "program.py:2 imports lightning: taken for a program that",
         ),
         ("import torch.distributed as dist\ndist.init_process_group()\n", "program.py calls init_process_group: taken"),
         ("import ddpshim\nimport deepspeed\n", None),
@@ -329,9 +329,9 @@ torch.save(model.state_dict(), "weights.pth")
     two = succeeded(run(tmp_path, script, 2))
     assert two.said(0, "trained on") == two.said(1, "trained on") == plain.said(0, "trained on")
     assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, two))) < 1e-12
-    assert two.logs[0].count("a step was made on a batch of this DataLoader, which every rank computes whole") == 1
-    assert "train.py:44: a step was made" in two.logs[0]
-    assert "a step was made" not in two.logs[1]
+    assert two.logs[0].count("every rank computes whole batches of this DataLoader") == 1
+    assert "train.py:44: every rank computes whole batches" in two.logs[0]
+    assert "every rank computes whole batches" not in two.logs[1]
 
 
 def test_ranks_draw_alike_but_for_the_rows_of_a_batch_that_is_split(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_the_main_rank_plays_rollouts_and_the_others_get_what_it_found(tmp_path:
 def test_another_order_or_noise_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:
     ran = run(tmp_path, "train(nn.DataParallel(network()), DataLoader(Items(), 8, shuffle=True))", 2, **environ)
     assert 0 not in ran.exit_codes
-    assert "a program for one process draws its splits of the data and its evaluations on each rank" in ran.logs[0]
+    assert "an unedited program draws its data splits and evaluations on each rank" in ran.logs[0]
 
 
 def test_folds_are_split_and_networks_built_alike_in_the_middle_of_a_script(tmp_path: Path) -> None:
@@ -510,7 +510,7 @@ REFUSED = {
         "def loss(a, b):\n    z = torch.cat([a, b], 1)\n"
         "    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))\n"
         "train(network(), DataLoader(Items(), 8, shuffle=True), 1, loss)",
-        "SyncError: train.py:31: the loss couples the samples of a batch: two batches that exchange some of their rows",
+        "SyncError: train.py:31: the loss couples the samples of a batch: the losses of two batches",
     ),
     "padding": (
         "def padded(rows):\n    size = max(row[0] % 5 for row in rows) + 1\n"
@@ -560,7 +560,7 @@ for index, x, y in DataLoader(Items(27), 8, shuffle=True):
     two = succeeded(run(tmp_path, script, 2))
     said = [line for line in two.logs[0].splitlines() if line.startswith("ddpshim: train.py")]
     assert [line[9:21] for line in said] == ["train.py:45:", "train.py:46:", "train.py:31:"]
-    assert "each rank sees 1/2 of the samples; the length of a batch, and what" in said[0]
+    assert "each rank sees 1/2 of the samples. The length of a batch, and anything" in said[0]
     assert "the loss has a sum over the samples of a batch (SumBackward0)" in said[2]
     assert "a step was made on a batch" not in two.logs[0]
     sizes = [len(batch) for batch in two.said(1, "trained on")]

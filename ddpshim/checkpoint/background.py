@@ -175,14 +175,14 @@ class Background:
         if self._is_ready:
             self._failed.append(
                 f"the process that writes in the background (pid {self.pid}) ended ({how}) before this was done: "
-                f"{', '.join(what for _, what in jobs)}. What was there before is as it was, the newer state is lost. "
-                "If memory ran out (dmesg tells), set DDPSHIM_BACKGROUND_SAVE=no."
+                f"{', '.join(what for _, what in jobs)}. Earlier files are unchanged; the newer state is lost. If "
+                "memory ran out (see dmesg), set DDPSHIM_BACKGROUND_SAVE=no."
             )
             return
         self.did_not_start = True
         warnings.warn(
-            f"the process that writes in the background did not start ({how}, {sys.executable}); training waits for "
-            "what is written. Its error is above; DDPSHIM_BACKGROUND_SAVE=no does not try.",
+            f"the process that writes in the background did not start ({how}, {sys.executable}), so training waits "
+            "for each write. Its error is above; DDPSHIM_BACKGROUND_SAVE=no avoids the attempt.",
             stacklevel=2,
         )
         for job, _ in jobs:

@@ -79,8 +79,8 @@ def save_in_background(obj: Any, path: PathLike) -> None:
     except Exception as error:
         save(obj, path)  # if it is the object's fault, this says so
         warnings.warn(
-            f"{os.fspath(path)} was written while training waited, as its content could not be copied into shared "
-            f"memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no does not try.",
+            f"{os.fspath(path)} was written while training waited, because its content could not be copied into "
+            f"shared memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no avoids the attempt.",
             stacklevel=2,
         )
         return
@@ -241,8 +241,7 @@ def find_latest(folder: PathLike, pattern: str) -> Optional[Path]:
         if damage is None:
             return path
         warnings.warn(
-            f"checkpoint {path} is damaged ({damage}) and was passed over; the one before it is used, if any. "
-            "Remove it.",
+            f"checkpoint {path} is damaged ({damage}) and was skipped; the previous one is used, if any. Remove it.",
             stacklevel=2,
         )
     return None
@@ -254,7 +253,7 @@ def find_damage(path: PathLike) -> Optional[str]:
     Reads it once against the checksums in it, which `torch.load` does not compare; runs nothing of what it holds.
     """
     if not os.path.isfile(path):
-        return "it is no file"  # to open a pipe would take for ever
+        return "not a regular file"  # to open a pipe would take for ever
     try:
         with zipfile.ZipFile(path) as file:
             bad, names = file.testzip(), file.namelist()
@@ -426,8 +425,8 @@ def _describe(error: BaseException, final: str, folder: str, num_bytes: Optional
     except OSError:
         needed += ", no such directory"
     return (
-        f"{final} could not be written ({said}{needed}); this state would be lost, what was there before is as it was. "
-        "Make room, or save to a directory that can be written to."
+        f"{final} could not be written ({said}{needed}); this state would be lost; the previous file is unchanged. "
+        "Make room, or save to a writable directory."
     )
 
 

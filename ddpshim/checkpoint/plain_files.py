@@ -28,8 +28,8 @@ def content(value: Any, path: PathLike, is_trusted: bool) -> dict[str, Any]:
         outline, tensors = plain.take_apart(value, pickle.dumps if is_trusted else None)
     except plain.NotPlain as error:
         raise CheckpointError(
-            f"{path} would hold an object: {error}; reading it would run whatever code somebody wrote to the file. "
-            f"Keep numbers, text, tensors and arrays. {_ALLOW}."
+            f"{path} would hold an object: {error}; reading it could run code that someone put into the file. Keep "
+            f"numbers, text, tensors and arrays. {_ALLOW}."
         ) from None
     return {_OUTLINE: outline, _TENSORS: tensors}
 
@@ -43,16 +43,16 @@ def read(path: PathLike, is_trusted: bool) -> Any:
         found = torch.load(path, map_location="cpu", weights_only=True)
         return plain.put_together(found[_OUTLINE], found[_TENSORS], pickle.loads if is_trusted else None)
     except plain.NotPlain as error:
-        raise CheckpointError(f"{path} was not read: {error}, and nobody said to trust it. {_ALLOW}.") from None
+        raise CheckpointError(f"{path} was not read: {error}, and it is not trusted. {_ALLOW}.") from None
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}); the training would begin anew. Make it readable."
+            f"{path} cannot be read ({error}); the training would start over. Make it readable."
         ) from error
     except Exception as error:  # whatever torch or an object meets in a file that somebody else wrote
         said = (str(error).splitlines() or [""])[0][:160]
         raise CheckpointError(
-            f"{path} holds no progress that this ddpshim wrote ({type(error).__name__}: {said}); nothing of it was "
-            "used. Remove it, or name another folder."
+            f"{path} was not written by this ddpshim ({type(error).__name__}: {said}), and was not used. Remove it, "
+            "or use another folder."
         ) from error
 
 
@@ -62,6 +62,6 @@ def restore_streams(states: Any, device: torch.device, path: PathLike) -> None:
         restore_rank_states(states, device)
     except Exception as error:  # each generator has its own for a state that is none
         raise CheckpointError(
-            f"{path} holds no states of random generators ({type(error).__name__}: {str(error)[:160]}); noise would be "
-            "another. Remove it."
+            f"{path} holds no states of random generators ({type(error).__name__}: {str(error)[:160]}); the noise "
+            "would differ. Remove it."
         ) from error

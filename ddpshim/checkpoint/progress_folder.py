@@ -35,7 +35,7 @@ def mark_finished(folder: Path) -> None:
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.write_text(json.dumps(read_job_names(os.environ)))
     except OSError as error:
-        say(f"{mark} could not be written ({error}): a start after this one would not know that the training is done")
+        say(f"{mark} could not be written ({error}): a later start would not know that the training is finished")
 
 
 def leave_if_finished(folder: checkpoint.PathLike) -> None:
@@ -49,8 +49,8 @@ def leave_if_finished(folder: checkpoint.PathLike) -> None:
     if mark is not None:
         if here.is_main:
             say(
-                f"the training is finished, as {mark} says: nothing is left to do, leaving with exit code 0. To train "
-                "again, remove that file or start it under another name",
+                f"the training is already finished (see {mark}); stopping with exit code 0. To train again, remove "
+                "that file, or use another name",
                 directly=True,
             )
         cleanup()
@@ -78,6 +78,6 @@ def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
             return path
         aside = path.with_name(path.name + ".damaged")
         os.replace(path, aside)
-        text = f"{path} is damaged ({damage}); the one before it is used, if any. It is kept as {aside.name}"
+        text = f"{path} is damaged ({damage}) and was renamed to {aside.name}; the previous one is used, if any"
         say(text, directly=True)
     return None

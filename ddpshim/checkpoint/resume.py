@@ -110,8 +110,8 @@ class Resumable:
         self._num_kept = chosen.keep_checkpoints if num_kept is None else num_kept
         if any(n is not None and not n > 0 for n in (every_s, every_n_steps, num_kept)):
             raise CheckpointError(
-                f"every_s={every_s!r}, every_n_steps={every_n_steps!r}, num_kept={num_kept!r}: there would be nothing "
-                "to go on from. Use numbers above 0."
+                f"every_s={every_s!r}, every_n_steps={every_n_steps!r}, num_kept={num_kept!r}: there would be "
+                "nothing to resume from. Use numbers above 0."
             )
         self.folder = Path(folder)
         self.epoch = self.step = 0
@@ -158,9 +158,10 @@ class Resumable:
             if found.get("computes_on") not in (None, self._computes_on):
                 was, now = found["computes_on"], self._computes_on
                 say(
-                    f"exact={self._world.options.exact}: the run was on {was}, and is on {now}: other bits from here on"
+                    f"exact={self._world.options.exact}: the run was on {was} and is now on {now}, so results "
+                    "differ in their last bits from now on"
                 )
-            say(f"goes on at epoch {self.epoch}, step {self.step}, of a run on {ranks} ({self.folder})", directly=True)
+            say(f"resuming at epoch {self.epoch}, step {self.step}, of a run on {ranks} ({self.folder})", directly=True)
         return True
 
     def steps(self, loader: Any, epoch: int, num_steps: Optional[int] = None) -> Iterator[Any]:
@@ -270,10 +271,10 @@ class Resumable:
             reports = told(deadline_s)
         except RuntimeError as error:
             raise SyncError(
-                f"another rank did not come to step {self.step - self._delay} of epoch {self.epoch} within "
-                f"{deadline_s:g} s of rank {self._world.rank}, which is a step further; it waits for "
-                "gradients that nobody will send, or its data. Give every rank equally many batches, and skip no step "
-                "on one rank alone."
+                f"another rank did not reach step {self.step - self._delay} of epoch {self.epoch} within "
+                f"{deadline_s:g} s of rank {self._world.rank}, which is one step ahead; that rank waits for "
+                "gradients that no rank will send, or for its data. Give every rank the same number of batches, and "
+                "skip no step on one rank alone."
             ) from error
         self._interval = min(interval for _, _, interval in reports)
         self._next_look = here + self._interval
@@ -330,8 +331,8 @@ class Resumable:
         self._world.barrier()  # a launcher that sees one rank end kills those that are still writing
         if self._world.is_main:
             say(
-                f"{reason}: epoch {self.epoch}, step {self.step} is saved in {self.folder}; "
-                f"leaving with exit code {EXIT_REQUEUE}",
+                f"{reason}: epoch {self.epoch}, step {self.step} is saved in {self.folder}; stopping with exit code "
+                f"{EXIT_REQUEUE}",
                 directly=True,
             )
         events.end("left", reason=reason, epoch=self.epoch, step=self.step, exit_code=EXIT_REQUEUE)
@@ -365,14 +366,14 @@ class Resumable:
         odd += [] if odd or found["random"] else ["random"]
         if odd:
             raise CheckpointError(
-                f"{path} holds no progress of a Resumable ({', '.join(odd)} lacking or junk); nothing of it was used. "
-                "Remove it, or name another folder."
+                f"{path} is not a Resumable's progress ({', '.join(odd)} missing or invalid), and was not used. "
+                "Remove it, or use another folder."
             )
         lacking = [name for name in self._objects if name not in found["objects"]]
         if lacking:
             raise CheckpointError(
-                f"{path} has no state of {', '.join(lacking)}, but of {', '.join(map(str, found['objects']))}: these "
-                "would begin anew. Name the objects of the run that wrote it, or another folder."
+                f"{path} has no state of {', '.join(lacking)}, but of {', '.join(map(str, found['objects']))}: "
+                "these would start over. Give the same objects as the run that wrote it, or use another folder."
             )
         return found if (found["epoch"], found["step"]) > later_than else None
 
@@ -383,13 +384,14 @@ class Resumable:
         if (start or self._world.options.per_rank_batch) and odd:
             was, now = found["facts"][odd[0]], facts[odd[0]]
             raise DataError(
-                f"epoch {self.epoch} was left at step {start} with {odd[0]} {was}, and is to go on with {now}; samples "
-                f"would be seen twice or not at all. Go on with the same data and batch, or remove {self.folder}."
+                f"epoch {self.epoch} was left at step {start} with {odd[0]} {was}, and would resume with {now}; "
+                "samples would be seen twice or not at all. Resume with the same data and batch, or remove "
+                f"{self.folder}."
             )
         if start and not can_enter:
             raise DataError(
-                f"epoch {self.epoch} was left at step {start}, and this loader cannot be entered in the middle; "
-                "samples would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, also for one process)."
+                f"epoch {self.epoch} was left at step {start}, but this loader cannot start mid-epoch; samples "
+                "would be seen twice. Use ddpshim.make_loader and a launcher (torchrun, even for one process)."
             )
         states, here = found["random"], self._world
         self._order = found["order"]

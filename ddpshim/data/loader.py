@@ -57,7 +57,7 @@ def make_loader(
     """Return a DataLoader that gives this rank its share of each global batch.
 
     Takes what torch's DataLoader takes, in its order. Without a launcher it *is* that DataLoader, with torch's
-    defaults, order and random draws. Launched, also as a world of one, it is a :class:`ShardedLoader`, and the call is
+    defaults, order and random draws. Launched, also as a single rank, it is a :class:`ShardedLoader`, and the call is
     collective, as is `iter()` where the order comes from the user's sampler or batch_sampler: every rank makes it, with
     equal arguments.
 

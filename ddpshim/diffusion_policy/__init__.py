@@ -1,1 +1,1 @@
-"""Has diffusion_policy's rollouts played by the main rank alone: docs/diffusion_policy.md."""
+"""Plays diffusion_policy's rollouts on the main rank only: docs/diffusion_policy.md."""

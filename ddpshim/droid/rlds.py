@@ -81,7 +81,8 @@ def num_samples(dataset: Any) -> int:
         inputs = dataset._inputs()
         if len(inputs) != 1:
             raise TypeError(
-                f"{type(dataset).__name__} is not of ddpshim.droid.rlds.make_interleaved_dataset: no length is known"
+                f"{type(dataset).__name__} was not made by ddpshim.droid.rlds.make_interleaved_dataset, so its "
+                "length is unknown"
             )
         dataset = inputs[0]
     return int(dataset.num_frames) // world().world_size
@@ -113,9 +114,9 @@ class _Endless(IterableDataset[Any]):
         yield from self._dataset
         here = world()
         raise DataError(
-            f"The mixture ended on rank {here.rank}: one of its datasets has no trajectory among those of this rank, "
-            "because filters (success, language) left none; the ranks would train on different mixtures. Use fewer "
-            f"than {here.world_size} ranks, or leave out the dataset with few trajectories."
+            f"The mixture ended on rank {here.rank}: filters (success, language) left this rank no trajectory of "
+            f"one dataset; ranks would train on different mixtures. Use fewer than {here.world_size} ranks, or leave "
+            "out the dataset with few trajectories."
         )
 
 

@@ -1,1 +1,1 @@
-"""How well a policy does: episodes dealt to all ranks, each with its seed, and what they say of its success."""
+"""Evaluates policies: episodes dealt to all ranks, each with its seed, and the success rate with an interval."""

@@ -132,8 +132,8 @@ class Deal:
                 own, failed_at = error, turn
                 said = str(error) if isinstance(error, RolloutError) else described(error)
                 text = (
-                    f"{what(turn)} failed on rank {self._here.rank} ({said}); statistics without it would "
-                    "not be those of all episodes. See that rank's traceback."
+                    f"{what(turn)} failed on rank {self._here.rank} ({said}); statistics without it would be "
+                    "incomplete. See that rank's traceback."
                 )
                 break
             if self._is_decided is not None:

@@ -64,8 +64,8 @@ def name_unseeded(name: str, episodes: Iterable[Shown], here: World) -> None:
     """Say so on the main rank, once, where episodes, of all ranks, differ by what nobody has seeded. Local."""
     if differ_without_reason(episodes) and here.is_main:
         say_once(
-            f"{name} draws from a generator that nobody seeds, or remembers earlier episodes: its statistics depend on "
-            f"the number of ranks, here {here.world_size}. Let its reset take a seed, or give it a method seed(n), or "
+            f"{name} draws from an unseeded generator, or remembers earlier episodes: its statistics depend on the "
+            f"number of ranks, here {here.world_size}. Make its reset take a seed, or give it a method seed(n), or "
             "keep its generator (numpy's, random.Random) in an attribute"
         )
 

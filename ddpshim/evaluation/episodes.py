@@ -97,7 +97,7 @@ def _play(env: Any, act: Callable[[Any], Any], rules: Rules) -> tuple[bool, list
     else:
         if rules.horizon is None:
             raise RolloutError(
-                f"an episode did not end in {_MOST_STEPS} steps; the evaluation might not either. Give it a horizon."
+                f"an episode did not end in {_MOST_STEPS} steps; the evaluation might never end. Give it a horizon."
             )
     return has_succeeded, rewards
 
@@ -107,8 +107,8 @@ def _checked(env: Any, step: Any) -> Any:
         return step
     raise RolloutError(
         f"a step of the environment ({type(env).__name__}) returned {type(step).__name__}, and not observation, "
-        "reward, done (or terminated, truncated) and a dictionary; one would be taken for the other. Wrap it as gym "
-        "or gymnasium has it."
+        "reward, done (or terminated, truncated) and a dictionary; these would be confused. Wrap it to follow gym "
+        "or gymnasium."
     )
 
 
@@ -122,8 +122,8 @@ def _says_success(env: Any, info: Mapping[str, Any]) -> bool:
         if key in info:
             return bool(info[key])
     raise RolloutError(
-        f"the environment ({type(env).__name__}) has no method is_success, and its step tells "
-        f"{', '.join(map(repr, info)) or 'nothing'}, none of {_SUCCESS_KEYS}; there would be no rate of success. Give "
+        f"the environment ({type(env).__name__}) has no method is_success, and its step's info has "
+        f"{', '.join(map(repr, info)) or 'nothing'}, none of {_SUCCESS_KEYS}; there would be no success rate. Give "
         "evaluate is_success=lambda env, info: ..."
     )
 
@@ -159,9 +159,9 @@ def _begin_episode(policy: Any, networks: list[torch.nn.Module]) -> None:
         method()
         if _num_writes(networks) != before:
             raise RolloutError(
-                f"{type(owner).__name__}.{method.__name__}() wrote to its parameters when an episode began; something "
-                "else than what was trained would be evaluated. It should forget the last episode, and no more; give "
-                "evaluate a function if it is for something else."
+                f"{type(owner).__name__}.{method.__name__}() changed its parameters at the start of an episode, so "
+                "a different model would be evaluated. It should only forget the last episode; give evaluate a "
+                "function if this method has another purpose."
             )
 
 
@@ -209,8 +209,8 @@ def _of_network(network: torch.nn.Module) -> Callable[[Any], Any]:
         if not isinstance(action, torch.Tensor) or len(action) != 1:
             got = tuple(action.shape) if isinstance(action, torch.Tensor) else type(action).__name__
             raise RolloutError(
-                f"{type(network).__name__} returned {got} for one observation, and not actions (1, ...); the "
-                "environment would be stepped by something else. Give evaluate a function from observation to action."
+                f"{type(network).__name__} returned {got} for one observation instead of actions (1, ...); the "
+                "environment would get a wrong action. Give evaluate a function from observation to action."
             )
         return action[0].float().cpu().numpy() if action.dtype == torch.bfloat16 else action[0].cpu().numpy()
 

@@ -160,8 +160,9 @@ class EvaluationInBackground:
             waited_s = time.monotonic() - begin
         if waited_s > _LONG_S and call.here.is_main:
             say_once(
-                f"an evaluation in the background takes longer than the training up to the next one, which waited for "
-                f"it ({waited_s:.0f} s now). Evaluate less often, or fewer episodes, or leave it a core"
+                "an evaluation in the background takes longer than the training until the next one, so the "
+                f"training waited ({waited_s:.0f} s this time). Evaluate less often, or fewer episodes, or leave it "
+                "a core"
             )
         self._call, self._beside = call, beside
         self._gathered: Optional[Callable[[], Dealt]] = None
@@ -186,7 +187,7 @@ class EvaluationInBackground:
             self._thread.join()
             atexit.unregister(self._end)
             if self._gathered is None:
-                raise RolloutError("the evaluation in the background lost the other ranks; what happened is above")
+                raise RolloutError("the evaluation in the background lost the other ranks; see the error above")
             self._result = self._call.evaluation(self._gathered())
         return self._result
 
@@ -212,7 +213,7 @@ class EvaluationInBackground:
         atexit.unregister(self._end)
         if not self._is_asked:
             self._is_asked = True
-            say("an evaluation in the background is dropped: the job ends, and nobody asked for its result()")
+            say("an evaluation in the background was dropped: the job ended before its result() was used")
         if self._thread.is_alive():
             self._beside.close()
             self._thread.join(_END_DEADLINE_S)
@@ -306,8 +307,8 @@ def _checked(
     odd += [f"{name}={number}" for name, number in numbers.items() if number is not None and number < 1]
     if odd:
         raise RolloutError(
-            f"evaluate() with {', '.join(odd)}: nothing could be said of the policy. Rates are between 0 and 1, and "
-            "there is at least one episode of one step."
+            f"evaluate() with {', '.join(odd)}: the policy could not be evaluated. Give rates between 0 and 1, and "
+            "at least one episode of one step."
         )
     rules = Rules((here.seed or 0) if seed is None else seed, horizon, ends_at_success, is_success)
     facts = {**numbers, **rates, "seed": rules.seed, "ends_at_success": ends_at_success}
@@ -316,8 +317,8 @@ def _checked(
     if apart:
         found = [f"{name}: {', '.join(str(facts[name]) for facts in everyones)} (in rank order)" for name in apart]
         raise RolloutError(
-            f"ranks evaluate with different {'; '.join(found)}; the result would depend on the number of ranks. Give "
-            "all ranks the same, as an average of weights that is kept on every rank."
+            f"ranks evaluate with different {'; '.join(found)}; the result would depend on the number of ranks. "
+            "Give all ranks the same, such as an average of weights that every rank keeps."
         )
     return _Call(here, Order(make_env, policy, rules), num_episodes, confidence, threshold, width)
 

@@ -119,7 +119,7 @@ class PlayerBeside:
         code = process.wait(_END_DEADLINE_S)
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return RolloutError(
-            f"the process that evaluates in the background (pid {process.pid}) ended ({how}); what it said is above"
+            f"the process that evaluates in the background (pid {process.pid}) ended ({how}); its output is above"
         )
 
 
@@ -134,9 +134,9 @@ def packed(order: Order) -> bytes:
         return pickle.dumps((pickle.dumps(order.make_env), policy.getvalue(), pickle.dumps(order.rules), _numerics()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RolloutError(
-            f"the environment's function or the policy cannot be sent to another process ({error}); nothing would be "
-            "evaluated in the background. Give evaluate_in_background functions that a module or the script defines at "
-            "its top, or functools.partial of such ones."
+            f"the environment's function or the policy cannot be sent to another process ({error}); nothing would "
+            "be evaluated in the background. Give evaluate_in_background functions defined at the top level of a "
+            "module or the script, or functools.partial of such functions."
         ) from error
 
 
@@ -221,8 +221,8 @@ def _import_main(name: Optional[str], file: Optional[str]) -> None:
     """Import the program as multiprocessing does for its children, under a name that is not __main__."""
     if name is None and file is None:
         raise RolloutError(
-            "the environment's function or the policy belongs to no file (an interactive session); another process "
-            "cannot import it. Define it in a module."
+            "the environment's function or the policy is defined in no file (an interactive session), so another "
+            "process cannot import it. Define it in a module."
         )
     with replaced(group, "setup", _refuse_setup):
         if name is not None:
@@ -237,6 +237,6 @@ def _import_main(name: Optional[str], file: Optional[str]) -> None:
 
 def _refuse_setup(*args: Any, **options: Any) -> NoReturn:
     raise LaunchError(
-        "ddpshim.setup() was called where another process imports the script for its functions; it would train once "
-        "more. Put what the script does under `if __name__ == '__main__':`, or its functions into a module."
+        "ddpshim.setup() was called while another process imports the script for its functions, which would train "
+        "again. Put the script's main code under `if __name__ == '__main__':`, or its functions into a module."
     )

@@ -186,15 +186,14 @@ def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watch
         )
     if first == me:
         lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        say(f"rank {me} ({socket.gethostname()}) failed:\n{lines}", directly=True)
+        what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        say(f"rank {me} ({socket.gethostname()}) {what}:\n{lines}", directly=True)
         if isinstance(error, Exception):
             _record_for_torchrun(error)
     else:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        say(
-            f"rank {me} stops because rank {first} failed first{_why(first)}; rank {me}'s own error: {said}",
-            directly=True,
-        )
+        line = f"rank {me} stops because rank {first} failed first{_why(first)}; rank {me}'s own error: {said}"
+        say(f"rank {me} was interrupted" if isinstance(error, KeyboardInterrupt) else line, directly=True)
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
         # the earliest second: not before the first has told its traceback and left.
         _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))

@@ -93,10 +93,13 @@ def _run_program(argv: Sequence[str]) -> None:
         raise
     except (Exception, KeyboardInterrupt) as error:
         error.__traceback__ = _without_our_frames(error.__traceback__)
+        if isinstance(error, EOFError):  # input() without a terminal: the program's own line is what failed
+            _hide_clock(error.__traceback__)
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         failure_notes.write(error, code)
         if sys.excepthook is sys.__excepthook__:
-            say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')} failed:")
+            what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')} {what}:")
             traceback.print_exception(type(error), error, error.__traceback__)  # with lines that no file has, too
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)
@@ -116,6 +119,14 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
+
+
+def _hide_clock(trace: Optional[TracebackType]) -> None:
+    """End a traceback before the frames of what stands in for `input`."""
+    while trace is not None and trace.tb_next is not None:
+        if trace.tb_next.tb_frame.f_globals.get("__name__") == "ddpshim.trainers.unedited.clock":
+            trace.tb_next = None
+        trace = trace.tb_next
 
 
 if __name__ == "__main__":

@@ -178,9 +178,9 @@ def problems_of_program(job: Launch) -> Iterator[str]:
             "spelling, install it, or set PYTHONPATH."
         )
     elif not os.path.isfile(source):
-        found = f"{source} is a folder" if os.path.isdir(source) else f"no such file: {source}"
+        found = "is a folder" if os.path.isdir(source) else "does not exist"
         yield (
-            f"{found} (in {os.getcwd()}): no rank could start it. Give the path of a script, or -m and "
+            f"{source} {found} (in {os.getcwd()}): no rank could start it. Give the path of a script, or -m and "
             "the name of a module."
         )
     elif source.endswith(".py"):

@@ -1,4 +1,4 @@
-"""Has LeRobot's trainer train on all ranks what it trains in one process.
+"""Makes LeRobot's trainer train on all ranks what it trains in one process.
 
 Its Accelerator is that of one process on every rank: batch size, learning rate, steps and the numbers in the log are
 those of one process. What ranks share is ddpshim's: gradients, the order of the samples, the noise, and who writes.
@@ -71,7 +71,7 @@ def _refuse(config: Any) -> None:
     reasons = {
         "use_rabc": (
             config.use_rabc,
-            "samples are weighted by the batch, of which a rank has a share",
+            "samples are weighted over the batch, of which a rank has only a share",
         ),
         "dataset.streaming": (config.dataset.streaming, "a stream's order depends on who reads it"),
         f"policy.type={config.policy.type}": (config.policy.type in REFUSED, "it fits a codebook to a rank's share"),
@@ -79,8 +79,8 @@ def _refuse(config: Any) -> None:
     for name, (is_asked, reason) in reasons.items():
         if is_asked:
             raise HookError(
-                f"{name} on several ranks: {reason}; the model would be another than that of one process. Train it in "
-                "one process, or as LeRobot does it itself, with DDPSHIM_HOOKS=off."
+                f"{name} on several ranks: {reason}; the model would differ from that of one process. Train it in "
+                "one process, or with LeRobot's own distribution (DDPSHIM_HOOKS=off)."
             )
     asked = strategies()
     if asked:
@@ -90,8 +90,8 @@ def _refuse(config: Any) -> None:
         )
     if config.policy.type not in COMPARED and world().is_main:
         say(
-            f"policy {config.policy.type} has not been compared with one process ({', '.join(COMPARED)} have): a loss "
-            "that is no mean over samples, or a buffer that depends on the batch, would be each rank's own"
+            f"policy {config.policy.type} has not been compared with one process ({', '.join(COMPARED)} have): a "
+            "loss that is not a mean over samples, or a buffer that depends on the batch, would differ between ranks"
         )
 
 

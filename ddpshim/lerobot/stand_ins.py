@@ -75,7 +75,7 @@ def _refuse_unknown_trainer(caller: FrameType) -> None:
     if lacking:
         raise HookError(
             f"{where} validates a TrainPipelineConfig of LeRobot, and its module has no {', '.join(lacking)}: it is "
-            f"not the trainer that the hooks know, and each rank would train a model of its own. {more}"
+            f"not the trainer that the hooks know, and each rank would train its own model. {more}"
         )
     kind = names["Accelerator"]
     if (kind.__module__, kind.__qualname__) != ("accelerate.accelerator", "Accelerator"):
@@ -90,10 +90,10 @@ def _refuse_unknown_trainer(caller: FrameType) -> None:
     if new:
         raise HookError(
             f"{where} asks its Accelerator for {', '.join(new)}, which the hooks do not know; on several ranks the "
-            f"answer might be another than in one process. {more}"
+            f"answer might differ from one process. {more}"
         )
     if caller.f_locals.get("accelerator") is not None:
         raise HookError(
-            f"{where} was given an Accelerator; it has joined a process group of its own and would divide the batches "
-            "a second time. Call train() without one."
+            f"{where} was given an Accelerator; it has joined its own process group and would divide the batches a "
+            "second time. Call train() without one."
         )

@@ -1,4 +1,4 @@
-"""Has the commands that read what the ranks of a run have written down: report and predict."""
+"""Defines the commands that read a run's records: report and predict."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def add(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="a page about a run: success, losses of all ranks, time, guards, how it ended; or of several to compare",
+        help="build a page about a run: success, losses of all ranks, time, guards, how it ended; or compare several runs",
         description="Build a one-page report from the records of a run, as HTML that needs no network or as Markdown, "
         "and print its path; with several runs, compare them. With --serve, show a page that refreshes while the run "
         "trains, until Ctrl-C. Exit code: 0 written or served, 2 nothing to report, or wrong usage.",
     )
-    text = "of a run: where config.json is, or above it; several are compared, the first is the reference"
+    text = "folder of the run: where config.json is, or above it; several are compared with the first"
     report.add_argument("folder", type=Path, nargs="+", metavar="RUN_DIR", help=text)
-    text = "default: report.html or report.md in RUN_DIR; of several, comparison.html or .md in the current folder"
+    text = "where to write (default: report.html or .md in RUN_DIR; for several, comparison.html or .md here)"
     report.add_argument("--out", type=Path, metavar="FILE", help=text)
     ways = report.add_mutually_exclusive_group()
     ways.add_argument("--markdown", action="store_true", help="the same numbers without charts; needs no plotly")
@@ -41,7 +41,7 @@ def _add_report(commands: Commands) -> None:
     ways.add_argument("--to-tensorboard", type=Path, metavar="DIR", help=text)
     text = "the same as an offline W&B run, for `wandb sync` (default: below RUN_DIR)"
     ways.add_argument("--to-wandb", type=Path, metavar="DIR", nargs="?", const=_BELOW_RUN, help=text)
-    report.add_argument("--port", type=natural, default=8000, help="of --serve (default 8000; 0: one that is free)")
+    report.add_argument("--port", type=natural, default=8000, help="port of --serve (default 8000; 0: a free one)")
     report.set_defaults(run=_report)
 
 
@@ -64,15 +64,17 @@ def _report(arguments: argparse.Namespace) -> int:
 def _add_predict(commands: Commands) -> None:
     predict = commands.add_parser(
         "predict",
-        help="how fast a run would be on another number of GPUs, and what its limit is there",
-        description="Say, from the records of one run, how many times as fast it would be on other numbers of GPUs, "
-        "what limits it there, and whether more would help (docs/report.md says how, and what is left out). Exit code: "
-        "0 said, 2 the records do not tell enough, or wrong usage.",
+        help="predict a run's speed on other numbers of GPUs, and what limits it",
+        description="Predict, from the records of one run, its speed-up on other numbers of GPUs, what limits it "
+        "there, and whether more would help (`python -m ddpshim docs report` explains how). Exit code: 0 "
+        "predicted, 2 too few records, or wrong usage.",
     )
-    predict.add_argument("folder", type=Path, metavar="RUN_DIR", help="of a run: where config.json is, or above it")
-    text = "ranks, one on each GPU; several numbers make several lines"
+    predict.add_argument(
+        "folder", type=Path, metavar="RUN_DIR", help="folder of the run: where config.json is, or above it"
+    )
+    text = "numbers of GPUs, with one rank each; a line for each number"
     predict.add_argument("--gpus", type=positive, nargs="+", required=True, metavar="N", help=text)
-    text = "GPUs of a node there (8, or as many as in the run)"
+    text = "GPUs per node (8, or as many as in the run)"
     predict.add_argument("--gpus-per-node", type=positive, metavar="N", help=text)
     predict.add_argument("--json", action="store_true", help="for programs")
     predict.set_defaults(run=_predict)

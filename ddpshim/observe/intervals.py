@@ -99,6 +99,6 @@ def _crossing(low: float, high: float, is_above: Callable[[float], bool]) -> flo
 def _check(successes: int, episodes: int, confidence: float) -> None:
     if not (0 <= successes <= episodes and 0 < confidence < 1):
         raise ValueError(
-            f"{successes} successes in {episodes} episodes at a confidence of {confidence}: no rate has that interval. "
-            "Give a confidence between 0 and 1, and no more successes than episodes."
+            f"{successes} successes in {episodes} episodes at a confidence of {confidence}: there is no such "
+            "interval. Give a confidence between 0 and 1, and no more successes than episodes."
         )

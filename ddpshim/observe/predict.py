@@ -154,11 +154,11 @@ def _loads_s(run: Measured, world_size: int, share: float, per_node: int) -> flo
 def _notes(run: Measured, world_size: int, per_node: int) -> list[str]:
     notes = []
     if run.link is None:
-        notes.append("Communication is not in it: the run had one rank")
+        notes.append("Communication is not included: the run had one rank")
     elif world_size > per_node >= run.world_size:
-        notes.append("The network between nodes is taken to be like that inside one: the run had one node")
+        notes.append("The network between nodes is assumed to be as fast as within a node: the run had one node")
     if run.num_workers and run.worker_s is None and run.seconds["data"] <= _STALLS * run.step_s:
-        notes.append("Whether its data loader can keep up is not known: it did so far")
+        notes.append("Whether the data loader can keep up is unknown: so far it did")
     return notes
 
 
@@ -187,9 +187,8 @@ def measured(folder: Union[str, os.PathLike[str]]) -> Measured:
             same = [next(r for r in found if r["steps"] == steps) for _, found in sorted(paces.items())]
             return _measured(start, same)
     raise ReportError(
-        f"the records below {folder} do not tell what the steps of all ranks are made of; there is nothing to predict "
-        "from. A run writes that down after 20 steps, where it was launched and records (option record) and diagnosis "
-        "(option diagnose) are on."
+        f"the records below {folder} do not contain the phases of all ranks' steps; nothing can be predicted. A "
+        "launched run records them after 20 steps, if the options record and diagnose are on."
     )
 
 

@@ -153,7 +153,7 @@ def _append(text: str) -> None:
     data = text.encode()
     try:
         if os.write(_state.file, data) < len(data):
-            raise OSError("the disk took a part of a line")
+            raise OSError("the disk took only a part of a line")
     except OSError as error:
         _say(_state.path, error)
         _close()
@@ -168,7 +168,7 @@ def _close() -> None:
 
 def _say(path: Path, error: OSError) -> None:
     say(
-        f"{path} cannot be written ({error}); training goes on, and its report will lack what comes now. Make "
-        "room there, or switch records off with DDPSHIM_RECORD=no.",
+        f"{path} cannot be written ({error}); training continues, but its report will be incomplete. Make room "
+        "there, or turn records off with DDPSHIM_RECORD=no.",
         directly=True,
     )

@@ -1,4 +1,4 @@
-"""Has openpi's PyTorch trainer train on all ranks what it trains in one process.
+"""Makes openpi's PyTorch trainer train on all ranks what it trains in one process.
 
 Each rank runs the trainer as one process does (`use_ddp` is False): batch size, seeds and the numbers in the log are
 those of one process. What ranks share is ddpshim's: gradients, the order of the samples, the noise, and who writes.

@@ -57,7 +57,7 @@ def _cli(original: Callable[..., Any]) -> Any:
     if lacking:
         raise HookError(
             f"{where} is not openpi's trainer for PyTorch that the hooks know: it has no {', '.join(lacking)}, and "
-            "half of it would be distributed. Train with scripts/train_pytorch.py, or leave it as it is with "
+            "only a part of it would be distributed. Train with scripts/train_pytorch.py, or leave it as it is with "
             "DDPSHIM_HOOKS=off."
         )
     for name, parameters in FUNCTIONS.items():

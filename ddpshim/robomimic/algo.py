@@ -70,8 +70,8 @@ class AlgoState:
             was, now = ([len(part[kind] or ()) for part in parts] for parts in (state, mine))
             if was != now:
                 raise CheckpointError(
-                    f"the progress has {kind} of sizes {was}, the algorithm {now}; a part of it would go on as new. Go "
-                    "on with the config that the run was started with, or with DDPSHIM_RESUME=never."
+                    f"the progress has {kind} of sizes {was}, the algorithm {now}; a part of it would start over. "
+                    "Resume with the config that the run was started with, or set DDPSHIM_RESUME=never."
                 )
         for algo, saved in zip(self._algos, state):
             algo.nets.load_state_dict(saved["nets"])

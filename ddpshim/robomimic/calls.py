@@ -120,13 +120,13 @@ def join(device: torch.device) -> torch.device:
     if options.accumulation_steps > 1:
         raise OptionsError(
             f"accumulation_steps={options.accumulation_steps} for robomimic, whose train_on_batch clears gradients, "
-            "steps and moves target networks itself, several times for actor-critics; its parts would train another "
-            "model. Use a smaller train.batch_size, or more ranks."
+            "steps and updates target networks itself, several times for actor-critics; accumulation would train a "
+            "different model. Use a smaller train.batch_size, or more ranks."
         )
     if options.precision == "fp16":
         raise OptionsError(
-            "precision=fp16 for robomimic: fp16 needs a loss scaler, for which robomimic's optimizer code has no "
-            "place, and small gradients would become 0. Use bf16, which needs none."
+            "precision=fp16 for robomimic: fp16 needs a loss scaler, which robomimic's optimizer code does not "
+            "support; small gradients would become 0. Use bf16, which needs none."
         )
     here = setup(device=None if device.type == "cuda" else device, options=options)
     return here.device if here.is_launched else device
@@ -246,9 +246,9 @@ def _ask(prompt: str) -> str:
         return input(prompt)
     except (EOFError, OSError, RuntimeError) as error:  # the last: there is no standard input at all
         raise LaunchError(
-            f"an experiment of this name exists, and robomimic asks: {' '.join(prompt.split())} Nobody can answer, as "
-            f"standard input is closed ({type(error).__name__}), and nothing was started. Give another "
-            "experiment.name, remove that directory, or go on where it was left (DDPSHIM_RESUME=always)."
+            f"an experiment of this name exists, and robomimic asks: {' '.join(prompt.split())} Standard input is "
+            f"closed ({type(error).__name__}), so nothing was started. Use another experiment.name, remove that "
+            "directory, or resume it (DDPSHIM_RESUME=always)."
         ) from error
 
 

@@ -115,7 +115,7 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
         node_cache.trim(waiting)
         return datasets  # type: ignore[no-any-return]
     if here.is_main:
-        advice.give(f"{problem}: each rank loads a copy of its own, as upstream does")
+        advice.give(f"{problem}: each rank loads its own copy, as upstream does")
         _advise_on_copies(config, here.local_world_size)
     return load(obs_keys=keys)  # type: ignore[no-any-return]
 
@@ -187,8 +187,8 @@ def divided(given: Any) -> DataLoader[Any]:
         return given
     if type(given) is not DataLoader:
         raise DataError(
-            f"run_epoch with a {type(given).__name__} in place of torch's DataLoader; what it reads could not be "
-            "divided, and all ranks would train on the same samples. Use ddpshim.make_loader in its place."
+            f"run_epoch with a {type(given).__name__} instead of torch's DataLoader; its data could not be divided, "
+            "and all ranks would train on the same samples. Use ddpshim.make_loader instead."
         )
     return loader(**arguments_of(given))
 

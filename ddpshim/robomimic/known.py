@@ -93,8 +93,8 @@ def parsed(file: Path) -> tuple[ast.Module, str]:
         return ast.parse(source), source
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise PatchError(
-            f"{file} cannot be parsed ({str(error) or type(error).__name__}); what it changed would not be known. Get "
-            "the release again."
+            f"{file} cannot be parsed ({str(error) or type(error).__name__}); its changes would be unknown. Get the "
+            "release again."
         ) from error
 
 

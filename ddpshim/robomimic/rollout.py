@@ -180,8 +180,8 @@ class _Evaluation:
         if any(other != names[0] for other in names):
             raise RolloutError(
                 f"ranks evaluate different environments ({names}, in rank order); episodes would be played twice or "
-                "not at all. Make the environments on every rank: under `plays_rollouts()`. None is one that could "
-                "not be made: that rank's output says why."
+                "not at all. Make the environments on every rank, under `plays_rollouts()`. None means that one "
+                "could not be made; that rank's output says why."
             )
 
     def _play(
@@ -236,7 +236,7 @@ class _Evaluation:
             traceback.print_exception(type(dealt.own), dealt.own, dealt.own.__traceback__)
         num_kept = dealt.failed_at
         if dealt.text and here.is_main:
-            text = f"{dealt.text} As without ddpshim, they are of the {num_kept * num_at_once} before it."
+            text = f"{dealt.text} As without ddpshim, the statistics are of the {num_kept * num_at_once} before it."
             say(text, directly=True)
         ordered = [dealt.results[turn] for turn in range(num_kept)]
         if self.verbose:

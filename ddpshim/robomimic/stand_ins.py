@@ -77,8 +77,8 @@ def unhook() -> None:
     """Give everything back. Local. Raises HookError in the middle of a training on several ranks."""
     if trainer.models and not trainer.has_ended and world().is_launched:
         raise HookError(
-            "ddpshim.auto.deactivate() in the middle of a training; its ranks would go on without each other. "
-            "Call it before the trainer or after."
+            "ddpshim.auto.deactivate() during a training; its ranks would continue separately. Call it before or "
+            "after the training."
         )
     swap_back()
     own_lines.give_back()
@@ -95,8 +95,8 @@ def end() -> None:
     if trainer.loggers and not trainer.has_ended:
         robomimic.failed(
             HookError(
-                "the program ended before its training did (its DataLogger was not closed): an exception was caught, "
-                "or the trainer returned early. Other ranks would wait for this one. Look above for what it printed."
+                "the program ended before its training did (its DataLogger was not closed): an exception was "
+                "caught, or the trainer returned early. Other ranks would wait for this one. See its output above."
             )
         )
     cleanup()
@@ -232,7 +232,7 @@ def _watch(model: Any) -> None:
             trainer.has_warned = True
             say(
                 "train_on_batch is called outside of TrainUtils.run_epoch: unless its batches come from "
-                "ddpshim.make_loader, all ranks train on the same samples, and nothing is faster",
+                "ddpshim.make_loader, all ranks train on the same samples, which is no faster",
                 directly=True,
             )
         return train_on_batch(*args, **kwargs)
@@ -251,9 +251,9 @@ def _run_epoch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _minds_ranks_itself() or not read_launch_env(os.environ).is_launched:
             return original(*args, **kwargs)
         raise HookError(
-            f"run_epoch with a {type(model).__name__} that algo_factory did not make under ddpshim's hooks; every rank "
-            "would train a model of its own. Move `import ddpshim.auto` to the first line of the trainer, and make the "
-            "model with algo_factory."
+            f"run_epoch with a {type(model).__name__} that algo_factory did not make under ddpshim's hooks; every "
+            "rank would train its own model. Move `import ddpshim.auto` to the first line of the trainer, and make "
+            "the model with algo_factory."
         )
     if replay is None:
         return robomimic.run_epoch(**options)

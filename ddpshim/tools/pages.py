@@ -21,13 +21,15 @@ def all_pages() -> dict[str, Path]:
 
 
 def find(name: str) -> Path:
-    """The file of a page; `name` in any case, also as docs/NAME.md. Raises DdpShimError, with the nearest name."""
+    """The file of a page; `name` in any case, also as docs/launching.md. Raises DdpShimError, with the nearest name."""
     pages = {known.lower(): file for known, file in all_pages().items()}
     wanted = name.lower().replace("\\", "/").rpartition("/")[2]
     wanted = wanted[:-3] if wanted.endswith(".md") else wanted
     if wanted not in pages:
         near = nearest(wanted, [*pages]) or "."
-        raise DdpShimError(f"no page {name!r}{near} Nothing was printed: `python -m ddpshim docs` lists the pages.")
+        error = DdpShimError(f"no page {name!r}{near} Nothing was printed: `python -m ddpshim docs` lists the pages.")
+        error.exit_code = 2
+        raise error
     return pages[wanted]
 
 

@@ -1,1 +1,1 @@
-"""Changes somebody's trainer, whoever wrote it: patches, stand-ins, import hooks, DataParallel scripts."""
+"""Distributes trainers that know nothing of ddpshim: patches, stand-ins, import hooks, DataParallel scripts."""

@@ -51,7 +51,7 @@ def activate() -> None:
         return
     choice = os.environ.get(HOOKS, "on").strip().lower()
     if choice not in ("on", "off"):
-        raise OptionsError(f"{HOOKS}={choice!r}: the trainer would be hooked or not by chance. Use on or off.")
+        raise OptionsError(f"{HOOKS}={choice!r}: whether to hook the trainer is unclear. Use on or off.")
     if choice == "off":
         _state.reason = f"{HOOKS}=off"
         return

@@ -31,7 +31,7 @@ def enter(loader: ShardedLoader, path: Path, step: int) -> None:
     if not isinstance(found, dict) or found.get("facts") != facts:
         was = "is not there" if not isinstance(found, dict) else f"is of {found.get('facts')}, not of {facts}"
         if here.is_main:
-            say(f"{path} {was}: a new pass over the data begins, as in the trainer's own way to go on")
+            say(f"{path} {was}: a new pass over the data begins, as when the trainer resumes by itself")
         return
     number, first = divmod(step, len(loader))
     if number and not first:  # torch's sampler may draw once more at the end of a pass

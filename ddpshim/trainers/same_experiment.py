@@ -30,8 +30,8 @@ def check_same_experiment(config: Mapping[str, Any], package: str) -> None:
             said = ", ".join(f"{name} is {main} on rank 0 and {odd} on rank {rank}" for name, main, odd in found[:3])
             more = f", and {len(found) - 3} more differ" if len(found) > 3 else ""
             raise WorldError(
-                f"{said}{more}; ranks would train different experiments, or wait for each other for ever. "
-                "Give every rank the same config file and the same installation."
+                f"{said}{more}; ranks would train different experiments, or hang. Give every rank the same config "
+                "file and the same installation."
             )
 
 

@@ -142,7 +142,7 @@ class Session:
                 torch.save(plain_files.content(streams, partial, is_trusted=False), partial)
                 os.replace(partial, self._folder / STREAMS)
             except (OSError, RuntimeError) as error:  # torch's, of a full disk: the training does not need it
-                say_once(f"{partial} could not be written ({error}): a run that goes on will draw otherwise")
+                say_once(f"{partial} could not be written ({error}): a resumed run will draw different random numbers")
 
     def _restore_streams(self, epoch: int) -> None:
         """Draw in `epoch` what the run that left its checkpoint would have drawn, where it is known (collective)."""
@@ -151,7 +151,7 @@ class Session:
         if isinstance(found, dict) and found.get("epoch") == epoch:
             plain_files.restore_streams(found.get("streams"), here.device, path)
         elif here.is_main:
-            say(f"epoch {epoch} draws otherwise than the run that is gone on with: {path} is not of that epoch")
+            say(f"epoch {epoch} draws different random numbers than the resumed run did: {path} is not of that epoch")
 
     @property
     def values(self) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: 
     """Raise HookError where `function` is not one with these parameters. Local."""
     if not isinstance(function, FunctionType) or function.__closure__:
         raise HookError(
-            f"{name} is {function!r}, not a plain function: something else has replaced it, and calls to it could not "
-            "be led to ddpshim. Import ddpshim.auto before whatever replaces it."
+            f"{name} is {function!r}, not a plain function: something else has replaced it, so ddpshim cannot hook "
+            "it. Import ddpshim.auto before whatever replaces it."
         )
     found, required = list(inspect.signature(function).parameters), list(required)
     news = [f"{p!r} is new to them" for p in found if p not in {*required, *optional}]
@@ -46,9 +46,9 @@ def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: 
     if news:
         raise HookError(
             f"{name}({', '.join(found)}) in {function.__code__.co_filename} is not the function that the hooks know "
-            f"({'; '.join(news)}); it may do something else by now, and half of a trainer would be distributed. "
-            "Apply a patch set if there is one for it (python -m ddpshim patch status), or leave the trainer as "
-            "it is with DDPSHIM_HOOKS=off."
+            f"({'; '.join(news)}); it may now do something else, and only a part of the trainer would be "
+            "distributed. Apply a patch set if there is one for it (python -m ddpshim patch status), or leave the "
+            "trainer as it is with DDPSHIM_HOOKS=off."
         )
 
 

@@ -29,9 +29,9 @@ def _group(ranks: Sequence[Seen], world_size: int) -> Iterator[Incident]:
         said = of_ranks({rank: "no process group" if not size else f"one of {size}" for rank, size in sizes.items()})
         yield error(
             "no-process-group",
-            f"at the first step there was {said}, where {world_size} ranks were started; each rank trains a model of "
-            f"its own, {world_size} times the same work.",
-            "Call torch.distributed.init_process_group() before the network is made, and wrap the network.",
+            f"at the first step there was {said}, where {world_size} ranks were started; each rank trains its own "
+            f"model, {world_size} times the same work.",
+            "Call torch.distributed.init_process_group() before building the network, and wrap the network.",
         )
 
 
@@ -47,9 +47,9 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Incident]:
         if len(set(lengths.values())) > 1:
             yield error(
                 "unequal-optimizers",
-                f"the {steps[0]['type']} at {steps[0]['place']} has {of_ranks(lengths)}; what some leave out is "
-                "trained by the others alone.",
-                "Build the network and the optimizer alike on all ranks.",
+                f"the {steps[0]['type']} at {steps[0]['place']} has {of_ranks(lengths)}; parameters missing on some "
+                "ranks are trained by the others alone.",
+                "Build the same network and optimizer on all ranks.",
             )
             return
         gradients, values = (_differing([step[what] for step in steps]) for what in ("gradients", "values"))
@@ -64,8 +64,8 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Incident]:
             shown = _show(ranks, steps, "gradients", gradients, names["names"])
             yield found(
                 code,
-                f"in step {key[1]} of {steps[0]['type']} ({steps[0]['place']}) gradients of {shown}; {how}. Each rank "
-                "trains a model of its own, and that of rank 0 is saved.",
+                f"in step {key[1]} of {steps[0]['type']} ({steps[0]['place']}) gradients of {shown}; {how}. Each "
+                "rank trains its own model, and only rank 0's is saved.",
             )
             return
         if values and not rates_differ:
@@ -73,8 +73,8 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Incident]:
             yield error(
                 "unequal-weights",
                 f"after step {key[1]} of {steps[0]['type']} ({steps[0]['place']}) {shown}, though the gradients of "
-                "all steps so far were equal: they were not equal before. Gradients are averaged over different "
-                "models.",
+                "all steps so far were equal: the weights differed from the start. Gradients are averaged over "
+                "different models.",
                 "Load checkpoints and change weights on all ranks alike, before the network is wrapped.",
             )
         if values:
@@ -92,8 +92,8 @@ def _untrained(seen: Seen) -> Iterator[Incident]:
         if strange:
             yield found(
                 "DDP106",
-                f"{len(strange)} of {len(names)} parameters of {step['type']} ({step['place']}) never had a gradient, "
-                "and are not those of the network that is trained, which stays as it was.",
+                f"{len(strange)} of {len(names)} parameters of {step['type']} ({step['place']}) never had a "
+                "gradient and do not belong to the network in training, so that network does not change.",
             )
 
 
@@ -117,10 +117,10 @@ def _rates(ranks: Sequence[Seen]) -> Iterator[Incident]:
             rates = of_ranks({seen.rank: step["lr"] for seen, step in zip(ranks, steps)})
             yield error(
                 "unequal-learning-rates",
-                f"in step {key[1]} of {steps[0]['type']} ({steps[0]['place']}) the learning rates are {rates}; equal "
-                "gradients make different models.",
-                "Let a schedule depend on what is equal on all ranks: the number of steps, or a loss that was reduced "
-                "(dist.all_reduce).",
+                f"in step {key[1]} of {steps[0]['type']} ({steps[0]['place']}) the learning rates are {rates}; with "
+                "equal gradients, ranks still train different models.",
+                "Make schedules depend on values that are equal on all ranks: the number of steps, or a reduced "
+                "loss (dist.all_reduce).",
             )
             return
 

@@ -49,39 +49,40 @@ def _ends(ranks: Sequence[Seen], is_stalled: bool) -> Iterator[Incident]:
         where = "; ".join(f"{named([seen.rank])}: {_position(seen)}" for seen in ranks)
         yield error(
             "stalled",
-            f"no rank came any further, and the job was ended. {where}. A rank that is over, or is somewhere else, "
-            "leaves its peers waiting in a collective until the timeout of the process group.",
-            "Let every rank come to each collective (a backward pass of the wrapped network is one) equally often.",
+            f"no rank made progress, and the job was stopped. {where}. If a rank has ended, or is elsewhere, the "
+            "others wait for it in a collective until the process group's timeout.",
+            "Make every rank call each collective (a backward pass of the wrapped network is one) equally often.",
         )
     elif failed:
         for seen in well:
             if seen.num_left or seen.num_steps() < max(steps[other.rank] for other in failed):
                 yield found(
                     "DDP503",
-                    f"{named([seen.rank])} ended with exit code 0 after {seen.num_steps()} steps, in the middle of "
-                    f"one, and {named([other.rank for other in failed])} failed. A launcher that sees code 0 waits "
-                    "for the others, or takes the job for done.",
+                    f"{named([seen.rank])} ended with exit code 0 after {seen.num_steps()} steps, within a step, "
+                    f"and {named([other.rank for other in failed])} failed. A launcher that sees code 0 waits for "
+                    "the others, or takes the job as finished.",
                 )
     elif len(set(steps.values())) > 1:
         yield error(
             "uneven-steps",
-            f"{counts}, and every exit code is 0. Where each step is a collective the longer ranks hang or fail at "
-            "their next one; where it is none, the models are different ones.",
-            "See what the log of the shortest rank ends with: an exception that was caught and printed looks like "
-            "this. Else give all ranks equally many batches, and let none leave the loop by a value of its own.",
+            f"{counts}, and every exit code is 0. If each step is a collective, the ranks with more steps hang or "
+            "fail at the next; otherwise they train different models.",
+            "Read the end of the log of the rank with the fewest steps: an exception that was caught and printed "
+            "looks like this. Otherwise give all ranks the same number of batches, and let none leave the loop by "
+            "its own values.",
         )
     if not is_stalled and not failed and not any(steps.values()):
         yield error(
             "no-steps",
             "no rank made a step of a torch.optim.Optimizer; weights, gradients and random streams could not be "
-            "compared, and nothing found means nothing.",
+            'compared, so "nothing found" proves nothing.',
             "Audit the program that trains, with arguments that make it train.",
         )
 
 
 def _position(seen: Seen) -> str:
     if seen.exit_code is not None:
-        return f"was over (exit code {seen.exit_code}) after {seen.num_steps()} steps"
+        return f"had ended (exit code {seen.exit_code}) after {seen.num_steps()} steps"
     if seen.has_stopped:
         return f"had made the {seen.num_steps()} steps that were asked for"
     place = f", at {seen.stack}" if seen.stack else ""

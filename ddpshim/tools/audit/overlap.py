@@ -34,8 +34,8 @@ def _shares(ranks: Sequence[Seen]) -> Iterator[Incident]:
             if num > 1 and all(equal):
                 yield found(
                     code,
-                    f"{pair} read the same samples in all of the first {num} batches of {first.place} (pass {number}):"
-                    f" the result of one process, and {len(ranks)} times its work.",
+                    f"{pair} read the same samples in all of the first {num} batches of {first.place} (pass "
+                    f"{number}): the result of one process, for {len(ranks)} times the work.",
                 )
                 return
             mine, theirs = set(first.samples), set(second.samples)
@@ -47,8 +47,7 @@ def _shares(ranks: Sequence[Seen]) -> Iterator[Incident]:
                 yield found(
                     code,
                     f"{pair} read {both} of the same samples among the {least} that each read from {first.place} "
-                    f"(pass {number}): they have no shares of their own, and an epoch has up to {len(ranks)} times "
-                    "the samples.",
+                    f"(pass {number}): the data are not split, and an epoch has up to {len(ranks)} times the samples.",
                 )
                 return
 
@@ -92,8 +91,8 @@ def _lengths(ranks: Sequence[Seen]) -> Iterator[Incident]:
             said = of_ranks({seen.rank: f"{count} batches" for seen, count in zip(ranks, counts)})
             yield error(
                 "uneven-batches",
-                f"pass {number} over {passes[0].place} had {said}; the ranks with more wait for gradients that never "
-                "come, or take those of the next epoch.",
+                f"pass {number} over {passes[0].place} had {said}; the ranks with more wait for gradients that "
+                "never come, or get those of the next epoch.",
                 "Split the data evenly (DistributedSampler pads, drop_last=True leaves out), or train under "
                 "torch's Join.",
             )
@@ -107,8 +106,8 @@ def _batch(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Incid
         yield found(
             "DDP206",
             f"a step is made on {sum(sizes)} samples ({' + '.join(map(str, sizes))}), and on {single_batch} in the "
-            f"training of one process; with the learning rate {rates[0] if rates else 'unknown'} of that one it is "
-            f"another training, with {single_batch / sum(sizes):.3g} times the steps in an epoch.",
+            f"training of one process; with the learning rate {rates[0] if rates else 'unknown'} of one process this "
+            f"is a different training, with {single_batch / sum(sizes):.3g} times the steps in an epoch.",
         )
 
 
@@ -123,8 +122,8 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Incident]:
             by_path.setdefault((what, path), {})[seen.rank] = record["place"]
     shared = [(what, path, ranks) for (what, path), ranks in by_path.items() if len(ranks) > 1]
     for code, which, verb, effect in (
-        ("DDP404", "delete", "delete", "a rank deletes what another one has just made, or fails because it is gone"),
-        ("DDP401", "write", "write", "files that are written at once are torn, and the last rank's stays"),
+        ("DDP404", "delete", "delete", "a rank deletes what another has just made, or fails because it is gone"),
+        ("DDP401", "write", "write", "simultaneous writes corrupt files, and the last rank's remains"),
         ("DDP403", "append", "append to", "logs have each line several times, from different shares"),
     ):
         mine = [(path, places) for what, path, places in shared if what == which]
@@ -150,8 +149,8 @@ def _folders(ranks: Sequence[Seen]) -> Iterator[Incident]:
         if are_elsewhere and not _name_their_ranks(paths):
             yield found(
                 "DDP405",
-                f"the folder that is made at {place} is {of_ranks(paths)}; what ranks write, load and wait for lies "
-                "in different places.",
+                f"the folder that is made at {place} is {of_ranks(paths)}; ranks write to, load from and wait for "
+                "different places.",
             )
             return
 

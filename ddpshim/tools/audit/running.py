@@ -55,7 +55,7 @@ def as_text(report: Judgement, program: str, exit_code: int) -> str:
     lines += [f"  {name + ':':28}{value}" for name, value in report.facts.items()]
     lines += [finding.as_text() for finding in report.findings]
     lines += [f"note: {note}" for note in report.notes]
-    lines += [f"not looked at: {what}" for what in report.not_looked_at]
+    lines += [f"not checked: {what}" for what in report.not_looked_at]
     counts = {name: sum(finding.severity == name for finding in report.findings) for name in ("error", "warning")}
     found = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) or "nothing found"
     lines.append(found + (f"; the trainer failed (exit code {exit_code}), see above" if exit_code else ""))
@@ -102,7 +102,7 @@ class _Watch:
                 place = self._innermost(self._stacks(rank, deadline))
                 with (self._folder / f"rank_{rank}.jsonl").open("a") as file:
                     print(json.dumps({"kind": "stack", "place": place}), file=file)
-        say(f"no rank came any further for {self._timeout_s:g} s: ended")
+        say(f"no rank made progress for {self._timeout_s:g} s: stopped")
         _signal(pids, signal.SIGKILL)
 
     def _stacks(self, rank: int, deadline: float) -> str:

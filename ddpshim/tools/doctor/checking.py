@@ -57,10 +57,10 @@ class Report:
         lines = [finding.as_text() for finding in self.findings]
         if not self.num_programs:
             lines.append(
-                f"no trainer in {count(self.num_files, 'file')}, {count(self.num_lines, 'line')}: nothing was checked. "
-                f"A trainer calls {', '.join(sorted(TRAINING_CALLS))}, or fit or train of Lightning's or Transformers' "
-                "Trainer, and is no test; in a folder, one of a single process also saves something. "
-                "Name its file, or the folder that it is in."
+                f"no trainer in {count(self.num_files, 'file')}, {count(self.num_lines, 'line')}: nothing was "
+                f"checked. A trainer calls {', '.join(sorted(TRAINING_CALLS))}, or fit or train of Lightning's or "
+                "Transformers' Trainer, and is not a test; in a folder, a one-process trainer must also save "
+                "something. Name its file, or the folder that it is in."
             )
             return "\n".join(lines)
         counts = [(severity, sum(f.severity == severity for f in self.findings)) for severity in SEVERITIES]

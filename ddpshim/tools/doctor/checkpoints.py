@@ -20,7 +20,7 @@ def wrapped_keys(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
         return None
     if not case.kinds(call.func.value, unit) & WRAPPERS:
         return None
-    return f"{text_of(call)} is of the wrapper: its keys have module. in them, which a bare network refuses."
+    return f'{text_of(call)} is the wrapper\'s: its keys contain "module.", which a bare network refuses.'
 
 
 @rule("DDP702")

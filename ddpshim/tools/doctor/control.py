@@ -108,7 +108,7 @@ def collective_under_rank_test(case: Case) -> Iterator[Hit]:
             continue
         what = f"reaches {inner}" if inner else "is reached"
         reach = f"{text_of(call.func)} {what} by some ranks only ({_describe(guard)})"
-        yield Hit(unit, call, f"{reach}: they wait for the others until the timeout.")
+        yield Hit(unit, call, f"{reach}: those ranks wait for the others until the timeout.")
 
 
 def _collective(call: ast.Call, unit: Unit) -> Optional[str]:
@@ -232,7 +232,7 @@ def decides_alone(case: Case) -> Iterator[Hit]:
         is_plateau = any(last_name(value) == "ReduceLROnPlateau" for value in made)
         if is_plateau and call.args and _is_own_number(call.args[0], unit, case):
             lowers = f"{text_of(call)} lowers the learning rate by this rank's own {text_of(call.args[0], 30)}"
-            yield Hit(unit, call, f"{lowers}: ranks go on with different ones, and their weights part.")
+            yield Hit(unit, call, f"{lowers}: ranks continue with different rates, and their weights diverge.")
 
 
 def _is_checked(statement: ast.stmt) -> bool:
@@ -255,7 +255,7 @@ def _own_reason(test: ast.expr, unit: Unit, case: Case) -> Optional[str]:
     if any(case.test(part, unit) for part in parts):
         return "some ranks leave"
     if _is_own_number(test, unit, case):
-        return "each rank decides by a number of its own"
+        return "each rank decides by its own number"
     for name in identifiers(test):
         bindings = unit.bindings.get(name, [])
         told = [b for b in bindings if case.guard(b.statement, unit) is not None]
@@ -308,7 +308,7 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
         total = _accumulates(loop)
         if total:
             summed = f"{total} is summed over this rank's share of {text_of(loader, 30)} and never reduced"
-            yield Hit(unit, loop, f"{summed}: each rank logs and decides by a number of its own.")
+            yield Hit(unit, loop, f"{summed}: each rank logs and decides by its own number.")
     for unit, call in case.calls():
         names = [v for v in values_of(call) if isinstance(v, (ast.Name, ast.Attribute))]
         held_out = (name for name in names if _VALIDATION.search(last_name(name)))

@@ -197,7 +197,7 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Case) -> Optional[str
         return None
     if _SHARES.search(" ".join(identifiers(dataset) | _bound_words(dataset, unit, case))):
         return None
-    what = f"No sampler shares {text_of(dataset, 40)} out"
+    what = f"No sampler splits {text_of(dataset, 40)}"
     sampler = argument(call, "sampler", 3) or argument(call, "batch_sampler", 4)
     if sampler is not None and constant(sampler) is None and not is_none(sampler):
         found = case.kinds(sampler, unit)
@@ -243,7 +243,7 @@ def iterable_unsharded(case: Case) -> Iterator[Hit]:
             is_fed = any(owner is not node for owner in knowing)
             if not is_fed and not _SHARES.search(" ".join(identifiers(node))):
                 yields = f"{name} yields all of its samples on every rank"
-                yield Hit(source.module, node, f"{yields}: a sampler cannot share an IterableDataset out.")
+                yield Hit(source.module, node, f"{yields}: a sampler cannot split an IterableDataset.")
     for unit, call in case.calls("load_dataset"):
         if constant(argument(call, "streaming")) is True and not case.program.uses("split_dataset_by_node", "shard"):
             yield Hit(unit, call, f"{text_of(call, 40)} streams all of the data to every rank.")
@@ -353,7 +353,7 @@ def _differs(node: ast.AST) -> bool:
 def seed_of_a_node(case: Case) -> Iterator[Hit]:
     for unit, call, _ in _ranked_seeds(case, is_local=True):
         same = f"{text_of(call)} seeds with a local rank, which is the same on every node"
-        yield Hit(unit, call, f"{same}: a rank of each draws what those of the others draw.")
+        yield Hit(unit, call, f"{same}: one rank of each node draws the same numbers.")
 
 
 @rule("DDP304")

@@ -183,7 +183,7 @@ def launcher_variable_overwritten(case: Case) -> Iterator[Hit]:
             variable = constant(target.slice)
             if variable in _VARIABLES and _is_forced(assign, unit):
                 sets = f"os.environ[{variable!r}] = {text_of(assign.value, 30)} replaces what the launcher set"
-                yield Hit(unit, assign, f"{sets}: ranks look for each other at a place that nobody serves.")
+                yield Hit(unit, assign, f"{sets}: ranks look for each other at an address that nothing serves.")
 
 
 def _is_forced(assign: ast.Assign, unit: Unit) -> bool:

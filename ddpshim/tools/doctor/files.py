@@ -174,7 +174,7 @@ def path_differs_by_rank(case: Case) -> Iterator[Hit]:
             wanted = case.configs() if source.qualified(call.func) == "hydra.main" else {}
             for path, line in list(clocks(wanted))[:1]:
                 read = f"${{now:}} in {path.name} line {line} is read from its clock"
-                yield Hit(unit, call, f"Each rank makes a run folder of its own: {read}.")
+                yield Hit(unit, call, f"Each rank makes its own run folder: {read}.")
 
 
 def _is_clock(call: ast.Call, unit: Unit) -> bool:

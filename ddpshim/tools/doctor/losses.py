@@ -50,7 +50,7 @@ def masked_mean(case: Case) -> Iterator[Hit]:
             continue
         divides = f"{text_of(division)} divides by the {text_of(count, 30)} of a rank's own samples"
         yield Hit(
-            unit, division, f"{divides}, of which ranks have more and fewer: the mean over ranks is another loss."
+            unit, division, f"{divides}, whose number differs between ranks: the mean over ranks is a different loss."
         )
 
     for unit, call in case.calls("mean"):
@@ -59,7 +59,9 @@ def masked_mean(case: Case) -> Iterator[Hit]:
             continue
         if _trains(unit) and not is_without_gradients(call, unit) and not _is_mended(unit, case):
             kept = f"{text_of(call)} is the mean over the {text_of(taken.slice, 30)} of a rank's own samples"
-            yield Hit(unit, call, f"{kept}, of which ranks have more and fewer: the mean over ranks is another loss.")
+            yield Hit(
+                unit, call, f"{kept}, whose number differs between ranks: the mean over ranks is a different loss."
+            )
 
 
 def _marks(node: ast.AST, unit: Unit, case: Case) -> bool:
@@ -127,7 +129,9 @@ def compares_samples(case: Case) -> Iterator[Hit]:
         if any(_counts_the_batch(value) for value in values):
             compares = f"{text_of(call)} compares each sample of a rank with the others of that rank alone"
             yield Hit(
-                unit, call, f"{compares}: with more ranks each has fewer to be told from, and it is another loss."
+                unit,
+                call,
+                f"{compares}: with more ranks each sample is compared with fewer, which is a different loss.",
             )
 
 

@@ -78,7 +78,7 @@ def trains_through_module(call: ast.Call, unit: Unit, case: Case) -> Optional[st
         return None
     wrapped = "DataParallel" if "dp" in case.kinds(owner, unit) else "the wrapper"
     goes = f"{text_of(call.func)} goes around {wrapped}: its gradients are never averaged"
-    return f"{goes}, and each rank trains a model of its own."
+    return f"{goes}, and each rank trains its own model."
 
 
 def _through_module(call: ast.Call, unit: Unit, case: Case) -> tuple[Optional[ast.expr], str]:
@@ -103,7 +103,7 @@ def wrapped_non_module(case: Case) -> Iterator[Hit]:
             continue
         found = case.kinds(inner, unit)
         if "plain" in found and "module" not in found:
-            wraps = f"DistributedDataParallel around {text_of(inner, 40)}, which is no torch.nn.Module"
+            wraps = f"DistributedDataParallel around {text_of(inner, 40)}, which is not a torch.nn.Module"
             yield Hit(unit, call, f"{wraps}: it has no parameters to synchronise.")
 
 
@@ -116,7 +116,7 @@ def hidden_by_the_wrapper(case: Case) -> Iterator[Hit]:
             name = constant(asked.args[1]) if last_name(asked.func) == "hasattr" and len(asked.args) == 2 else None
             if isinstance(name, str) and name not in _ANSWERED and case.kinds(asked.args[0], unit) == {"ddp"}:
                 hides = f"{text_of(asked)} is False on a DistributedDataParallel, whatever the network has"
-                yield Hit(unit, asked, f"{hides}: what follows is left out without a word.")
+                yield Hit(unit, asked, f"{hides}: what follows is skipped silently.")
         for read in sorted(unit.all(ast.Attribute), key=lambda n: (n.lineno, n.col_offset)):
             above = unit.source.parents.get(read)
             call = above if isinstance(above, ast.Call) and above.func is read else None
@@ -197,7 +197,7 @@ def backward_alone_in_no_sync(case: Case) -> Iterator[Hit]:
                 continue
             losses = [*call.args[:1], call.func.value] if call.args else [call.func.value]
             if not any(_is_made_inside(loss, block, unit) for loss in losses):
-                message = "The forward pass is outside of no_sync(), whose backward reduces gradients all the same."
+                message = "The forward pass is outside no_sync(), so backward reduces gradients anyway."
                 yield Hit(unit, call, message)
 
 

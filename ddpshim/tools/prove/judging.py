@@ -147,10 +147,11 @@ def _samples(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -
     elif samplers[0].startswith("Weighted") and not samplers[1].startswith(("Weighted", "Sharded")):
         meaning = f"the weights of {samplers[0]} are lost: ranks draw by {samplers[1]}"
     elif alone[0]["pass_number"] > one.trained_on(0)[0]["pass_number"]:
-        meaning = "passes over the data differ from the second on: set_epoch is not called, or with another number"
+        meaning = "passes over the data differ from the second on: set_epoch is not called, or with a wrong number"
     else:
         meaning = (
-            f"another order of samples ({samplers[0]} in one process, {samplers[1]} on the ranks), or another seed"
+            f"a different order of samples ({samplers[0]} in one process, {samplers[1]} on the ranks), or a "
+            "different seed"
         )
     return Parting(step + 1, "samples", "", spread[0][0]["place"], found, meaning)
 
@@ -165,7 +166,7 @@ def _start(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -> 
         if odd:
             size = max(difference(alone[name], theirs.get(name)) for name in odd)
             found = f"rank {rank} begins with other values (relative difference {size:.1e})"
-            meaning = "networks are built from another seed or in another order, and not made alike by broadcasting"
+            meaning = "networks are built from a different seed or in a different order, and are not broadcast"
             return Parting(step + 1, "weights at the start", _shown(odd), _place(run, step), found, meaning)
     return None
 
@@ -243,7 +244,7 @@ def _why_gradients(record: dict[str, Any], every: Sequence[Any], odd: Sequence[i
                 float(num): "added up, not averaged",
                 1 / num: "averaged twice, or the loss is divided by ranks too",
             }
-            why = next((text for c, text in known.items() if abs(high - c) < 1e-2 * c), "clipped or scaled otherwise")
+            why = next((text for c, text in known.items() if abs(high - c) < 1e-2 * c), "clipped or scaled differently")
             return f"{found}; they are {high:.4g} times those of one process", f"gradients are {why}"
     return (
         found,
@@ -311,7 +312,7 @@ def _networks(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) 
     odd = _differing(every, theirs["tensors"], parts)
     if not odd:
         return None
-    meaning = "what follows the trained weights does not follow them on the ranks: an average or a target that holds "
+    meaning = "a copy of the trained weights is not updated correctly on the ranks: an average or a target that holds "
     meaning += (
         "another network's weights, is updated on one rank or at other steps, or a buffer of a rank's own samples"
     )
@@ -347,7 +348,7 @@ def _equal_noise(ranks: Sequence[_Run]) -> Optional[Parting]:
     streams = {first["streams"] for first in firsts if first is not None}
     if len(ranks) < 2 or not draws or None in streams or len(streams) > 1 or None in firsts:
         return None
-    found = "before the first batch all ranks' generators stand at the same place, and noise is drawn for samples"
+    found = "before the first batch all ranks' generators are in the same state, and noise is drawn for samples"
     meaning = (
         "ranks draw the same noise, each for its own samples: seed them with a hash of seed and rank "
         "(ddpshim.setup(seed=...) does) after networks are built"
@@ -381,7 +382,7 @@ def _notes(one: _Run, ranks: Sequence[_Run]) -> list[str]:
 
 def _each_note(one: _Run, ranks: Sequence[_Run]) -> Iterator[str]:
     if any(r["kind"] == "draw" for run in ranks for r in run.records):
-        yield "ranks draw noise of their own; for the comparison each was given its rows of the one process's"
+        yield "ranks draw their own noise; for the comparison each was given its rows of the one process's noise"
     if one.num_steps and not any(r["kind"] == "batch" for r in one.records):
         yield "no batch came through a DataLoader: samples were not compared, nor noise made the same"
 

@@ -41,16 +41,16 @@ def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Pr
         num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
         if code or not all(num_steps):
             raise LaunchError(
-                f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. See "
-                "what they said above; make the trainer run on them first."
+                f"the ranks made {num_steps} steps and ended with exit code {code}: there is nothing to compare. "
+                "Read their output above; make the trainer run on several ranks first."
             )
         return judge(folder, settings.num_ranks)
 
 
 def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
-    """Run it plainly, twice; as a world of one where it cannot do without a launcher."""
+    """Run it plainly, twice; as a single rank where it cannot do without a launcher."""
     said = ""
-    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("plainly", dict), ("as a world of one", _of_one))
+    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("plainly", dict), ("as a single rank", _of_one))
     for how, environ in ways:
         end = time.monotonic() + settings.timeout_s
         say(f"runs in one process, {how}, and once more with a rounding error in each gradient")
@@ -75,8 +75,8 @@ def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
         for name in processes:
             (folder / f"{name}.jsonl").unlink(missing_ok=True)
     raise LaunchError(
-        "in one process the trainer made no step, neither plainly nor as a world of one: there is nothing to compare. "
-        "It ended with:\n" + "\n".join(said.splitlines()[-_NUM_LINES_SHOWN:])
+        "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
+        "compare. It ended with:\n" + "\n".join(said.splitlines()[-_NUM_LINES_SHOWN:])
     )
 
 

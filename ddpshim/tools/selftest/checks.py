@@ -204,8 +204,8 @@ class Rank:
             if num_wrong:
                 raise WorldError(
                     f"all-reduce of {megabytes} MB over {here.backend} gave {num_wrong} wrong numbers of "
-                    f"{len(pattern)}; gradients would be garbage. Try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to "
-                    "find the link."
+                    f"{len(pattern)}; gradients would be wrong. Try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to "
+                    "find the faulty link."
                 )
             seconds = self._seconds_each(pattern.zero_(), 3 if megabytes == 4 else 10)
             # nccl-tests' bus bandwidth: what each link carries, comparable for any number of ranks.
@@ -235,8 +235,8 @@ class Rank:
             num_wrong = int((arrived != sent).sum())
             if num_wrong:
                 raise WorldError(
-                    f"a copy from cuda:{a} to cuda:{b} changed {num_wrong} numbers of {len(sent)}; gradients would be "
-                    "garbage. Set NCCL_P2P_DISABLE=1, and look at the board's IOMMU and PCIe ACS settings."
+                    f"a copy from cuda:{a} to cuda:{b} changed {num_wrong} numbers of {len(sent)}; gradients would "
+                    "be wrong. Set NCCL_P2P_DISABLE=1, and check the board's IOMMU and PCIe ACS settings."
                 )
         direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         return f"{direct} of {len(pairs)} pairs direct, every copy whole" if pairs else "one GPU, nothing to copy"
@@ -250,7 +250,9 @@ class Rank:
         if seen != list(range(len(seen))):
             raise DataError(f"one pass gave samples {seen}, not each once; data would be missed. Report this as a bug.")
         if alone[0] == alone[1]:
-            raise DataError("two epochs had one order; every epoch would be the same batches. Report this as a bug.")
+            raise DataError(
+                "two epochs had the same order; every epoch would have the same batches. Report this as a bug."
+            )
         if "fork" in multiprocessing.get_all_start_methods():  # others import torch anew: seconds
             from_worker = self._batches(self.world, num_workers=1, multiprocessing_context="fork")
             _expect_samples("from a data worker", from_worker[0], batches[0])
@@ -311,7 +313,7 @@ class Rank:
         if twins != [self.world.rank]:
             raise SyncError(
                 f"draws {drawn[0]:.6f}, ... for its samples, and one process {whole[self.world.rank]:.6f}, ...; "
-                "diffusion steps and dropout would be others, or repeat. Report this as a bug."
+                "diffusion steps and dropout would differ, or repeat. Report this as a bug."
             )
         _expect("the number drawn after a batch", next_number, after)
         return "every rank draws for its samples what one process draws for them"
@@ -324,7 +326,10 @@ class Rank:
             bare.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"], strict=True)
             for (name, kept), now in zip(bare.named_parameters(), self.wrapped.module.parameters()):
                 if not torch.equal(kept, now.detach().cpu()):
-                    raise CheckpointError(f"{name} came back changed; resuming would jump. Report this as a bug.")
+                    raise CheckpointError(
+                        f"{name} was changed by saving and loading; a resumed training would "
+                        "jump. Report this as a bug."
+                    )
         return "saved by rank 0, loaded strictly into the bare network"
 
 

@@ -49,18 +49,18 @@ class Check(NamedTuple):
 _SAME = "several ranks train as one process does, both on GPUs"
 CHECKS = (
     Check("rendezvous", "a process starts on a GPU", "one process", 1),
-    Check("one process", "plain torch trains on a GPU: what the ranks are to equal", "one process", 1),
+    Check("one process", "plain torch trains on a GPU: the reference for the ranks", "one process", 1),
     Check("rendezvous", "ranks start, and reach each other"),
     Check("facts", "each rank has a GPU of its own", num_gpus=1),
     Check("collectives", "values travel between ranks unchanged"),
-    Check("all-reduce", "sums over all ranks are right, and how fast they are"),
-    Check("links", "each pair of GPUs adds and copies right, and how fast"),
+    Check("all-reduce", "sums over all ranks are right; their speed"),
+    Check("links", "each pair of GPUs adds and copies right; its speed"),
     Check("U-Net", _SAME, after=("one process",)),
     Check("transformer", _SAME, after=("one process",)),
     Check("ResNet", f"{_SAME}, with BatchNorm", after=("one process",)),
     Check("RNN", _SAME, after=("one process",)),
     Check("other methods", f"{_SAME}, with methods other than forward and unused parameters", after=("one process",)),
-    Check("streams", "no gradient is read before it is there", after=("one process",)),
+    Check("streams", "no gradient is read before it has arrived", after=("one process",)),
     Check("noise", "each rank draws what one process draws for its samples"),
     Check("sharding", "each sample is seen once in a pass, also from data workers"),
     Check("save", "progress is saved"),
@@ -74,7 +74,10 @@ CHECKS = (
     Check("rendering", "each rank renders on its own GPU", "networks", num_gpus=1),
     Check("rendezvous", "fewer ranks start", "fewer", after=("save",)),
     Check(
-        "resume", "another number of ranks goes on where the first ones stopped", "fewer", after=("save", "one process")
+        "resume",
+        "a different number of ranks resumes where the first ones stopped",
+        "fewer",
+        after=("save", "one process"),
     ),
     Check("rendezvous", "ranks start", "weights"),
     Check("guard: weights", "a weight that differs on one rank is reported", "weights"),
@@ -119,8 +122,8 @@ def accept(
     begun = time.monotonic()
     if options.nnodes != 1 or options.device == "cpu":
         raise LaunchError(
-            f"--gpu with --nnodes {options.nnodes} and --device {options.device}: it accepts one machine with GPUs. "
-            "Run it on each node, and `selftest --nnodes` for what is between them."
+            f"--gpu with --nnodes {options.nnodes} and --device {options.device}: it tests one machine with GPUs. "
+            "Run it on each node, and `selftest --nnodes` for the network between them."
         )
     _check_writable(file)
     refuse_without_gpu()
@@ -184,7 +187,7 @@ def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[
                 yield result
         except (DdpShimError, OSError) as error:  # no ranks, or no job, could be started
             for number, check in enumerate(check for check in left if check.name not in told):
-                why = str(error) if number == 0 else f"after '{left[len(told)].name}' nothing could be started"
+                why = str(error) if number == 0 else f"nothing could be started after '{left[len(told)].name}'"
                 yield Result(check.name, stage, check.proves, NOT_RUN if number else FAILED, detail=why)
 
 
@@ -196,7 +199,7 @@ def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str]) -> 
         return "only without --quick"
     missing = [name for name in check.after if name not in passed]
     if missing:
-        return f"it needs what the check '{missing[0]}' gives, which did not pass"
+        return f"it needs the check '{missing[0]}', which did not pass"
     return None
 
 
@@ -243,13 +246,15 @@ def refuse_without_gpu() -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: there is nothing to test. Unset it, or name GPUs in it."
+            f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU, so there is nothing to test. Unset it, or name GPUs "
+            "in it."
         )
     if "torch" in sys.modules or sys.platform != "linux" or any(map(glob.glob, _DEVICES)):
         return  # torch knows better
     raise LaunchError(
-        "this machine shows no GPU (no driver's device in /dev): there is nothing to test. Run it where GPUs are; in a "
-        "container, start that with them (docker run --gpus all). `python -m ddpshim selftest` tests the CPU."
+        "this machine has no visible GPU (no driver's device in /dev), so there is nothing to test. Run it on a "
+        "machine with GPUs; start a container with them (docker run --gpus all). `python -m ddpshim selftest` tests "
+        "the CPU."
     )
 
 
@@ -257,8 +262,8 @@ def _number_of_gpus(torch: Any) -> int:
     if not torch.cuda.is_available():
         built = "is built without CUDA" if torch.version.cuda is None and torch.version.hip is None else "has CUDA"
         raise LaunchError(
-            f"torch {torch.__version__} {built}, and sees no GPU: there is nothing to test. Install a torch that is "
-            "built for this machine's driver (https://pytorch.org/get-started/locally), and look at nvidia-smi."
+            f"torch {torch.__version__} {built}, and sees no GPU, so there is nothing to test. Install a torch that "
+            "is built for this machine's driver (https://pytorch.org/get-started/locally), and check nvidia-smi."
         )
     return int(torch.cuda.device_count())
 
@@ -275,8 +280,8 @@ def _check_writable(file: Optional[Path]) -> None:
             file.unlink()
     except OSError as error:
         raise LaunchError(
-            f"{file} cannot be written ({error.strerror}): the results would be lost at the end. Name a file in a "
-            "folder that exists and that you may write to."
+            f"{file} cannot be written ({error.strerror}): the results would be lost. Name a file in an existing "
+            "folder that you may write to."
         ) from error
 
 

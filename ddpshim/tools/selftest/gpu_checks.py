@@ -216,8 +216,8 @@ class GpuRank(GpuMachine):
         training, net, loader = self._resumable()
         if not training.restore() or training.step != _SAVED_AT:
             raise CheckpointError(
-                f"what {self.place.num_ranks} ranks saved after step {_SAVED_AT} was not found, or is of step "
-                f"{training.step}; a run that goes on would lose steps. Report this with the file that --write makes."
+                f"what {self.place.num_ranks} ranks saved after step {_SAVED_AT} was not found, or is from step "
+                f"{training.step}; a resumed run would lose steps. Report this with the file that --write makes."
             )
         for batch in training.steps(loader, 0):
             _step(net[0], net[1], batch, self.world.device)

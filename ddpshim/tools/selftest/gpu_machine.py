@@ -55,7 +55,7 @@ class GpuMachine(Rank):
         if len(set(uuids)) < len(uuids) and uuids.index(own[1]) != self.world.rank:
             raise WorldError(
                 f"rank {self.world.rank} and rank {uuids.index(own[1])} compute on one GPU; each would be half as "
-                "fast. Look at CUDA_VISIBLE_DEVICES."
+                "fast. Check CUDA_VISIBLE_DEVICES."
             )
         kinds = {f"{name} ({capability})": 0 for name, _, capability in every}
         for name, _, capability in every:
@@ -103,7 +103,7 @@ class GpuMachine(Rank):
         if num_wrong:
             raise WorldError(
                 f"an all-reduce with its pair gave {num_wrong} wrong numbers of {len(tensor)}; gradients would be "
-                "garbage. Set NCCL_P2P_DISABLE=1, and look at the board's IOMMU and PCIe ACS settings."
+                "wrong. Set NCCL_P2P_DISABLE=1, and check the board's IOMMU and PCIe ACS settings."
             )
         return seconds
 
@@ -155,7 +155,7 @@ class GpuMachine(Rank):
             self.world.barrier()
         if not picture[1024, 1024].any():
             raise WorldError(
-                "the picture is black; policies would train on nothing. Look at the driver's EGL libraries."
+                "the picture is black; policies would train on black images. Check the driver's EGL libraries."
             )
         gpu = used.index(max(used))
         if used[gpu] < _LEAST_MB_OF_A_RENDERER:

@@ -107,7 +107,7 @@ def failures(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resul
             yield result
             if error is not None:
                 for other in checks[number + 1 :]:
-                    yield Result(other.name, other.stage, other.proves, NOT_RUN, detail="the job did not come to it")
+                    yield Result(other.name, other.stage, other.proves, NOT_RUN, detail="the job did not get that far")
                 return
     finally:
         job.end()
@@ -116,7 +116,7 @@ def failures(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resul
 def _why_not_named(job: _Job, name: str, planted: Path, following: Optional[Path], result: Result) -> Optional[str]:
     """What is wrong with what came of a fault, or None; then `result` has its times."""
     if job.wait_for(lambda: planted.exists() or job.process.poll() is not None, _START_S) is None:
-        return f"the job did not come to its fault within {_START_S:g} s of its start; a restart would hang."
+        return f"the job did not reach its planted fault within {_START_S:g} s of its start; a restart would hang."
     if not planted.exists():
         return f"the job ended with exit code {job.process.returncode} before its fault."
     started = planted.stat().st_mtime
@@ -132,7 +132,7 @@ def _why_not_named(job: _Job, name: str, planted: Path, following: Optional[Path
     if ended is None:
         return f"rank 1 was named, but the other ranks were not gone {_END_S:g} s later; their GPUs would stay taken."
     if following is None and job.process.returncode == 0:
-        return "the job ended with exit code 0; a scheduler would take it for done."
+        return "the job ended with exit code 0; a scheduler would take it as finished."
     then = "the job was over" if following is None else "all ranks were started again"
     result.detail = f"named after {max(0.0, named - started):.1f} s, after {ended - started:.1f} s {then}"
     return None
@@ -178,7 +178,7 @@ def robomimic(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resu
             said = f"bc, {proof['num_steps']} steps: largest difference {proof['largest_difference']}"
             result.detail = said if proof["is_same"] else f"{said}; parts at {proof['parting']}"
     except subprocess.TimeoutExpired:
-        result.detail = f"no end within {5 * options.timeout_s:g} s; give a longer --timeout"
+        result.detail = f"not finished within {5 * options.timeout_s:g} s; give a longer --timeout"
     result.seconds = time.monotonic() - begun
     yield result
 

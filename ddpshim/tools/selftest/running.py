@@ -34,9 +34,7 @@ _GRACE_S = 6.0
 _OTHER_NODES_S = 15.0  # for other nodes to read the store that the first one serves, before it goes
 _DEFAULT_PORT = 29500
 _NUM_LAST_LINES = 15
-_UNREACHED = (
-    "Look at the firewall, and name the network that the nodes share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-)
+_UNREACHED = "Check the firewall, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network that the nodes share"
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def run(
         say(f"ddpshim selftest: {num_ranks} ranks on {num_nodes}, {device}")
         if options.nnodes > 1:
             came = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.came.items()))
-            say(_line("nodes", time.monotonic() - begun, f"came: {', '.join(came)}"))
+            say(_line("nodes", time.monotonic() - begun, f"found: {', '.join(came)}"))
         try:
             for name in checks.names(device):
                 reports = ranks.reports_of(name, options.timeout_s)
@@ -126,8 +124,8 @@ def completed(options: Plan, environ: Mapping[str, str]) -> Plan:
     """`options` with the node's rank and the master of a launcher, where they are not given."""
     if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or not 0 < options.timeout_s < 1e7:
         raise LaunchError(
-            f"nnodes={options.nnodes}, nproc={options.nproc}, timeout={options.timeout_s:g}: with none of one there is "
-            "nothing to test. Use 1 or more, and at most 1e7 seconds."
+            f"nnodes={options.nnodes}, nproc={options.nproc}, timeout={options.timeout_s:g}: each must be at least "
+            "1, and the timeout at most 1e7 seconds; nothing was tested. Correct these values."
         )
     if options.nnodes == 1:
         return replace(options, node_rank=0, master_addr="127.0.0.1")
@@ -135,9 +133,10 @@ def completed(options: Plan, environ: Mapping[str, str]) -> Plan:
         env = read_launch_env(environ)
         if not env.is_launched or env.world_size != options.nnodes or env.local_world_size != 1:
             raise LaunchError(
-                f"--nnodes {options.nnodes} without --node-rank and --master-addr, and no launcher that started one "
-                f"process on each node ({env.reason}): the nodes would not find each other. Give both on every node, "
-                f"or `srun --nodes={options.nnodes} --ntasks-per-node=1 python -m ddpshim selftest --nnodes ...`."
+                f"--nnodes {options.nnodes} without --node-rank and --master-addr, and not started by a launcher "
+                f"with one process on each node ({env.reason}): the nodes would not find each other. Give both on "
+                f"every node, or `srun --nodes={options.nnodes} --ntasks-per-node=1 python -m ddpshim selftest "
+                "--nnodes ...`."
             )
         options = replace(
             options,
@@ -147,8 +146,8 @@ def completed(options: Plan, environ: Mapping[str, str]) -> Plan:
         )
     if not 0 <= (options.node_rank or 0) < options.nnodes:
         raise LaunchError(
-            f"--node-rank {options.node_rank} is none of {options.nnodes} nodes: the others would wait for a node that "
-            f"never comes. Number them from 0 to {options.nnodes - 1}."
+            f"--node-rank {options.node_rank} is not one of {options.nnodes} nodes: the others would wait for a "
+            f"node that does not exist. Number them from 0 to {options.nnodes - 1}."
         )
     return replace(options, master_port=options.master_port or _DEFAULT_PORT)
 
@@ -220,8 +219,8 @@ class _Nodes:
         if self.store.add(f"selftest/claims/{self.own}", 1) > 1:
             self._is_twin = True
             raise LaunchError(
-                f"--node-rank {self.own} is taken: another node came with it, and a third would be waited for. Give "
-                f"each its own, from 0 to {options.nnodes - 1}."
+                f"--node-rank {self.own} is used by another node, so one number is missing and the nodes would "
+                f"hang. Give each its own, from 0 to {options.nnodes - 1}."
             )
         self.store.set(f"selftest/node/{self.own}", json.dumps(own))
         end = time.monotonic() + self.timeout_s
@@ -239,8 +238,8 @@ class _Nodes:
                 roll = self.store.get("selftest/roll")
             except RuntimeError as error:
                 raise LaunchError(
-                    f"node {self.own} lost the store of node 0 at {self.master_addr}:{self.store.port}: its self-test "
-                    "ended, and a job would end with it. Read what it says there."
+                    f"node {self.own} lost the store of node 0 at {self.master_addr}:{self.store.port}: its "
+                    "self-test ended, as a job would. Read its output there."
                 ) from error
             nodes = {str(node): node for node in range(options.nnodes)}
             every = from_store(
@@ -254,16 +253,16 @@ class _Nodes:
         if missing:
             came_from = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
             raise LaunchError(
-                f"of {options.nnodes} nodes {', '.join(map(str, missing))} did not come to {self.master_addr}:"
-                f"{self.store.port} within {self.timeout_s:g} s; came: {came_from}. A job would wait for them. "
-                "Start the same command there, and read what it says."
+                f"of {options.nnodes} nodes {', '.join(map(str, missing))} did not reach "
+                f"{self.master_addr}:{self.store.port} within {self.timeout_s:g} s; found: {came_from}. A job would "
+                "wait for them. Start the same command there, and read its output."
             )
         for fact in ("torch", "ddpshim", "device"):
             odd = next((node for node in said if said[node][fact] != said[0][fact]), None)
             if odd is not None:
                 raise LaunchError(
                     f"node 0 has {fact} {said[0][fact]}, node {odd} ({said[odd]['host']}) {said[odd][fact]}: ranks "
-                    "would not understand each other, or compute differently. Install and choose the same everywhere."
+                    "could not communicate, or would compute differently. Use the same on every node."
                 )
 
     def first_failure(self, failure: SelfTestFailed) -> SelfTestFailed:
@@ -277,7 +276,7 @@ class _Nodes:
         try:
             return SelfTestFailed(claim(self.store, "selftest/failure", mine))
         except RuntimeError:
-            return SelfTestFailed(f"{failure} Node 0 is gone as well; read what it says there.")
+            return SelfTestFailed(f"{failure} Node 0 has ended, too; read its output there.")
 
     def leave(self) -> None:
         """Wait, shortly, until no node needs the store any more."""
@@ -307,11 +306,11 @@ def _reach(address: str, port: int, own: int, timeout_s: float) -> None:
                 return
         except (OSError, UnicodeError) as error:  # the latter: of a name that no host may have
             if isinstance(error, (socket.gaierror, UnicodeError)):
-                why = "the name is not known on this node. Give --master-addr an IP address of node 0"
+                why = "this node cannot resolve the name. Use an IP address of node 0 as --master-addr"
             elif isinstance(error, ConnectionRefusedError):
-                why = "that machine answers, but nothing serves the port: node 0 has not started, or with another port"
+                why = "that machine answers, but not on this port: node 0 has not started, or uses another port"
             else:
-                why = f"nothing comes back from that address. {_UNREACHED}"
+                why = f"that address does not answer. {_UNREACHED}"
             if isinstance(error, (socket.gaierror, UnicodeError)) or time.monotonic() >= end:
                 raise LaunchError(
                     f"node {own} cannot reach node 0 at {address}:{port} ({error}), tried for {timeout_s:g} s; a job "
@@ -380,10 +379,10 @@ class _Ranks:
         with open(self.places[local].log, errors="replace") as file:
             _, hung, stack = file.read().rpartition("Timeout (")
         if hung:
-            return f"no answer; a job would hang where its stack was:\n{hung}{stack}".strip()
+            return f"no answer; a job would hang at this stack:\n{hung}{stack}".strip()
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         said = "\n".join(stack.splitlines()[-_NUM_LAST_LINES:])
-        return f"ended without a word ({how})\n{said}".strip()
+        return f"ended without an error message ({how})\n{said}".strip()
 
     def join(self, timeout_s: float) -> None:
         """Let the ranks leave the group together; raises SelfTestFailed where one does not end well."""

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add `patch` to the commands of a parser. Local."""
-    text = "make an upstream trainer use ddpshim, or take that back"
+    text = "patch an installed trainer to use ddpshim, or undo that"
     patch = commands.add_parser("patch", help=text, description=text, is_group=True)
     actions = patch.add_subparsers(metavar="ACTION", required=True)
-    text = "the patch sets that ddpshim carries"
+    text = "list ddpshim's patch sets"
     listing = actions.add_parser("list", help=text, description=text)
     listing.add_argument("--json", action="store_true", help="for programs")
     listing.set_defaults(run=_list)
     for name, run, text in (
-        ("status", _status, "which set fits the target, and the state of each file"),
-        ("check", _check, "try an apply without changing anything"),
-        ("apply", _apply, "patch all files, or none"),
-        ("revert", _revert, "take the patches out again, byte for byte"),
+        ("status", _status, "print which set fits the target, and the state of each file"),
+        ("check", _check, "check whether apply would work, without changing anything"),
+        ("apply", _apply, "patch all files of the target, or none"),
+        ("revert", _revert, "restore the original files, byte for byte"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument(
@@ -36,24 +36,26 @@ def add(commands: Commands) -> None:
             metavar="PACKAGE|PATH",
             help="an installed package, or a folder that is or contains it (default: %(default)s)",
         )
-        action.add_argument("--set", metavar="NAME", help="only this set, e.g. robomimic/0.3.0")
+        action.add_argument("--set", metavar="NAME", help="use this set, e.g. robomimic/0.3.0")
         action.add_argument("--json", action="store_true", help="for programs")
         if run in (_check, _apply):
-            action.add_argument("--merge", action="store_true", help="into a fork: into files that are no release's")
-            text = "with --merge: the release that it was forked from, to merge three ways where lines were changed"
+            action.add_argument("--merge", action="store_true", help="merge into a fork, whose files match no release")
+            text = "with --merge: folder of the release that it was forked from, for a three-way merge of changed lines"
             action.add_argument("--base", metavar="FOLDER", help=text)
         action.set_defaults(run=run)
-    manifest = actions.add_parser("manifest", help="maintainers: write manifest.json from a pristine tree")
+    manifest = actions.add_parser("manifest", help="for maintainers: write manifest.json from an unpatched tree")
     manifest.add_argument("directory", type=Path, metavar="DIR", help="patches/CODEBASE/VERSION")
-    manifest.add_argument("--source", type=Path, required=True, help="folder with the package folder in it")
-    manifest.add_argument("--base", required=True, help="the commit or release that SOURCE is")
-    text = "patches of another release whose lines stand in SOURCE, too, once each; default those that it has already"
+    manifest.add_argument("--source", type=Path, required=True, help="folder that contains the package folder")
+    manifest.add_argument("--base", required=True, help="the commit or release of SOURCE")
+    text = "patches of another release that also fit SOURCE (default: those in the manifest)"
     manifest.add_argument("--borrow", nargs="+", type=Path, metavar="PATCH", help=text)
     manifest.set_defaults(run=_manifest)
-    text = "maintainers: what a tree of another robomimic has that ddpshim does not know. Exit code: 1 if it has any"
+    text = "for maintainers: list what ddpshim does not know in another robomimic. Exit code: 1 if there is anything"
     new_release = actions.add_parser("new-release", help=text, description=text)
-    new_release.add_argument("tree", metavar="PACKAGE|PATH", help="a folder that is the package or contains it")
-    new_release.add_argument("--codebase", default="robomimic", metavar="NAME", help="whose adapter (%(default)s)")
+    new_release.add_argument("tree", metavar="PACKAGE|PATH", help="the package folder, or a folder that contains it")
+    new_release.add_argument(
+        "--codebase", default="robomimic", metavar="NAME", help="codebase whose adapter to ask (%(default)s)"
+    )
     new_release.set_defaults(run=_new_release, needs_torch=True)
 
 
@@ -130,8 +132,8 @@ def _new_release(arguments: argparse.Namespace) -> int:
     compared = adapters.function(arguments.codebase, "new_release")
     if compared is None:
         raise TargetError(
-            f"--codebase={arguments.codebase!r}: no adapter knows what its releases must have; nothing was "
-            f"compared. Use one of: {', '.join(adapters.packages())}."
+            f"--codebase={arguments.codebase!r}: no adapter knows its releases; nothing was compared. Use one of: "
+            f"{', '.join(adapters.packages())}."
         )
     lines, num_lacking = compared(arguments.tree)
     print("\n".join(lines))

@@ -97,9 +97,7 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
     recorded = [look for look in fitting if look.patch_set.name == journal_name]
     if not recorded and any(look.patch_set.files != fitting[0].patch_set.files for look in fitting):
         names = ", ".join(look.patch_set.name for look in fitting)
-        raise PatchError(
-            f"{directory} matches several different sets ({names}); choosing one would be a guess. Name it with --set."
-        )
+        raise PatchError(f"{directory} matches several different sets ({names}). Choose one with --set.")
     return (recorded or fitting)[0]
 
 
@@ -175,8 +173,8 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
         wrong = [file.name for file in after.files if file.state != wanted]
         if wrong:
             raise PatchError(
-                f"After writing, {', '.join(wrong)} in {look.directory} is not the {wanted} content; "
-                "something else writes there. Stop it, then run `python -m ddpshim patch status`."
+                f"After writing, {', '.join(wrong)} in {look.directory} is not the {wanted} content; another "
+                "program writes there. Stop it, then run `python -m ddpshim patch status`."
             )
         _close_journal(after, wanted)
     return Outcome(look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
@@ -200,17 +198,17 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
         if wanted == "original":
             return file.before_merge
         raise PatchError(
-            f"A merge into {file.path.parent} was interrupted: some files are merged and others not, so it may not "
-            "run. `python -m ddpshim patch revert` puts them back; then merge again."
+            f"A merge into {file.path.parent} was interrupted: only some files are merged, so the package may not "
+            "run. `python -m ddpshim patch revert` restores them; then merge again."
         )
     content = file.content.replace(b"\r\n", b"\n") if file.crlf else file.content
     content = transform(patch_set.patches, file.name, content, wanted)
     found, expected = sha256(content), getattr(patch_set.files[file.name], wanted)
     if found != expected:
         raise PatchError(
-            f"The diffs of {patch_set.name} turn {file.name} into {found}, the manifest says {expected}; the "
-            "set is damaged and nothing was changed. Reinstall ddpshim, or rebuild the manifest if you "
-            "edited a diff."
+            f"The diffs of {patch_set.name} turn {file.name} into {found}, but the manifest says {expected}: the "
+            "set is damaged, and nothing was changed. Reinstall ddpshim, or rebuild the manifest if you edited a "
+            "diff."
         )
     return content.replace(b"\n", b"\r\n") if file.crlf else content
 
@@ -288,9 +286,9 @@ def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
         else f"`pip install --force-reinstall --no-deps {patch_set.codebase}=={patch_set.version}`"
     )
     lines.append(
-        f"In a fork, merge the set: `python -m ddpshim patch apply --merge --target {look.directory}` (MIGRATION.md, "
-        f"section 2). Else take back your own edits, or get the release again with {fresh}, then retry. If you changed "
-        "nothing, open an issue at ddpshim with the hashes above."
+        f"In a fork, merge the set: `python -m ddpshim patch apply --merge --target {look.directory}` (see `python "
+        f"-m ddpshim docs MIGRATION`, section 2). Otherwise undo your edits, or get the release again with {fresh}, "
+        "and retry. If you changed nothing, open an issue at ddpshim with the hashes above."
     )
     return "\n".join(lines)
 
@@ -320,8 +318,8 @@ def _write(look: Status, changes: Changes, record: Mapping[str, Any]) -> None:
         _put_back(look.directory, before, error)
         if isinstance(error, OSError):
             raise PatchError(
-                f"Could not replace files in {look.directory}: {error}. A half-patched package would not "
-                "run, so everything was put back. Cure that (permissions, disk space) and retry."
+                f"Could not replace files in {look.directory}: {error}. A half-patched package would not run, so "
+                "all files were restored. Fix the cause (permissions, disk space) and retry."
             ) from error
         raise
 
@@ -336,9 +334,9 @@ def _put_back(directory: Path, before: dict[Path, Optional[bytes]], cause: BaseE
                 replace(path, content)
     except OSError as error:
         raise PatchError(
-            f"Replacing files in {directory} failed ({cause}), and so did putting them back ({error}); "
-            "the package is partly patched and may not run. Cure the cause, then `python -m ddpshim patch "
-            "apply` or `revert` completes it."
+            f"Replacing files in {directory} failed ({cause}), and so did restoring them ({error}); the package is "
+            "partly patched and may not run. Fix the cause, then `python -m ddpshim patch apply` or `revert` "
+            "completes it."
         ) from cause
 
 
@@ -351,8 +349,8 @@ def _require_writable(look: Status, changes: Changes) -> None:
     for folder in sorted({look.directory, *(file.path.parent for file, _ in changes)}):
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PatchError(
-                f"{folder} is not writable for this user; nothing was changed. Use an environment of your "
-                "own, or run as the user who installed the package."
+                f"{folder} is not writable for this user; nothing was changed. Use your own environment, or run as "
+                "the user who installed the package."
             )
 
 
@@ -362,14 +360,14 @@ def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
         spec = importlib.util.find_spec(target)
         if spec is None:
             raise TargetError(
-                f"{target} is not installed for {sys.executable}; there is nothing to patch. Install it, "
-                f"use the python that has it, or give its folder with --target PATH (here: ./{target})."
+                f"{target} is not installed for {sys.executable}; there is nothing to patch. Install it, use the "
+                f"Python that has it, or give its folder with --target PATH (here: ./{target})."
             )
         if spec.origin is None or not spec.submodule_search_locations:
             raise TargetError(
-                f"{target} resolves to {list(spec.submodule_search_locations or [])}, which has no "
-                "__init__.py (the root of a checkout?); what Python would run is unclear. Give the folder "
-                "with --target PATH."
+                f"{target} resolves to {list(spec.submodule_search_locations or [])}, which has no __init__.py (the "
+                "root of a checkout?), so it is unclear what Python would run. Give the package folder with "
+                "--target PATH."
             )
         return target, Path(spec.submodule_search_locations[0])
     path = Path(os.path.abspath(os.path.expanduser(target)))
@@ -410,8 +408,8 @@ def _close_journal(look: Status, wanted: str) -> None:
             replace(path, _as_json({**(look.journal or {}), "state": "applied"}))
     except OSError as error:
         raise PatchError(
-            f"All files in {look.directory} are {wanted}, but {path} could not be updated: {error}. Cure "
-            "that and run the same command again; it has only the journal left to do."
+            f"All files in {look.directory} are {wanted}, but {path} could not be updated: {error}. Fix that and "
+            "run the same command again; only the journal is left to write."
         ) from error
 
 

@@ -80,8 +80,8 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
             found = self._fit(self._files.keys() - libraries)
         except HookError as error:
             raise HookError(
-                f"{error} Or run a copy of the trainer that stands outside of the package (python -m ddpshim run "
-                "my_train.py): its calls are hooked, and no line of it needs to be known."
+                f"{error} Or run a copy of the trainer from outside the package (python -m ddpshim run "
+                "my_train.py): its calls are hooked, and none of its lines need to be known."
             ) from None
         for name in sorted(libraries):
             try:
@@ -128,7 +128,7 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
     def _tell(self, found: Patched) -> None:
         if found.moved and read_launch_env(os.environ).rank == 0:
             say(
-                f"{self.folder} is no release that ddpshim knows; the lines of {found.name} stand once each in "
+                f"{self.folder} is not a release that ddpshim knows; the lines of {found.name} occur once each in "
                 f"{', '.join(sorted(found.moved))}, and are patched in memory"
             )
 
@@ -158,16 +158,16 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
             if not is_other or not refused:
                 refused = lacking
         raise HookError(
-            f"{self.folder} is no release that ddpshim knows, and the lines of no patch set stand in its files. The "
-            f"nearest, {nearest}, has no place for:\n  " + "\n  ".join(refused) + "\nWithout them the ranks would "
-            "train another model than one process. Put the released files back, or merge the set into yours: "
-            "MIGRATION.md, section 2."
+            f"{self.folder} is not a release that ddpshim knows, and no patch set fits its lines. The nearest, "
+            f"{nearest}, has no place for:\n  " + "\n  ".join(refused) + "\nWithout these the ranks would train a "
+            "different model than one process. Restore the released files, or merge the set into yours (python "
+            "-m ddpshim docs MIGRATION, section 2)."
         )
 
 
 _IMPORTED_TOO_EARLY = (
-    "{}: imported before ddpshim.auto, so what a patch set changes there could not be changed, and ranks would train "
-    "another model than one process. Move `import ddpshim.auto` above that import."
+    "{}: imported before ddpshim.auto, so it could not be patched, and ranks would train a different model than "
+    "one process. Move `import ddpshim.auto` above that import."
 )
 
 
@@ -192,7 +192,7 @@ def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched,
     sources, moved, lacking = {}, [], []
     for file in files:
         if file.state == "missing":
-            lacking.append(f"{file.name}: is not there")
+            lacking.append(f"{file.name}: does not exist")
         elif file.state == "original":
             sources[_module_of(file.name)] = turned(patch_set, file, "patched")
         elif file.state == "unknown":

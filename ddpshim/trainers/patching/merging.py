@@ -54,14 +54,13 @@ def merge(
     hint = (
         "Or name the release that you forked from: --base FOLDER merges three ways. "
         if base is None
-        else "Change these lines of yours so that they do not meet, and merge again. "
+        else "Change these lines of yours so that they do not conflict, and merge again. "
     )
     raise PatchError(
-        f"{look.patch_set.name} cannot be merged into {look.directory}; without these the ranks would train another "
-        "model than one process, so nothing was changed:\n  "
+        f"{look.patch_set.name} cannot be merged into {look.directory}; without these changes the ranks would train "
+        "a different model than one process, so nothing was changed:\n  "
         + "\n  ".join(refused)
-        + f"\n{hint}MIGRATION.md, section 2, "
-        "says what each place is for."
+        + f"\n{hint}`python -m ddpshim docs MIGRATION`, section 2, explains each place."
     )
 
 
@@ -90,7 +89,7 @@ def _look_at_base(base: str, patches_root: Optional[Path]) -> Status:
     if odd:
         raise TargetError(
             f"--base={base}: {', '.join(odd)} {'is' if len(odd) == 1 else 'are'} not as in {look.patch_set.name} "
-            f"({look.patch_set.base}); what your fork changed would not be known. Give a release, unpatched."
+            f"({look.patch_set.base}); your fork's own changes could not be told apart. Give an unpatched release."
         )
     return look
 
@@ -105,7 +104,7 @@ def _three_ways(file: FileStatus, base: FileStatus, patch_set: PatchSet) -> tupl
         try:
             ran = subprocess.run(["git", "merge-file", "-p", *labels, *names], capture_output=True, check=False)
         except OSError as error:
-            raise TargetError(f"git cannot be started ({error}), which merges three ways. Install git.") from error
+            raise TargetError(f"git cannot be started ({error}); a three-way merge needs it. Install git.") from error
     return ran.stdout, _conflicts(ran.stdout)
 
 

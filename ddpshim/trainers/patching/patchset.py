@@ -59,8 +59,8 @@ def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
         found = sorted({path.parent for path in [*root.glob("*/*/manifest.json"), *root.glob("*/*/*.patch")]})
         if not found:
             raise TargetError(
-                f"No patch set under {root}; there is nothing to apply. Install ddpshim, or what offers that folder, "
-                "from a wheel or a full checkout: both carry the folder."
+                f"No patch set under {root}; there is nothing to apply. Install ddpshim, or the package that offers "
+                "that folder, from a wheel or a full checkout."
             )
         folders += found
     return tuple(_load_set(folder) for folder in folders)
@@ -83,12 +83,12 @@ def build_manifest(
             borrowed = [patch_dir / name for name in listed if "/" in name]
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise PatchError(
-                f"{where} is no manifest ({error!r:.200}); what it borrows would be lost. Remove it, and name what the "
-                "set borrows with --borrow."
+                f"{where} is not a manifest ({error!r:.200}); its list of borrowed patches "
+                "would be lost. Remove it, and name them with --borrow."
             ) from error
     patches = _read_patches(patch_dir, [os.path.relpath(path, patch_dir).replace(os.sep, "/") for path in borrowed])
     if not patches:
-        no_folder = "" if patch_dir.is_dir() else ", which is no folder"
+        no_folder = "" if patch_dir.is_dir() else ", which is not a folder"
         raise TargetError(f"No *.patch in {patch_dir}{no_folder}; the set would change nothing. Put diffs there first.")
     files: dict[str, Hashes] = {}
     for name in _targets(patches):
@@ -144,7 +144,7 @@ def _load_set(folder: Path) -> PatchSet:
         files = {str(name): Hashes(h["original"], h["patched"]) for name, h in manifest["files"].items()}
         codebase, version = str(manifest["codebase"]), str(manifest["version"])
     except (PatchError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PatchError(f"{where} is no manifest ({error!r:.200}); the set cannot be trusted. {cure}") from error
+        raise PatchError(f"{where} is not a manifest ({error!r:.200}); the set cannot be trusted. {cure}") from error
     packages = {name.split("/")[0] for name in files}
     if (
         listed != list(patches)
@@ -181,7 +181,7 @@ def read(path: Path) -> bytes:
         return read_bytes(path)
     except OSError as error:
         raise TargetError(
-            f"Could not read {path}: {error}. Nothing can be decided without it. Check the path and the permissions."
+            f"Could not read {path}: {error}. Nothing was done. Check the path and the permissions."
         ) from error
 
 

@@ -81,15 +81,15 @@ def locked(directory: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     owner = read_bytes(path).decode(errors="replace").strip()
                 raise PatchError(
-                    f"{path} is held by another ddpshim (pid and host: {owner or 'not written yet'}); two at "
-                    "once could mix their writes, so this one changed nothing. Wait for it; if no such "
-                    "process runs, delete the file."
+                    f"{path} is held by another ddpshim (pid and host: {owner or 'not written yet'}); two at once "
+                    "could mix their writes, so nothing was changed. Wait for the other; if no such process runs, "
+                    "delete the file."
                 ) from None
             time.sleep(0.05)
         except OSError as error:
             raise PatchError(
-                f"Could not create {path}: {error}. Nothing was changed. Make the folder writable, or use an "
-                "environment of your own."
+                f"Could not create {path}: {error}. Nothing was changed. Make the folder writable, or use your own "
+                "environment."
             ) from error
     try:
         with os.fdopen(handle, "w") as stream:

@@ -47,8 +47,8 @@ def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> byte
         moved, odd = apply_moved(diff, content, reverse=reverse)
         if odd:
             raise PatchError(
-                f"{diff.path}, {odd[0]}; the hunk would change code that it was not written for. Nothing was changed; "
-                "use the content that the manifest was made from."
+                f"{diff.path}, {odd[0]}; the hunk would change the wrong code. Nothing was changed; use the content "
+                "that the manifest was made from."
             )
         return moved
     lines = _split(content)
@@ -60,9 +60,8 @@ def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> byte
             found = lines[index] if index < len(lines) else b"<end of file>"
             if found != want:
                 raise PatchError(
-                    f"{diff.path} line {index + 1} is {_show(found)}, the diff expects {_show(want)}; the "
-                    "hunk would change code that it was not written for. Nothing was changed; use the "
-                    "content that the diff was made from."
+                    f"{diff.path} line {index + 1} is {_show(found)}, the diff expects {_show(want)}; the hunk "
+                    "would change the wrong code. Nothing was changed; use the content that the diff was made from."
                 )
         if at > len(lines):
             raise PatchError(
@@ -92,7 +91,7 @@ def apply_moved(diff: FileDiff, content: bytes, *, reverse: bool = False) -> tup
         if len(places) == 1:
             lines[places[0] : places[0] + size] = new
         elif not size:
-            odd.append(f"line {hunk.old_at}: has no line of its own to be found by; place it by hand")
+            odd.append(f"line {hunk.old_at}: has no unchanged line to find it by; place it by hand")
         else:
             first = next(line for line in [*old, b""] if line.strip() or not line)
             where = f"at lines {', '.join(str(at + 1) for at in places)}" if places else "nowhere"

@@ -1,4 +1,4 @@
-"""Leads what libraries open by themselves, past Python, to where this rank reads or writes: h5py, lmdb, videos."""
+"""Redirects files that libraries open without Python (h5py, lmdb, videos) to where this rank reads or writes."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def _say_where(command: Any, frame: FrameType) -> None:
     place = line_of_the_program()
     if place == f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}":
         say_on_main(
-            f"{place}: every rank starts {command!r} by subprocess.Popen; what it writes is written by each of them. "
-            "By subprocess.run, which waits for it, the main rank alone runs it"
+            f"{place}: every rank starts {command!r} by subprocess.Popen, so all of them write its files. With "
+            "subprocess.run, which waits for the command, only the main rank runs it"
         )
 
 

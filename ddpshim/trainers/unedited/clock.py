@@ -173,9 +173,10 @@ class Clock:
                 break
             time.sleep(0.001)
         raise WorldError(
-            f"rank {self._world.rank} came to {line} (time {number + 1}), which asks for the time or for random "
-            f"bytes, and the main rank {'was there more often' if found > number else 'was not, or has left'} (waited "
-            f"up to {patience_s:g} s); they would go on with different values. Let every rank pass there equally often."
+            f"rank {self._world.rank} came to {line} (time {number + 1}), which reads the time or random bytes, but "
+            f"the main rank {'ran it more often' if found > number else 'did not run it, or has left'} (waited up to "
+            f"{patience_s:g} s); they would continue with different values. Run this line equally often on every "
+            "rank."
         )
 
 

@@ -1,4 +1,4 @@
-"""Has the main rank alone run the commands that a program starts: all ranks get their exit codes and output.
+"""Runs the commands that a program starts on the main rank only; all ranks get their exit codes and output.
 
 A command writes files past Python; with each rank running it, `git rev-parse HEAD >> log` would write several lines.
 """

@@ -1,4 +1,4 @@
-"""Finds out by computing whether a loss couples the samples of a batch, as one with negatives from the batch does.
+"""Finds out by computation whether a loss couples the samples of a batch, as negatives from the batch do.
 
 Where a loss is a mean over samples, it does not matter which other samples are in the batch: of two batches A and B,
 and of two that have some rows of A and the others of B, the losses of each pair add up to the same. Here B is A with
@@ -206,10 +206,10 @@ class Shadows:
 def refuse(found: str, place: str, num_ranks: int) -> None:
     """Raise SyncError: the loss at `place` couples samples, as is `found`."""
     raise SyncError(
-        f"{place}: the loss couples the samples of a batch: {found}. (Negatives, statistics or a normalisation of the "
-        f"batch do that.) A rank would see 1/{num_ranks} of the batch in it, and train otherwise than one process. "
-        "Run it in one process; or edit it, and compute that loss by ddpshim.whole_batch (MIGRATION.md). "
-        "DDPSHIM_GUARD=0 trains on such a loss all the same."
+        f"{place}: the loss couples the samples of a batch: {found}. (Negatives, batch statistics and normalisation "
+        f"do that.) Each rank would compute it over 1/{num_ranks} of the batch, unlike one process. Train in one "
+        "process, or compute that loss with ddpshim.whole_batch (`python -m ddpshim docs MIGRATION`). "
+        "DDPSHIM_GUARD=0 trains on such a loss anyway."
     )
 
 

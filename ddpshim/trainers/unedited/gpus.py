@@ -44,8 +44,8 @@ def shown(num_gpus: int) -> Iterator[None]:
             set_one(self, name, value)
         else:
             say_on_main(
-                f"{line_of_the_program()}: {VISIBLE}={value} was left out; each rank has a GPU of its own. To choose "
-                f"among them set {VISIBLE} for `ddpshim run`"
+                f"{line_of_the_program()}: {VISIBLE}={value} was ignored: each rank has its own GPU. To choose "
+                f"GPUs, set {VISIBLE} for `ddpshim run`"
             )
 
     with replaced(torch.cuda, "device_count", device_count), replaced(kind, "__setitem__", set_item):

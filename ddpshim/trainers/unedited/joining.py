@@ -47,8 +47,8 @@ def joined(start: Start) -> Iterator[None]:
     here = setup(seed=seed)
     if not draws_alike():
         raise OptionsError(
-            f"order={here.options.order}, noise={here.options.noise}: a program for one process draws its splits of "
-            "the data and its evaluations on each rank, and they would differ. Leave both options out."
+            f"order={here.options.order}, noise={here.options.noise}: an unedited program draws its data splits and "
+            "evaluations on each rank, and these would differ. Leave both options out."
         )
     noise.share(trains_whole_batches=True)
     steps, rollouts = current().part(Steps), Rollouts(here)

@@ -85,8 +85,8 @@ class View:
         place = self.place(path)
         if path in self._unknown or self._saves.is_newer(path):
             raise SyncError(
-                f"{path} is read on this rank after the main rank has changed or removed it; ranks would read "
-                "different files. Read it before the main rank can be there: a training step later, for example."
+                f"{path} is read on this rank after the main rank changed or removed it; ranks would read different "
+                "files. Read it before the main rank changes it, for example in an earlier training step."
             )
         return place
 

@@ -1,4 +1,4 @@
-"""Leaves a program alone that turns out to distribute itself: each rank starts again, as the program would have it."""
+"""Leaves a program alone that turns out to distribute itself: each rank restarts without ddpshim's changes."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None]) -> NoRe
     here = world()
     if current().has_networks:
         raise SyncError(
-            f"{line_of_the_program()}: {found}, after it has trained as a program for one process, which ddpshim "
-            f"distributes; both would reduce gradients. Set {variables.UNEDITED}=off where it distributes all that it "
-            "trains, and leave its own way out where it does not."
+            f"{line_of_the_program()}: {found}, after ddpshim has distributed it as a program for one process; both "
+            f"would reduce gradients. Set {variables.UNEDITED}=off if the program distributes all its training "
+            "itself; otherwise remove that call."
         )
     say_on_main(
-        f"{line_of_the_program()}: {found}; the program distributes itself. It starts again and is left alone "
-        f"({variables.UNEDITED}=off does so at once)"
+        f"{line_of_the_program()}: {found}, so the program distributes itself. ddpshim restarts it and leaves it "
+        f"alone ({variables.UNEDITED}=off skips the restart)"
     )
     here.barrier()
     is_served_here = here.is_main

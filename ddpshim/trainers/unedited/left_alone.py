@@ -1,4 +1,4 @@
-"""Tells which files are no business of a trainer's: devices, caches, temporary files, those of libraries."""
+"""Tells which files do not belong to a trainer: devices, caches, temporary files, those of libraries."""
 
 from __future__ import annotations
 

@@ -105,9 +105,9 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
         batches = None
     if is_split and steps.num_passes == num_passes:
         raise SyncError(
-            f"{loader.place}: a pass over this DataLoader began with gradients enabled and a network in training mode, "
-            "so it was split over the ranks, but nothing was trained in it; what the program computed there is of "
-            f"1/{world().world_size} of the samples. Call model.eval() or use torch.no_grad() there."
+            f"{loader.place}: a pass over this DataLoader began with gradients enabled and a network in training "
+            "mode, so it was split over the ranks, but nothing was trained in it; the program's results from it "
+            f"cover only 1/{world().world_size} of the samples. Call model.eval() or use torch.no_grad() there."
         )
     if trains:
         guard.check_equal_steps(f"a pass over the DataLoader of {loader.place}")
@@ -157,8 +157,9 @@ def _split(loader: DataLoader[Any], steps: Steps) -> ShardedLoader:
     )
     if here.world_size > 1:
         say_on_main(
-            f"{loader.place}: training passes over this DataLoader are split, each rank sees 1/{here.world_size} of "
-            "the samples; the length of a batch, and what the program computes with it, is that of such a share"
+            f"{loader.place}: training passes over this DataLoader are split, and each rank sees "
+            f"1/{here.world_size} of the samples. The length of a batch, and anything computed from it, is that of "
+            "this share"
         )
     return made  # type: ignore[no-any-return]
 
@@ -180,7 +181,7 @@ def _check_same_indices(loader: DataLoader[Any], here: World) -> None:
     odd = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
     if odd is not None:
         raise DataError(
-            f"{loader.place}: the Subsets of ranks 0 and {odd} have different indices; a sample would be for training "
-            "on one rank and for validation on another. Draw the split from torch's, numpy's or Python's global "
-            "generator, or with a seed of its own (np.random.default_rng(0))."
+            f"{loader.place}: the Subsets of ranks 0 and {odd} have different indices; a sample would be used for "
+            "training on one rank and for validation on another. Draw the split from torch's, numpy's or Python's "
+            "global generator, or with a fixed seed (np.random.default_rng(0))."
         )

@@ -1,4 +1,4 @@
-"""Tells by its code that a loop evaluates: the pass began in training mode, and inside the loop gradients are off."""
+"""Recognises an evaluation loop by its code: the pass began in training mode, but gradients are off inside the loop."""
 
 from __future__ import annotations
 

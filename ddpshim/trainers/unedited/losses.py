@@ -112,17 +112,17 @@ def _factors(loss: Any) -> tuple[dict[Term, float], Reading]:
     of_samples = [term for term in found if term.is_sum and not term.is_counted and factors[term] != 1]
     if any(_name(term.own) == _COMPILED for term in found):
         say_on_main(
-            f"{line_of_the_program()}: a compiled function returned the loss; it is taken for a mean over the samples "
-            "of the batch, since its terms cannot be seen. If it is a sum over samples, or a mean over what is not "
-            "padding, gradients are not those of one process: compile the network alone"
+            f"{line_of_the_program()}: the loss comes from a compiled function, whose terms ddpshim cannot see, so it "
+            "counts as a mean over the samples. If it is a sum over samples, or a mean over unmasked entries, the "
+            "gradients differ from one process: compile only the network"
         )
     if of_samples:
         say_on_main(
-            f"{line_of_the_program()}: the loss has a sum over the samples of a batch ({of_samples[0].name}), of which "
-            f"each rank has its share; its gradients are multiplied by {share.world_size}, since they are averaged "
-            "over the ranks. If the program multiplies it by 1 / len(batch), they are too large: divide by len(batch). "
-            "A number that is read out of it is the sum over the whole batch: where the program divides that by the "
-            f"length of its batch, which is that of a share, it is {share.world_size} times too large"
+            f"{line_of_the_program()}: the loss has a sum over the samples of a batch ({of_samples[0].name}), and each "
+            f"rank has only its share. DDP averages gradients, so those of the sum are multiplied by "
+            f"{share.world_size}. If the program multiplies the sum by 1 / len(batch), they are too large: divide by "
+            "len(batch). A number read from the sum is that of the whole batch; divided by the length of a rank's "
+            f"batch it is {share.world_size} times too large"
         )
     return factors, _reading(found, of_ranks, share)
 

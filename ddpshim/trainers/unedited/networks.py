@@ -114,8 +114,8 @@ class Networks:
             number = sum(p.numel() for p in root.parameters() if p.requires_grad)
             if world().world_size > 1:
                 say_on_main(
-                    f"{place}: {type(root).__name__} ({number:,} parameters), which {type(optimizer).__name__} steps, "
-                    "is trained by all ranks together"
+                    f"{place}: {type(root).__name__} ({number:,} parameters), stepped by "
+                    f"{type(optimizer).__name__}, is trained by all ranks together"
                 )
             try:
                 wrap_parallel(root)
@@ -152,8 +152,8 @@ class Networks:
                 guard.watch(copy)
             else:
                 say_on_main(
-                    f"a {type(copy).__name__} that looks like a copy of a network that is trained holds other numbers "
-                    "on different ranks; it is not compared"
+                    f"a {type(copy).__name__} that looks like a copy of a trained network differs between ranks; it "
+                    "is not checked"
                 )
 
 

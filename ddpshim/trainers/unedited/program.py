@@ -1,4 +1,4 @@
-"""Decides whether a program is distributed as it is, and has that begin when torch is imported. Imports no torch."""
+"""Decides whether to distribute an unedited program, and begins that when torch is imported. Imports no torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _is_wanted() -> bool:
     choice = os.environ.get(variables.UNEDITED, "auto").strip().lower()
     if choice not in ("on", "off", "auto"):
         raise OptionsError(
-            f"{variables.UNEDITED}={choice!r}: the program would be distributed or not by chance. Use on or off."
+            f"{variables.UNEDITED}={choice!r}: whether to distribute the program is unclear. Use on or off."
         )
     return choice != "off"
 

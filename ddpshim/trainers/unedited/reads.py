@@ -1,4 +1,4 @@
-"""Has a program read the same numbers on all ranks: its logs and decisions are those of one process.
+"""Makes a program read the same numbers on all ranks, so that its logs and decisions are those of one process.
 
 Ranks share a batch, so a loss is that of a rank's rows. When the program takes a number out of a tensor, the ranks
 exchange it in one small message: a floating-point number becomes the mean over the rows of all ranks, any other the
@@ -190,9 +190,9 @@ class _Reads:
         where = self._here.meet("crossed", own, CROSSED_DEADLINE_S)
         told = "; ".join(f"rank {rank} {said}" for rank, said in where.items())
         raise WorldError(
-            f"ranks are at different lines: {told}. Their numbers would be taken for each other's, and ranks would "
-            "train differently. They parted before: by a decision on something that no tensor held (a clock, a file, "
-            "entropy, the length of a rank's share of the batch), or in what one rank does alone."
+            f"ranks are at different lines: {told}. Their numbers would be mixed up, and ranks would train "
+            "differently. They diverged earlier: by a decision on something that is not a tensor (a clock, a file, "
+            "entropy, the length of a rank's share of the batch), or in code that one rank runs alone."
         )
 
     def _say_of_kept(self, line: FrameType) -> None:
@@ -224,8 +224,8 @@ class _Reads:
             values = ", ".join(str(bool(value) if is_bool else value) for value in of_ranks)
             kind = "a yes or no" if is_bool else "a whole number"
             say(
-                f"{place} reads {kind} that differs between ranks ({values}): it is about a rank's share of the batch. "
-                "All ranks go on with the main rank's, and one process would have had that of the whole batch"
+                f"{place} reads {kind} that differs between ranks ({values}), since it depends on a rank's share of "
+                "the batch. All ranks continue with the main rank's; one process would have that of the whole batch"
             )
 
 

@@ -1,4 +1,4 @@
-"""Has the main rank alone make and play a trainer's environments; the other ranks wait for what it found.
+"""Makes and plays a trainer's environments on the main rank only; the other ranks wait for its results.
 
 Which classes play is for an adapter to say. Each rank would need as many simulators as one process, and where one of
 them is not deterministic ranks would decide differently.

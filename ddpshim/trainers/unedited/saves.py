@@ -75,7 +75,7 @@ class Saves:
             raise SyncError(
                 f"rank {self._world.rank} is to load {path}, its save number {number}, but of the main rank's "
                 f"{count('saved')} saves none that it waited for (up to {timeout_s:g} s) was to that path; it would "
-                "load another model, or none. Let names and decisions be alike on all ranks: by no loss of a training "
-                "pass, of which each rank sees its share."
+                "load a different model, or none. Make file names and decisions equal on all ranks: do not base "
+                "them on a rank's own training loss."
             )
         return True

@@ -1,4 +1,4 @@
-"""Refuses writes of a rank that is not main past what stands in for Python's functions, by Python's own audit."""
+"""Refuses a rank's writes that bypass the replaced functions, using Python's audit hooks; the main rank may write."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def _hear(event: str, args: Any) -> None:
             name = os.path.join(posix.getcwd(), os.fsdecode(path))
             if not is_private(name, sys._getframe(1)) and _is_a_files(name):
                 raise SyncError(
-                    f"{line_of_the_caller()} writes to {name} ({event}) by a function that ddpshim does not see, on a "
-                    "rank that is not main; each rank would write there, and tear the file. Use open, or a function "
-                    "of os by its name there (os.mkdir), or let only the main rank do it (RANK in os.environ)."
+                    f"{line_of_the_caller()} writes to {name} ({event}) through a function that ddpshim cannot "
+                    "intercept, on a rank that is not main; all ranks would write there and corrupt the file. Use "
+                    "open, or call os functions as os.NAME (os.mkdir), or write only on the main rank (RANK in "
+                    "os.environ)."
                 )
 
 

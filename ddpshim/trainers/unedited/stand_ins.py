@@ -1,4 +1,4 @@
-"""What a program finds in the place of `open` and of os's functions that take paths, on ranks that are not main."""
+"""Replaces `open`, and os's functions that take paths, on ranks that are not main."""
 
 from __future__ import annotations
 

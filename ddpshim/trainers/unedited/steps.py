@@ -113,8 +113,7 @@ class Steps:
                 found = "it is divided by a number of the batch that is neither a sum over its samples nor a mean"
             elif sums is not None and not any(map(self.shadows.differs, divisors)):
                 found = (
-                    "two batches that exchange some of their rows have losses of together "
-                    f"{sums[0]:.6g} before, and {sums[1]:.6g} afterwards"
+                    f"the losses of two batches sum to {sums[0]:.6g}, and to {sums[1]:.6g} after exchanging some rows"
                 )
             if found:
                 coupling.refuse(found, line_of_the_program(), world().world_size)
@@ -128,15 +127,15 @@ class Steps:
         if self.source is None:
             self._has_said = True
             say_on_main(
-                f"{line_of_the_program()}: a step was made, and no DataLoader has given a batch; every rank computes "
-                "the whole of it: the same result as that of one process, and no faster. Let a DataLoader with "
-                "shuffle=True or a sampler give batches"
+                f"{line_of_the_program()}: a step was made on a batch that no DataLoader gave, so every rank "
+                "computes the whole batch: the same result as in one process, but no faster. To split batches, take "
+                "them from a DataLoader with shuffle=True or a sampler"
             )
         else:
             say_on_main(
-                f"{self.source.place}: a step was made on a batch of this DataLoader, which every rank computes whole "
-                "(it is sequential or iterable, or its pass began in eval mode): the same result as that of one "
-                "process, and no faster. With shuffle=True, or a sampler, it is split"
+                f"{self.source.place}: every rank computes whole batches of this DataLoader (it is sequential or "
+                "iterable, or its pass began in eval mode): the same result as in one process, but no faster. With "
+                "shuffle=True, or a sampler, batches are split"
             )
 
     def _check_alike(self, given: Any) -> None:
@@ -147,16 +146,16 @@ class Steps:
         for rank, theirs in found.items():
             if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):
                 raise SyncError(
-                    f"{line_of_the_program()}: rank 0 computed the loss {expected} and rank {rank} {theirs} on a batch "
-                    "that no DataLoader has split, so each takes it for the whole; the step would be that of another "
-                    "batch. Draw it from torch's, numpy's or Python's global generator, or with a seed of its own "
-                    "(np.random.default_rng(0)), or let a DataLoader give it."
+                    f"{line_of_the_program()}: rank 0 computed the loss {expected} and rank {rank} {theirs} on a "
+                    "batch that no DataLoader has split; it should be the same batch on all ranks, so the step "
+                    "would be wrong. Draw it from torch's, numpy's or Python's global generator, or with a fixed "
+                    "seed (np.random.default_rng(0)), or take it from a DataLoader."
                 )
         if len(found) < world().world_size:
             raise SyncError(
                 f"{line_of_the_program()}: of {world().world_size} ranks only {[*found]} came to backward pass "
-                f"{self.num_passes} within {_DEADLINE_S:g} s; the others do something else. What decides it has to be "
-                "alike on all ranks: no clock, and no entropy of its own."
+                f"{self.num_passes} within {_DEADLINE_S:g} s; the others do something else. The decision must be the "
+                "same on all ranks: it must not depend on a clock or on entropy."
             )
 
 

@@ -1,0 +1,84 @@
+"""Writes tests/outputs.txt, what each sub-command prints for --help and for what a user gets wrong.
+
+python -m tests.outputs [--write]
+
+tests/test_command_line.py compares the file with what is printed now, on the Python that wrote it: argparse words and
+wraps its help differently in others. Without --write the table goes to the screen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import ddpshim.__main__ as command_line
+from tests.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, fill
+
+FILE = Path(__file__).with_name("outputs.txt")
+PYTHON = (3, 11)  # that FILE was written with
+# A wrong value for an option of each type.
+WRONG = {
+    ("run",): ["--nproc", "none", "train.py"],
+    ("audit",): ["--nproc", "1", "train.py"],
+    ("prove",): ["--steps", "0", "train.py"],
+    ("selftest",): ["--timeout", "long"],
+    ("slurm",): ["--time", "soon", "train.py"],
+    ("doctor",): ["--select", "DDP9", "train.py"],
+    ("predict",): ["run", "--gpus", "-1"],
+    ("docs",): ["lanching"],
+}
+
+
+def calls() -> Iterator[list[str]]:
+    """The command lines of the table."""
+    for command in PARSERS:
+        yield [*command, "--help"]
+    for command in COMMANDS:
+        yield [*command, "--no-such-flag", *SAMPLES[command]]
+    for (command, _), (argv, _) in MISSING.items():
+        yield [*command, *argv]
+    for command, argv in WRONG.items():
+        yield [*command, *argv]
+    yield ["rnu"]
+
+
+def _said(argv: list[str]) -> str:
+    """What one call prints, with its exit code, and without what depends on this machine."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = command_line.main(argv)
+        except SystemExit as error:
+            code = int(error.code or 0)
+    text = out.getvalue().replace(os.getcwd(), "HERE").replace(sys.executable, "PYTHON")
+    text = re.sub(r"\.\d+\.partial", ".PID.partial", text)
+    text = re.sub(r"job-name=\S+|ddpshim [\d.]+\S*", lambda found: found[0].split("=")[0].split(" ")[0], text)
+    return f"$ ddpshim {' '.join(argv)}\n{text.rstrip()}\n[exit code {code}]\n"
+
+
+def table() -> str:
+    """The whole table, made in a temporary folder with the files of the tests. Changes the current folder meanwhile."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        stack.callback(os.chdir, before)
+        stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}))
+        stack.enter_context(mock.patch.dict(sys.modules, {"robomimic": None}))
+        stack.enter_context(mock.patch.object(sys, "argv", ["ddpshim"]))
+        folder = Path(name).resolve()
+        fill(folder)
+        os.chdir(folder)
+        return "\n".join(map(_said, calls()))
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        FILE.write_text(table())
+    else:
+        print(table())
