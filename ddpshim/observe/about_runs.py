@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="build a page about a run: success, losses of all ranks, time, guards, how it ended; or compare several runs",
+        help="build a page about a run: success, losses, time, guards, how it ended; or compare several runs",
         description="Build a one-page report from the records of a run, as HTML that needs no network or as Markdown, "
         "and print its path; with several runs, compare them. With --serve, show a page that refreshes while the run "
         "trains, until Ctrl-C. Exit code: 0 written or served, 2 nothing to report, or wrong usage.",
