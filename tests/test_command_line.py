@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import ddpshim.__main__ as command_line
+from ddpshim.tools import options
 from tests.preloaded_commands import patience
 
 ROOT = Path(__file__).parents[1]
@@ -329,7 +330,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def interrupted(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_line, "_options", interrupted)
+    monkeypatch.setattr(options, "_options", interrupted)
     assert _call(["options"]) == 130
     assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
 
@@ -340,6 +341,7 @@ import contextlib, io, json, sys, time
 for name in ("torch", "matplotlib", "robomimic"):
     sys.modules[name] = None
 import ddpshim.__main__ as command_line
+from ddpshim.tools import options
 
 answers = []
 for argv in json.loads(sys.argv.pop()):
