@@ -22,7 +22,7 @@ from ddpshim.arguments import Parser, natural, nproc, port, positive, seconds, s
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.say import say
 from ddpshim.observe import about_runs
-from ddpshim.tools import example
+from ddpshim.tools import example, options, pages
 from ddpshim.trainers.patching import command
 
 if TYPE_CHECKING:
@@ -122,20 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_selftest(commands)
     _add_slurm(commands)
     example.add(commands)
-    text = "list all options of a run, as a Markdown table"
-    options = commands.add_parser("options", help=text, description=text)
-    options.add_argument("--json", action="store_true", help="for programs")
-    options.set_defaults(run=_options)
+    options.add(commands)
     _add_env(commands)
-    _add_docs(commands)
+    pages.add(commands)
     return parser
-
-
-def _options(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools.options import as_json, table
-
-    print(json.dumps([*as_json()], indent=2) if arguments.json else "\n".join(table()))
-    return 0
 
 
 def _add_env(commands: Commands) -> None:
@@ -155,32 +145,6 @@ def _env(arguments: argparse.Namespace) -> int:
 
     report = describe(with_names=arguments.names)
     print(json.dumps(report, indent=2) if arguments.json else as_text(report))
-    return 0
-
-
-def _add_docs(commands: Commands) -> None:
-    text = "print a page of the documentation, or list the pages"
-    docs = commands.add_parser("docs", help=text, description=text)
-    docs.add_argument(
-        "page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launching (default: the list)"
-    )
-    docs.add_argument("--path", action="store_true", dest="shows_path", help="print where the page is, not its text")
-    docs.set_defaults(run=_docs)
-
-
-def _docs(arguments: argparse.Namespace) -> int:
-    from ddpshim.tools import pages
-
-    if arguments.shows_path:
-        print(pages.find(arguments.page) if arguments.page else pages.find("launching").parent)
-    elif arguments.page is None:
-        print(pages.listed())
-    elif sys.stdout.isatty():
-        import pydoc
-
-        pydoc.pager(pages.text_of(arguments.page))
-    else:
-        print(pages.text_of(arguments.page), end="")
     return 0
 
 

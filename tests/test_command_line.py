@@ -25,6 +25,7 @@ import pytest
 import ddpshim
 import ddpshim.__main__ as command_line
 from ddpshim.job import say
+from ddpshim.tools import options
 from tests import without_posix
 from tests.preloaded_commands import patience
 
@@ -372,7 +373,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def interrupted(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_line, "_options", interrupted)
+    monkeypatch.setattr(options, "_options", interrupted)
     assert _call(["options"]) == 130
     assert capsys.readouterr() == ("", "ddpshim: interrupted\n")
 
@@ -383,6 +384,7 @@ import contextlib, io, json, sys, time
 for name in ("torch", "plotly", "robomimic"):
     sys.modules[name] = None
 import ddpshim.__main__ as command_line
+from ddpshim.tools import options
 
 answers = []
 for argv in json.loads(sys.argv.pop()):

@@ -245,7 +245,7 @@ def test_two_nodes_with_one_number() -> None:
     nodes = [_Node(port, rank, nnodes=3, timeout_s=2.0) for rank in (0, 1, 1)]
     said = [str(node.finished().error) for node in nodes]
     assert sum("--node-rank 1 is used by another node" in text for text in said) == 1
-    assert sum("of 3 nodes 2 did not come" in text for text in said) == 2
+    assert sum("of 3 nodes 2 did not reach" in text for text in said) == 2
 
 
 def test_a_node_that_is_sent_away_does_not_sign_off_for_the_one_with_its_number() -> None:

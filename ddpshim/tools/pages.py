@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpshim.errors import DdpShimError
 from ddpshim.options import nearest
+
+if TYPE_CHECKING:
+    from ddpshim.arguments import Commands
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -49,3 +55,28 @@ def listed() -> str:
 def _title(file: Path) -> str:
     with file.open(encoding="utf-8") as lines:
         return next(line for line in lines if line.startswith("# ")).removeprefix("# ").strip()
+
+
+def add(commands: Commands) -> None:
+    """Add `docs` to the commands of a parser. Local."""
+    text = "print a page of the documentation, or list the pages"
+    docs = commands.add_parser("docs", help=text, description=text)
+    docs.add_argument(
+        "page", nargs="?", metavar="PAGE", help="a name from the list, e.g. launching (default: the list)"
+    )
+    docs.add_argument("--path", action="store_true", dest="shows_path", help="print where the page is, not its text")
+    docs.set_defaults(run=_docs)
+
+
+def _docs(arguments: argparse.Namespace) -> int:
+    if arguments.shows_path:
+        print(find(arguments.page) if arguments.page else find("launching").parent)
+    elif arguments.page is None:
+        print(listed())
+    elif sys.stdout.isatty():
+        import pydoc
+
+        pydoc.pager(text_of(arguments.page))
+    else:
+        print(text_of(arguments.page), end="")
+    return 0
