@@ -22,7 +22,6 @@ from unittest import mock
 
 import torch
 
-from ddpshim.errors import RankError as RankFailure  # noqa: F401 - the tests' word for it
 from tests import public_api, simulated_gpus
 from tests.preloaded_commands import SOCKET, commands, patience
 

@@ -26,10 +26,10 @@ import ddpshim
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import snapshot
 from ddpshim.checkpoint.background import Background, JobFailed
-from ddpshim.errors import CheckpointError
+from ddpshim.errors import CheckpointError, RankError
 from ddpshim.job import failure
 from tests.preloaded_commands import patience
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no memory without a name")
 
@@ -426,7 +426,7 @@ def _rank_saves(path: str) -> None:
 
 @pytest.mark.ranks
 def test_the_main_rank_saves_and_cleanup_raises_what_it_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"rank 0 of 2 failed first:(?s:.*)CheckpointError: .*could not be written"):
+    with pytest.raises(RankError, match=r"rank 0 of 2 failed first:(?s:.*)CheckpointError: .*could not be written"):
         run_ranks(_rank_saves, 2, str(tmp_path / "a.pth"))
     assert torch.load(tmp_path / "a.pth").eq(0).all()
     assert os.listdir(tmp_path) == ["a.pth"]

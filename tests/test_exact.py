@@ -416,9 +416,9 @@ def test_refuses_sizes() -> None:
 
 @pytest.mark.ranks
 def test_refuses_ranks() -> None:
-    from tests.ranks import RankFailure
+    from ddpshim.errors import RankError
 
-    with pytest.raises(RankFailure, match="exact=4 in 3 ranks: 4 virtual ranks cannot be divided evenly"):
+    with pytest.raises(RankError, match="exact=4 in 3 ranks: 4 virtual ranks cannot be divided evenly"):
         run_ranks(_build, 3, environ={"DDPSHIM_EXACT": "4"})
 
 

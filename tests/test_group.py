@@ -28,13 +28,14 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim import LaunchError, World, WorldError, cleanup, setup
+from ddpshim.errors import RankError
 from ddpshim.job import devices, failure, group, rendezvous
 from ddpshim.job import job as jobs
 from ddpshim.job.devices import backend_of, choose_backend
 from ddpshim.observe import records
 from tests.preloaded import preloaded
 from tests.preloaded_commands import patience
-from tests.ranks import RankFailure, _server, free_port, run_ranks
+from tests.ranks import _server, free_port, run_ranks
 
 ROOT = Path(__file__).parents[1]
 LAUNCHER_VARIABLES = re.compile(
@@ -474,7 +475,7 @@ def run_environs(
                 except EOFError:
                     error, answers[pipe] = None, "gone"
                 if error is not None:
-                    raise RankFailure(f"in {environs[pipes.index(pipe)]}:\n{error}")  # type: ignore[arg-type]
+                    raise RankError(f"in {environs[pipes.index(pipe)]}:\n{error}")  # type: ignore[arg-type]
         assert len(answers) == len(pipes), "still busy at the deadline"
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddpshim
-from ddpshim.errors import SyncError
+from ddpshim.errors import RankError, SyncError
 from ddpshim.job import failure
 from ddpshim.job.group import ENDS_THREADS
 from ddpshim.job.job import current
 from ddpshim.job.watch import Watch
 from ddpshim.model import checksums, guard
-from tests.ranks import RankFailure, free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 
 B, D_IN, D_OUT = 8, 5, 3
 
@@ -161,7 +161,7 @@ def _rank_becomes_different(how: str) -> None:
     ],
 )
 def test_weights_that_differ_are_named(how: str, text: str) -> None:
-    with pytest.raises(RankFailure, match=text):
+    with pytest.raises(RankError, match=text):
         run_ranks(_rank_becomes_different, 2, how)
 
 
@@ -176,7 +176,7 @@ def _rank_updates_without_an_optimizer() -> None:
 
 
 def test_the_next_backward_pass_tells_where_no_optimizer_steps() -> None:
-    with pytest.raises(RankFailure, match="after 2 backward passes of Sequential ranks hold different weights"):
+    with pytest.raises(RankError, match="after 2 backward passes of Sequential ranks hold different weights"):
         run_ranks(_rank_updates_without_an_optimizer, 2)
 
 
@@ -196,7 +196,7 @@ def _rank_trains_in_pairs(with_fault: bool) -> None:
 
 def test_groups_are_compared_apart() -> None:
     run_ranks(_rank_trains_in_pairs, 4, False)
-    with pytest.raises(RankFailure, match=r"parameter '2\.bias' sums to \S+ \S+ on rank 2, sums to \S+ \S+ on rank 3"):
+    with pytest.raises(RankError, match=r"parameter '2\.bias' sums to \S+ \S+ on rank 2, sums to \S+ \S+ on rank 3"):
         run_ranks(_rank_trains_in_pairs, 4, True)
 
 
@@ -218,7 +218,7 @@ def _rank_bypasses() -> None:
 
 
 def test_the_first_step_is_checked() -> None:
-    with pytest.raises(RankFailure, match=r"after 1 backward passes of _Bypassed .* parameter 'centre'"):
+    with pytest.raises(RankError, match=r"after 1 backward passes of _Bypassed .* parameter 'centre'"):
         run_ranks(_rank_bypasses, 2)
 
 
@@ -293,7 +293,7 @@ def _rank_seeds(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["alike", "restored"])
 def test_equal_noise_is_an_error(how: str) -> None:
-    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] draw from the same random stream \(torch.initial_seed\(\)"):
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] draw from the same random stream \(torch.initial_seed\(\)"):
         run_ranks(_rank_seeds, 2, how, environ={"DDPSHIM_NOISE": "per_rank"})
 
 
@@ -325,9 +325,7 @@ def _rank_sets_gradients_later(view: bool) -> None:
 
 @pytest.mark.parametrize("view", [True, False])
 def test_gradients_by_hand_after_the_first_reduction(view: bool) -> None:
-    with pytest.raises(
-        RankFailure, match=r"SGD\.step\(\): gradients of Sequential were replaced .* \(after 3 of them;"
-    ):
+    with pytest.raises(RankError, match=r"SGD\.step\(\): gradients of Sequential were replaced .* \(after 3 of them;"):
         run_ranks(_rank_sets_gradients_later, 2, view)
 
 
@@ -341,7 +339,7 @@ def _rank_mixes_in_gradients_by_hand() -> None:
 
 
 def test_what_the_step_cannot_see_the_weights_tell() -> None:
-    with pytest.raises(RankFailure, match="after 2 backward passes of Sequential ranks hold different weights"):
+    with pytest.raises(RankError, match="after 2 backward passes of Sequential ranks hold different weights"):
         run_ranks(_rank_mixes_in_gradients_by_hand, 2)
 
 

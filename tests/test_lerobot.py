@@ -14,6 +14,7 @@ import torch
 from ddpshim.errors import HookError
 from ddpshim.job.group import cleanup, setup
 from ddpshim.lerobot import ranks, stand_ins
+from ddpshim.trainers.unedited import accelerators
 from tests import lerobot_equivalence as real
 from tests.ranks import run_ranks
 
@@ -75,7 +76,7 @@ def test_somebody_elses_accelerator_is_refused() -> None:
 def test_accelerate_sees_no_launcher_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "RANKING"):
         monkeypatch.setenv(name, "1")
-    with ranks._in_one_process():
+    with accelerators.in_one_process():
         assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"} & os.environ.keys()
     assert {os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")} == {"1"}
 

@@ -94,7 +94,7 @@ def _shares(num_ranks: int, num_workers: int, cores: Any, quota: Any = None, hos
 def test_advice_on_workers_names_the_number_that_fits() -> None:
     line = advice.on_workers(_shares(4, 8, range(16)))
     assert line is not None
-    assert line.startswith("4 ranks x 8 workers on 16 cores (of the machine's 64: ")
+    assert line.startswith("4 ranks x 8 workers on 16 cores (of the machine's 64; ")
     assert "36 processes" in line
     assert "use num_workers=3 (" in line
     assert advice.on_workers(_shares(4, 3, range(16))) is None

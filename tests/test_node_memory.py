@@ -20,11 +20,11 @@ from torch.utils.data import default_collate
 import ddpshim
 from ddpshim.data import node_memory
 from ddpshim.data.node_memory import SharedArrays, shared_arrays
-from ddpshim.errors import DataError, WorldError
+from ddpshim.errors import DataError, RankError, WorldError
 from ddpshim.job import machine, say
 from ddpshim.job.world import World
 from ddpshim.robomimic import batches, datasets, known, node_cache
-from tests.ranks import RankFailure, _server, run_ranks
+from tests.ranks import _server, run_ranks
 
 MEGABYTES = 32
 SPECS = {
@@ -114,7 +114,7 @@ def _die_in(directory: str) -> None:
 @pytest.mark.ranks
 def test_a_file_on_disk_has_no_name_and_is_gone_with_its_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "place"
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankError):
         run_ranks(_die_in, 2, str(folder))
     assert folder.with_suffix(".seen").read_text() == "[]"
     assert list(folder.iterdir()) == []

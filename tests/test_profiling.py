@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ddpshim
+from ddpshim.errors import RankError
 from ddpshim.job import events, machine, meter
 from ddpshim.job.meter import PARTS, Meter
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 TORCHS_NEXT = _BaseDataLoaderIter.__next__
 
@@ -252,5 +253,5 @@ def _failing() -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_fails_is_not_kept_from_it() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed first:\n(.|\n)*ValueError: on purpose"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed first:\n(.|\n)*ValueError: on purpose"):
         run_ranks(_failing, 2)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import ddpshim
 from ddpshim import __main__ as command_line
 from ddpshim import checkpoint
-from ddpshim.errors import ReportError, SyncError
+from ddpshim.errors import RankError, ReportError, SyncError
 from ddpshim.observe import exporting, recording, records
 from ddpshim.observe.report import figures, serving
 from ddpshim.observe.report import page as page_of_report
@@ -42,7 +42,7 @@ from ddpshim.robomimic import calls as robomimic
 from tests import browser, report_pictures
 from tests.equivalence import copy_release, largest_difference, make_config, make_data, source, train
 from tests.preloaded_commands import patience
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 START = 1_000_000.0
@@ -772,7 +772,7 @@ def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_guards_word_is_in_the_records(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="SyncError"):
+    with pytest.raises(RankError, match="SyncError"):
         run_ranks(_recorded, 2, str(tmp_path), True)
     run = load(tmp_path)
     assert "A guard failed on rank" in findings(run)[0].text

@@ -17,7 +17,7 @@ from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint import resume
 from ddpshim.checkpoint.progress_folder import find_progress
 from ddpshim.checkpoint.resume import Resumable
-from ddpshim.errors import CheckpointError
+from ddpshim.errors import CheckpointError, RankError
 from ddpshim.job import preemption
 from ddpshim.job.group import has_world
 from ddpshim.job.launch_env import EXIT_REQUEUE
@@ -25,7 +25,7 @@ from ddpshim.job.world import World
 from tests import equivalence
 from tests.equivalence import copy_release, source
 from tests.interruptions import interrupt
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 N, B, EPOCHS = 40, 8, 3
 DATA = TensorDataset(
@@ -182,7 +182,7 @@ def test_what_was_set_aside_is_said_and_kept(tmp_path: Path, capfd: Any) -> None
 def test_other_data_or_another_batch_is_refused(tmp_path: Path) -> None:
     run_ranks(_train, 2, str(tmp_path), (1, 0, 1))
     text = r"was left at step \d+ with steps of an epoch 5, and would resume with 10; samples would be seen twice"
-    with pytest.raises(RankFailure, match=text):
+    with pytest.raises(RankError, match=text):
         run_ranks(_train, 2, str(tmp_path), None, 4)
 
 
@@ -257,7 +257,7 @@ def _rank_enters_its_own_share() -> None:
 
 
 def test_a_share_that_only_the_dataset_knows_cannot_be_entered() -> None:
-    with pytest.raises(RankFailure, match="is to resume at step 1, but the dataset is already_sharded"):
+    with pytest.raises(RankError, match="is to resume at step 1, but the dataset is already_sharded"):
         run_ranks(_rank_enters_its_own_share, 2)
 
 

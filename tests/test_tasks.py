@@ -19,11 +19,11 @@ import torch
 import ddpshim
 from ddpshim.checkpoint.resume import Resumable
 from ddpshim.data.tasks import _holders
-from ddpshim.errors import DataError, WorldError
+from ddpshim.errors import DataError, RankError, WorldError
 from ddpshim.job.running import Running
 from ddpshim.job.stand_in import StandIn
 from ddpshim.job.world import World
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 
 @pytest.mark.unit
@@ -76,7 +76,7 @@ def test_ranks_deal_by_the_main_ranks_costs_and_refuse_different_tasks() -> None
         (["b", "c"], [(0, 1), (0, 1)]),
     ]
     assert run_ranks(_deal, 2, [["a"]] * 2, None) == [(["a"], [(0, 2)]), (["a"], [(1, 2)])]
-    with pytest.raises(RankFailure, match="some would be done twice"):
+    with pytest.raises(RankError, match="some would be done twice"):
         run_ranks(_deal, 2, [["a", "b"], ["b", "a"]], None)
     with pytest.raises(DataError, match="each task a cost of at least 0"):
         ddpshim.deal(["a"], [-1.0])
