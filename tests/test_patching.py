@@ -924,6 +924,8 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
         "observe.about_runs",
         "options",
         "tools.example",
+        "tools.options",
+        "tools.pages",
         "version",
     )
     modules += ("lerobot.adapter", "openpi.adapter", "diffusion_policy.adapter")

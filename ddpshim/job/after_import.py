@@ -11,25 +11,43 @@ from types import ModuleType
 from typing import Any, Callable, Optional
 
 
-def after_import(name: str, call: Callable[[], None]) -> None:
-    """Call `call` when the module `name` has been executed: now, if it already is. Local."""
+def after_import(name: str, call: Callable[[], None]) -> Callable[[], None]:
+    """Call `call` once the module `name` has been executed: now, if it is there already. Local.
+
+    Returns a function after which it is not called any more.
+    """
     if name in sys.modules:
         call()
-    else:
-        sys.meta_path.insert(0, _Finder(name, call))
+        return lambda: None
+    finder = next((found for found in sys.meta_path if isinstance(found, _Finder) and found.name == name), None)
+    if finder is None:
+        finder = _Finder(name)
+        sys.meta_path.insert(0, finder)
+    finder.calls.append(call)
+    return lambda: finder.forget(call)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Has modules found as ever; is gone when its own is executed. Many look for a module and do not import it."""
+    """Finds its module as before; is removed when the module is executed. Many look for a module and do not import it.
 
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self._name, self._call = name, call
+    One for each name: several would look for it through each other.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[Callable[[], None]] = []
         self._is_looking = False
+
+    def forget(self, call: Callable[[], None]) -> None:
+        if call in self.calls:
+            self.calls.remove(call)
+        if not self.calls and self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
     ) -> Optional[ModuleSpec]:
-        if name != self._name or self._is_looking:
+        if name != self.name or self._is_looking:
             return None
         self._is_looking = True
         try:
@@ -44,7 +62,9 @@ class _Finder(importlib.abc.MetaPathFinder):
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 execute(module)
-                self._call()
+                calls, self.calls = self.calls, []
+                for call in calls:
+                    call()
 
             loader.exec_module = execute_and_call
         return spec

@@ -16,7 +16,8 @@ states of every optimizer on each rank, checkpoints with averaged weights (EMA),
 the names of all files, without times.
 
 The number in brackets is the rounding error: the difference between two runs of `python TYPED` that use different CPU
-instructions. "Equal" means within 1e-5, or within ten times the rounding error, with the same files.
+instructions and, where that does not explain a difference, also between runs whose first weights differ in the last bit
+(libero). "Equal" means within 1e-5, or within ten times the rounding error, with the same files.
 
 `python -m tests.field --upstream DIR --write docs/trainers.md` writes this page.
 [patches/README.md](../patches/README.md) says what DIR is. requirements/trainers.txt lists what the trainers need;

@@ -75,7 +75,7 @@ def shown_one_process(leave_alone: Callable[[str], Any]) -> Iterator[None]:
             until.enter_context(replaced(state.PartialState, "__init__", begun))
             until.enter_context(replaced(loaders.DataLoaderShard, "__iter__", batches))
 
-        after_import("accelerate", put)
+        until.callback(after_import("accelerate", put))
         yield
 
 
@@ -90,7 +90,7 @@ def _batches(shard: Any, send_to_device: Callable[..., Any]) -> Iterator[Any]:
     for index, batch in enumerate(shard.base_dataloader):
         shard.end_of_dataloader = index == last
         if shard.device is not None:
-            batch = send_to_device(batch, shard.device, non_blocking=shard._non_blocking)
+            batch = send_to_device(batch, shard.device)
         if index >= shard.skip_batches:
             yield batch
     shard.iteration += 1

@@ -53,7 +53,7 @@ def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
             put(sys.modules["ddpshim"], name, f"it calls ddpshim.{name}")
         for package in adapters.packages():
             for module, function in _trainer_of(package):
-                after_import(module, functools.partial(put_later, module, function))
+                until.callback(after_import(module, functools.partial(put_later, module, function)))
         yield
 
 

@@ -50,7 +50,7 @@ class Rollouts:
                 offered = adapters.function(package, "rollouts")
                 for module, name in [] if offered is None else offered():
                     if module.startswith(f"{package}."):
-                        after_import(module, functools.partial(take, module, name))
+                        until.callback(after_import(module, functools.partial(take, module, name)))
             yield
 
     def _hook(self, base: Any, apart: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
