@@ -25,7 +25,7 @@ from ddpshim import Options
 from ddpshim.errors import OptionsError, PatchError
 from ddpshim.observe import records
 from ddpshim.trainers.patching import files, replacing
-from tests.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, Command, _call, _fill
+from tests.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, Command, _call, fill
 
 pytestmark = pytest.mark.unit
 _WAITS_S = 20  # longer than any call; a pipe would be waited for until then
@@ -70,7 +70,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def waited(number: int, frame: Any) -> None:
         raise AssertionError("a command waits")
 
-    _fill(tmp_path)
+    fill(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replacing, "_LOCK_TIMEOUT_S", 0.0)
     for module, name in ((command_line, "_parser"), (files, "load_sets")):  # they are the same for all calls

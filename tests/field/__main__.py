@@ -48,7 +48,7 @@ class Row:
     """A line of the table."""
 
     trainer: Trainer
-    verdict: str  # equal, differs, refused, failed, left alone
+    verdict: str  # equal, differs, refused, failed
     differences: dict[str, Optional[float]]
     notes: list[str]
     is_split: bool = False  # whether a rank stepped on shares of batches
@@ -162,11 +162,6 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left) -> Row
         notes.append(f"edited: {two.edited}")
     if two.exit_code:
         return Row(trainer, "refused" if refusal(two.printed) else "failed", {}, [*notes, refusal(two.printed)])
-    if trainer.distributes_itself:
-        kinds = ("weights", "optimizer")
-        apart = max(probed(two.probes[0], ranks, key) for ranks in two.probes.values() for key in kinds)
-        shown = [f"its {len(two.probes)} ranks end {apart:.0e} apart"] if apart or len(two.probes) < 2 else []
-        return Row(trainer, "differs" if shown else "left alone", {}, [*notes, *shown])
     differences, unread = _differences(one, two, trainer.losses)
     notes += unread
     if set(two.probes) != {0, 1}:

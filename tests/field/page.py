@@ -34,7 +34,7 @@ def written(rows: list[Row]) -> str:
     for row in rows:
         found = row.differences
         shown = [_shown(row, key) for key in ("weights", "EMA", "optimizer", "losses")]
-        results = {"equal": "equal", "refused": "refused, below", "left alone": "left alone; its ranks end equal"}
+        results = {"equal": "equal", "refused": "refused, below"}
         result = results.get(row.verdict, f"**{row.verdict}**, below")
         split = "yes" if row.is_split else "no: whole on each rank"
         lines.append(f"| {row.trainer.name} | {split if found else ''} | {result} | {' | '.join(shown)} |")

@@ -31,7 +31,6 @@ class Trainer:
     needs: tuple[str, ...] = ()  # packages beyond torch
     stubs: tuple[str, ...] = ()  # what has a stand-in, told in the page
     losses: str = ""  # a pattern of the printed lines whose numbers are compared; else files of JSON lines
-    distributes_itself: bool = False  # `run` leaves it alone, and what its ranks end with is compared
     path: tuple[str, ...] = ()  # folders for PYTHONPATH: of these sources, or others beside them
 
     @property
