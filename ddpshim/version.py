@@ -13,6 +13,11 @@ _NEEDS = {
 }
 
 
+def oldest_torch(python: tuple[int, int]) -> str:
+    """The oldest release of torch on which the package runs under this Python. Local."""
+    return next(torch for since, torch in reversed(_NEEDS.items()) if python >= since)
+
+
 def check_torch() -> None:
     """Raise ImportError if the torch of this Python is too old. Local; imports no torch.
 
@@ -20,7 +25,7 @@ def check_torch() -> None:
     """
     from packaging.version import Version
 
-    needed = next(torch for python, torch in reversed(_NEEDS.items()) if sys.version_info[:2] >= python)
+    needed = oldest_torch(sys.version_info[:2])
     found = getattr(sys.modules.get("torch"), "__version__", None)
     if found is None:
         import importlib.metadata

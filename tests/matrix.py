@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Optional
 from xml.etree import ElementTree
 
+from ddpshim import version
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13")
 ENDS = {"oldest": "lowest-direct", "newest": "highest"}  # in uv's words
@@ -106,7 +108,9 @@ def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
         install = ("uv", "pip", "install", "-q", "--python", str(interpreter))
         # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both as wheels or not at all.
         wheels = ("--only-binary", "torch", "--only-binary", "numpy", "--resolution", ENDS[end])
-        _run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), "numpy>=1.24")
+        major, minor = python.split(".")
+        torch = f"torch>={version.oldest_torch((int(major), int(minor)))}"
+        _run(*install, *wheels, "-r", str(ROOT / "pyproject.toml"), torch, "numpy>=1.24")
         _run(*install, str(wheel), "pytest", "pytest-xdist", "pytest-timeout", "h5py", "plotly", "tensorboardX")
         yield interpreter
 

@@ -101,10 +101,9 @@ def run(job: Launch) -> int:
         with screen:
             failures, received = alone.run(program, job.grace_s) if is_alone else _run_ranks(job, run_dir, program)
         records = Path(run_dir, FOLDER)
-        report = f"python -m ddpshim report {shlex.quote(records.read_text())}" if records.exists() else None
         if not failures:
-            if report is not None:
-                say(f"build a report of this run: {report}")
+            if records.exists():
+                say(f"build a report of this run: python -m ddpshim report {shlex.quote(records.read_text())}")
             return 0
         notes = failure_notes.read(run_dir)
         first, code = failure_notes.first(failures, notes, log_dir)
