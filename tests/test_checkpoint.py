@@ -406,7 +406,8 @@ def _check_resumed(whole: Any, resumed: Any, tolerance: float) -> None:
     assert before == after
     assert after["epoch"] == 4
     left = [path.name for path in resumed.folder.glob("out/*/*/*")]
-    assert sorted(left) == ["config.json", "ddpshim", "last.pth", "last_bak.pth", "logs", "models", "videos"]
+    files = ["config.json", "ddpshim", "last.pth", "last_bak.pth", "logs", "models", "resume.finished", "videos"]
+    assert sorted(left) == files
 
 
 @pytest.mark.launch
