@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from ddpshim.errors import LaunchError
 from ddpshim.job.job import current
+from ddpshim.job.launch_env import PLACE
 from ddpshim.job.say import count, ranks_called
 from ddpshim.launch.spawning import spawn
 
 _MOST_SHOWN = 5
 _LEAST_SCALE = 1e-2  # of a tensor: one that is all but zero holds rounding alone
-_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def on_ranks(
@@ -72,7 +72,7 @@ def assert_same_training(
     """
 
     def alone() -> dict[str, Any]:
-        for name in _PLACE:
+        for name in PLACE:
             os.environ.pop(name, None)
         return dict(_leaves(train(), "result"))
 
@@ -101,7 +101,7 @@ def assert_same_training(
     again = on_ranks(alone, 1, deadline_s=deadline_s, gpus=gpus)[0]
     if list(_compared(expected, again, tolerance)):
         why = "One process does not repeat itself either: give the trainer a seed, as ddpshim.setup(seed=1)."
-    elif len({_key(lines) for lines in differing.values()}) > 1 or len(differing) < nproc:
+    elif len({tuple(lines) for lines in differing.values()}) > 1 or len(differing) < nproc:
         why = "Ranks differ from each other: return what all ranks share, or see whether gradients cross the ranks."
     else:
         why = "All ranks agree. `python -m ddpshim prove` finds the first step at which a program parts, and why."
@@ -117,10 +117,6 @@ def _as_rank(function: Callable[[], Any], gpus: bool) -> Any:
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return function()
-
-
-def _key(lines: list[str]) -> str:
-    return "\n".join(lines)
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -2,8 +2,9 @@
 
 python -m tests.report_pictures [RUN_DIR ...] --pictures FOLDER [--top FILE]
 
-Of a run its report, of several the comparison, of none both, of runs that are made up. What cannot be read (cut off, on
-top of other text, without contrast, wider than the window) fails it. --top writes a small picture of the page's top.
+One folder gives its report, several give their comparison, and without any both are shown for made-up runs. It fails if
+text cannot be read (cut off, over other text, without contrast, wider than the window). --top writes a small picture of
+the page's top.
 """
 
 from __future__ import annotations

@@ -923,6 +923,7 @@ def test_the_program_runs_from_an_installed_layout(toy: Toy, tmp_path: Path) -> 
         "arguments",
         "observe.about_runs",
         "options",
+        "tools.doctor.command",
         "tools.example",
         "tools.options",
         "tools.pages",

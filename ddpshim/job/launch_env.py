@@ -29,6 +29,7 @@ class Names(NamedTuple):
 
 _TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ARGUMENTS = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
+PLACE = (*_ARGUMENTS, "GROUP_RANK")  # by which torchrun tells a process where it is in its job
 _SIGNS = {
     "torchrun": _TORCHRUN[:3],
     "mpi": tuple(f"{of}_{what}" for of in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI") for what in ("RANK", "SIZE")),

@@ -357,23 +357,20 @@ def _noting(model: Any, training: Session) -> Iterator[None]:
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
     """Upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`), until a signal ends it (collective)."""
-    start = time.perf_counter()
-    training = session().progress
+    start, training = time.perf_counter(), session().progress
+    more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
     returns: dict[str, list[float]] = {}
-    more: dict[str, Any] = {"returns": returns}
-    if training is not None:
-        more["is_told_to_end"] = lambda: preemption.asked() is not None
     try:
         with events.counted("rollout"):
-            logs, videos = rollout.rollout_with_stats(**options, **more)
+            logs, videos = rollout.rollout_with_stats(**options, returns=returns, **more)
     except rollout.Interrupted as interrupted:
         assert training is not None
         reason = str(interrupted)
     else:
         for name, log in logs.items():
             played = {"epoch": options.get("epoch"), "episodes": options.get("num_episodes"), "metrics": numbers(log)}
-            seconds = time.perf_counter() - start
-            events.note("rollout", environment=name, **played, returns=returns.get(name), seconds=seconds)
+            played |= {"returns": returns.get(name), "seconds": time.perf_counter() - start}
+            events.note("rollout", environment=name, **played)
         return logs, videos
     training.leave(reason)  # not in the handler: this is no failure on its way out
 

@@ -20,7 +20,7 @@ from ddpshim.observe.report.figures import (
     log_where_wide,
     time_unit,
 )
-from ddpshim.observe.report.results import evaluations
+from ddpshim.observe.report.results import Evaluation, evaluations
 from ddpshim.observe.report.run import Run
 from ddpshim.observe.report.words import percent
 
@@ -33,7 +33,8 @@ def of_results(runs: Mapping[str, Run]) -> list[Chart]:
     """What the policies reached over training, and their losses; runs by their name ("" where there is one)."""
     one = runs.get("")
     losses = (_losses(one), _metrics(one)) if one is not None else (_losses_of_runs(runs), _losses_by_time(runs))
-    drawn = [chart for chart in (_success(runs), _returns(runs), *losses) if chart is not None]
+    found = {name: evaluations(run) for name, run in runs.items()}
+    drawn = [chart for chart in (_success(found), _returns(found), *losses) if chart is not None]
     if one is None:
         for trace in (trace for chart in drawn for trace in chart.figure["data"]):
             if trace["line"]["color"] == COLOURS[0]:
@@ -41,39 +42,45 @@ def of_results(runs: Mapping[str, Run]) -> list[Chart]:
     return drawn
 
 
-def _success(runs: Mapping[str, Run]) -> Optional[Chart]:
+def _success(found: Mapping[str, list[Evaluation]]) -> Optional[Chart]:
     return _evaluated(
         "success",
         "Success rate",
-        runs,
+        found,
         (lambda each: each.success, lambda each: each.success_interval),
         "%{y:.0%}",
         "%{customdata[0]:.0%} to %{customdata[1]:.0%}",
-        yaxis={"title": {"text": "success rate"}, "tickformat": ".0%", "range": [-0.03, 1.05]},
+        yaxis=axis("success rate", tickformat=".0%", range=[-0.03, 1.05]),
     )
 
 
-def _returns(runs: Mapping[str, Run]) -> Optional[Chart]:
+def _returns(found: Mapping[str, list[Evaluation]]) -> Optional[Chart]:
     return _evaluated(
         "return",
         "Return",
-        runs,
+        found,
         (lambda each: each.mean_return, lambda each: each.return_interval),
         "%{y:.4~g}",
         "%{customdata[0]:.4~g} to %{customdata[1]:.4~g}",
-        yaxis={"title": {"text": "return of an episode"}, "automargin": True},
+        yaxis=axis("return of an episode"),
     )
 
 
 def _evaluated(
-    name: str, title: str, runs: Mapping[str, Run], of: Any, shown: str, shown_interval: str, **layout: Any
+    name: str,
+    title: str,
+    by_run: Mapping[str, list[Evaluation]],
+    of: Any,
+    shown: str,
+    shown_interval: str,
+    **layout: Any,
 ) -> Optional[Chart]:
     value_of, interval_of = of
     traces: list[Figure] = []
     said = []
-    num_environments = len({each.environment for run in runs.values() for each in evaluations(run)})
-    for run_name, run in runs.items():
-        found = [each for each in evaluations(run) if value_of(each) is not None]
+    num_environments = len({each.environment for all_of_run in by_run.values() for each in all_of_run})
+    for run_name, all_of_run in by_run.items():
+        found = [each for each in all_of_run if value_of(each) is not None]
         for environment in dict.fromkeys(each.environment for each in found):
             mine = [each for each in found if each.environment == environment]
             called = f"{run_name}: {environment}" if run_name and num_environments > 1 else run_name or environment
@@ -83,7 +90,7 @@ def _evaluated(
             bars = {"type": "data", "symmetric": False, "width": 3, "thickness": 1.2}
             up, down = zip(*reach)
             bars.update(array=up, arrayminus=down)
-            number = len(traces) if len(runs) == 1 else list(runs).index(run_name)
+            number = len(traces) if len(by_run) == 1 else list(by_run).index(run_name)
             told = [[*end, each.episodes] for end, each in zip(ends, mine)]
             text = f"{shown} ({shown_interval}, %{{customdata[2]}} episodes)"
             has_interval = any(map(interval_of, mine))
@@ -94,7 +101,7 @@ def _evaluated(
             )
             traces.append(line(called, values, number, **{**more, "mode": "lines+markers"}))
             last = percent(value_of(mine[-1])) if name == "success" else f"{value_of(mine[-1]):.4g}"
-            said.append(f"{called} {last}" if len(runs) > 1 or num_environments > 1 else last)
+            said.append(f"{called} {last}" if len(by_run) > 1 or num_environments > 1 else last)
     if not traces:
         return None
     says = f"At the end: {', '.join(said[:MOST_NAMED])}."

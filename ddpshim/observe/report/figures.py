@@ -60,7 +60,7 @@ def figure(traces: Sequence[Figure], y: str, x: str = "epoch", height: int = _HE
             "showlegend": len(named) > 1,
             "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
             "xaxis": xaxis,
-            "yaxis": {"title": {"text": y}, "hoverformat": ".4~g", "automargin": True},
+            "yaxis": axis(y),
             "hoverlabel": {"namelength": -1},
             "uirevision": "kept",  # what is zoomed stays so when the page refreshes
             **layout,

@@ -33,7 +33,7 @@ def serve(folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the page about the runs in `folders`, made anew once their records have grown."""
+    """Answers with the page about the runs in `folders`, made anew for each request."""
 
     daemon_threads = True
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ddpshim.errors import LaunchError
+from ddpshim.job.launch_env import PLACE
 from ddpshim.job.say import progress_line, say
 from ddpshim.launch.runner import Launch, check, run
 from ddpshim.tools.prove import watching
 from ddpshim.tools.prove.judging import Proof, judge
 from ddpshim.tools.prove.watching import ONE, PERTURBED, Settings
 
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NUM_LINES_SHOWN = 12
 
 
@@ -94,7 +94,7 @@ def _wait(process: subprocess.Popen[bytes], end: float, folder: Path, name: str,
 
 def _start(job: Launch, folder: Path, name: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     argv = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
-    kept = {key: value for key, value in os.environ.items() if key not in _LAUNCHERS}
+    kept = {key: value for key, value in os.environ.items() if key not in PLACE}
     with (folder / f"{name}.txt").open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "ddpshim.tools.prove.process", str(folder), name, *argv],

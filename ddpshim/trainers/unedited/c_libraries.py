@@ -33,7 +33,6 @@ class CLibraries:
 
     def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any]) -> None:
         self._reads, self._writes, self._undo = reads, writes, contextlib.ExitStack()
-        self._is_installed = True
 
     def install(self) -> Callable[[], None]:
         """Lead those that are imported, and those that will be; returns what ends that."""
@@ -50,20 +49,16 @@ class CLibraries:
             if real is not None:
                 held[id(real)] = make(real)
             else:
-                after_import(module, functools.partial(self._replace, module, name, make))
+                self._undo.callback(after_import(module, functools.partial(self._replace, module, name, make)))
         self._undo.enter_context(in_place(held))
-        return self._end
-
-    def _end(self) -> None:
-        self._is_installed = False
-        self._undo.close()
+        return self._undo.close
 
     def _replace(self, module: str, name: str, make: Callable[[Any], Any]) -> None:
         *inner, last = name.split(".")
         owner = sys.modules[module]
         for part in inner:
             owner = getattr(owner, part, None)  # type: ignore[assignment]
-        if self._is_installed and hasattr(owner, last):
+        if hasattr(owner, last):
             self._undo.enter_context(replaced(owner, last, make(getattr(owner, last))))
 
     def _h5_open(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,16 +66,16 @@ def joined(start: Start) -> Iterator[None]:
     for module in (torch_data, torch_data.dataloader):
         undo.enter_context(replaced(module, "DataLoader", DataLoader))
     undo.enter_context(_optimizers_seen())
-    files = PrivateFiles(here, start.time, is_reading)
 
     def take_back() -> None:
         undo.close()
-        files.remove_new()
+        if here.world_size > 1:
+            files.remove_new()
 
     undo.enter_context(leaving.noticed(start, take_back))
     undo.enter_context(accelerators.shown_one_process(lambda found: leaving.leave_alone(start, found, take_back)))
     if here.world_size > 1:
-        clock = Clock(here, is_apart)
+        files, clock = PrivateFiles(here, start.time, is_reading), Clock(here, is_apart)
         for part in (files, clock, Commands(clock, files)):
             undo.enter_context(part.installed())
         undo.enter_context(equal_reads(here, is_apart))
