@@ -12,6 +12,7 @@ import time
 import types
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Callable, Optional
 
 import pytest
@@ -230,6 +231,20 @@ def test_every_node_names_the_rank_that_failed_on_another() -> None:
     nodes = [_Node(port, 0), _Node(port, 1, fault=_with_a_fault_of_this_node)]
     for node in nodes:
         assert str(node.finished().error) == f"node 1 ({socket.gethostname()}): noise, rank 1: a made-up fault"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("text", "is_consequence"), [("Connection reset by peer", True), ("No space left", False)])
+def test_a_rank_that_lost_its_peer_when_all_leave_is_not_the_cause(
+    text: str, is_consequence: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text(f"RuntimeError: {text}\n")
+    ranks = object.__new__(selftest._Ranks)
+    ranks.places = [types.SimpleNamespace(rank=0, log=str(tmp_path / "log"))]
+    ranks._processes = [types.SimpleNamespace(join=lambda seconds: None, exitcode=1)]
+    with pytest.raises(SelfTestFailed, match=f"teardown, rank 0: ended without an error message.*\n.*{text}") as error:
+        ranks.join(1.0)
+    assert error.value.is_consequence is is_consequence
 
 
 def test_nodes_that_do_not_come_are_named_on_those_that_did() -> None:

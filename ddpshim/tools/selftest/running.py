@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 from ddpshim.errors import DdpShimError, LaunchError
 from ddpshim.job.failure import claim
 from ddpshim.job.launch_env import read_launch_env
+from ddpshim.job.peer_errors import meaning_of
 from ddpshim.job.port import check_port
 from ddpshim.version import __version__
 
@@ -390,7 +391,10 @@ class _Ranks:
         for local, process in enumerate(self._processes):
             process.join(max(0.0, end - time.monotonic()))
             if process.exitcode != 0:
-                raise SelfTestFailed(f"teardown, rank {self.places[local].rank}: {self._last_words(local)}")
+                said = self._last_words(local)
+                failed = SelfTestFailed(f"teardown, rank {self.places[local].rank}: {said}")
+                failed.is_consequence = meaning_of(said) is not None  # a rank of another node left before
+                raise failed
 
     def end(self) -> None:
         """Leave no process behind."""
