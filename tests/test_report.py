@@ -465,13 +465,13 @@ def test_a_live_page_writes_nothing(tmp_path: Path) -> None:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
 
-        def get(path: str, host: str = "localhost:1") -> tuple[int, str]:
+        def get(path: str, host: str = "localhost:1", part: str = "") -> tuple[Any, ...]:
             asked = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-            asked.request("GET", path, headers={"Host": host})
+            asked.request("GET", path, headers={"Host": host, **({"Range": part} if part else {})})
             answer = asked.getresponse()
             text = answer.read().decode()
             asked.close()
-            return answer.status, text
+            return (answer.status, text, answer.headers["Content-Range"]) if part else (answer.status, text)
 
         assert server.server_address[0] == "127.0.0.1"
         status, page = get("/")
@@ -486,6 +486,17 @@ def test_a_live_page_writes_nothing(tmp_path: Path) -> None:
         assert page_of_report._SCRIPT in part
         (video,) = set(re.findall(r'<video [^>]*src="([^"]+)"', part))
         assert get(f"/{video}") == (200, "12345")
+        for asked, (status, text, place) in {
+            "bytes=0-": (206, "12345", "bytes 0-4/5"),
+            "bytes=1-2": (206, "23", "bytes 1-2/5"),
+            "bytes=3-99": (206, "45", "bytes 3-4/5"),
+            "bytes=-2": (206, "45", "bytes 3-4/5"),
+            "bytes=-": (200, "12345", None),
+            "bytes=3-1": (200, "12345", None),
+            "bytes=0-1,3-4": (200, "12345", None),
+        }.items():
+            assert get(f"/{video}", part=asked) == (status, text, place)
+        assert get(f"/{video}", part="bytes=5-")[0] == get(f"/{video}", part="bytes=-0")[0] == 416
         _put(run, 0, torn='ch", "time": 1}\n')
         _put(run, 0, _epoch(2, 0.25, time.time()))
         assert "0.25" in get("/part")[1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 import sys
 import urllib.parse
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from ddpshim.errors import ReportError
 from ddpshim.observe.report import page
@@ -19,6 +19,7 @@ from ddpshim.observe.report.run import load
 ADDRESS = "127.0.0.1"
 _NAMES = (ADDRESS, "localhost")  # by another one, a page from elsewhere would reach this server
 _TYPES = {".mp4": "video/mp4", ".webm": "video/webm"}
+_PIECE = 1 << 20  # bytes
 
 
 def serve(folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
@@ -94,15 +95,46 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         with file:
-            self._begin(_TYPES[path.suffix.lower()], os.fstat(file.fileno()).st_size)
-            shutil.copyfileobj(file, self.wfile)
+            num_bytes = os.fstat(file.fileno()).st_size
+            part = _part(self.headers.get("Range") or "", num_bytes)
+            if part is None:
+                self._begin(_TYPES[path.suffix.lower()], num_bytes)
+                part = range(num_bytes)
+            elif not part:
+                self.send_error(416)
+                return
+            else:
+                place = f"bytes {part.start}-{part.stop - 1}/{num_bytes}"
+                self._begin(_TYPES[path.suffix.lower()], len(part), {"Content-Range": place}, status=206)
+            file.seek(part.start)
+            left = len(part)
+            while left and (piece := file.read(min(left, _PIECE))):
+                self.wfile.write(piece)
+                left -= len(piece)
 
-    def _begin(self, kind: str, num_bytes: int) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(num_bytes))
-        self.send_header("Cache-Control", "no-store")
+    def _begin(self, kind: str, num_bytes: int, more: Optional[dict[str, str]] = None, status: int = 200) -> None:
+        headers = {"Content-Type": kind, "Content-Length": str(num_bytes), "Accept-Ranges": "bytes"}
+        self.send_response(status)
+        for name, value in {**headers, "Cache-Control": "no-store", **(more or {})}.items():
+            self.send_header(name, value)
         self.end_headers()
 
     def log_message(self, *args: Any) -> None:
         """Nothing: who looks at the page is nobody's business."""
+
+
+def _part(header: str, num_bytes: int) -> Optional[range]:
+    """Return the bytes that a Range header asks for, empty if the file has none of them; None: send the whole file.
+
+    Browsers seek in a video by such requests, and Safari plays none without. Several ranges at once get the whole file,
+    as RFC 9110 (section 14.2) allows.
+    """
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header.strip())
+    if match is None or match[0] == "bytes=-":
+        return None
+    first, last = match[1], match[2]
+    if not first:
+        return range(max(0, num_bytes - int(last)), num_bytes)
+    if last and int(last) < int(first):
+        return None
+    return range(int(first), min(int(last or num_bytes), num_bytes - 1) + 1)
