@@ -1,4 +1,4 @@
-"""Hydra, zarr and TensorBoard themselves, and W&B where it is installed, in a program that `run` distributes."""
+"""Programs of hydra, zarr, TensorBoard, Lightning, accelerate and W&B (if installed), which `run` distributes."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ torch.save(trained.state_dict(), "weights.pth")
 @pytest.mark.launch
 def test_an_unedited_lightning_trainer_for_one_device_trains_on_ranks_as_in_one_process(tmp_path: Path) -> None:
     if _lacks("lightning"):
-        pytest.skip("Lightning is not installed: pip install lightning")
+        pytest.skip("Lightning is not installed: pip install -r requirements/test.txt")
     plain = succeeded(run(tmp_path, LIGHTNING, 1, is_plain=True))
     ranks = succeeded(run(tmp_path, LIGHTNING, 2, DDPSHIM_UNEDITED="on"))
     assert difference(*(torch.load(ran.folder / "weights.pth") for ran in (plain, ranks))) < 1e-12
@@ -300,7 +300,7 @@ say("processes", [accelerator.num_processes, index.tolist()])
 @pytest.mark.launch
 def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
     if _lacks("accelerate"):
-        pytest.skip("accelerate is not installed: pip install accelerate")
+        pytest.skip("accelerate is not installed: pip install -r requirements/test.txt")
     plain, two = succeeded(run(tmp_path, ACCELERATED, 1, is_plain=True)), succeeded(run(tmp_path, ACCELERATED, 2))
     assert (two.folder / "log.txt").read_text() == (plain.folder / "log.txt").read_text()
     for name in ("0.pth", "1.pth"):
@@ -312,7 +312,7 @@ def test_a_program_that_uses_accelerate_is_that_of_one_process(tmp_path: Path) -
 @pytest.mark.launch
 def test_a_program_that_has_accelerate_divide_its_model_is_left_to_it(tmp_path: Path) -> None:
     if _lacks("accelerate"):
-        pytest.skip("accelerate is not installed: pip install accelerate")
+        pytest.skip("accelerate is not installed: pip install -r requirements/test.txt")
     script = """
 from accelerate import Accelerator
 
