@@ -531,12 +531,13 @@ def threads():
             names += [] if int(rest.split()[6]) & 4 else [name]
     return names
 
+before = threads()
 world = ddpshim.setup()
 nets = [ddpshim.wrap_parallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))) for _ in range(2)]
 sum(net(torch.rand(3, 4)).sum() for net in nets).backward()
-assert [name for name in threads() if "gloo" in name], threads()
+assert len(threads()) > len(before) + 2  # gloo's, which have no names of their own before torch 2.9
 ddpshim.cleanup()
-assert not [name for name in threads() if "gloo" in name], threads()
+assert threads() == before
 try:
     world.gather(0)
 except ddpshim.WorldError as error:
