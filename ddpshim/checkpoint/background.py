@@ -92,7 +92,7 @@ class Background:
     jobs and ends, too. If it cannot be started, `wait` runs its jobs.
 
     Args:
-        module: to import before the first job.
+        module: the module to import before the first job.
         descriptors: open files that jobs use.
     """
 

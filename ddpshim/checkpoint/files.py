@@ -175,7 +175,7 @@ def written(path: PathLike, num_bytes: Optional[int] = None, in_background: bool
     A killed process leaves a hidden `.NAME.*.partial`, which the next write of `path` removes.
 
     Args:
-        path: of the complete file.
+        path: the path of the complete file.
         num_bytes: its size, for the error's text.
         in_background: whether `torch.save` to that name in the block becomes `save_in_background`.
 

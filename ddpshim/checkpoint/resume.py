@@ -77,9 +77,9 @@ class Resumable:
     order of samples cannot be resumed in the middle.
 
     Args:
-        folder: for the files, on a disk that the main rank can also read next time.
-        objects: those with a state, by name, equal on all ranks; networks after `wrap_parallel`.
-        every_s, every_n_steps: between two saves; default: the options `checkpoint_every_s` and
+        folder: the folder for the files, on a disk that the main rank can also read next time.
+        objects: everything with a state, by name, the same on all ranks; networks after `wrap_parallel`.
+        every_s, every_n_steps: the interval between two saves; default: the options `checkpoint_every_s` and
             `checkpoint_every_n_steps`.
         num_kept: how many files to keep; if the newest is damaged, an older one is used. Default: `keep_checkpoints`.
         before_save: called on every rank before each save, to update `values`; it may be collective.
@@ -243,8 +243,8 @@ class Resumable:
     def look(self) -> None:
         """Save or exit here, if ranks agree that it is time. Collective: call it between two steps.
 
-        In some calls ranks send each other whether it is, and in the next call they act, so that no rank waits for one
-        that is a step behind. They also agree on when to send again.
+        In some calls ranks send each other what they want, and act on it in the next call, so that no rank waits for
+        one that is a step behind. They also agree on when to send again.
 
         Raises SyncError if a rank does not arrive within `timeout_s`.
         """

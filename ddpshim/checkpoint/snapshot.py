@@ -19,7 +19,7 @@ import torch
 
 from ddpshim.job import events
 
-_ALIGNMENT = 64  # bytes, of a record in the buffer: one cache line
+_ALIGNMENT = 64  # bytes; records in the buffer start at cache lines
 
 
 class Buffer:

@@ -130,7 +130,7 @@ class _SeededReset:
 
 
 def own_generators(env: Any) -> Iterator[Any]:
-    """Yield the random generators of `env`: first `rng` and `np_random` of each layer, then those in attributes. Local."""
+    """Yield the random generators of `env`: `rng` and `np_random` of each layer, then any in attributes. Local."""
     import numpy
 
     kinds = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
@@ -224,7 +224,7 @@ def _digest(observation: Any) -> Optional[int]:
     """Return a digest of the numbers in an observation, or None; without images, as renderers may round."""
     import numpy
 
-    if isinstance(observation, tuple):  # gymnasium's, with an info
+    if isinstance(observation, tuple):  # gymnasium: (observation, info)
         observation = observation[0]
     items = sorted(observation.items()) if isinstance(observation, Mapping) else [("", observation)]
     digest, is_empty = 0, True

@@ -1,4 +1,4 @@
-"""Plays an episode of a gym or gymnasium environment, with a seed for each episode.
+"""Plays an episode of a gym or gymnasium environment; each episode has its own seed.
 
 numpy is imported inside the functions only.
 """
@@ -34,9 +34,9 @@ class Episode:
 
     Attributes:
         number: counted from 0.
-        seed: of the environment's `reset`, and of all random generators.
+        seed: the seed of the environment's `reset`, and of all random generators.
         success: whether the task was done in any of its steps.
-        reward: the sum over its steps.
+        reward: the sum of its steps' rewards.
         num_steps: its length.
         seconds: its duration.
     """
@@ -54,7 +54,7 @@ class Rules:
     """The rules by which episodes are played.
 
     Attributes:
-        seed: of the evaluation.
+        seed: the seed of the evaluation.
         horizon: the maximum number of steps of an episode; None: the environment ends it.
         ends_at_success: whether an episode ends with the step in which the task is done.
         is_success: called with the environment and the info of its last step; None: see `_says_success`.
@@ -86,7 +86,7 @@ def play(env: Any, policy: Any, rules: Rules, number: int, is_checked: bool) -> 
 def _play(env: Any, act: Callable[[Any], Any], rules: Rules) -> tuple[bool, list[float]]:
     observation, rewards, has_succeeded = env.reset(), [], False
     if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
-        observation = observation[0]  # with an info: gymnasium, and gym from 0.26 on
+        observation = observation[0]  # (observation, info): gymnasium, gym from 0.26 on
     horizon = _MOST_STEPS if rules.horizon is None else rules.horizon
     for _ in range(horizon):
         observation, reward, *ends, info = _checked(env, env.step(act(observation)))

@@ -36,9 +36,9 @@ class Evaluation:
 
     Attributes:
         episodes: those that count, in order. After an early stop, those up to the one that decided.
-        confidence: of `interval`.
-        interval: of the success rate, by Clopper and Pearson; if the evaluation could stop early, a wider one that
-            holds for all checks together (`at_any_time` of ddpshim/observe/intervals.py).
+        confidence: the confidence of `interval`.
+        interval: that of the success rate, by Clopper and Pearson; if the evaluation could stop early, a wider one
+            that holds for all checks together (`at_any_time` of ddpshim/observe/intervals.py).
         is_above: whether the interval is above the threshold; None if it contains the threshold, or there is none.
     """
 
@@ -112,7 +112,7 @@ def evaluate(
         is_success: called after each step as `is_success(env, info)`; default: what the environment's method
             `is_success` returns (robomimic), else info["success"] or info["is_success"].
         ends_at_success: whether an episode ends with the step in which the task is done.
-        confidence: of the interval.
+        confidence: the confidence of the interval.
         threshold: stop as soon as the whole interval is above or below this rate.
         width: stop as soon as the interval is at most this wide.
 

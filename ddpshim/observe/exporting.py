@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional, Protocol, Union
 from ddpshim.errors import ReportError
 from ddpshim.observe.records import Record
 
-KINDS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}  # and packages that write them
+KINDS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}  # with the packages that write them
 _MEAN = None  # the `rank` of a point of the mean
 
 

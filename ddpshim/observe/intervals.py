@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Callable
 
 _NUM_HALVINGS = 60
-_NUM_PIECES = 400  # of Simpson's rule, which needs an even number
+_NUM_PIECES = 400  # for Simpson's rule, which needs an even number
 
 
 def exact(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def at_any_time(successes: int, episodes: int, confidence: float = 0.95) -> tupl
     _check(successes, episodes, confidence)
     failures = episodes - successes
     mixture = math.lgamma(successes + 1) + math.lgamma(failures + 1) - math.lgamma(episodes + 2)
-    least = mixture + math.log(1 - confidence)  # the log likelihood above which a rate stays in
+    least = mixture + math.log(1 - confidence)  # rates with a log likelihood above this are in
 
     def is_in(rate: float) -> bool:
         likelihood = (successes * math.log(rate) if successes else 0.0) + (
@@ -68,7 +68,7 @@ def at_any_time(successes: int, episodes: int, confidence: float = 0.95) -> tupl
 
 
 def of_mean(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return Student's t interval for the mean of the distribution that `values`, at least two, are from. Local.
+    """Return Student's t interval for the true mean of samples; `values` has at least two. Local.
 
     >>> [round(end, 3) for end in of_mean([1.0, 2.0, 3.0])]
     [-0.484, 4.484]

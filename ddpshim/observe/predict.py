@@ -27,13 +27,13 @@ _NEEDED = {
     "cores",
     "gradient_bytes",
     "bucket_bytes",
-}  # in a record of kind "pace"
+}  # fields of records of kind "pace"
 # Phases proportional to a rank's share of the batch or of the episodes; the rest take as long on any number of ranks.
 _SHRINKS = ("transfer", "forward", "backward", "rollout", "evaluation")
 _STAYS = ("optimizer", "after", "save", "outside")
 PHASES = (*_SHRINKS, *_STAYS, "data", "communication")  # as in `ddpshim.job.meter`, which imports torch
-_STALLS = 0.03  # of a step: a loader with workers for which ranks wait longer is at its limit
-_NO_HELP = 1.1  # times as fast with twice the ranks, or less
+_STALLS = 0.03  # the share of a step above which a wait for data means that the loader is at its limit
+_NO_HELP = 1.1  # more ranks help if twice as many are more than this times as fast
 _MUCH = 0.25  # of a step
 _GPUS_PER_NODE = 8
 
@@ -43,12 +43,12 @@ class Measured:
     """The measured step of one run.
 
     Attributes:
-        step_s: mean over the ranks.
-        seconds: of each phase on the slowest rank; communication without the wait for other ranks.
-        waits_s: of a step, because not the slowest rank but another one may be last in it.
-        worker_s: of a loader's worker, per batch of its rank; None if unknown.
-        cores: of a node.
-        ranks_per_node: in that run.
+        step_s: the mean over the ranks.
+        seconds: the times of phases on the slowest rank; communication without the wait for other ranks.
+        waits_s: the wait in a step because another rank than the slowest may be last in it.
+        worker_s: the time that a worker of a loader takes for a batch of its rank; None if unknown.
+        cores: the cores of a node.
+        ranks_per_node: the number in that run.
         link: None if the run had one rank.
         holds_global_batch: False with the option per_rank_batch.
     """

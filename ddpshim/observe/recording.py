@@ -1,7 +1,7 @@
 """Records the training of a rank, for `python -m ddpshim report`.
 
-A step costs only a few additions more: no collective, no wait for a GPU. Lines are written at the end of an epoch, and
-every 30 s inside a long one.
+Recording adds only a few sums to a step: no collective, no wait for a GPU. Lines are written at the end of an epoch,
+and every 30 s inside a long one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddpshim.observe import environment, exporting, links, records
 
 _PROGRESS_EVERY_S = 30.0
 _GPU_LOOK_EVERY_S = 5.0
-_MOST_POINTS = 32  # of the loss inside an epoch; a power of 2
+_MOST_POINTS = 32  # points of a loss curve inside an epoch; a power of 2
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def record(folder: checkpoint.PathLike, *, log_with: Union[str, Iterable[str]] =
     call. Nothing is written with the option `record` off (DDPSHIM_RECORD=no).
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         log_with: "tensorboard", "wandb" or both: the main rank also writes curves of the mean and of each rank, by
             epoch, as TensorBoard events to `folder`/tensorboard, and as a W&B run to `folder`/wandb, or to the
             program's current run. A new W&B run is offline unless WANDB_MODE is set.

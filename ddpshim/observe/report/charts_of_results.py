@@ -25,7 +25,7 @@ from ddpshim.observe.report.run import Run
 from ddpshim.observe.report.words import percent
 
 _WIDE = {"color": "rgba(128,136,148,0.35)", "width": 9}  # the line of the mean, drawn under the others
-_FEW_EPOCHS = 3  # up to which the losses inside epochs are drawn
+_FEW_EPOCHS = 3  # with more epochs, losses inside them are not drawn
 _HIDDEN = ("Time_", "Timing_")  # metrics that the charts of time show
 
 

@@ -17,7 +17,7 @@ PART_COLOURS = ("#b2590f", "#3d73b3", "#2b7f57", "#9b518f", "#6b7482")
 GREY, GOOD, BAD = "#808894", "#1f8a54", "#d0454f"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_NAMED = 8
-_FEW_POINTS = 12  # up to which a line shows its points
+_FEW_POINTS = 12  # longer lines are drawn without markers
 _HEIGHT = 300  # pixels
 
 Figure = dict[str, Any]

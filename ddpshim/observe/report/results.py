@@ -11,8 +11,8 @@ from ddpshim.observe.records import Record
 from ddpshim.observe.report.run import Run
 
 _VIDEOS = (".mp4", ".webm")
-_DEEPEST = 4  # levels of folders below the run's
-_MOST_EPISODES = 2000  # up to which an interval is computed
+_DEEPEST = 4  # levels of folders that are searched
+_MOST_EPISODES = 2000  # with more, no interval is computed
 _ROUNDING = 1e-6
 
 Interval = Optional[tuple[float, float]]
@@ -74,7 +74,7 @@ def _evaluation(record: Record, epoch: int) -> Evaluation:
 
 
 def _of_rate(rate: Optional[float], episodes: Optional[int]) -> Interval:
-    """Return the Clopper-Pearson interval; None if unknown, or `rate` is not a number of successes over `episodes`."""
+    """Return the Clopper-Pearson interval; None with too many episodes, or no whole number of successes."""
     if rate is None or not episodes or episodes > _MOST_EPISODES:
         return None
     successes = round(rate * episodes)

@@ -19,7 +19,7 @@ from ddpshim.observe.records import Record
 # The parts of training time, as `ddpshim.job.meter.PARTS`, and their names in the report.
 PARTS = {part: part.replace("_", " ") for part in ("data_wait", "compute", "optimizer", "communication", "other")}
 _QUIET_S = 120.0
-OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # during which others may wait for this rank
+OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # parts in which other ranks may wait for this one
 
 
 class Row(NamedTuple):

@@ -96,7 +96,7 @@ def _losses(run: Run) -> Table:
         rows.append([*row, number(epoch.valid)] if has_valid else row)
     every = math.ceil(len(rows) / _MOST_ROWS)
     kept = rows[:: every or 1] + ([rows[-1]] if rows and (len(rows) - 1) % every else [])
-    note = f"One of every {every} of {len(rows)} epochs, and the last." if every > 1 else ""
+    note = f"One epoch in {every} (of {len(rows)} in all), and the last." if every > 1 else ""
     return Table("loss", "Loss", [*columns, *(["validation"] if has_valid else [])], kept, note)
 
 
