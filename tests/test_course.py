@@ -22,7 +22,7 @@ SAID = {
         "finished run successfully!",
         "epoch 3: loss 0.",
         "largest difference of a weight: ",
-        "**Finished: every rank came to the end of the training.**",
+        "**Finished: every rank completed the training.**",
     ],
     "1_setup.py": [
         "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; computes on cpu, talks over gloo",

@@ -95,7 +95,7 @@ def test_two_ranks_and_their_mean(tmp_path: Path) -> None:
     assert [(epoch.mean, epoch.valid) for epoch in run.epochs] == [(3.0, None), (1.5, 5.5)]
     assert _cells(run, "loss") == [["1", "10", "3", "4", "2", ""], ["2", "10", "1.5", "2", "1", "5.5"]]
     assert dict(headline(run))["samples seen"] == "400"
-    assert verdict(run) == ("good", "Finished: every rank came to the end of the training")
+    assert verdict(run) == ("good", "Finished: every rank completed the training")
     assert "by at most 33% from their mean (rank 0, epoch 2)" in _said(run, "good")
 
 
@@ -128,17 +128,17 @@ def test_a_torn_line_and_a_missing_rank_are_told(tmp_path: Path) -> None:
     assert run.num_torn == 1
     assert run.epochs[0].mean == 3.0
     assert "1 line of the records could not be read" in _said(run, "note")
-    assert "Of start 1 the records of rank 0 are not here" in _said(run, "bad")
+    assert "In start 1 the records of rank 0 are missing" in _said(run, "bad")
     assert _cells(run, "starts")[0][2] == "2 (1 missing)"
 
 
 ENDS = [
-    ((_end(), None), "bad", "rank 1 of 2 never said how it ended"),
-    ((None, None), "bad", "No rank said how it ended"),
+    ((_end(), None), "bad", "rank 1 of 2 never recorded its end"),
+    ((None, None), "bad", "No rank recorded its end"),
     (
         (_end("failed", error="Connection closed by peer", first=0, lost_a_peer=True), None),
         "bad",
-        "rank 1 ended without a word",
+        "rank 1 ended without an error message",
     ),
     (
         (
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     _put(tmp_path, 0, _start(world_size=1, at=now - 5), _epoch(1, 1.0, now - 1), progress)
     run = load(tmp_path)
     assert verdict(run).text.startswith("Still running")
-    assert "After the last whole epoch 40 more steps were written down, loss 0.5" in _said(run)
+    assert "After the last complete epoch 40 more steps were recorded, loss 0.5" in _said(run)
 
 
 def _two(folder: Path, change: Callable[[int, dict[str, Any]], Any], num_epochs: int = 3) -> Run:
@@ -413,7 +413,7 @@ def test_the_page_can_be_read_in_a_browser(tmp_path: Path) -> None:
     found = browser.look(page, widths=[400])
     assert "scrolls sideways: 491 pixels" in found["report_400"]
     assert "not drawn: losses" in found["report_400"]
-    assert "contrast of 2.4: Data workers are processes of their own." in found["report_400_dark"]
+    assert "contrast of 2.4: Data workers are separate processes." in found["report_400_dark"]
     assert not any("contrast" in wrong for wrong in found["report_400"])
 
 
@@ -554,7 +554,7 @@ def test_what_cannot_be_reported(tmp_path: Path, capsys: Any) -> None:
     assert command_line.main(["report", str(tmp_path)]) == 2
     assert command_line.main(["report", "--markdown", str(tmp_path / "b"), "--out", str(tmp_path / "no" / "x.md")]) == 2
     said = capsys.readouterr().err.splitlines()
-    for line, text in zip(said, ("is no folder", "holds no records", "hold no start", "of 2 runs", "cannot be wr")):
+    for line, text in zip(said, ("is not a folder", "holds no records", "hold no start", "of 2 runs", "cannot be wr")):
         assert text in line
     assert len(said) == 5
 
@@ -857,7 +857,7 @@ def test_a_killed_rank_is_told(releases: Path, tmp_path: Path) -> None:
     trained = _train(releases, tmp_path, "patched", module="tests.faults", environ=environ, check=False, has_agent=True)
     assert trained.exit_code != 0
     run = load(trained.folder / "out")
-    assert verdict(run).text == "Failed: rank 1 ended without a word, killed perhaps (out of memory?)"
+    assert verdict(run).text == "Failed: rank 1 ended without an error message, perhaps killed (out of memory?)"
     assert [epoch.mean for epoch in run.epochs] == trained.losses()[:1]
 
 

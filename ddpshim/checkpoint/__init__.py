@@ -33,5 +33,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Not at once: background.py ignores signals in its process before torch is imported, which takes seconds.
+    # On demand: files.py imports torch, which takes seconds.
     return lazy.load(__name__, {**dict.fromkeys(__all__, "files"), "link_latest": "latest"}, name, globals())

@@ -1,7 +1,7 @@
-"""Runs jobs one after the other in a process of their own, while the process that gave them trains on.
+"""Runs jobs one after the other in a separate process, while training continues.
 
-It is started, not forked: a fork of a process that holds threads or a GPU may hang at the first lock. A thread
-would not do: it would take turns with the training at Python's interpreter lock.
+The process is started, not forked: a fork of a process with threads or a GPU may hang at the first lock. A thread
+would compete with the training for Python's interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _READY = "ready"
 _NICE = 5
 _LOOK_EVERY_S = 1.0
 _END_DEADLINE_S = 5.0
-# Whoever signals all processes of a job means the rank. Before torch is imported, which takes seconds.
-# Training is not to wait for a core that this process has.
+# Signals to all processes of a job are meant for the ranks. They are ignored before torch is imported, which takes
+# seconds. `nice`, so that training does not wait for a core.
 _PROGRAM = """
 import os, signal, sys
 os.nice({nice})
@@ -51,15 +51,15 @@ def start_process(
     environ: Optional[dict[str, str]] = None,
     descriptors: Iterable[int] = (),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A new Python that calls `serve(descriptor, parent, *arguments)`, and this side's end of the connection. Local.
+    """Start a Python that calls `serve(descriptor, parent, *arguments)`; return it, and a connection to it. Local.
 
-    It is deaf to the signals that a job is sent, and prints what it says among the errors.
+    It ignores the signals that are sent to jobs. Its stderr is ours; its stdout is discarded.
 
     Args:
-        serve: a function of a module, called with the descriptor of its end and the number of this process.
-        arguments: what has a literal.
-        environ: variables beside those of this process.
-        descriptors: open files that it has, too.
+        serve: a function of a module, called with the descriptor of its end and the pid of this process.
+        arguments: values whose `repr` is a literal.
+        environ: variables in addition to those of this process.
+        descriptors: open files to inherit.
     """
     ours, theirs = multiprocessing.Pipe()
     program = _PROGRAM.format(
@@ -82,24 +82,24 @@ def start_process(
 
 
 class JobFailed(Exception):
-    """A job could not be done; those that were given after it and before this was said were left out."""
+    """A job failed. Those submitted after it, until this is raised, were left out."""
 
 
 class Background:
-    """A process of one's own that does jobs: functions that can be pickled, without what they return. Local.
+    """A separate process that runs jobs: functions that can be pickled, and whose results are discarded. Local.
 
-    Its start takes seconds, for which nobody waits: jobs are taken from the beginning. It ends with the process that
-    made it, after the jobs that it was given. Where it cannot be started, its jobs are done by `wait`.
+    Its start takes seconds, but jobs can be submitted at once. When the process that made it ends, it finishes its
+    jobs and ends, too. If it cannot be started, `wait` runs its jobs.
 
     Args:
-        module: what to import before the first job.
+        module: the module to import before the first job.
         descriptors: open files that jobs use.
     """
 
     def __init__(self, module: str, descriptors: Iterable[int] = ()) -> None:
         self._owner = os.getpid()
         self._waiting: deque[tuple[Task, str]] = deque()
-        self._failed: list[str] = []  # why a job failed, and what was left out because of it
+        self._failed: list[str] = []  # why a job failed, then the jobs left out because of it
         self._is_ready = False
         self.did_not_start = False
         environ = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -107,34 +107,34 @@ class Background:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has started it, and not one that this one was forked from."""
+        """Whether this process started it; False in a fork of this process."""
         return self._owner == os.getpid()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job may be undone, or one has failed and `wait` has not said so."""
+        """Whether jobs are pending, or one failed and `wait` has not raised that yet."""
         return bool(self._waiting or self._failed)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     def do(self, job: Task, what: str) -> None:
-        """Have `job` done after those before it, if they all succeed; `what` names it in errors."""
+        """Submit `job`, which runs after the earlier ones if they all succeed; `what` names it in errors."""
         self._waiting.append((job, what))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds that it has ended
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the process has ended: `wait` handles that
             self._ours.send(job)
 
     def wait(self, timeout_s: Optional[float] = None) -> bool:
-        """Whether all jobs are done by the end of `timeout_s`; waits for them.
+        """Wait for all jobs, and return whether they are done within `timeout_s`.
 
-        Raises JobFailed where one failed or the process has ended; there is no job left then.
+        Raises JobFailed if one failed or the process has ended; no job is pending then.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self._waiting:
@@ -159,16 +159,16 @@ class Background:
         return True
 
     def end(self) -> None:
-        """Let it go: it ends, after the jobs that it was given. Local."""
+        """Close the connection, so that the process ends after its jobs; wait for it if it has none. Local."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._ours.fileno())) as connection:
-            connection.shutdown(socket.SHUT_WR)  # closing is not enough while a data worker holds it, too
+            connection.shutdown(socket.SHUT_WR)  # close() is not enough: data workers hold it, too
         self._ours.close()
         if not self._waiting:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_DEADLINE_S)
 
     def _ended(self) -> None:
-        """The process is gone: jobs of one that never worked are done here, those of one that did are lost."""
+        """Handle the end of the process: if it never was ready, run its jobs here; else they are lost."""
         code, jobs = self._process.wait(), list(self._waiting)
         self._waiting.clear()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -190,26 +190,26 @@ class Background:
 
 
 def _serve(descriptor: int, parent: int, module: str) -> None:
-    """What the process does."""
+    """Run jobs in the new process, until the parent ends or closes the connection."""
     connection = Connection(descriptor)
     importlib.import_module(module)
-    with contextlib.suppress(EOFError, ConnectionResetError):  # the parent is gone, or wants no more
+    with contextlib.suppress(EOFError, ConnectionResetError):  # the parent ended, or closed it
         for said in itertools.chain([_READY], _jobs(connection, parent)):
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # what it gave before is done all the same
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # its pending jobs are still done
                 connection.send(said)
     os._exit(0)
 
 
 def _jobs(connection: Connection, parent: int) -> Iterator[Optional[str]]:
-    """Do the jobs that come, as long as the parent lives: why each failed, or None."""
+    """Run jobs as they arrive, while the parent lives; yield for each why it failed, or None."""
     has_failed = False
-    # Workers of the parent hold its end of the connection, too, and may outlive it.
+    # The parent's data workers hold its end of the connection, too, and may outlive it.
     while connection.poll(_LOOK_EVERY_S) or os.getppid() == parent:
         if not connection.poll():
             continue
         job = connection.recv()
         if job is None:
-            has_failed = False  # the parent knows
+            has_failed = False  # the parent has raised JobFailed
         elif has_failed:
             yield None
         else:

@@ -1,7 +1,7 @@
-"""Writes files that are whole or absent: the main rank writes beside the path, and renames when all is written.
+"""Writes files atomically: the main rank writes a temporary file beside the path, then renames it.
 
-The decision when to save is the caller's, and so is the content: the keys of a wrapped network are the bare network's.
-What is saved in the background is on the disk a moment later; every other function here waits for it first.
+The caller decides when to save and what: a wrapped network's state has the keys of the bare network. A file saved in
+the background is on disk a moment later; functions that write, copy, find or remove files wait for it first.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from ddpshim.job.say import say
 
 PathLike = Union[str, "os.PathLike[str]"]
 _PARTIAL = ".partial"
-_LEAST_BYTES = 32 << 20  # what is smaller is on the disk before a process is told about it
+_LEAST_BYTES = 32 << 20  # smaller files are written directly, which is faster
 _FAILING_DEADLINE_S = 5.0
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-_OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent directory")  # it raises nothing more telling
+_OF_TORCHS_WRITER = ("PytorchStreamWriter", "inline_container", "Parent directory")  # in its RuntimeErrors
 _DISK_ERRORS |= {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
 
 def save(obj: Any, path: PathLike) -> None:
-    """`obj` in the file `path`, for `torch.load`. Written by the main rank; local: nobody waits for it.
+    """Save `obj` to the file `path`, for `torch.load`. The main rank writes; local: other ranks do not wait.
 
-    Whatever happens, `path` is at any moment the file that it was or the new one. The same with one process.
+    At any moment `path` is either the old file or the complete new one. The same with one process.
 
     Raises:
-        CheckpointError: on the main rank, the file could not be written; the old one is as it was.
+        CheckpointError: on the main rank, the file could not be written; the old one is unchanged.
     """
     if world().is_main:
         with noted(path), written(path, num_bytes=_num_bytes(obj)) as partial:
@@ -56,14 +56,14 @@ def save(obj: Any, path: PathLike) -> None:
 
 
 def save_in_background(obj: Any, path: PathLike) -> None:
-    """`obj` as it is now in the file `path`, a moment later: the main rank waits for a copy in memory alone. Local.
+    """Save `obj` as it is now to the file `path`; the main rank waits only until it is copied in memory. Local.
 
-    A process of its own writes the file, the one that :func:`save` would have written. One is written at a time: the
-    next call waits for it, and so do `flush`, whoever looks at files through this module, `cleanup` and the end of the
-    program. The file outlives a program that is killed. `save` itself where `obj` is small, or there is no memory.
+    A separate process writes the same file as :func:`save`. One file is written at a time: the next call waits for it,
+    and so do `flush`, functions of this module that use files, `cleanup` and the end of the program. The file is
+    completed even if the program is killed. If `obj` is small or memory is short, this calls `save`.
 
     Raises:
-        CheckpointError: on the main rank, the file before this one could not be written, or this one visibly cannot.
+        CheckpointError: on the main rank, the previous file could not be written, or it is clear that this one cannot.
     """
     if not world().is_main:
         return
@@ -77,7 +77,7 @@ def save_in_background(obj: Any, path: PathLike) -> None:
         background = _writer.start()
         taken = snapshot.take(obj, _writer.buffer, num_bytes)
     except Exception as error:
-        save(obj, path)  # if it is the object's fault, this says so
+        save(obj, path)  # raises if `obj` itself cannot be saved
         warnings.warn(
             f"{os.fspath(path)} was written while training waited, because its content could not be copied into "
             f"shared memory ({type(error).__name__}: {error}). DDPSHIM_BACKGROUND_SAVE=no avoids the attempt.",
@@ -90,9 +90,9 @@ def save_in_background(obj: Any, path: PathLike) -> None:
 
 
 def get_ready(obj: Any) -> None:
-    """Make the first :func:`save_in_background`, of `obj` or the like, as quick as those after it. Local; main rank.
+    """Make the first :func:`save_in_background` of `obj`, or a similar object, as fast as later ones. Local; main rank.
 
-    Starts the process, and takes the memory for the copy meanwhile. Nothing where `obj` is small, or memory short.
+    Starts the process, and allocates memory for the copy meanwhile. Does nothing if `obj` is small or memory is short.
     """
     num_bytes = _num_bytes(obj)
     if world().is_main and num_bytes >= _LEAST_BYTES and _writer.can_take(num_bytes):
@@ -101,9 +101,9 @@ def get_ready(obj: Any) -> None:
 
 
 def afterwards(function: Callable[..., Any], *args: Any) -> None:
-    """Call `function(*args)` when all that is saved in the background is on the disk, there; else now. Local.
+    """Call `function(*args)` after all background saves, in their process; if none is pending, now and here. Local.
 
-    For what must not be done to files before: `function` and its arguments can be pickled. Not called after an error.
+    `function` and its arguments must be picklable. It is not called if a save failed.
     """
     if _writer.is_busy():
         what = f"{getattr(function, '__name__', function)}{args}"
@@ -113,20 +113,20 @@ def afterwards(function: Callable[..., Any], *args: Any) -> None:
 
 
 def flush() -> None:
-    """Wait until what was saved in the background is on the disk. Local; nothing where nothing was.
+    """Wait until all background saves are on disk. Local.
 
     Raises:
-        CheckpointError: something of it could not be written; what was there before is as it was.
+        CheckpointError: a file could not be written; the old one is unchanged.
     """
     with events.counted("save"):
         _writer.wait()
 
 
 def copy(source: PathLike, path: PathLike) -> None:
-    """The content of `source` in the file `path`, in the way of :func:`save`. Local.
+    """Copy the file `source` to `path`, in the way of :func:`save`. Local.
 
     Raises:
-        FileNotFoundError: on the main rank, there is no `source`.
+        FileNotFoundError: on the main rank, `source` does not exist.
         CheckpointError: on the main rank, as for `save`.
     """
     if world().is_main:
@@ -135,21 +135,21 @@ def copy(source: PathLike, path: PathLike) -> None:
 
 
 def copy_in_background(source: PathLike, path: PathLike) -> None:
-    """As :func:`copy`, after what is saved in the background, and without waiting for it. Local.
+    """As :func:`copy`, but does not wait for pending background saves: their process copies after them. Local.
 
     Raises:
-        FileNotFoundError, CheckpointError: as `copy`; in the background, a later call of this module.
+        FileNotFoundError, CheckpointError: as `copy`; in the background, CheckpointError from a later call.
     """
     if world().is_main:
         afterwards(_copy, os.path.abspath(source), os.path.abspath(path))
 
 
 def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-    """`save(obj, f, ...)`, which is `torch.save`; a file that `f` names is at any moment the old or the new one. Local.
+    """Call `save(obj, f, ...)`, which is `torch.save`; if `f` is the path of a file, replace it atomically. Local.
 
-    Raises CheckpointError where such a file could not be written.
+    Raises CheckpointError if such a file could not be written.
     """
-    if isinstance(f, (str, os.PathLike)) and (os.path.isfile(f) or not os.path.exists(f)):  # no pipe, no device
+    if isinstance(f, (str, os.PathLike)) and (os.path.isfile(f) or not os.path.exists(f)):  # not a pipe or a device
         with noted(f), written(f) as partial:
             save(obj, str(partial), *args, **kwargs)
     else:
@@ -158,7 +158,7 @@ def save_whole(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs
 
 @contextlib.contextmanager
 def noted(path: PathLike) -> Iterator[None]:
-    """Have the records of the run say that the block wrote the checkpoint `path`, and how long it took. Local."""
+    """Record that this block wrote the checkpoint `path`, and how long that took. Local."""
     start = time.perf_counter()
     with events.counted("save"):
         yield
@@ -169,18 +169,18 @@ def noted(path: PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written(path: PathLike, num_bytes: Optional[int] = None, in_background: bool = False) -> Iterator[str]:
-    """The name of a file to write: when the block ends it is moved to `path`, after an error removed. Local.
+    """Yield the name of a temporary file, which is renamed to `path` after the block, or removed after an error. Local.
 
-    The name prints as `path` (in `format` and f-strings), so that code which reports where it saved to stays right.
-    A process that is killed leaves a hidden `.NAME.*.partial`, which the next write of `path` removes.
+    The name prints as `path` (in `format` and f-strings), so that code that prints where it saved remains right.
+    A killed process leaves a hidden `.NAME.*.partial`, which the next write of `path` removes.
 
     Args:
-        path: where the file will be.
-        num_bytes: how much will be written, for the error's text.
-        in_background: what the block gives to `torch.save` for that name goes to `save_in_background`.
+        path: the path of the complete file.
+        num_bytes: its size, for the error's text.
+        in_background: whether `torch.save` to that name in the block becomes `save_in_background`.
 
     Raises:
-        CheckpointError: the file could not be written, or one that was saved in the background.
+        CheckpointError: this file, or an earlier one in the background, could not be written.
     """
     flush()
     final = os.fspath(path)
@@ -189,9 +189,9 @@ def written(path: PathLike, num_bytes: Optional[int] = None, in_background: bool
     try:
         for left in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}.*{_PARTIAL}")):
             os.unlink(left)
-        with _led_to_background(partial, final) if in_background else contextlib.nullcontext() as led:
+        with _saving_in_background(partial, final) if in_background else contextlib.nullcontext() as saved:
             yield _Name(partial, final)
-        if led:
+        if saved:
             return
         _flush(partial, os.O_RDWR)
         os.replace(partial, os.path.join(folder, name))
@@ -201,18 +201,18 @@ def written(path: PathLike, num_bytes: Optional[int] = None, in_background: bool
         if _is_about_the_disk(error):
             raise CheckpointError(_describe(error, final, folder, num_bytes)) from error
         raise
-    # Without it the new name may be gone after a power cut. The file is in place: a file system without it may do.
+    # Otherwise a power cut may undo the rename. Some file systems cannot sync a folder; the file is in place anyway.
     with contextlib.suppress(OSError):
         _flush(folder, os.O_RDONLY)
 
 
 def keep_newest(folder: PathLike, pattern: str, num_kept: int) -> list[Path]:
-    """Remove all files of `folder` that match `pattern` but the newest `num_kept`; what was removed.
+    """Remove all files of `folder` that match `pattern` except the newest `num_kept`; return those removed.
 
-    The main rank removes; elsewhere the list is empty. Local.
+    The main rank removes; on other ranks the list is empty. Local.
 
     Raises:
-        CheckpointError: `num_kept` is below 1, and nothing would be left to resume from.
+        CheckpointError: `num_kept` is below 1, so nothing would be left to resume from.
     """
     if num_kept < 1:
         raise CheckpointError(
@@ -229,11 +229,11 @@ def keep_newest(folder: PathLike, pattern: str, num_kept: int) -> list[Path]:
 
 
 def find_latest(folder: PathLike, pattern: str) -> Optional[Path]:
-    """The newest file of `folder` that matches `pattern` and is whole; None where there is none. Local.
+    """Return the newest intact file of `folder` that matches `pattern`, or None. Local.
 
-    The newest is the one that was written last, whatever number is in its name. Files that are truncated or damaged
-    are passed over, with a warning. Several ranks may see different files on a shared disk that is written to:
-    `world.run_on_main(find_latest, folder, pattern)` decides once.
+    The newest is the one that was written last, whatever number is in its name. Truncated or damaged files are skipped
+    with a warning. Ranks may see different files while a shared disk is written to: use
+    `world.run_on_main(find_latest, folder, pattern)`.
     """
     flush()
     for path in _newest_first(folder, pattern):
@@ -248,16 +248,16 @@ def find_latest(folder: PathLike, pattern: str) -> Optional[Path]:
 
 
 def find_damage(path: PathLike) -> Optional[str]:
-    """What is wrong with a file that `torch.save` wrote, or None. Local.
+    """Return what is wrong with a file that `torch.save` wrote, or None. Local.
 
-    Reads it once against the checksums in it, which `torch.load` does not compare; runs nothing of what it holds.
+    Reads it once and compares its checksums, which `torch.load` does not. Runs no code from the file.
     """
     if not os.path.isfile(path):
-        return "not a regular file"  # to open a pipe would take for ever
+        return "not a regular file"  # opening a pipe would block
     try:
         with zipfile.ZipFile(path) as file:
             bad, names = file.testzip(), file.namelist()
-    except Exception as error:  # of zipfile, struct, zlib or a name's encoding
+    except Exception as error:  # from zipfile, struct, zlib or a name's encoding
         return f"{type(error).__name__}: {error}"
     if bad is not None:
         return f"its part {bad} does not match its checksum"
@@ -265,18 +265,18 @@ def find_damage(path: PathLike) -> Optional[str]:
 
 
 class _Writer:
-    """The process that writes in the background, from the first file on, and what it shares with this one."""
+    """The background process, started for the first file, and the memory it shares with this one."""
 
     background: Optional[Background] = None
     buffer: snapshot.Buffer
 
     @property
     def here(self) -> Optional[Background]:
-        """The process, where this one has started it, and not one that this one was forked from."""
+        """The background process, if this process started it; None in a fork of this process."""
         return self.background if self.background is not None and self.background.is_here else None
 
     def start(self) -> Background:
-        """The process, started where there is none."""
+        """Return the background process; start it if there is none."""
         if self.here is not None:
             if not self.here.has_ended or self.here.is_busy:
                 return self.here
@@ -290,7 +290,7 @@ class _Writer:
         return self.background
 
     def can_take(self, num_bytes: int) -> bool:
-        """Whether there is memory for so much, and a process may be there to write it."""
+        """Whether there is memory for `num_bytes`, and a background process is possible."""
         if not hasattr(os, "memfd_create") or not sys.executable:
             return False
         if self.here is not None and self.here.did_not_start:
@@ -299,11 +299,11 @@ class _Writer:
         return 2 * more <= (machine.memory().available_bytes or 0)
 
     def is_busy(self) -> bool:
-        """Whether something is on its way, or has failed and was not told."""
+        """Whether saves are pending, or one failed and this was not raised yet."""
         return self.here is not None and self.here.is_busy
 
     def wait(self, timeout_s: Optional[float] = None) -> None:
-        """Wait for what is on its way; raises CheckpointError where it failed."""
+        """Wait for pending saves; raises CheckpointError if one failed."""
         if self.here is not None and self.here.is_busy:
             try:
                 self.here.wait(timeout_s)
@@ -311,7 +311,7 @@ class _Writer:
                 raise CheckpointError(str(error)) from None
 
     def end(self) -> None:
-        """Let the process go; it finishes what it is at."""
+        """Close the connection to the process, which finishes its jobs."""
         if self.here is not None:
             self.here.end()
             self.buffer.close()
@@ -322,7 +322,7 @@ _writer = _Writer()
 
 
 def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
-    """Not where the other way is quicker, and not where the error would come later than it could."""
+    """Whether to save in the background: not if `save` is faster, or would raise an expected error earlier."""
     folder = os.path.dirname(os.path.realpath(path))
     return (
         num_bytes >= _LEAST_BYTES
@@ -344,24 +344,24 @@ def _copy(source: PathLike, path: PathLike) -> None:
 
 
 @contextlib.contextmanager
-def _led_to_background(name: str, path: str) -> Iterator[list[str]]:
-    """Have `torch.save(obj, name)` save in the background, to `path`; then the list is not empty."""
-    led: list[str] = []
+def _saving_in_background(name: str, path: str) -> Iterator[list[str]]:
+    """Make `torch.save(obj, name)` save to `path` in the background, and add `path` to the yielded list."""
+    saved: list[str] = []
     original = torch.save
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str) and f == name and not args and not kwargs:
-            led.append(path)
+            saved.append(path)
             save_in_background(obj, path)
         else:
             original(obj, f, *args, **kwargs)
 
     with replaced(torch, "save", save):
-        yield led
+        yield saved
 
 
 def _at_cleanup() -> None:
-    """Wait, but not for long where this rank fails: what is on its way is finished without it."""
+    """Wait for pending saves; at most 5 s if this rank fails, because the process finishes them anyway."""
     failing = failure.on_the_way_out()
     try:
         _writer.wait(_FAILING_DEADLINE_S if failing else None)
@@ -374,13 +374,13 @@ def _at_cleanup() -> None:
 
 
 def _at_exit() -> None:
-    """Raised from here an error would leave the exit code at 0."""
+    """Wait for pending saves; abort after an error: if it were raised here, the exit code would be 0."""
     try:
         flush()
     except CheckpointError as error:
         if threading.current_thread() is threading.main_thread():
             failure.abort(error)
-        say(str(error), directly=True)  # `abort` has this called, in a thread
+        say(str(error), directly=True)  # `abort` calls this in a thread
 
 
 class _Name(str):
@@ -398,7 +398,7 @@ class _Name(str):
 
 
 def _flush(path: str, flags: int) -> None:
-    """Have the disk hold what was written to `path`."""
+    """Sync `path` to disk."""
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
@@ -431,7 +431,7 @@ def _describe(error: BaseException, final: str, folder: str, num_bytes: Optional
 
 
 def _num_bytes(obj: Any) -> int:
-    """The bytes of the tensors in nested dictionaries, lists and tuples, each storage once."""
+    """Return the bytes of the tensors in nested dictionaries, lists and tuples; each storage counts once."""
     found: dict[int, int] = {}
 
     def visit(value: Any) -> None:

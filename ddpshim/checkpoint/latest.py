@@ -1,4 +1,4 @@
-"""Keeps a link that names the newest of several files."""
+"""Maintains a link to the newest of several files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ddpshim.job.say import say_once
 
 
 def link_latest(path: files.PathLike, name: str = "latest.pth") -> None:
-    """Have the link `name`, in the folder of `path`, name `path` as soon as it is on the disk. Local.
+    """Point the link `name`, in the folder of `path`, to `path` once that is on disk. Local.
 
-    The main rank links. Whoever opens the link gets the file before or the new one, never a part. On a disk without
-    links a line says so.
+    The main rank links. Opening the link gives the previous or the new file, never a partial one. If the disk has no
+    links, this is printed once.
     """
     if world().is_main:
         files.afterwards(link, Path(path), name)
 
 
 def link(path: Path, name: str) -> None:
-    """Make the link, also in the process that writes in the background. Local."""
+    """Create the link. Local; also runs in the background process."""
     made = path.with_name(f".{name}.{os.getpid()}")
     try:
         os.symlink(path.name, made)

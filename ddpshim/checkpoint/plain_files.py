@@ -1,6 +1,6 @@
-"""Fills and reads files that hold plain values and tensors alone, so that nothing in them can run code.
+"""Packs and reads files of plain values and tensors only, so that reading them cannot run code.
 
-Objects that only pickle can hold are refused, unless the option `trust_progress` allows them.
+Objects that need pickle are refused, unless the option `trust_progress` allows them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ALLOW = "DDPSHIM_TRUST_PROGRESS=yes allows it, and whoever can write to that fo
 
 
 def content(value: Any, path: PathLike, is_trusted: bool) -> dict[str, Any]:
-    """`value` as what `torch.save` is to write to `path`. Local; tensors are not copied.
+    """Return `value` in the form for `torch.save` to `path`. Local; tensors are not copied.
 
-    Raises CheckpointError where that takes pickle and files are not trusted.
+    Raises CheckpointError if a part of it needs pickle and `is_trusted` is False.
     """
     try:
         outline, tensors = plain.take_apart(value, pickle.dumps if is_trusted else None)
@@ -35,9 +35,9 @@ def content(value: Any, path: PathLike, is_trusted: bool) -> dict[str, Any]:
 
 
 def read(path: PathLike, is_trusted: bool) -> Any:
-    """The value of which `content` was written to `path`; tensors in memory of the CPU. Local.
+    """Return the value whose `content` was written to `path`, with tensors on the CPU. Local.
 
-    Raises CheckpointError where the file holds something else, or objects and files are not trusted.
+    Raises CheckpointError if the file cannot be read or has another format, or needs pickle and is not trusted.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
@@ -48,7 +48,7 @@ def read(path: PathLike, is_trusted: bool) -> Any:
         raise CheckpointError(
             f"{path} cannot be read ({error}); the training would start over. Make it readable."
         ) from error
-    except Exception as error:  # whatever torch or an object meets in a file that somebody else wrote
+    except Exception as error:  # files of other origin make torch raise errors of any type
         said = (str(error).splitlines() or [""])[0][:160]
         raise CheckpointError(
             f"{path} was not written by this ddpshim ({type(error).__name__}: {said}), and was not used. Remove it, "
@@ -57,10 +57,10 @@ def read(path: PathLike, is_trusted: bool) -> Any:
 
 
 def restore_streams(states: Any, device: torch.device, path: PathLike) -> None:
-    """`restore_rank_states`, of what was read from `path`. Local. Raises CheckpointError where they are none."""
+    """Restore random states that were read from `path`. Local. Raises CheckpointError if they are invalid."""
     try:
         restore_rank_states(states, device)
-    except Exception as error:  # each generator has its own for a state that is none
+    except Exception as error:  # generators raise different types for an invalid state
         raise CheckpointError(
             f"{path} holds no states of random generators ({type(error).__name__}: {str(error)[:160]}); the noise "
             "would differ. Remove it."

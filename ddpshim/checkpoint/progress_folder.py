@@ -1,4 +1,4 @@
-"""The folder of a `Resumable`: its files, which are kept, and the mark beside it that the training is finished."""
+"""Manages the folder of a `Resumable`: keeps its newest files, and marks the training as finished."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PATTERN = "epoch_*_step_*.pth"
 
 
 def keep_newest(written: Path, num_kept: int) -> None:
-    """Remove all progress beside `written` but the newest; by name, as the clock of another node may be behind."""
+    """Remove all progress beside `written` except the newest; by name, as another node's clock may be behind."""
     there = sorted((p for p in written.parent.glob(PATTERN) if p.suffix == ".pth"), reverse=True)
-    later = [path for path in there if path > written]  # of a run that was given up: not to be taken for this one's
+    later = [path for path in there if path > written]  # of an abandoned run: not to be resumed
     for path in later + there[len(later) + num_kept :]:
         path.unlink()
     link(written, "latest.pth")
@@ -39,13 +39,13 @@ def mark_finished(folder: Path) -> None:
 
 
 def leave_if_finished(folder: checkpoint.PathLike) -> None:
-    """End this process with exit code 0 where an earlier start of this job has finished the training (collective).
+    """End this process with exit code 0 if an earlier start of this job has finished the training (collective).
 
-    A scheduler may start a job again that is done (a requeue, a chain of jobs). Any earlier start counts with the
-    option resume=always; else those of this job, where a launcher or scheduler has started it before.
+    A scheduler may restart a finished job (a requeue, a chain of jobs). With resume=always any earlier start counts;
+    with resume=auto only one of this job, and only if a launcher or scheduler has restarted it.
     """
     here = world()
-    mark = here.run_on_main(_finished_mark, folder)  # the main rank's: torchrun's agents count restarts each for itself
+    mark = here.run_on_main(_finished_mark, folder)  # one decision: each of torchrun's agents counts its own restarts
     if mark is not None:
         if here.is_main:
             say(
@@ -70,7 +70,7 @@ def _finished_mark(folder: checkpoint.PathLike) -> Optional[Path]:
 
 
 def find_progress(folder: checkpoint.PathLike) -> Optional[Path]:
-    """The newest whole file of a `Resumable` in `folder`, or None. Damaged ones are renamed, with a warning. Local."""
+    """Return the newest intact file of a `Resumable` in `folder`, or None; rename damaged ones, and say so. Local."""
     checkpoint.flush()
     for path in sorted(Path(folder).glob(PATTERN), reverse=True):
         damage = checkpoint.find_damage(path)

@@ -26,24 +26,24 @@ from ddpshim.job.say import count, say
 from ddpshim.model import guard, sharding
 
 _LOOK_EVERY_S = 0.5
-_STEPS_UNTIL_HEARD = 1  # gradients keep ranks within a step of each other: by then all have told
+_STEPS_UNTIL_HEARD = 1  # gradients keep ranks within one step of each other: by then all have reported
 _LOCKSTEP_DEADLINE_S = 120.0
-_MAX_STEPS_BETWEEN_LOOKS = 64  # steps may become slower than they were
-# What a file holds, beside what may be anything or lack.
+_MAX_STEPS_BETWEEN_LOOKS = 64  # a limit, as steps may become slower
+# The parts that every file has, with their types.
 _PARTS: dict[str, Any] = {
     "epoch": int,
     "step": int,
     "world_size": int,
     "objects": dict,
     "values": dict,
-    "random": list,  # of each rank
+    "random": list,  # by rank
     "facts": dict,
     "order": (dict, type(None)),
 }
 
 
 class Stateful(Protocol):
-    """What has a state to go on from: networks, optimizers, schedulers, scalers, ..."""
+    """An object whose state is saved and restored: a network, optimizer, scheduler, scaler, ..."""
 
     def state_dict(self) -> Any: ...
 
@@ -51,7 +51,7 @@ class Stateful(Protocol):
 
 
 class Resumable:
-    """The progress of a training, in files that a later start of it continues from.
+    """Saves the progress of a training to files, from which a later start resumes.
 
     ::
 
@@ -63,33 +63,33 @@ class Resumable:
             schedule.step()
         training.finish()
 
-    Between two steps ranks look up together, about twice a second. They save when it is time to by the main
-    rank's clock, and when SIGTERM or SIGUSR1 has reached any of them: then all leave with exit code 75, for
-    which a scheduler starts the job again. A run that goes on sees exactly the samples that were left, in the same
-    order, also on another number of ranks; on the same number each rank's random streams go on as well.
+    About twice a second, between two steps, all ranks check together whether to save or stop. They save when the main
+    rank's clock says so, and when any of them has received SIGTERM or SIGUSR1: then all exit with code 75, which asks
+    the scheduler to restart the job. A resumed run gets exactly the remaining samples, in the same order, also on
+    another number of ranks; on the same number, each rank's random streams continue as well.
 
-    A loop without epochs goes over `iterations()`. The link `latest.pth` in the folder names the newest file.
+    A loop without epochs uses `iterations()`. The link `latest.pth` in the folder points to the newest file.
 
-    What comes after the steps of an epoch is done again by a run that was left in it: call `look` there before
-    schedules are stepped and `values` changed, not after.
+    A run that is interrupted between the last step of an epoch and the next epoch repeats the code in between: call
+    `look` there before schedulers step and `values` change, not after.
 
-    Without a launcher nothing listens to signals and progress is kept at the start of an epoch only: torch's own
-    order of samples cannot be entered in the middle.
+    Without a launcher signals are not handled, and progress is saved only at the start of an epoch, because torch's own
+    order of samples cannot be resumed in the middle.
 
     Args:
-        folder: for the files, on a disk that the main rank sees also next time.
-        objects: what has a state, by name. After `wrap_parallel`, and alike on all ranks.
-        every_s, every_n_steps: what lies between two saves; default the options `checkpoint_every_s` and
+        folder: the folder for the files, on a disk that the main rank can also read next time.
+        objects: everything with a state, by name, the same on all ranks; networks after `wrap_parallel`.
+        every_s, every_n_steps: the interval between two saves; default: the options `checkpoint_every_s` and
             `checkpoint_every_n_steps`.
-        num_kept: how many files are kept; an older one serves where the newest is damaged. Default `keep_checkpoints`.
-        before_save: called on every rank before each save, for what is to be in `values`; it may be collective.
-        before_exit: called on every rank before it leaves because of a signal: flush a logger here.
+        num_kept: how many files to keep; if the newest is damaged, an older one is used. Default: `keep_checkpoints`.
+        before_save: called on every rank before each save, to update `values`; it may be collective.
+        before_exit: called on every rank before it exits because of a signal, for example to flush a logger.
 
     Attributes:
-        epoch: where to go on; 0 in a new training.
-        step: of that epoch, how many were made.
-        values: anything else that belongs to it, as the best loss so far: numbers, text, tensors, arrays, and tuples,
-            lists, sets and mappings of them. Other objects need the option `trust_progress`. The main rank's counts.
+        epoch: where to resume; 0 in a new training.
+        step: the number of steps done in that epoch.
+        values: anything else to save, such as the best loss so far: numbers, text, tensors, arrays, and tuples, lists,
+            sets and mappings of them. Other objects need the option `trust_progress`. The main rank's are saved.
     """
 
     def __init__(
@@ -118,21 +118,21 @@ class Resumable:
         self.values: dict[str, Any] = {}
         self._objects = objects
         self._before_save, self._before_exit = before_save, before_exit
-        self._is_ready = False  # for a save in the background
-        self._restored: Optional[dict[str, Any]] = None  # what of a file is not in place yet
+        self._is_ready = False  # whether `get_ready` was called
+        self._restored: Optional[dict[str, Any]] = None  # a file's content, until all of it is in place
         self._facts: dict[str, Any] = {}
         self._computes_on = None if chosen.exact is None else computes_on(self._world)
-        self._loader: Any = None  # of the epoch that goes on
-        self._order: Optional[dict[str, Any]] = None  # of a file that was restored, until the loader is there
-        # This rank's streams after the steps of an epoch: what the program does until the next one is done again by a
-        # run that goes on, and draws again.
+        self._loader: Any = None  # of the current epoch
+        self._order: Optional[dict[str, Any]] = None  # from a restored file, for the next loader
+        # This rank's random streams after the steps of an epoch: a resumed run repeats the code between two epochs, and
+        # must draw the same numbers in it.
         self._streams: Optional[dict[str, Any]] = None
         self._last_save, self._num_unsaved = time.monotonic(), 0
-        # Looking up together: at which boundary next, and when and where the last time was.
+        # The checks of all ranks together: the step boundary of the next one; boundary and time of the last one.
         self._num_boundaries = self._next_look = 0
         self._interval = 1
         self._last_look = (0, time.monotonic())
-        self._told: Optional[Callable[[float], list[list[int]]]] = None  # what ranks tell each other, on its way
+        self._gathering: Optional[Callable[[float], list[list[int]]]] = None  # the reports of all ranks, being sent
         self._delay = 0 if self._world.world_size == 1 else _STEPS_UNTIL_HEARD
         self._in_background = self._world.is_main and self._world.is_launched and chosen.background_save
         if self._world.is_launched:
@@ -140,10 +140,10 @@ class Resumable:
             on_cleanup(preemption.leave)
 
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
-        """Whether there was a file to go on from, beyond `later_than` (epoch, step); then it is in place (collective).
+        """Restore the newest file if it is beyond `later_than` (epoch, step); return whether it was (collective).
 
-        Where an earlier start of this job has finished the training, this process ends with exit code 0.
-        The main rank reads; a file that is truncated or damaged is set aside with a warning, and the one before used.
+        If an earlier start of this job has finished the training, this process ends with exit code 0.
+        The main rank reads; it renames truncated or damaged files, says so, and uses the one before.
         """
         leave_if_finished(self.folder)
         found = self._world.run_on_main(self._read, later_than)
@@ -165,12 +165,12 @@ class Resumable:
         return True
 
     def steps(self, loader: Any, epoch: int, num_steps: Optional[int] = None) -> Iterator[Any]:
-        """The batches of `epoch` that are left: all, or in the epoch that is gone on with those after `step`.
+        """Return the remaining batches of `epoch`: all of them, or those after `step` in the epoch that is resumed.
 
-        Collective, as ranks look up together. `num_steps` is the length of an epoch, else that of `loader`, which
-        is begun again where it is shorter.
+        Collective, because all ranks check together. `num_steps` is the length of an epoch (default: that of `loader`);
+        a shorter loader is iterated again.
 
-        Raises DataError where the epoch was begun with another dataset or global batch.
+        Raises DataError if the epoch was started with another dataset or global batch.
         """
         length = len(loader)
         total = length if num_steps is None else num_steps
@@ -189,7 +189,7 @@ class Resumable:
         self._loader, order, self._order = loader, self._order, None
         if can_enter:
             num_passes, first = divmod(start, length)
-            if order is not None and num_passes and not first:  # torch's sampler may draw once more at the end of it
+            if order is not None and num_passes and not first:  # the end of a pass, where torch's sampler may draw
                 num_passes, first = num_passes - 1, length
             loader.set_epoch(epoch * math.ceil(total / length) + num_passes, start_step=first)
             loader.restore_order(order, is_inside=start < total and first > 0)
@@ -201,7 +201,7 @@ class Resumable:
             self.step = step
             if can_enter or step == 0:
                 self._look(_LOCKSTEP_DEADLINE_S)
-            if step == 0:  # not before: who leaves in this look is to draw the order of the epoch as one process does
+            if step == 0:  # not before: a run that stops in this look draws the epoch's order after resuming
                 batches = iter(loader)
             try:
                 batch = next(batches)
@@ -211,22 +211,22 @@ class Resumable:
             self._num_unsaved += 1
             yield batch
             if self._in_background and not self._is_ready and not sharding.is_used():
-                self._is_ready = True  # a step was made: optimizers have their state
+                self._is_ready = True  # after a step optimizers have their state
                 checkpoint.get_ready({name: stateful.state_dict() for name, stateful in self._objects.items()})
         if total % len(loader) == 0:
-            next(batches, None)  # as a `for` over the loader does: torch's sampler may draw once more at its end
+            next(batches, None)  # as a `for` loop does: torch's sampler may draw once more at the end
         self.end_epoch(total)
 
     def iterations(self, num: Optional[int] = None) -> Iterator[int]:
-        """The numbers of the iterations that are left, up to `num` or without end, for a loop that has no loader.
+        """Yield the remaining iteration numbers, up to `num` or without end, for a loop without a loader (collective).
 
-        For reinforcement learning: `for iteration in training.iterations(): ...` begins at 0, or where it was left.
-        Each counts as an epoch, and as a step for `every_n_steps`; ranks look up together before it (collective), and
-        wait there as long as one of them still plays. One that was left in its middle is done again.
+        For reinforcement learning: `for iteration in training.iterations(): ...` starts at 0, or at the iteration that
+        was interrupted, which is repeated. Each counts as an epoch, and as a step for `every_n_steps`. Before each, all
+        ranks check together, and wait for those that still play.
         """
         if self._restored is not None:
             self._enter(0, {}, can_enter=True)
-        self._delay = 0  # iterations are long: what a signal asks for is not to wait for one more
+        self._delay = 0  # iterations are long: a signal must not wait for another one
         numbers = itertools.count(self.epoch) if num is None else range(self.epoch, num)
         for self.epoch in numbers:
             self.step, self._facts, self._loader = 0, {}, None
@@ -237,16 +237,16 @@ class Resumable:
             self.epoch = max(self.epoch, num)
 
     def end_epoch(self, num_steps: int) -> None:
-        """Take note that all steps of the epoch are made; `steps` does where it is exhausted. Local."""
+        """Mark all steps of the epoch as done; `steps` calls this when it is exhausted. Local."""
         self.step, self._streams = num_steps, rank_states(self._world.device)
 
     def look(self) -> None:
-        """Save or leave here, where ranks agree that it is time to. Collective: call it between two steps.
+        """Save or exit here, if ranks agree that it is time. Collective: call it between two steps.
 
-        At a few of the calls ranks tell each other whether it is, and at the next call they act: nobody waits for a
-        rank that is a step behind. The distance to the next time is agreed on as well.
+        In some calls ranks send each other what they want, and act on it in the next call, so that no rank waits for
+        one that is a step behind. They also agree on when to send again.
 
-        Raises SyncError where a rank does not come within `timeout_s`.
+        Raises SyncError if a rank does not arrive within `timeout_s`.
         """
         self._look(self._world.options.timeout_s)
 
@@ -263,12 +263,12 @@ class Resumable:
             signal = 1 + preemption.SIGNALS.index(asked) if (asked := preemption.asked()) is not None else 0
             if signal:
                 preemption.heard()
-            self._last_look, self._told = (here, now), self._world.begin_gather([signal, due, wanted])
-        if self._told is None or here < self._last_look[0] + self._delay:
+            self._last_look, self._gathering = (here, now), self._world.begin_gather([signal, due, wanted])
+        if self._gathering is None or here < self._last_look[0] + self._delay:
             return
-        told, self._told = self._told, None
+        gathered, self._gathering = self._gathering, None
         try:
-            reports = told(deadline_s)
+            reports = gathered(deadline_s)
         except RuntimeError as error:
             raise SyncError(
                 f"another rank did not reach step {self.step - self._delay} of epoch {self.epoch} within "
@@ -285,12 +285,12 @@ class Resumable:
             self.save()
 
     def save(self) -> None:
-        """Write down where the training is, and keep the newest files. Collective; the main rank writes.
+        """Save the progress, and remove all but the newest files. Collective; the main rank writes.
 
-        With the option `background_save` it writes while training goes on (`checkpoint.save_in_background`).
+        With the option `background_save` it writes while training continues (`checkpoint.save_in_background`).
 
-        Raises CheckpointError on the main rank where the file cannot be written, or that of the last call; those
-        before it are as they were.
+        Raises CheckpointError on the main rank if this file, or that of the last call, cannot be written; earlier files
+        are unchanged.
         """
         checkpoint.flush()
         guard.check_equal_steps("the step before a save")
@@ -300,7 +300,7 @@ class Resumable:
             if isinstance(stateful, Running):
                 stateful.collect()
         states = self._world.gather(self._streams or rank_states(self._world.device))
-        objects = {name: stateful.state_dict() for name, stateful in self._objects.items()}  # of all ranks, if divided
+        objects = {name: stateful.state_dict() for name, stateful in self._objects.items()}  # collective if sharded
         self._last_save, self._num_unsaved = time.monotonic(), 0
         if not self._world.is_main:
             return
@@ -317,14 +317,14 @@ class Resumable:
             "facts": self._facts,
         }
         for left in self.folder.glob(".epoch_*.partial"):
-            left.unlink()  # of a process that was killed while it wrote
+            left.unlink()  # from a process that was killed while writing
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
         save = checkpoint.save_in_background if self._in_background else checkpoint.save
         save(plain_files.content(content, written, self._world.options.trust_progress), written)
         checkpoint.afterwards(keep_newest, written, self._num_kept)
 
     def leave(self, reason: str) -> NoReturn:
-        """Save, and end this process with exit code 75, on all ranks (collective)."""
+        """Save, and exit with code 75, on all ranks (collective)."""
         preemption.heard()
         self.save()
         checkpoint.flush()
@@ -339,15 +339,15 @@ class Resumable:
         if self._before_exit is not None:
             try:
                 self._before_exit()
-            except Exception:  # all is saved: a logger that fails must not keep the job from being started again
+            except Exception:  # all is saved: a failing logger must not prevent the restart of the job
                 traceback.print_exc()
         cleanup()
         raise SystemExit(EXIT_REQUEUE)
 
     def finish(self) -> None:
-        """The training is complete: its progress is removed. SIGTERM ends the process again, not SIGUSR1. Local.
+        """Remove the progress of a complete training. SIGTERM ends the process again; SIGUSR1 does not. Local.
 
-        Where there is a launcher, a file beside the folder says so to a start that comes all the same.
+        With a launcher, a file beside the folder tells later starts that the training is finished.
         """
         preemption.unlisten(is_complete=True)
         if self._world.is_main:
@@ -378,7 +378,7 @@ class Resumable:
         return found if (found["epoch"], found["step"]) > later_than else None
 
     def _enter(self, start: int, facts: dict[str, Any], can_enter: bool) -> None:
-        """Check that the epoch is the one that was left, and go on with this rank's random streams."""
+        """Check that the epoch is the one that was interrupted, and restore this rank's random streams."""
         found, self._restored = self._restored or {}, None
         odd = [name for name in facts if found["facts"] and found["facts"][name] != facts[name]]
         if (start or self._world.options.per_rank_batch) and odd:

@@ -1,6 +1,6 @@
 """Copies an object's `torch.save` bytes into shared memory, so that another process can write them.
 
-torch's own serializer decides what a file holds, both here and there: the file is the one that it would have made.
+Both processes use torch's own serializer, so the file is the one that `torch.save` would have written.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 
 from ddpshim.job import events
 
-_ALIGNMENT = 64  # of a record in the buffer: whole cache lines
+_ALIGNMENT = 64  # bytes; records in the buffer start at cache lines
 
 
 class Buffer:
-    """Shared memory that grows as needed and has no name: nothing is left of it when its last process has ended.
+    """Shared memory that grows as needed and has no name, so that it is freed when its last process ends.
 
     Not a file in /dev/shm, which containers limit to 64 MB.
     """
@@ -35,22 +35,22 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """How much it holds without growing."""
+        """The current size."""
         return len(self._memory)
 
     def grow(self, num_bytes: int) -> None:
-        """Have room for `num_bytes`, kept from then on. Raises OSError where there is no memory."""
+        """Grow to at least `num_bytes`; it never shrinks. Raises OSError if memory is short."""
         with self._growing:
             there = self.num_bytes
             if there < num_bytes:
-                # Else the first access to memory that is not there would kill the process.
+                # Otherwise, if memory is short, the first access would kill the process.
                 os.posix_fallocate(self.descriptor, 0, num_bytes)
                 memory = (ctypes.c_char * num_bytes).from_buffer(mmap.mmap(self.descriptor, num_bytes))
-                ctypes.memset(ctypes.addressof(memory) + there, 0, num_bytes - there)  # mapped now, not in a copy
+                ctypes.memset(ctypes.addressof(memory) + there, 0, num_bytes - there)  # maps pages now, not in a copy
                 self._memory = memory
 
     def grow_soon(self, num_bytes: int) -> None:
-        """`grow`, in a thread: nearly all of it is the system's work. What goes wrong there `grow` will meet again."""
+        """Call `grow` in a thread: nearly all its time is the kernel's. The next `grow` repeats its errors."""
 
         def grow() -> None:
             with contextlib.suppress(OSError):
@@ -59,28 +59,28 @@ class Buffer:
         threading.Thread(target=grow, name="ddpshim-buffer", daemon=True).start()
 
     def put(self, address: int, num_bytes: int, offset: int) -> None:
-        """Copy what is at `address` to `offset`. By one thread: more of them wait for each other on a busy machine."""
+        """Copy memory at `address` to `offset`, in one thread: several wait for each other on a busy machine."""
         self.grow(offset + num_bytes)
-        memory = self._memory  # kept while it is copied to: a thread that grows it puts another in its place
+        memory = self._memory  # a reference, because `grow` in a thread may replace it during the copy
         ctypes.memmove(ctypes.addressof(memory) + offset, address, num_bytes)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         with self._growing:
             self._memory = (ctypes.c_char * 0)()
             os.close(self.descriptor)
-            self.descriptor = -1  # a thread that grows it only now must not find another file under the old number
+            self.descriptor = -1  # a thread in `grow_soon` must not use another file of that number
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An object as it was, in a buffer; it can be sent to a process that has the buffer's descriptor."""
+    """A copy of an object in a buffer; it can be sent to a process that has the buffer's descriptor."""
 
     descriptor: int
-    index: slice  # where in the buffer the list of records is
+    index: slice  # the list of records' place in the buffer
 
     def write(self, path: str) -> None:
-        """The file that `torch.save` would have written to `path`."""
+        """Write the file that `torch.save` would have written to `path`."""
         with torch.serialization._open_zipfile_writer(path) as file:
             memory = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             for name, kind, held in pickle.loads(memory[self.index]):
@@ -93,14 +93,14 @@ class Snapshot:
 
 
 def size(num_bytes: int) -> int:
-    """About what a buffer must hold for an object with so many bytes of tensors."""
+    """Return the approximate size of a buffer for an object with `num_bytes` of tensors."""
     return num_bytes + num_bytes // 64
 
 
 def take(obj: Any, buffer: Buffer, num_bytes: int) -> Snapshot:
-    """`obj` as it is now; what was in the buffer is gone. `num_bytes`: about how much it holds.
+    """Copy `obj`, of about `num_bytes`, into the buffer, and overwrite what was there.
 
-    Raises what `torch.save` would raise, OSError where there is no memory, and others where torch has changed.
+    Raises what `torch.save` would raise, OSError if memory is short, and others if torch's internals have changed.
     """
     with events.counted("save"):
         buffer.grow(size(num_bytes))
@@ -114,7 +114,7 @@ def take(obj: Any, buffer: Buffer, num_bytes: int) -> Snapshot:
 
 @contextlib.contextmanager
 def _through_pinned_memory() -> Iterator[None]:
-    """In it, torch copies storages of a GPU to the host through pinned memory, where it can (from torch 2.7 on)."""
+    """Make torch copy storages from a GPU through pinned memory in this block, if it can (from torch 2.7 on)."""
     try:
         from torch.utils.serialization import config
     except ImportError:
@@ -128,14 +128,14 @@ def _through_pinned_memory() -> Iterator[None]:
 
 
 class _Records:
-    """In place of torch's file: takes its records as they come."""
+    """Takes the records that torch writes, instead of a file."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.index: list[tuple[str, Optional[type], Any]] = []
         self._buffer, self._end = buffer, 0
 
     def write_record(self, name: str, content: Any, num_bytes: int) -> None:
-        """As that of torch's: the bytes or text of a record, else a storage, before torch 2.2 its address."""
+        """Take a record, as torch's writer does: bytes, text or a storage (before torch 2.2, its address)."""
         if isinstance(content, (bytes, str)) or num_bytes == 0:
             self.index.append((name, None, content if isinstance(content, (bytes, str)) else b""))
             return

@@ -1,1 +1,1 @@
-"""Evaluates policies: episodes dealt to all ranks, each with its seed, and the success rate with an interval."""
+"""Evaluates policies: distributes seeded episodes over all ranks, and gives the success rate with an interval."""

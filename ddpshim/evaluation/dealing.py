@@ -1,7 +1,7 @@
-"""Deals the turns of an evaluation to the ranks, and gathers what they played.
+"""Distributes the turns (episodes) of an evaluation over the ranks, and gathers their results.
 
-Ranks meet at the end only. Before, each adds to counters that all see: who plays what, how much is played, and that
-a turn has failed.
+Ranks wait for each other only at the end. Until then they share counters in the store: the turns given out, those
+played, and whether one has failed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ IsDecided = Callable[[int, int], bool]
 
 
 def plays_rollouts() -> bool:
-    """Whether this rank plays episodes, and needs environments; call it before they are made. Local.
+    """Whether this rank plays episodes, and so needs environments; call it before they are made. Local.
 
-    All ranks do, unless the option `rollouts` is "main". Where the rank computes on a GPU, renderers
-    that open a display through EGL are pointed at the same one (MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID are set
-    in `os.environ`, where nobody has set them).
+    All ranks do, unless the option `rollouts` is "main". If the rank computes on a GPU, EGL renderers are made to use
+    the same one: MUJOCO_EGL_DEVICE_ID and EGL_DEVICE_ID are set in `os.environ`, unless they already are.
     """
     here = world()
     if not here.is_launched:
@@ -37,24 +36,24 @@ def plays_rollouts() -> bool:
 
 
 def render_on(gpu: int) -> None:
-    """Point EGL renderers at the GPU that torch numbers `gpu`; they count as if all were visible. Local."""
+    """Make EGL renderers use torch's GPU number `gpu`; EGL also counts the GPUs that torch does not see. Local."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     number = visible[gpu].strip() if gpu < len(visible) and visible[0].strip() else str(gpu)
-    if number.isascii() and number.isdigit():  # not a UUID, which EGL does not know
+    if number.isascii() and number.isdigit():  # EGL does not know UUIDs
         os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", number)
         os.environ.setdefault("EGL_DEVICE_ID", number)
 
 
 @dataclass
 class Dealt:
-    """What all ranks played, on all ranks.
+    """The results of all ranks, on each rank.
 
     Attributes:
         results: by turn.
-        failed_at: the first turn that failed; the number of turns where none did.
-        text: what is said of it; "" where none failed.
+        failed_at: the first turn that failed; the number of turns if none did.
+        text: the message about it; "" if none failed.
         by: the rank on which it failed.
-        own: the exception, on that rank.
+        own: the exception of this rank's own turn, if one failed.
     """
 
     results: dict[int, Any]
@@ -64,24 +63,25 @@ class Dealt:
     own: Optional[BaseException]
 
     def raise_failure(self, rank: int) -> None:
-        """Raise RolloutError on all ranks where a turn failed on one. Local."""
+        """Raise RolloutError if a turn failed on any rank. Local; raises on all ranks."""
         if self.text:
             failure = RolloutError(self.text)
             raise (failure if self.by == rank else caused_by(self.by, failure)) from self.own
 
 
 class Deal:
-    """The turns of one evaluation. All ranks make it, with the same arguments.
+    """The turns of one evaluation. All ranks make one, with the same arguments.
 
-    A rank that is done takes the next turn that nobody has, so that ranks with short episodes play more of them.
+    A rank that is done takes the next turn, so that ranks with short episodes play more of them.
 
     Args:
-        is_fixed: rank r of W plays turns r, r + W, r + 2W and so on, whatever they take.
+        is_fixed: rank r of W plays turns r, r + W, r + 2W and so on, however long they take.
         plays: whether this rank takes any.
-        is_decided: called with the successes in the first n turns and n: whether the others need not be played.
+        is_decided: called with the number of successes in the first n turns, and n; returns whether the other turns are
+            unnecessary.
 
     Attributes:
-        name: of its counters.
+        name: prefix of its counters.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Deal:
         self.name = f"rollouts/{current().next_number('rollouts')}"
         self._here, self._num_turns, self._is_fixed = here, num_turns, is_fixed
         self._plays, self._is_decided = plays, is_decided
-        self._num_seen = self._num_successes = 0  # of the first turns, all of which are played
+        self._num_seen = self._num_successes = 0  # in the first turns, up to the first that is not done
 
     def play(
         self,
@@ -108,16 +108,18 @@ class Deal:
         played: Callable[[int], None] = lambda so_far: None,
         is_success: Callable[[Any], bool] = bool,
     ) -> Callable[[], Dealt]:
-        """Play this rank's turns; what is returned gathers those of all ranks (collective). Itself local.
+        """Play this rank's turns, and return a function that gathers the results of all ranks (collective). Local.
 
-        Ranks end after the turn that they are in where one has failed, or one was told to end. An exception of `play`
-        is kept for `Dealt`.
+        All ranks stop after their current turn if a turn failed, or if `is_told_to_end` returned True on one. An
+        exception of `play` is kept for `Dealt`.
 
         Args:
             play: called with a turn's number; returns its result, plain values.
-            what: called with the number of a turn that failed; returns its name: "environment 'Lift', episode 3".
+            what: called with the number of a failed turn; returns its name: "environment 'Lift', episode 3".
+            is_told_to_end: called before each turn.
+            ends_at_failure: False: other ranks continue after a failure.
             played: called with the number of turns that all ranks have played so far.
-            is_success: called with a result, where there is something to decide.
+            is_success: called with a result, if there is `is_decided`.
         """
         results: dict[int, Any] = {}
         own: Optional[BaseException] = None
@@ -149,7 +151,7 @@ class Deal:
         return gathered
 
     def is_told_to_end(self) -> bool:
-        """Whether a rank was. Local; the same on all ranks once they have gathered."""
+        """Whether any rank was told to end. Local; equal on all ranks after they gathered."""
         return bool(self._count("told to end"))
 
     def _turns(self) -> Iterator[int]:
@@ -163,7 +165,7 @@ class Deal:
             turn += here.world_size
 
     def _is_over(self) -> bool:
-        """Whether the first turns, as many as are played without a gap, decide."""
+        """Whether the first turns, up to the first that is not done, decide the evaluation."""
         while self._is_decided is not None and (seen := self._count(f"success/{self._num_seen}")):
             self._num_seen, self._num_successes = self._num_seen + 1, self._num_successes + seen - 1
             if self._is_decided(self._num_successes, self._num_seen):

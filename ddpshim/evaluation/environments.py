@@ -1,4 +1,4 @@
-"""Seeds an environment for an episode, wherever it keeps its random numbers, and notices one that draws elsewhere.
+"""Seeds an environment's generators for an episode, wherever they are, and detects unseeded ones.
 
 numpy is imported inside the functions only.
 """
@@ -22,21 +22,22 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
 from ddpshim.job.world import World
 
-_INSIDE = ("env", "_env", "_environment")  # where a wrapper has the environment that it wraps
-_FIRST = ("rng", "np_random")  # robosuite 1.5, gymnasium; the latter makes its generator when it is asked for
-_DEPTH, _NUM_OBJECTS = 4, 5000  # as far as attributes of attributes are searched
+_INSIDE = ("env", "_env", "_environment")  # attributes of wrappers: the wrapped environment
+_FIRST = ("rng", "np_random")  # robosuite 1.5, gymnasium; reading the latter creates its generator
+_DEPTH, _NUM_OBJECTS = 4, 5000  # limits of the search through attributes of attributes
 _LEFT_OUT = ("numpy", "mujoco", "xml", "threading", "logging", "multiprocessing")
 
 
 @dataclass
 class Shown:
-    """What an episode showed of its environment's randomness.
+    """What an episode shows about the randomness of its environment.
 
     Attributes:
-        start: a digest of the numbers in the first observation; None where there are none.
-        outcome: a digest of the episode's results; None where a GPU may have rounded them.
-        start_is_known, outcome_is_known: whether a seed was taken, or a generator that ddpshim seeds was drawn from.
-        is_repeatable: False where one seed gave two starts.
+        start: a digest of the numbers in the first observation; None if there are none.
+        outcome: a digest of the episode's results; None if a GPU may have rounded them.
+        start_is_known, outcome_is_known: whether the environment took a seed, or drew from a generator that ddpshim
+            seeds.
+        is_repeatable: False if one seed gave two different starts.
     """
 
     start: Optional[int] = None
@@ -46,13 +47,13 @@ class Shown:
     is_repeatable: bool = True
 
     def take(self, result: Mapping[str, Any]) -> None:
-        """Take note of the episode's results. Local."""
+        """Store a digest of the episode's results. Local."""
         if not torch.cuda.is_initialized():
             self.outcome = ", ".join(f"{key} {float(value):.4g}" for key, value in sorted(result.items()))
 
 
 def differ_without_reason(episodes: Iterable[Shown]) -> bool:
-    """Whether episodes differ though nothing was drawn that is seeded: by what nobody has seeded. Local."""
+    """Whether episodes differ without a draw from a seeded generator, so because of an unseeded one. Local."""
     kept = list(episodes)
     starts = {one.start for one in kept if not one.start_is_known}
     outcomes = {(one.start, one.outcome) for one in kept if not one.outcome_is_known and one.outcome is not None}
@@ -61,7 +62,7 @@ def differ_without_reason(episodes: Iterable[Shown]) -> bool:
 
 
 def name_unseeded(name: str, episodes: Iterable[Shown], here: World) -> None:
-    """Say so on the main rank, once, where episodes, of all ranks, differ by what nobody has seeded. Local."""
+    """Print once, on the main rank, if the episodes of all ranks differ because of an unseeded generator. Local."""
     if differ_without_reason(episodes) and here.is_main:
         say_once(
             f"{name} draws from an unseeded generator, or remembers earlier episodes: its statistics depend on the "
@@ -72,13 +73,13 @@ def name_unseeded(name: str, episodes: Iterable[Shown], here: World) -> None:
 
 @contextlib.contextmanager
 def seeded(env: Any, seed: int, is_checked: bool = False) -> Iterator[Shown]:
-    """In this block `env` plays an episode that depends on `seed` alone; yields what it shows. Local.
+    """Make the episode of `env` in this block depend on `seed` alone; yield what it shows. Local.
 
-    Global generators are the caller's. An environment whose `reset` takes a seed gets one at the next reset; else one
-    with a method `seed` is seeded by it; generators that are found in its attributes are seeded in place.
+    The caller seeds the global generators. If the environment's `reset` takes a seed, the next reset gets one;
+    otherwise its method `seed`, if any, is called. Generators in its attributes are seeded in place.
 
     Args:
-        is_checked: one that takes a seed, and draws from no generator that is in sight, is reset twice.
+        is_checked: reset an environment twice if it takes a seed but draws from no generator that was found.
     """
     shown, own = Shown(), seed % 2**31
     with contextlib.ExitStack() as stack:
@@ -115,7 +116,7 @@ def seeded(env: Any, seed: int, is_checked: bool = False) -> Iterator[Shown]:
 
 
 class _SeededReset:
-    """An environment's reset, which gets the seed once; later resets of an episode go on from there."""
+    """An environment's reset, which gets the seed once; later resets in the episode get none."""
 
     def __init__(self, reset: Callable[..., Any]) -> None:
         self._reset = reset
@@ -129,12 +130,12 @@ class _SeededReset:
 
 
 def own_generators(env: Any) -> Iterator[Any]:
-    """The random generators that `env` holds: those of its wrappers first, then any in its attributes. Local."""
+    """Yield the random generators of `env`: `rng` and `np_random` of each layer, then any in attributes. Local."""
     import numpy
 
     kinds = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
     layers = list(_layers(env))
-    seen = {id(layer): layer for layer in layers}  # kept: an id may be another object's afterwards
+    seen = {id(layer): layer for layer in layers}  # kept alive, so that no other object gets the same id
     first = [getattr(layer, name, None) for layer in layers for name in _FIRST]
     left: deque[tuple[list[Any], int]] = deque([([held for held in first if isinstance(held, kinds)], 0)])
     left.extend((_held_by(layer), 1) for layer in layers)
@@ -146,12 +147,12 @@ def own_generators(env: Any) -> Iterator[Any]:
             seen[id(held)] = held
             if not isinstance(held, kinds):
                 left.extend([(_held_by(held), depth + 1)] if depth < _DEPTH else [])
-            elif not isinstance(held, random.SystemRandom):  # which nobody can seed
+            elif not isinstance(held, random.SystemRandom):  # which cannot be seeded
                 yield held
 
 
 def reseed(generator: Any, seed: int) -> None:
-    """Seed a generator in place: parts of the environment hold the same object. Local."""
+    """Seed a generator in place, because parts of the environment share it. Local."""
     if hasattr(generator, "bit_generator"):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     elif isinstance(generator, torch.Generator):
@@ -161,7 +162,7 @@ def reseed(generator: Any, seed: int) -> None:
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """`env`, and the environments that it wraps."""
+    """Yield `env` and the environments that it wraps."""
     seen: set[int] = set()
     while env is not None and id(env) not in seen:
         seen.add(id(env))
@@ -171,7 +172,7 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _held_by(holder: Any) -> list[Any]:
-    """What may hold a generator, of what `holder` holds."""
+    """Return the values in `holder` that may be or hold a generator."""
     if isinstance(holder, dict):
         values = list(holder.values())
     elif isinstance(holder, (list, tuple, deque)):
@@ -185,23 +186,23 @@ def _held_by(holder: Any) -> list[Any]:
 
 
 def _takes_seed(layer: Any) -> bool:
-    with contextlib.suppress(TypeError, ValueError):  # no reset, or one that Python cannot describe
+    with contextlib.suppress(TypeError, ValueError):  # no reset, or one without a signature
         return "seed" in inspect.signature(type(layer).reset).parameters and hasattr(layer, "__dict__")
     return False
 
 
 def _call_seed(env: Any, seed: int) -> bool:
-    """Whether a layer of `env` has a method `seed`, as environments before gym 0.26, which is called."""
+    """Call the first method `seed` of `env` or its wrapped ones (before gym 0.26); return whether there is one."""
     for layer in _layers(env):
         if callable(getattr(type(layer), "seed", None)):
-            with contextlib.suppress(AttributeError, NotImplementedError, TypeError):  # a wrapper around one without
+            with contextlib.suppress(AttributeError, NotImplementedError, TypeError):  # the wrapped one has none
                 layer.seed(seed)
                 return True
     return False
 
 
 def _states(generators: list[Any]) -> list[Any]:
-    """Where all generators stand that are seeded for an episode."""
+    """Return the states of all generators that are seeded for an episode."""
     import numpy
 
     everywhere: Any = numpy.random.get_state()
@@ -220,10 +221,10 @@ def _state(generator: Any) -> Any:
 
 
 def _digest(observation: Any) -> Optional[int]:
-    """Of the numbers in an observation, images left out: renderers may round; None without any."""
+    """Return a digest of the numbers in an observation, or None; without images, as renderers may round."""
     import numpy
 
-    if isinstance(observation, tuple):  # gymnasium's, with a dictionary of facts
+    if isinstance(observation, tuple):  # gymnasium: (observation, info)
         observation = observation[0]
     items = sorted(observation.items()) if isinstance(observation, Mapping) else [("", observation)]
     digest, is_empty = 0, True
@@ -231,8 +232,7 @@ def _digest(observation: Any) -> Optional[int]:
         if isinstance(value, (int, float)) or (isinstance(value, numpy.ndarray) and value.ndim < 3):
             array = numpy.ascontiguousarray(value)
             if array.dtype.kind in "fiub":
-                rounded = (
-                    numpy.round(array.astype(float), 4) + 0.0
-                )  # no negative zeros; processors differ in last digits
+                # Processors differ in the last digits; + 0.0 turns -0.0 into 0.0.
+                rounded = numpy.round(array.astype(float), 4) + 0.0
                 digest, is_empty = zlib.crc32(rounded.tobytes(), zlib.crc32(str(name).encode(), digest)), False
     return None if is_empty else digest

@@ -1,4 +1,4 @@
-"""Plays an episode of an environment with gym's or gymnasium's conventions, from a seed of its own.
+"""Plays an episode of a gym or gymnasium environment; each episode has its own seed.
 
 numpy is imported inside the functions only.
 """
@@ -22,10 +22,10 @@ from ddpshim.job.random_streams import derive_seed, shared_random_streams
 from ddpshim.model.transparent import unwrap
 
 IsSuccess = Callable[[Any, Mapping[str, Any]], bool]
-_SUCCESS_KEYS = ("success", "is_success")  # of the information that a step returns: metaworld, gymnasium-robotics
+_SUCCESS_KEYS = ("success", "is_success")  # in a step's info: metaworld, gymnasium-robotics
 _BEGINS_EPISODE = ("reset", "start_episode")  # diffusion_policy's and LeRobot's policies, robomimic's
 _MOST_STEPS = 100_000
-_DEPTH, _NUM_HELD = 4, 100  # as far as a policy is searched for networks
+_DEPTH, _NUM_HELD = 4, 100  # limits of the search for a policy's networks
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Episode:
 
     Attributes:
         number: counted from 0.
-        seed: what the environment's `reset` got, and all random generators began from.
+        seed: the seed of the environment's `reset`, and of all random generators.
         success: whether the task was done in any of its steps.
-        reward: the sum of what its steps returned.
-        num_steps: how long it was.
-        seconds: how long it took.
+        reward: the sum of its steps' rewards.
+        num_steps: its length.
+        seconds: its duration.
     """
 
     number: int
@@ -51,13 +51,13 @@ class Episode:
 
 @dataclass(frozen=True)
 class Rules:
-    """How episodes are played.
+    """The rules by which episodes are played.
 
     Attributes:
-        seed: of the evaluation.
-        horizon: steps of an episode at most; None: the environment ends it.
+        seed: the seed of the evaluation.
+        horizon: the maximum number of steps of an episode; None: the environment ends it.
         ends_at_success: whether an episode ends with the step in which the task is done.
-        is_success: called with the environment and what its last step told of it; None: see `_says_success`.
+        is_success: called with the environment and the info of its last step; None: see `_says_success`.
     """
 
     seed: int
@@ -67,15 +67,15 @@ class Rules:
 
 
 def play(env: Any, policy: Any, rules: Rules, number: int, is_checked: bool) -> tuple[Episode, environments.Shown]:
-    """Episode `number`, and what it showed of the environment's randomness. Local.
+    """Play episode `number`; return it, and what it shows about the environment's randomness. Local.
 
-    The process's random streams, the modes of networks and the number of threads are afterwards as they were.
+    The process's random streams, the modes of networks and the number of threads are restored.
 
     Args:
         policy: see `ddpshim.evaluate`.
         is_checked: see `environments.seeded`.
     """
-    seed = derive_seed(rules.seed, "episode", number) % 2**31  # as small as environments want it
+    seed = derive_seed(rules.seed, "episode", number) % 2**31  # environments need 31 bits
     start = time.perf_counter()
     with shared_random_streams(seed), acting(policy) as act, environments.seeded(env, seed, is_checked) as shown:
         success, rewards = _play(env, act, rules)
@@ -86,7 +86,7 @@ def play(env: Any, policy: Any, rules: Rules, number: int, is_checked: bool) -> 
 def _play(env: Any, act: Callable[[Any], Any], rules: Rules) -> tuple[bool, list[float]]:
     observation, rewards, has_succeeded = env.reset(), [], False
     if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
-        observation = observation[0]  # gymnasium's, and gym's from 0.26 on
+        observation = observation[0]  # (observation, info): gymnasium, gym from 0.26 on
     horizon = _MOST_STEPS if rules.horizon is None else rules.horizon
     for _ in range(horizon):
         observation, reward, *ends, info = _checked(env, env.step(act(observation)))
@@ -113,11 +113,11 @@ def _checked(env: Any, step: Any) -> Any:
 
 
 def _says_success(env: Any, info: Mapping[str, Any]) -> bool:
-    """What the environment's method `is_success` says, or what its last step told under a name that is in use."""
+    """Return what the environment's method `is_success` returns, or else a known key of its last step's info."""
     method = getattr(env, "is_success", None)
     if callable(method):
         said = method()
-        return bool(said["task"] if isinstance(said, Mapping) else said)  # robomimic's has parts of the task, too
+        return bool(said["task"] if isinstance(said, Mapping) else said)  # robomimic's also has parts of the task
     for key in _SUCCESS_KEYS:
         if key in info:
             return bool(info[key])
@@ -130,9 +130,9 @@ def _says_success(env: Any, info: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def acting(policy: Any) -> Iterator[Callable[[Any], Any]]:
-    """What turns an observation into an action while the policy's networks are in evaluation mode. Local.
+    """Yield a function from observation to action; the policy's networks are in evaluation mode meanwhile. Local.
 
-    On one thread: what a sum of several threads comes to depends on how many there are, and they on the launcher.
+    On one thread: the last bits of a sum depend on the number of threads, and that depends on the launcher.
     """
     networks = networks_of(policy)
     modes = [(part, part.training) for network in networks for part in network.modules()]
@@ -151,7 +151,7 @@ def acting(policy: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def _begin_episode(policy: Any, networks: list[torch.nn.Module]) -> None:
-    """Tell a policy with a memory that an episode begins."""
+    """Call the policy's `reset` or `start_episode`, if any; raise if that changes parameters."""
     owner = getattr(policy, "__self__", policy)
     method = next((getattr(owner, name) for name in _BEGINS_EPISODE if callable(getattr(owner, name, None))), None)
     if method is not None:
@@ -170,7 +170,7 @@ def _num_writes(networks: list[torch.nn.Module]) -> int:
 
 
 def networks_of(policy: Any) -> list[torch.nn.Module]:
-    """The policy, or what it is a method of or calls, and what that holds, as far as they are networks. Local."""
+    """Return the networks that the policy is, holds or calls, also those of the object whose method it is. Local."""
     found: dict[int, torch.nn.Module] = {}
     seen: set[int] = set()
     left = [(policy, 0)]
@@ -201,7 +201,7 @@ def _held_by(holder: Any) -> list[Any]:
 
 
 def _of_network(network: torch.nn.Module) -> Callable[[Any], Any]:
-    """A network's forward for one observation: (...) in arrays, an array (...) out; (1, ...) in tensors inside."""
+    """Return a function from arrays (...) of one observation to an action (...); the network gets tensors (1, ...)."""
     first = next(iter(network.parameters()), torch.empty(0, device="cpu"))
 
     def act(observation: Any) -> Any:
@@ -218,7 +218,7 @@ def _of_network(network: torch.nn.Module) -> Callable[[Any], Any]:
 
 
 def _batch(observation: Any, like: torch.Tensor) -> Any:
-    """An observation as a batch of one, on the network's device, floats as its parameters are."""
+    """Return an observation as a batch of one, on the device of `like`; floats with its dtype."""
     if isinstance(observation, Mapping):
         return {key: _batch(value, like) for key, value in observation.items()}
     if isinstance(observation, (tuple, list)) and not all(isinstance(value, (int, float)) for value in observation):

@@ -1,4 +1,4 @@
-"""Evaluates a policy on all ranks: `evaluate` in the loop, `evaluate_in_background` beside the training."""
+"""Evaluates a policy on all ranks: `evaluate` while training waits, `evaluate_in_background` while it continues."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ddpshim.job.world import World
 from ddpshim.model.checksums import bits_of_rows
 from ddpshim.observe import intervals
 
-_LONG_S = 1.0  # to have waited, for a word about it
+_LONG_S = 1.0  # a longer wait is reported
 _END_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What episodes say of a policy; equal on all ranks, and for every number of ranks.
+    """The result of an evaluation; equal on all ranks, and for every number of ranks.
 
     Attributes:
-        episodes: those that count, in order. With an early stop they are the first ones, up to the one that decided.
-        confidence: of `interval`.
-        interval: of the rate of success: that of Clopper and Pearson; where the evaluation could stop early, one that
-            holds for all looks together (`at_any_time` of ddpshim/observe/intervals.py), which is wider.
-        is_above: whether the interval is above the threshold: None where it holds the threshold, or there is none.
+        episodes: those that count, in order. After an early stop, those up to the one that decided.
+        confidence: the confidence of `interval`.
+        interval: that of the success rate, by Clopper and Pearson; if the evaluation could stop early, a wider one
+            that holds for all checks together (`at_any_time` of ddpshim/observe/intervals.py).
+        is_above: whether the interval is above the threshold; None if it contains the threshold, or there is none.
     """
 
     episodes: tuple[Episode, ...]
@@ -49,12 +49,12 @@ class Evaluation:
 
     @property
     def num_successes(self) -> int:
-        """In how many episodes the task was done."""
+        """The number of episodes in which the task was done."""
         return sum(episode.success for episode in self.episodes)
 
     @property
     def success_rate(self) -> float:
-        """The share of such episodes."""
+        """The share of episodes in which the task was done."""
         return self.num_successes / len(self.episodes)
 
     @property
@@ -83,15 +83,15 @@ def evaluate(
     threshold: Optional[float] = None,
     width: Optional[float] = None,
 ) -> Evaluation:
-    """How often a policy succeeds, with the episodes dealt to all ranks (collective). One process plays them all.
+    """Return how often a policy succeeds; episodes are distributed over all ranks (collective). One process plays all.
 
-    Episode i has a seed of its own, from `seed` and i: what it draws (the environment, and the global generators of
-    torch, numpy and Python) depends on nothing else, so that the result is the same to the last bit on any number of
-    ranks, and the training's random streams and modes go on as if nothing had been played. Evaluations with the same
-    `seed` play the same episodes: checkpoints are compared on equal terms.
+    Episode i has its own seed, from `seed` and i: its random draws (of the environment, and of the global generators of
+    torch, numpy and Python) depend on nothing else. So the result is equal to the last bit on any number of ranks. The
+    training's random streams and modes are unchanged. Evaluations with the same `seed` play the same episodes, so that
+    checkpoints can be compared.
 
     >>> import ddpshim
-    >>> class Coin:  # any environment of gym's or gymnasium's kind; one that draws from its own generator, too
+    >>> class Coin:  # any gym or gymnasium environment, also one with its own generator
     ...     def reset(self, *, seed=None):
     ...         return [0.0], {}
     ...     def step(self, action):
@@ -100,25 +100,25 @@ def evaluate(
     36 of 40 episodes succeeded: 90% (76 to 97% with 95% confidence)
 
     Args:
-        make_env: returns an environment. Called once on each rank that plays, and again where it is another function
-            than that of the last evaluation. The environment is closed by `cleanup()`.
+        make_env: returns an environment. Called once on each rank that plays, and again if it is not the function of
+            the last evaluation. `cleanup()` closes the environment.
         policy: a function from observation to action, or a network: its forward gets one observation as tensors
             (1, ...) on its device, and returns an action (1, ...). Networks that it is, holds or calls are in
-            evaluation mode meanwhile, without gradients and on one thread. A method `reset` or `start_episode` of it is
-            called before each episode.
-        num_episodes: at most.
-        horizon: steps of an episode at most; default: until the environment says that it is done.
-        seed: default that of `setup`, else 0.
+            evaluation mode meanwhile, without gradients and on one thread. Its method `reset` or `start_episode`, if
+            any, is called before each episode.
+        num_episodes: the maximum number.
+        horizon: the maximum number of steps of an episode; default: the environment ends it.
+        seed: default: that of `setup`, or else 0.
         is_success: called after each step as `is_success(env, info)`; default: what the environment's method
             `is_success` returns (robomimic), else info["success"] or info["is_success"].
         ends_at_success: whether an episode ends with the step in which the task is done.
-        confidence: of the interval.
-        threshold: stop as soon as the interval is all above or all below this rate.
-        width: stop as soon as the interval is narrower.
+        confidence: the confidence of the interval.
+        threshold: stop as soon as the whole interval is above or below this rate.
+        width: stop as soon as the interval is at most this wide.
 
     Raises:
-        RolloutError: an episode failed; on all ranks, naming episode and rank. Or ranks were to evaluate different
-            weights or with different arguments.
+        RolloutError: an episode failed (on all ranks, naming episode and rank); an argument is invalid; or ranks have
+            different weights or arguments.
     """
     call = _checked(
         make_env, policy, num_episodes, horizon, seed, is_success, ends_at_success, confidence, threshold, width
@@ -132,18 +132,18 @@ def evaluate(
 def evaluate_in_background(
     make_env: Callable[[], Any], policy: Any, num_episodes: int, **options: Any
 ) -> EvaluationInBackground:
-    """`evaluate` in a process beside each rank, of the policy as it is now (collective; does not wait for episodes).
+    """Evaluate the policy as it is now, in a process beside each rank (collective; does not wait for episodes).
 
-    Training goes on while it plays: the process takes a core that is idle, and next to nothing of one that is not
-    (Linux: SCHED_IDLE). The result is that of `evaluate`, to the last bit. Where the last evaluation is still being
-    played, this waits for it. A policy on a GPU plays there, in a context of its own.
+    Training continues meanwhile: the process uses idle cores, and next to nothing of busy ones (Linux: SCHED_IDLE). The
+    result is that of `evaluate`, to the last bit. If the last evaluation has not ended, this waits for it. A policy on
+    a GPU stays on it, in a second CUDA context.
 
     Args:
-        make_env, policy, options: as `evaluate` has them. They are pickled: functions are those of a module, or of a
-            script that trains only under `if __name__ == "__main__":`.
+        make_env, policy, options: as for `evaluate`. They are pickled, so their functions must be defined in a module,
+            or in a script that trains only under `if __name__ == "__main__":`.
 
     Raises:
-        RolloutError: something cannot be sent to a process, or what `evaluate` finds before it plays.
+        RolloutError: something cannot be pickled, or an error that `evaluate` raises before it plays.
     """
     asked = inspect.signature(evaluate).bind(make_env, policy, num_episodes, **options)
     asked.apply_defaults()
@@ -151,12 +151,12 @@ def evaluate_in_background(
 
 
 class EvaluationInBackground:
-    """An evaluation that is being played. Made by `evaluate_in_background`."""
+    """A running evaluation. Made by `evaluate_in_background`."""
 
     def __init__(self, call: _Call) -> None:
         beside = current().part(_Players).beside
         begin = time.monotonic()
-        with beside.turn:  # the last one is done
+        with beside.turn:  # waits for the last one
             waited_s = time.monotonic() - begin
         if waited_s > _LONG_S and call.here.is_main:
             say_once(
@@ -175,12 +175,12 @@ class EvaluationInBackground:
         self._thread.start()
         has_turn.wait()
         on_cleanup(self._end)
-        atexit.register(self._end)  # a thread that Python ends in a call to the store would take the process with it
+        atexit.register(self._end)  # a thread that Python ends in a call to the store would crash the process
 
     def result(self) -> Evaluation:
-        """The evaluation; waits until all episodes are played (collective).
+        """Wait until all episodes are played, and return the evaluation (collective).
 
-        Raises RolloutError, on all ranks, where an episode failed.
+        Raises RolloutError, on all ranks, if an episode failed.
         """
         self._is_asked = True
         if self._result is None:
@@ -192,13 +192,13 @@ class EvaluationInBackground:
         return self._result
 
     def poll(self) -> Optional[Evaluation]:
-        """The evaluation if all ranks have played theirs, else None: the same on all ranks (collective)."""
+        """Return the evaluation if all ranks have played, else None; equal on all ranks (collective)."""
         if self._result is None and not all(self._call.here.gather(not self._thread.is_alive())):
             return None
         return self.result()
 
     def cancel(self) -> None:
-        """Play no more, on any rank, than the episodes that are being played. Local; there is no result."""
+        """Stop all ranks after their current episodes. Local; there is no result then."""
         self._is_asked = True
         self._is_unwanted.set()
 
@@ -209,7 +209,7 @@ class EvaluationInBackground:
             self._gathered = deal.play(play, _what, is_told_to_end=is_unwanted, is_success=_succeeded)
 
     def _end(self) -> None:
-        """Leave it where the job ends. Local; idempotent."""
+        """Stop it when the job ends. Local; idempotent."""
         atexit.unregister(self._end)
         if not self._is_asked:
             self._is_asked = True
@@ -220,7 +220,7 @@ class EvaluationInBackground:
 
 
 class _Players:
-    """Those of a job."""
+    """The players of a job, in this process and beside it."""
 
     def __init__(self) -> None:
         self.here, self.beside = Player(), PlayerBeside()
@@ -230,7 +230,7 @@ class _Players:
 
 @dataclass(frozen=True)
 class _Call:
-    """An evaluation that was asked for, with the same arguments on all ranks."""
+    """The checked arguments of an evaluation, equal on all ranks."""
 
     here: World
     order: Order
@@ -254,7 +254,7 @@ class _Call:
         return is_narrow or (self.threshold is not None and not low <= self.threshold <= high)
 
     def evaluation(self, dealt: Dealt) -> Evaluation:
-        """What was played, cut where the first episodes decide: ranks may have played more of them."""
+        """Return the result, up to the episode that decided: ranks may have played more."""
         dealt.raise_failure(self.here.rank)
         kept: list[Episode] = []
         shown: list[environments.Shown] = []
@@ -299,7 +299,7 @@ def _checked(
     threshold: Optional[float],
     width: Optional[float],
 ) -> _Call:
-    """The call (collective). Raises RolloutError where it makes no sense, or ranks call otherwise."""
+    """Return the call (collective). Raises RolloutError if an argument is invalid, or differs between ranks."""
     here = world()
     rates = {"confidence": confidence, "threshold": threshold, "width": width}
     odd = [f"{name}={rate}" for name, rate in rates.items() if rate is not None and not 0 < rate < 1]
@@ -324,7 +324,7 @@ def _checked(
 
 
 def _bits(policy: Any) -> list[int]:
-    """A checksum of each network of the policy."""
+    """Return a checksum of each network of the policy."""
     rows = [list(network.state_dict().items()) for network in networks_of(policy)]
     return bits_of_rows(rows, torch.device("cpu")).tolist() if rows else []
 

@@ -1,4 +1,4 @@
-"""Plays episodes in an environment that it keeps, in this process or in one beside it that trains nothing."""
+"""Plays episodes in an environment that is kept between them, in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ddpshim.job.random_streams import shared_random_streams
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import described
 
-_NUM_CHECKED = 2  # episodes
+_NUM_CHECKED = 2  # episodes with `is_checked`
 _NICE_WHILE_PLAYING = 19
-YIELDS = True  # whether the process beside gives way to all others; tests on busy machines cannot wait for it
+YIELDS = True  # whether the separate process uses idle cores only; tests on busy machines turn it off
 _END_DEADLINE_S = 5.0
 _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be played: an environment, a policy, and how."""
+    """What to play: an environment, a policy, and the rules."""
 
     make_env: Callable[[], Any]
     policy: Any
@@ -44,14 +44,14 @@ class Order:
 
 
 class Player:
-    """An environment and what was played in it. One of a job, and one of a process beside it."""
+    """Plays episodes, and keeps the environment. A job has one, and so has its separate process."""
 
     def __init__(self) -> None:
         self._make_env: Any = None
         self._env: Any = None
 
     def play(self, order: Order, number: int) -> tuple[Any, Any]:
-        """The fields of an `Episode`, and of what it showed. Local."""
+        """Play an episode; return the fields of its `Episode` and `Shown`. Local."""
         if self._make_env is not order.make_env:
             self.close()
             with shared_random_streams(order.rules.seed):
@@ -68,19 +68,19 @@ class Player:
 
 
 class PlayerBeside:
-    """The same in a process of its own, which computes where nobody else wants the core. One of a job.
+    """Plays episodes in a separate process, which uses idle cores only. A job has one.
 
-    It is started for the first episode and kept. One thread at a time may play.
+    The process is started for the first episode and kept. One thread at a time may play.
     """
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()  # held by the evaluation that plays
+        self.turn = threading.Lock()  # held by the running evaluation
         self._process: Optional[subprocess.Popen[bytes]] = None
         self._connection: Optional[Connection] = None
         self._has_ended = False
 
     def ordered(self, order: bytes) -> Callable[[int], Any]:
-        """What plays an episode of `order`, which is `packed`; for the thread that holds the turn."""
+        """Return a function that plays an episode of a `packed` order; for the thread that holds `turn`."""
         left = [order]
 
         def play(number: int) -> Any:
@@ -98,7 +98,7 @@ class PlayerBeside:
         return play
 
     def close(self) -> None:
-        """End the process, in the middle of an episode if it is in one. Local; idempotent."""
+        """Kill the process, even in the middle of an episode. Local; idempotent."""
         self._has_ended = True
         process = self._process
         if process is not None:
@@ -124,9 +124,9 @@ class PlayerBeside:
 
 
 def packed(order: Order) -> bytes:
-    """An order as it is now, to be sent to a process. Local.
+    """Return an order as it is now, pickled for another process. Local.
 
-    Raises RolloutError where it holds something that cannot be sent.
+    Raises RolloutError if something in it cannot be pickled.
     """
     policy = io.BytesIO()
     try:
@@ -141,14 +141,14 @@ def packed(order: Order) -> bytes:
 
 
 def _program() -> tuple[Optional[str], Optional[str]]:
-    """The name or the file of what runs as __main__: what it defines is there under the same names beside it."""
+    """Return the module name and file of __main__, whose definitions the separate process needs."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     return (spec.name if spec is not None else None), getattr(main, "__file__", None)
 
 
 def _numerics() -> dict[str, Any]:
-    """What decides in which bits this process computes, beside the number of threads."""
+    """Return the settings that affect the last bits of results, except the number of threads."""
     return {
         "dtype": torch.get_default_dtype(),
         "precision": torch.get_float32_matmul_precision(),
@@ -166,13 +166,13 @@ def _compute_as(numerics: dict[str, Any]) -> None:
 
 
 def _serve(descriptor: int, parent: int, name: Optional[str], file: Optional[str], yields: bool) -> None:
-    """What the process beside does, as long as the other one wants it."""
+    """Answer requests in the separate process, until its parent ends or closes the connection."""
     if yields:
         _give_way()
     group.settle_rounding()
     connection, receiver = Connection(descriptor), _Receiver(name, file)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
-        # Workers of the other process hold its end of the connection, too, and may outlive it.
+        # The parent's data workers hold its end of the connection, too, and may outlive it.
         while connection.poll(_LOOK_EVERY_S) or os.getppid() == parent:
             if connection.poll():
                 connection.send(receiver.answer(*connection.recv()))
@@ -180,15 +180,15 @@ def _serve(descriptor: int, parent: int, name: Optional[str], file: Optional[str
 
 
 def _give_way() -> None:
-    """Compute only where nobody else wants the core. From here on: the imports before should not take for ever."""
+    """Use idle cores only. Called after the imports, which would take too long on a busy machine."""
     os.nice(_NICE_WHILE_PLAYING)
     if hasattr(os, "SCHED_IDLE"):
-        with contextlib.suppress(OSError):  # a sandbox may not let it
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class _Receiver:
-    """Plays what is ordered."""
+    """Plays the orders that arrive in the separate process."""
 
     def __init__(self, name: Optional[str], file: Optional[str]) -> None:
         self._main, self._player = (name, file), Player()
@@ -197,7 +197,7 @@ class _Receiver:
         self._order: Any = None
 
     def answer(self, packed_order: Optional[bytes], number: int) -> tuple[Any, Optional[str], str]:
-        """What was played, or None, why not, and the traceback."""
+        """Return the result, None and ""; or, after an error, None, the error and its traceback."""
         try:
             if packed_order is not None:
                 self._order = self._unpacked(packed_order)
@@ -211,7 +211,7 @@ class _Receiver:
             self._has_main = True
         packed_env, policy, rules, numerics = pickle.loads(packed_order)
         _compute_as(numerics)
-        is_same = packed_env == self._packed_env  # its environment is kept
+        is_same = packed_env == self._packed_env  # then its environment is kept
         make_env = self._order.make_env if is_same else pickle.loads(packed_env)
         self._packed_env = packed_env
         return Order(make_env, torch.load(io.BytesIO(policy), weights_only=False), pickle.loads(rules))

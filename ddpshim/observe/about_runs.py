@@ -12,11 +12,11 @@ from ddpshim.arguments import natural, positive
 if TYPE_CHECKING:
     from ddpshim.arguments import Commands
 
-_BELOW_RUN = Path()  # the folder of the run
+_BELOW_RUN = Path()  # --to-wandb without DIR
 
 
 def add(commands: Commands) -> None:
-    """Add both to the commands of a parser. Local."""
+    """Add both commands to a parser. Local."""
     _add_report(commands)
     _add_predict(commands)
 

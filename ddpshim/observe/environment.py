@@ -1,4 +1,4 @@
-"""Describes the machine and the packages for a bug report, without what makes a report private."""
+"""Describes the machine and its packages for a bug report, by default without names of machines and users."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _LOOPBACK = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
 
 
 def describe(with_names: bool = False) -> dict[str, Any]:
-    """Versions, GPUs, launcher, variables and machine, in sections of JSON's types. Local; starts no group.
+    """Return versions, GPUs, launcher, variables and machine, by section, as JSON types. Local; starts no group.
 
-    Imports torch, and none of the other packages whose versions it gives. Where something cannot be found out, the
-    reason stands in its place, and no training ends because of it. With `with_names` False (a report is public) the
-    names of machines and of the user and the home folder are replaced, wherever they occur; variables that look
-    like secrets are left out in any case.
+    Imports torch, but no other package whose version it reports. The value of a section that cannot be determined is
+    the reason, so that recording it cannot end a training. With `with_names` False (for public reports) the names of
+    machines and of the user and the home folder are replaced, wherever they occur. Variables whose names look like
+    secrets are always left out.
     """
     relevant = (name for name in sorted(os.environ) if _RELEVANT.fullmatch(name) and not _SECRET.search(name))
     report: dict[str, Any] = {
@@ -61,12 +61,12 @@ def describe(with_names: bool = False) -> dict[str, Any]:
 
 
 def without_names(text: str) -> str:
-    """`text` with the names of machines and of the user and the home folder replaced. Local."""
+    """Return `text` with the names of machines and of the user and the home folder replaced. Local."""
     return str(_without(_private(os.environ), text))
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """The report of :func:`describe`, for reading."""
+    """Return the report of :func:`describe` as readable text."""
     lines = []
     for section, content in report.items():
         if isinstance(content, Mapping):
@@ -79,7 +79,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def _found(section: Callable[[], Any]) -> Any:
-    """What `section` returns, or why it cannot be had: drivers and containers have errors of their own."""
+    """Return `section()`, or its error as text: drivers and containers raise errors of any type."""
     try:
         return section()
     except Exception as error:
@@ -87,7 +87,7 @@ def _found(section: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, Optional[str]]:
-    here = platform.uname()  # platform.platform() starts a process to ask for the name of the processor
+    here = platform.uname()  # platform.platform() starts a process to find the processor's name
     versions: dict[str, Optional[str]] = {
         "ddpshim": __version__,
         "Python": f"{platform.python_version()} ({sys.implementation.name})",
@@ -106,7 +106,7 @@ def _versions() -> dict[str, Optional[str]]:
 def _torch_versions() -> dict[str, Optional[str]]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # then this is what the report is about
+    except (ImportError, OSError) as error:  # probably the bug that is reported
         return {"torch": f"cannot be imported: {error}"}
     versions: dict[str, Optional[str]] = {"torch": str(torch.__version__), "CUDA": torch.version.cuda}
     if torch.version.hip is not None:
@@ -123,13 +123,13 @@ def _torch_versions() -> dict[str, Optional[str]]:
 
 
 def _patch_states() -> dict[str, str]:
-    """For each codebase whose adapter knows patches, whether what is installed has them."""
+    """Return, for each codebase whose adapter has patches, whether the installed files are patched."""
     asked = {package: adapters.function(package, "state_of_files") for package in adapters.packages()}
     return {f"{package} patch": _found(state) for package, state in asked.items() if state is not None}
 
 
 def _gpus() -> Any:
-    """Each GPU, and which reach each other's memory. Asks the driver for properties, allocates nothing."""
+    """Describe each GPU, and the GPUs whose memory it can access. Only queries the driver; allocates nothing."""
     try:
         import torch
     except (ImportError, OSError):
@@ -176,10 +176,10 @@ def _machine() -> dict[str, Any]:
 
 
 def _private(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to hide, and what to show in its place; the longest first, as one may be a part of another."""
+    """Return the texts to hide and their replacements, the longest first, because one may contain another."""
     try:
         user = getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a container may run under a number that has no name
+    except (ImportError, KeyError, OSError):  # a container may run under a user id without a name
         user = ""
     machines = {socket.gethostname(), socket.gethostname().split(".")[0]}
     for value in (environ[name] for name in environ if _NAMES_MACHINES.fullmatch(name)):
@@ -187,7 +187,7 @@ def _private(environ: Mapping[str, str]) -> dict[str, str]:
         with contextlib.suppress(LaunchError):
             machines.update(expand_nodelist(value))
     hidden = {**dict.fromkeys(machines, "<host>"), user: "<user>", os.path.expanduser("~"): "<home>"}
-    # Shorter ones are parts of words and numbers that say nothing about anybody.
+    # Shorter texts also occur inside ordinary words and numbers, and identify nobody.
     kept = [text for text in hidden if len(text) < 3 or text in ("root", "localhost") or _LOOPBACK.fullmatch(text)]
     return {text: hidden[text] for text in sorted(hidden, key=len, reverse=True) if text not in kept}
 

@@ -1,4 +1,4 @@
-"""Writes the curves of a run, its mean's and each rank's, as TensorBoard events or as a W&B run."""
+"""Writes a run's curves, of each rank and of the mean over ranks, as TensorBoard events or a W&B run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Optional, Protocol, Union
 from ddpshim.errors import ReportError
 from ddpshim.observe.records import Record
 
-KINDS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}  # and the packages that write them
-_MEAN = None  # in place of a rank
+KINDS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}  # with the packages that write them
+_MEAN = None  # the `rank` of a point of the mean
 
 
 class Point(NamedTuple):
-    """A number of a curve: of one rank, or (rank None) of all."""
+    """One value of a curve: of one rank, or of the mean over ranks (rank None)."""
 
     rank: Optional[int]
     name: str
@@ -33,29 +33,29 @@ class _Writer(Protocol):
 
 
 class Curves:
-    """Curves that are being written, by one process, epoch by epoch."""
+    """Writes the curves of all ranks, epoch by epoch, in one process."""
 
     def __init__(self, folder: Union[str, os.PathLike[str]], log_with: Iterable[str]) -> None:
         """Write below `folder`: TensorBoard events to tensorboard/, a W&B run (offline if WANDB_MODE is not set) to
-        wandb/. `log_with`: some of KINDS, of which `check` knows that they can be written."""
+        wandb/. `log_with`: kinds that `check` has accepted."""
         classes: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
         self._writers: list[_Writer] = [classes[kind](Path(folder)) for kind in log_with]
 
     def add(self, by_rank: Mapping[int, Record]) -> None:
-        """Write the records that ranks made at the end of one epoch, all of one phase. Local."""
+        """Write the ranks' records of one epoch and phase. Local."""
         points = list(_points(by_rank))
         first = next(iter(by_rank.values()))
         for writer in self._writers:
             writer.write(points, int(first["epoch"]), first.get("time"))
 
     def close(self) -> None:
-        """Write what is left, and end. Local."""
+        """Flush and close the writers. Local."""
         for writer in self._writers:
             writer.close()
 
 
 def check(log_with: Union[str, Iterable[str]]) -> tuple[str, ...]:
-    """The kinds that are asked for. Local. Raises ReportError for one that does not exist, or that nobody can write."""
+    """Return the kinds in `log_with`. Local. Raises ReportError if one is unknown, or its package is not installed."""
     kinds = (log_with,) if isinstance(log_with, str) else tuple(dict.fromkeys(log_with))
     for kind in kinds:
         if kind not in KINDS:
@@ -69,28 +69,28 @@ def check(log_with: Union[str, Iterable[str]]) -> tuple[str, ...]:
 
 
 def _points(by_rank: Mapping[int, Record]) -> Iterator[Point]:
-    """What the records say: metrics, and where the seconds of a training epoch went.
+    """Yield the points of one epoch and phase: its metrics and, for training, the seconds of each part.
 
-    A mean that the trainer took itself counts. Of one rank there is the mean alone.
+    A mean that the trainer logged is used as it is; otherwise it is computed. With one rank, only the mean is yielded.
     """
     curves: dict[str, dict[int, float]] = {}
-    said: dict[str, float] = {}
+    logged: dict[str, float] = {}
     for rank, record in by_rank.items():
         phase = record.get("phase", "training")
         metrics = {f"{phase}/{name}": value for name, value in (record.get("own") or {}).items()}
         seconds = record.get("seconds") or {} if phase == "training" else {}
         for name, value in {**metrics, **{f"seconds/{part}": value for part, value in seconds.items()}}.items():
             curves.setdefault(name, {})[rank] = float(value)
-        said = said or {f"{phase}/{name}": float(value) for name, value in (record.get("mean") or {}).items()}
-    for name in dict.fromkeys([*curves, *said]):
+        logged = logged or {f"{phase}/{name}": float(value) for name, value in (record.get("mean") or {}).items()}
+    for name in dict.fromkeys([*curves, *logged]):
         values = curves.get(name, {})
-        yield Point(_MEAN, name, said[name] if name in said else math.fsum(values.values()) / len(values))
+        yield Point(_MEAN, name, logged[name] if name in logged else math.fsum(values.values()) / len(values))
         if len(by_rank) > 1:
             yield from (Point(rank, name, value) for rank, value in values.items())
 
 
 class _TensorBoard:
-    """The mean in the folder itself, each rank in a folder in it: TensorBoard draws them into one chart."""
+    """Writes the mean to the folder and each rank to a subfolder, which TensorBoard draws in one chart."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._class = folder / "tensorboard", _summary_writer()
@@ -100,7 +100,7 @@ class _TensorBoard:
         for point in points:
             if point.rank not in self._writers:
                 name = "" if point.rank is _MEAN else f"rank_{point.rank}"
-                # What an earlier start wrote of this epoch and later ones is done again.
+                # Drop what an earlier start wrote from this epoch on: this start trains these epochs again.
                 self._writers[point.rank] = self._class(str(self._folder / name), purge_step=epoch or None)
             self._writers[point.rank].add_scalar(point.name, point.value, epoch, walltime=moment)
         for writer in self._writers.values():
@@ -118,7 +118,7 @@ def _summary_writer() -> Any:
 
 
 class _Wandb:
-    """All curves in one run: that which the program has begun, else one of our own."""
+    """Writes all curves to one run: the program's current run, or else a new one."""
 
     def __init__(self, folder: Path) -> None:
         wandb = importlib.import_module("wandb")

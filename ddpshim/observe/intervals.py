@@ -1,7 +1,7 @@
-"""Says how sure a rate of success, or a mean, is from a number of episodes.
+"""Computes confidence intervals of a success rate, or of a mean, over episodes.
 
-An interval at 95% that is looked at after every episode, until it says what one wants, is wrong far more often than in
-5% of the cases. So there are two: one for a number of episodes that was settled before, and one for a look at any time.
+A 95% interval that is checked after every episode, until it gives the wanted answer, is wrong far more often than in 5%
+of cases. So there are two: `exact` for a number of episodes fixed in advance, `at_any_time` for repeated checks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Callable
 
 _NUM_HALVINGS = 60
-_NUM_PIECES = 400  # of an integral, even
+_NUM_PIECES = 400  # for Simpson's rule, which needs an even number
 
 
 def exact(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The interval of Clopper and Pearson, for a number of episodes that did not depend on their outcome. Local.
+    """Return the Clopper-Pearson interval, for a number of episodes that did not depend on their outcomes. Local.
 
     >>> [round(end, 4) for end in exact(18, 20)]
     [0.683, 0.9877]
@@ -40,12 +40,12 @@ def exact(successes: int, episodes: int, confidence: float = 0.95) -> tuple[floa
 
 
 def at_any_time(successes: int, episodes: int, confidence: float = 0.95) -> tuple[float, float]:
-    """An interval that may be looked at after every episode: with that confidence none of all looks is wrong. Local.
+    """Return an interval that may be checked after every episode: `confidence` holds for all checks together. Local.
 
-    What is bet on each rate is a mixture over all rates, uniformly ("beta-binomial"): a rate r is out once the bet
-    against it has gained 1 / (1 - confidence). By Ville's inequality that happens to the true rate with a probability
-    of at most 1 - confidence, however long one looks (Robbins, "Statistical methods related to the law of the iterated
-    logarithm", 1970). It is wider than `exact`.
+    A rate r is excluded once the likelihood of a uniform mixture over all rates ("beta-binomial") is at least
+    1 / (1 - confidence) times that of r. By Ville's inequality this happens to the true rate with a probability of at
+    most 1 - confidence, however many checks there are (Robbins, "Statistical methods related to the law of the iterated
+    logarithm", 1970). The interval is wider than that of `exact`.
 
     >>> [round(end, 4) for end in at_any_time(18, 20)]
     [0.5897, 0.9963]
@@ -53,7 +53,7 @@ def at_any_time(successes: int, episodes: int, confidence: float = 0.95) -> tupl
     _check(successes, episodes, confidence)
     failures = episodes - successes
     mixture = math.lgamma(successes + 1) + math.lgamma(failures + 1) - math.lgamma(episodes + 2)
-    least = mixture + math.log(1 - confidence)  # of the logarithm of the likelihood, for a rate to stay
+    least = mixture + math.log(1 - confidence)  # rates with a log likelihood above this are in
 
     def is_in(rate: float) -> bool:
         likelihood = (successes * math.log(rate) if successes else 0.0) + (
@@ -68,7 +68,7 @@ def at_any_time(successes: int, episodes: int, confidence: float = 0.95) -> tupl
 
 
 def of_mean(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Student's interval for the mean that `values` are drawn around, of which there are at least two. Local.
+    """Return Student's t interval for the true mean of samples; `values` has at least two. Local.
 
     >>> [round(end, 3) for end in of_mean([1.0, 2.0, 3.0])]
     [-0.484, 4.484]
@@ -77,7 +77,7 @@ def of_mean(values: Sequence[float], confidence: float = 0.95) -> tuple[float, f
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) * 2 / math.sqrt(math.pi)
 
     def is_enough(angle: float) -> bool:
-        """Whether |t| stays below sqrt(freedom) * tan(angle) with that confidence (Simpson's rule)."""
+        """Whether |t| < sqrt(freedom) * tan(angle) has a probability above `confidence` (Simpson's rule)."""
         width = angle / _NUM_PIECES
         weights = (1 if i in (0, _NUM_PIECES) else 2 + 2 * (i % 2) for i in range(_NUM_PIECES + 1))
         area = math.fsum(w * math.cos(i * width) ** (freedom - 1) for i, w in enumerate(weights)) * width / 3
@@ -89,7 +89,7 @@ def of_mean(values: Sequence[float], confidence: float = 0.95) -> tuple[float, f
 
 
 def _crossing(low: float, high: float, is_above: Callable[[float], bool]) -> float:
-    """Where `is_above` turns from False to True."""
+    """Return where `is_above` changes from False to True, by bisection."""
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_above(middle) else (middle, high)

@@ -1,4 +1,4 @@
-"""Measures what a message between all ranks of a job costs, for `python -m ddpshim predict`."""
+"""Measures how long messages between all ranks of a job take, for `python -m ddpshim predict`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddpshim.job.world import World
 from ddpshim.observe.ring_model import Link
 
 MESSAGES_BYTES = (4, 4 * 2**20)
-_NUM_TIMES = (9, 4)  # the first one opens connections; the fastest counts, as ranks do not always begin together
+_NUM_TIMES = (9, 4)  # the first opens connections; the fastest counts, because ranks may start at different times
 
 
 def measure(here: World) -> Optional[Link]:
-    """The link of a ring that would take as long as two sizes of messages did; None in a world of one (collective)."""
+    """Return the link of a ring that fits the times of messages of two sizes; None with one rank (collective)."""
     if here.world_size == 1:
         return None
     seconds = []
@@ -27,7 +27,7 @@ def measure(here: World) -> Optional[Link]:
 
 
 def link_of(world_size: int, small_s: float, large_s: float) -> Link:
-    """The link of a ring of ranks, of the seconds that messages of `MESSAGES_BYTES` take. Local."""
+    """Return the link of a ring in which the messages of `MESSAGES_BYTES` take these seconds. Local."""
     hops = 2 * (world_size - 1)
     slope = max((large_s - small_s) / (MESSAGES_BYTES[1] - MESSAGES_BYTES[0]), 1e-15)
     return Link(hops / world_size / slope, max(0.0, small_s - slope * MESSAGES_BYTES[0]) / hops)

@@ -1,8 +1,8 @@
-"""Predicts a training on another number of ranks from the records of one run: how fast it is, and what is its limit.
+"""Predicts the speed and the bottleneck of a training on another number of ranks, from the records of one run.
 
-What a rank computes shrinks with its share of the global batch (option per_rank_batch: stays), what a step costs
-beside that stays, loaders are limited by their workers and the cores of a node, and gradients cross a ring
-(`ring_model`) with the links that the run has measured.
+A rank's computation shrinks with its share of the global batch (with per_rank_batch it is constant), the rest of a step
+is constant, loaders are limited by their workers and the cores of a node, and gradients are reduced in a ring
+(`ring_model`) over the links that the run measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddpshim.observe.report.run import Start, load
 from ddpshim.observe.report.words import ms
 from ddpshim.observe.ring_model import Cluster, Link, Training
 
-_TOLD = {
+_NEEDED = {
     "steps",
     "seconds",
     "sends_s",
@@ -27,29 +27,28 @@ _TOLD = {
     "cores",
     "gradient_bytes",
     "bucket_bytes",
-}  # of records of kind "pace"
-# Of a rank's share of the batch, or of the episodes; the rest of a step is the same on any number of ranks.
+}  # fields of records of kind "pace"
+# Phases proportional to a rank's share of the batch or of the episodes; the rest take as long on any number of ranks.
 _SHRINKS = ("transfer", "forward", "backward", "rollout", "evaluation")
 _STAYS = ("optimizer", "after", "save", "outside")
-PHASES = (*_SHRINKS, *_STAYS, "data", "communication")  # those of `ddpshim.job.meter`, which imports torch
-_STALLS = 0.03  # of a step: a loader with workers that is waited for so long is at its limit
-_NO_HELP = 1.1  # times as fast with twice the ranks
-_MUCH = 0.25  # of a step
+PHASES = (*_SHRINKS, *_STAYS, "data", "communication")  # as in `ddpshim.job.meter`, which imports torch
+_STALLS = 0.03  # the share of a step above which a wait for data means that the loader is at its limit
+_NO_HELP = 1.1  # more ranks help if twice as many are more than this times as fast
 _GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run tells of a step.
+    """The measured step of one run.
 
     Attributes:
-        step_s: mean over the ranks.
-        seconds: of each phase on the slowest rank; of communication what is no waiting for another rank.
-        waits_s: for the rank that happens to be last in a step.
-        worker_s: what a worker of a loader takes for a batch of its rank; None where that is not known.
-        cores: of a node.
-        ranks_per_node: in that run.
-        link: None where one rank was measured.
+        step_s: the mean over the ranks.
+        seconds: the times of phases on the slowest rank; communication without the wait for other ranks.
+        waits_s: the wait in a step because another rank than the slowest may be last in it.
+        worker_s: the time that a worker of a loader takes for a batch of its rank; None if unknown.
+        cores: the cores of a node.
+        ranks_per_node: the number in that run.
+        link: None if the run had one rank.
         holds_global_batch: False with the option per_rank_batch.
     """
 
@@ -68,9 +67,9 @@ class Measured:
 
 
 class Prediction(NamedTuple):
-    """A step on `world_size` ranks: its seconds, how many times as fast the training is, and what limits it.
+    """The predicted step on `world_size` ranks, the speed-up of the training against the run, and what limits it.
 
-    `more_help`: whether twice as many are a tenth faster, at least.
+    `more_help`: whether twice as many ranks are more than 10% faster.
     """
 
     world_size: int
@@ -82,10 +81,10 @@ class Prediction(NamedTuple):
 
 
 def predict(run: Measured, world_size: int, gpus_per_node: Optional[int] = None) -> Prediction:
-    """What `run` would be on `world_size` ranks. Local."""
+    """Predict `run` on `world_size` ranks. Local."""
     per_node = gpus_per_node or max(_GPUS_PER_NODE, run.ranks_per_node)
     step_s, parts = _step(run, world_size, per_node)
-    # On the same node, where it is one: another node brings cores, and a network that was not measured.
+    # If one node holds the ranks, let it hold twice as many: another node adds cores, and an unmeasured network.
     twice_s, _ = _step(run, 2 * world_size, 2 * world_size if world_size <= per_node else per_node)
     more = 1 if run.holds_global_batch else 2
     grows = 1 if run.holds_global_batch else world_size / run.world_size
@@ -100,7 +99,7 @@ def predict(run: Measured, world_size: int, gpus_per_node: Optional[int] = None)
 
 
 def _step(run: Measured, world_size: int, per_node: int) -> tuple[float, dict[str, float]]:
-    """Seconds of a step, and of what it consists, by what may be its limit."""
+    """Return the seconds of a step, and those of each part that may limit it, by name."""
     share = run.world_size / world_size if run.holds_global_batch else 1.0
     computes = share * (run.waits_s + sum(run.seconds[phase] for phase in _SHRINKS))
     stays = sum(run.seconds[phase] for phase in _STAYS)
@@ -118,7 +117,7 @@ def _step(run: Measured, world_size: int, per_node: int) -> tuple[float, dict[st
 
 
 def _exposed_s(run: Measured, world_size: int, share: float, per_node: int) -> float:
-    """What a step waits for gradients: by the model, and what the measured run had beyond its own."""
+    """Return how long a step waits for gradients: by the model, plus the run's excess over the model."""
     if run.link is None or world_size == 1:
         return 0.0
     here = Cluster("here", run.link, run.link, max(per_node, run.world_size))
@@ -132,12 +131,12 @@ def _exposed_s(run: Measured, world_size: int, share: float, per_node: int) -> f
 
 
 def _loads_s(run: Measured, world_size: int, share: float, per_node: int) -> float:
-    """Seconds between two batches that loaders with workers can give; 0 where they were not at their limit."""
+    """Return the seconds per batch that loaders with workers need; 0 without workers, or if unknown."""
     if not run.num_workers:
         return 0.0
 
     def at_once(ranks: int, ranks_of_node: int) -> float:
-        """Workers of a rank that find a core."""
+        """Return how many workers of a rank have a core."""
         return min(run.num_workers, run.cores / min(ranks, ranks_of_node))
 
     after = at_once(world_size, per_node)
@@ -145,7 +144,7 @@ def _loads_s(run: Measured, world_size: int, share: float, per_node: int) -> flo
         return share * run.step_s * at_once(run.world_size, run.ranks_per_node) / after
     if run.worker_s is None:
         return 0.0
-    # Where the workers that are busy are more than cores, a batch has waited for its core as well.
+    # With more busy workers than cores, the time per batch includes the wait for a core.
     busy = min(run.num_workers, run.worker_s / run.step_s)
     own_s = run.worker_s * min(1.0, run.cores / run.ranks_per_node / busy)
     return share * own_s / after
@@ -163,7 +162,7 @@ def _notes(run: Measured, world_size: int, per_node: int) -> list[str]:
 
 
 def as_text(run: Measured, found: Prediction) -> str:
-    """The prediction in words."""
+    """Return the prediction as text."""
     if found.speedup >= 0.995:
         speed = f"{found.speedup:.1f} times as fast"
     else:
@@ -175,13 +174,13 @@ def as_text(run: Measured, found: Prediction) -> str:
 
 
 def measured(folder: Union[str, os.PathLike[str]]) -> Measured:
-    """What the records below `folder` tell of the last start's steps. Local.
+    """Return the step of the last start below `folder` that recorded the phases of all ranks. Local.
 
-    Raises ReportError where no start has told what its steps are made of.
+    Raises ReportError if no start did.
     """
     run = load(folder)
     for start in reversed(run.starts):
-        paces = {rank: [r for r in found if r.keys() >= _TOLD] for rank, found in start.ranks.items()}
+        paces = {rank: [r for r in found if r.keys() >= _NEEDED] for rank, found in start.ranks.items()}
         if all(paces.values()) and not start.missing:
             steps = min(found[-1]["steps"] for found in paces.values())
             same = [next(r for r in found if r["steps"] == steps) for _, found in sorted(paces.items())]

@@ -1,7 +1,7 @@
-"""Records what a rank's training does, for `python -m ddpshim report`.
+"""Records the training of a rank, for `python -m ddpshim report`.
 
-Nothing is added to a step but a few additions: no collective, no wait for a GPU. Lines are written at the end of an
-epoch, and now and then inside a long one.
+Recording adds only a few sums to a step: no collective, no wait for a GPU. Lines are written at the end of an epoch,
+and every 30 s inside a long one.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ddpshim.observe import environment, exporting, links, records
 
 _PROGRESS_EVERY_S = 30.0
 _GPU_LOOK_EVERY_S = 5.0
-_MOST_POINTS = 32  # of a curve inside an epoch; a power of 2
+_MOST_POINTS = 32  # points of a loss curve inside an epoch; a power of 2
 
 
 @contextlib.contextmanager
 def record(folder: checkpoint.PathLike, *, log_with: Union[str, Iterable[str]] = ()) -> Iterator[Recorder]:
-    """Write down what the training in this block does, in `folder`, for `python -m ddpshim report folder`.
+    """Record the training in this block in `folder`, for `python -m ddpshim report folder`.
 
-    Collective at the start; `Recorder.epoch` is local, but with `log_with` collective. Each rank appends to a file of
-    its own, a later start of the same run to the same file. Losses, gradients and random streams are not touched, and a
-    full disk ends the recording, not the training. robomimic's trainers, launched, do so by themselves. Nothing is
-    written with the option `record` off (DDPSHIM_RECORD=no).
+    Collective at the start; `Recorder.epoch` is local, or collective with `log_with`. Each rank appends to its own
+    file, and a later start of the run appends to the same files. Losses, gradients and random streams do not change.
+    If the disk is full, recording ends and training continues. Launched robomimic trainers are recorded without this
+    call. Nothing is written with the option `record` off (DDPSHIM_RECORD=no).
 
     Args:
-        folder: the run's.
-        log_with: "tensorboard", "wandb" or both: the main rank also writes TensorBoard events to `folder`/tensorboard,
-            a W&B run to `folder`/wandb, or to the run that the program has begun. The curves are those of the mean
-            and of each rank, by epoch. The W&B run is offline where WANDB_MODE is not set.
+        folder: the folder of the run.
+        log_with: "tensorboard", "wandb" or both: the main rank also writes curves of the mean and of each rank, by
+            epoch, as TensorBoard events to `folder`/tensorboard, and as a W&B run to `folder`/wandb, or to the
+            program's current run. A new W&B run is offline unless WANDB_MODE is set.
 
     Raises:
-        ReportError: `log_with` is not known, or its package is not installed.
+        ReportError: `log_with` is unknown, or its package is not installed.
     """
     recorder = Recorder(folder, log_with)
     try:
@@ -55,21 +55,20 @@ def record(folder: checkpoint.PathLike, *, log_with: Union[str, Iterable[str]] =
         _note_failure(error)
         raise
     finally:
-        records.end("finished")  # where no failure was noted: the first word counts
+        records.end("finished")  # without effect after a failure: the first end counts
         recorder.close_curves()
 
 
 @contextlib.contextmanager
 def profile() -> Iterator[list[records.Record]]:
-    """Print where the time of this block went, a row for each rank; write nothing.
+    """Print how this block's time was spent, one row per rank; write nothing.
 
-    Collective at the end, where the block did not raise. For the block around a training loop, with any of torch's
-    data loaders and optimizers, and networks of `wrap_parallel`; `Meter` says what counts to which part. Before and
-    after it nothing is counted, and nothing costs anything.
+    Collective at the end, unless the block raises. Use it around a training loop with any of torch's data loaders and
+    optimizers, and networks of `wrap_parallel`; `Meter` defines the parts. Outside the block nothing is measured, at
+    no cost.
 
-    Yields a list that is empty in the block. After it, on every rank, it holds a mapping for each rank, in order, as
-    an epoch's record does: `steps` (batches), `seconds` of each part (they add up to those of the block), `memory` in
-    bytes.
+    Yields a list that is empty inside the block. After it, on every rank, it holds one mapping per rank, in rank order:
+    `steps` (batches), `seconds` by part (their sum is the time of the block), and `memory` in bytes.
     """
     here, ranks = world(), list[records.Record]()
     meter = Meter(uses_events=here.backend == "nccl")
@@ -86,17 +85,17 @@ def profile() -> Iterator[list[records.Record]]:
 
 
 class Recorder:
-    """The records of this rank's training, in `folder`/ddpshim/rank_N.jsonl."""
+    """Writes the records of this rank's training to `folder`/ddpshim/rank_N.jsonl."""
 
     def __init__(self, folder: checkpoint.PathLike, log_with: Union[str, Iterable[str]] = ()) -> None:
-        """Begin them, or go on with those of an earlier start (collective)."""
+        """Start the records, or append to those of an earlier start (collective)."""
         here = world()
         self.is_on = here.options.record
         self._folder = folder
         self._log_with = here.run_on_main(exporting.check, log_with) if self.is_on and log_with else ()
         self._curves: Optional[exporting.Curves] = None  # on the main rank, from its first epoch on
         self._writes_curves = here.is_main
-        self.first_step = 0  # of this epoch, where an earlier start was left in it
+        self.first_step = 0  # of this epoch; above 0 if an earlier start was interrupted in it
         self._device = here.device
         self._uses_events = here.backend == "nccl"
         self._meter: Optional[Meter] = None
@@ -107,14 +106,14 @@ class Recorder:
         self._gpu_use: list[int] = []
         if self.is_on:
             number = here.run_on_main(_number, folder)
-            link = links.measure(here)  # collective: before a rank finds that it cannot write
-            told = None if link is None else (link.bytes_per_s, link.latency_s)
-            self.is_on = records.begin(folder, here.rank, start=number, link=told, **_facts(here))
-            # After it nobody will say how it ended: with what is on its way out, or nothing.
+            link = links.measure(here)  # collective, so before a rank can find that it cannot write
+            numbers_of_link = None if link is None else (link.bytes_per_s, link.latency_s)
+            self.is_on = records.begin(folder, here.rank, start=number, link=numbers_of_link, **_facts(here))
+            # The last chance to record how the run ended: with the exception that is propagating, if any.
             on_cleanup(lambda: _note_failure(sys.exc_info()[1]))
 
     def step(self, loss: float) -> None:
-        """Take note of this rank's loss of a step. Local. A loss on a GPU would be waited for: give it as a number."""
+        """Record this rank's loss of one step, a number. Local. Reading it from a GPU's tensor waits for the GPU."""
         if not self.is_on:
             return
         self._curve.add(float(loss))
@@ -127,7 +126,7 @@ class Recorder:
             self._next_progress = now + _PROGRESS_EVERY_S
 
     def step_of(self, metrics: Mapping[str, Any]) -> None:
-        """As `step`, of the loss among `metrics`, if there is one. Local."""
+        """Call `step` with the loss in `metrics`, if there is one. Local."""
         name = records.main_loss(metrics)
         if name is not None:
             self.step(metrics[name])
@@ -141,15 +140,16 @@ class Recorder:
         num_samples: Optional[int] = None,
         **metrics: float,
     ) -> None:
-        """Write down an epoch that has ended, and where the time since the last call went. Local; with `log_with`
-        collective.
+        """Record an epoch that has ended, and how the time since the last call was spent.
+
+        Local; collective with `log_with`.
 
         Args:
-            epoch: its number; one that a later start does again replaces it in the report.
-            loss: this rank's mean training loss. The report shows every rank's, and their mean.
+            epoch: its number. The report shows the last start's record of an epoch.
+            loss: this rank's mean training loss. The report shows the losses of all ranks, and their mean.
             valid: this rank's validation loss.
             num_samples: how many samples this rank saw.
-            metrics: anything else that is a number.
+            metrics: any other numbers.
         """
         if not self.is_on and not self._log_with:
             return
@@ -162,7 +162,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Count where the time of this block goes, for the next `write_epoch`. Local."""
+        """Measure how this block's time is spent, for the next `write_epoch`. Local."""
         self.start_counting()
         try:
             yield
@@ -170,14 +170,14 @@ class Recorder:
             self.stop_counting()
 
     def start_counting(self) -> None:
-        """From here on time is counted. Local."""
-        self.stop_counting()  # of an epoch that raised
+        """Start measuring time. Local."""
+        self.stop_counting()  # in case the last epoch raised
         if self.is_on:
             self._meter = Meter(self._uses_events)
             self._meter.start()
 
     def stop_counting(self) -> None:
-        """Keep what was counted for the next `write_epoch`. Local."""
+        """Stop measuring, and keep the times for the next `write_epoch`. Local."""
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.stop()
@@ -193,7 +193,7 @@ class Recorder:
         batch_size: Optional[int] = None,
         num_samples: Optional[int] = None,
     ) -> None:
-        """Write down a pass over data: this rank's metrics and, where somebody has taken it, their mean over ranks."""
+        """Record a pass over data: this rank's metrics and, if the trainer computed it, their mean over ranks."""
         if not self.is_on and not self._log_with:
             return
         curve, self._curve = self._curve, _Curve()
@@ -222,7 +222,7 @@ class Recorder:
         self._next_progress = time.monotonic() + _PROGRESS_EVERY_S
 
     def close_curves(self) -> None:
-        """End what `log_with` writes. Local."""
+        """Close the writers of `log_with`. Local."""
         if self._curves is not None:
             with self._exporting():
                 self._curves.close()
@@ -236,26 +236,26 @@ class Recorder:
 
     @contextlib.contextmanager
     def _exporting(self) -> Iterator[None]:
-        """What fails in this block is said, and ends the curves of `log_with`, not the training."""
+        """Print an error of this block, and stop writing the curves of `log_with`; training continues."""
         try:
             yield
         except Exception as error:
             self._curves, self._writes_curves = None, False
             say(
                 f"{' and '.join(self._log_with)} cannot be written ({type(error).__name__}: {error}); training and its "
-                "records go on without. Look for what the error names."
+                "records continue without. Correct what the error names."
             )
 
     def _look_at_gpu(self, now: float) -> None:
         self._next_look = now + _GPU_LOOK_EVERY_S
         try:
             self._gpu_use.append(torch.cuda.utilization(self._device))
-        except Exception:  # no pynvml, or an error of its own: this machine does not tell, and will not
+        except Exception:  # no pynvml, or it fails: it would fail again
             self._next_look = float("inf")
 
 
 class _Curve:
-    """The losses of any number of steps, as at most `_MOST_POINTS` means over equally many steps each."""
+    """Reduces the losses of any number of steps to at most `_MOST_POINTS` means over equally many steps."""
 
     def __init__(self) -> None:
         self.means: list[float] = []
@@ -279,7 +279,7 @@ def _counted_by(meter: Meter) -> dict[str, Any]:
 
 
 def _memory(device: torch.device) -> dict[str, Any]:
-    """Bytes of the process and of its GPU, now and at most."""
+    """Return the bytes that the process and its GPU use, currently and at the peak."""
     now, most = machine.resident_bytes()
     memory: dict[str, Any] = {"rss": now, "peak_rss": most}
     if device.type == "cuda":
@@ -292,7 +292,7 @@ def _memory(device: torch.device) -> dict[str, Any]:
 def _number(folder: checkpoint.PathLike) -> int:
     try:
         return records.num_starts(folder) + 1
-    except OSError:  # `records.begin` meets it as well, and says so
+    except OSError:  # `records.begin` gets the same error, and reports it
         return 1
 
 
@@ -311,6 +311,6 @@ def _note_failure(error: Optional[BaseException]) -> None:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What of `metrics` is a number, as one of Python's."""
+    """Return those of `metrics` that are numbers, or tensors with one, as floats."""
     found = ((n, v) for n, v in metrics.items() if isinstance(v, Real) or (torch.is_tensor(v) and v.numel() == 1))
     return {name: float(value) for name, value in found}

@@ -1,6 +1,6 @@
-"""Appends records of a run to a file of JSON lines, one for each rank. Imports no torch.
+"""Appends a run's records to files of JSON lines, one per rank. Imports no torch.
 
-A line is appended by one call of the system; what cannot be written is reported once, and the training goes on.
+Each line is appended by one system call. An error is reported once; training then continues without records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 class _State:
-    """The open file of this process; file is -1 where there is none."""
+    """The open file of this process; `file` is -1 if none is open."""
 
     file = -1
     path = Path()
@@ -40,9 +40,9 @@ _state = _State()
 
 
 def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool:
-    """Open this rank's file below `folder`, and note the start with its `facts`; whether that was possible. Local.
+    """Open this rank's file below `folder`, and record the start with its `facts`; return whether that worked. Local.
 
-    A file that is there is continued, behind a line that was left half written.
+    An existing file is appended to, on a new line if its last one is incomplete.
     """
     _close()
     path = Path(folder, FOLDER, f"rank_{rank}.jsonl")
@@ -61,34 +61,34 @@ def begin(folder: Union[str, os.PathLike[str]], rank: int, **facts: Any) -> bool
     _append(("\n" if is_torn else "") + _line("start", {**facts, "rank": rank}))
     started_by = os.environ.get(variables.RUN_DIR)
     if started_by is not None and rank == 0:
-        with contextlib.suppress(OSError):  # `run` says where the records are, once all ranks have ended
+        with contextlib.suppress(OSError):  # `ddpshim run` prints the records' place once all ranks have ended
             Path(started_by, FOLDER).write_text(str(Path(folder).absolute()))
     return is_on()
 
 
 def is_on() -> bool:
-    """Whether this process writes records. Local; not in a process that was forked from it."""
+    """Whether this process writes records; False in a fork of it. Local."""
     return _state.file >= 0 and _state.process == os.getpid()
 
 
 def note(kind: str, **values: Any) -> None:
-    """Append a record, where this process writes any. Local."""
+    """Append a record, if this process writes records. Local."""
     if is_on():
         _append(_line(kind, values))
 
 
 def end(how: str, **values: Any) -> None:
-    """Note how the run ended on this rank, once: the first word counts, and nothing is noted after it. Local."""
+    """Record how the run ended on this rank. The first call counts; nothing is recorded after it. Local."""
     note("end", how=how, **values)
     if is_on():
         _close()
 
 
 def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
-    """How often runs were started whose records are below `folder`. Local."""
+    """Return how many starts the records below `folder` have. Local."""
     last = 0
     for path in files(folder).values():
-        with contextlib.suppress(OSError):  # it is none of ours: what is appended to it meets that as well
+        with contextlib.suppress(OSError):  # not reported here: appending to the file fails, too, and reports it
             for line in _lines(path):
                 if line.startswith(_START):
                     with contextlib.suppress(ValueError, RecursionError):  # a torn line
@@ -98,18 +98,18 @@ def num_starts(folder: Union[str, os.PathLike[str]]) -> int:
 
 
 def files(folder: Union[str, os.PathLike[str]]) -> dict[int, Path]:
-    """The files of records below `folder`, by rank. Local."""
+    """Return the files of records below `folder`, by rank. Local."""
     found = {path: _NAME.fullmatch(path.name) for path in Path(folder, FOLDER).glob("rank_*.jsonl")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
 
 
 class Read(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         records: in order.
-        num_torn: lines that are none: torn by a kill or a full disk.
-        is_begun: whether the last line is one more that is none, and has no end: a writer may be in the middle of it.
+        num_torn: how many lines are invalid, because of a kill or a full disk; not counting an `is_begun` one.
+        is_begun: whether the last line is invalid and has no newline, so that a rank may still be writing it.
     """
 
     records: list[Record]
@@ -118,7 +118,7 @@ class Read(NamedTuple):
 
 
 def read(path: Path) -> Read:
-    """The records in the file at `path`. Local. Raises OSError where it cannot be read."""
+    """Return the contents of the file at `path`. Local. Raises OSError if it cannot be read."""
     found, num_torn = [], 0
     lines = _lines(path)
     is_whole = True
@@ -141,7 +141,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def main_loss(metrics: Mapping[str, Any]) -> Optional[str]:
-    """The metric that counts as the loss: "Loss", or the first of those that are called so."""
+    """Return the name of the metric that is the loss: "Loss", or else the first one that contains "loss"."""
     return next((name for name in ("Loss", *sorted(metrics)) if name in metrics and "loss" in name.lower()), None)
 
 
@@ -153,7 +153,7 @@ def _append(text: str) -> None:
     data = text.encode()
     try:
         if os.write(_state.file, data) < len(data):
-            raise OSError("the disk took only a part of a line")
+            raise OSError("only a part of a line was written")
     except OSError as error:
         _say(_state.path, error)
         _close()

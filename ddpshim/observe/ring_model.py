@@ -1,9 +1,9 @@
-"""A model of one training step with DDP: ring all-reduce, bucket by bucket, behind the backward pass.
+"""Models one training step with DDP: ring all-reduce, bucket by bucket, overlapping the backward pass.
 
 Time of a message of B bytes among W ranks: 2 (W-1)/W B/bandwidth + 2 (W-1) latency (Patarasuk and Yuan 2009).
-Among several nodes of G GPUs the message is first scattered inside each, then reduced among nodes by G rings side by
-side that share the node's network, then gathered inside. What it leaves out: stragglers, loading of data, other users
-of the network, trees in place of rings (with them nccl's latency grows with the logarithm of W).
+With several nodes of G GPUs, the message is first reduced and scattered inside each node, then reduced between nodes by
+G parallel rings that share the node's network, then gathered inside. Not modelled: stragglers, loading of data, other
+users of the network, trees instead of rings (with them nccl's latency grows with the logarithm of W).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import Optional
 
-BACKWARD_SHARE = 2 / 3  # of the compute of a step: twice the work of forward
+BACKWARD_SHARE = 2 / 3  # of a step's compute: backward is twice the work of forward
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a message crosses: bytes a second in one direction, and seconds for each hop."""
+    """A connection between ranks: bytes per second in one direction, and seconds per hop."""
 
     bytes_per_s: float
     latency_s: float
@@ -25,7 +25,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of `gpus_per_node` GPUs; `between` is the network of a whole node."""
+    """Nodes of `gpus_per_node` GPUs: `inside` links two GPUs, `between` is the network of a whole node."""
 
     name: str
     inside: Link
@@ -33,7 +33,7 @@ class Cluster:
     gpus_per_node: int = 8
 
     def all_reduce_s(self, num_bytes: float, world_size: int) -> float:
-        """Seconds of one all-reduce; 0 for one rank.
+        """Return the seconds of one all-reduce; 0 for one rank.
 
         >>> one = Cluster("slow", Link(1e9, 0), Link(1e9, 0))
         >>> one.all_reduce_s(1e9, 2), one.all_reduce_s(1e9, 4)
@@ -49,8 +49,8 @@ def _ring_s(num_bytes: float, world_size: int, link: Link) -> float:
     return hops / world_size * num_bytes / link.bytes_per_s + hops * link.latency_s
 
 
-# What the vendors name, less a fifth. NVLink 4: 450 GB/s in one direction; PCIe 4 x16: 32; InfiniBand NDR: 50 for
-# each of eight cards, or of one; 10 Gigabit Ethernet: one card for the node.
+# 80% of the vendors' figures, in one direction. NVLink 4: 450 GB/s; PCIe 4 x16: 32; InfiniBand NDR: 50 per card, with
+# eight cards per node, or one; 10 Gigabit Ethernet: one card per node.
 NVLINK, PCIE = Link(0.8 * 450e9, 3e-6), Link(0.8 * 32e9, 6e-6)
 CLUSTERS = [
     Cluster("NVLink + InfiniBand", NVLINK, Link(0.8 * 8 * 50e9, 6e-6)),
@@ -61,7 +61,7 @@ CLUSTERS = [
 
 @dataclass(frozen=True)
 class Training:
-    """What a rank does between two optimizer steps."""
+    """The work of a rank between two optimizer steps."""
 
     num_parameters: float
     compute_s: float  # forward and backward of one pass on one rank
@@ -69,19 +69,19 @@ class Training:
     accumulation_steps: int = 1
     bytes_per_parameter: float = 4.0  # 2 with bf16 compression
     overlaps: bool = True
-    backward_s: Optional[float] = None  # of one pass, else its usual share of `compute_s`
+    backward_s: Optional[float] = None  # of one pass; default: BACKWARD_SHARE of `compute_s`
 
     def step_s(self, world_size: int, cluster: Cluster) -> float:
-        """Seconds of a step: the passes, and what the backward pass does not hide of the reductions.
+        """Return the seconds of a step: the passes, plus the part of the reductions that backward does not hide.
 
-        Buckets are ready one after the other while the last backward pass runs, and are sent one at a time.
+        Buckets become ready one after the other during the last backward pass, and are sent one at a time.
 
         >>> Training(1e6, 0.3).step_s(1, CLUSTERS[0])
         0.3
         """
         alone = self.accumulation_steps * self.compute_s
         total = self.num_parameters * self.bytes_per_parameter
-        # The size of a bucket is that of its gradients before they are compressed.
+        # `bucket_bytes` is the size of gradients before compression.
         count = max(1, math.ceil(self.num_parameters * 4 / self.bucket_bytes))
         each_s = cluster.all_reduce_s(total / count, world_size)
         backward_s = BACKWARD_SHARE * self.compute_s if self.backward_s is None else self.backward_s
@@ -92,5 +92,5 @@ class Training:
         return max(alone, sent)
 
     def efficiency(self, world_size: int, cluster: Cluster) -> float:
-        """The part of a step that is compute: 1 is perfect scaling with the batch of a rank held."""
+        """Return the share of compute in a step; 1 is perfect scaling at a constant batch per rank."""
         return self.accumulation_steps * self.compute_s / self.step_s(world_size, cluster)

@@ -1,16 +1,16 @@
-"""Tells records that a report can compute with from junk: torn lines, files of another program. Imports no torch."""
+"""Distinguishes valid records from junk: torn lines, files of another program. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-_LAST_MOMENT = 253402300799  # of the year 9999, after which time.gmtime fails
+_LAST_MOMENT = 253402300799  # the end of the year 9999; time.gmtime fails beyond
 _MOST_RANKS = 1 << 16
 
 
 def is_sound(record: Any) -> bool:
-    """Whether `record` is a mapping with a kind, a moment and, where its kind has them, numbers as numbers. Local."""
+    """Whether `record` is a mapping with a kind and a time, and the known fields of its kind are valid. Local."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return False
     checks = {**_OF_ALL, **_OF_KIND.get(record["kind"], {})}

@@ -1,4 +1,4 @@
-"""Makes the charts of how the ranks of a run worked together: losses, time, memory, and what happened when."""
+"""Draws the charts that compare the ranks of a run: losses, time, memory, and a timeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddpshim.observe.report.words import percent
 
 
 def of_ranks(run: Run) -> list[Chart]:
-    """How the ranks worked together."""
+    """Return the charts that compare the ranks."""
     drawn = (_deviations(run), _times(run), _balance(run), _memory(run), _timeline(run))
     return [chart for chart in drawn if chart is not None]
 
@@ -47,8 +47,8 @@ def _deviations(run: Run) -> Optional[Chart]:
     traces.append(line("largest", at, mode="markers", marker=ring, showlegend=False, hoverinfo="skip"))
     says = f"Rank {rank} is farthest from the mean, by {percent(share)} in epoch {epoch.number} (circled)."
     how = (
-        "Each rank sees other samples, so lines move around zero. One that stays away from it has other data or "
-        "another model; lines that are all exactly zero mean the same samples on every rank."
+        "Each rank sees different samples, so lines move around zero. A line that stays away has different data or a "
+        "different model; if all lines are exactly zero, every rank has the same samples."
     )
     drawn = figure(traces, "own loss against the mean, %")
     return Chart("deviations", "Difference between the ranks", says, how, "loss", drawn)
@@ -85,8 +85,8 @@ def _times(run: Run) -> Optional[Chart]:
     drawn = figure(traces, "", where, height, barmode="stack", bargap=0.25, **{**axes, "hovermode": "y unified"})
     says = ", ".join(f"{name} {percent(sum(of) / len(of))}" for name, of in shares.items() if max(of) > 0.0005)
     how = (
-        "Data wait: the next batch was not there yet. Communication: what of it was not hidden behind compute, waiting "
-        "for slower ranks included. Compute holds forward and backward passes and all else between two batches."
+        "Data wait: waiting for the next batch. Communication: the part not hidden behind compute, including the wait "
+        "for slower ranks. Compute: forward and backward passes, and all else between two batches."
     )
     return Chart("times", "Where the time went", f"Mean over the ranks: {says}.", how, "time", drawn)
 
@@ -104,8 +104,8 @@ def _balance(run: Run) -> Optional[Chart]:
     slow, fast = max(works, key=lambda r: works[r]), min(works, key=lambda r: works[r])
     says = f"Slowest is rank {slow} with {works[slow]:.2f} ms a step, fastest rank {fast} with {works[fast]:.2f}."
     how = (
-        "A step takes as long as its slowest rank. Lines should lie on each other; a rank above the others holds all "
-        "of them up, and they wait for it in communication."
+        "A step takes as long as its slowest rank. Lines should overlap; a rank above the others slows all of them "
+        "down, and they wait for it in communication."
     )
     y = axis("own work, ms a step", rangemode="tozero")
     return Chart("balance", "Balance of the ranks", says, how, "time", figure(traces, "", yaxis=y))
@@ -137,10 +137,10 @@ def _memory(run: Run) -> Optional[Chart]:
             )
         )
     at_end = [of[max(of)] for (_, key), of in held.items() if key == "rss"]
-    says = f"At the end processes hold {min(at_end) / scale:.1f} to {max(at_end) / scale:.1f} {unit}." if at_end else ""
+    says = f"At the end processes use {min(at_end) / scale:.1f} to {max(at_end) / scale:.1f} {unit}." if at_end else ""
     how = (
-        "What each rank's process holds at the end of an epoch, without its data workers; dashed and dotted: the most "
-        "that torch has used and reserved on its GPU. A line that keeps rising is a leak."
+        "Memory of each rank's process at the end of an epoch, without its data workers; dashed and dotted: the peak "
+        "that torch has allocated and reserved on its GPU. A line that keeps rising is a leak."
     )
     y = axis(f"memory, {unit}", rangemode="tozero")
     return Chart("memories", "Memory", says, how, "memory", figure(traces, "", yaxis=y))
@@ -165,8 +165,8 @@ def _timeline(run: Run) -> Optional[Chart]:
                 row = "validation" if record.get("phase") == "validation" else "training"
                 seconds = math.fsum(record.get("seconds", {}).values())
             width = max(seconds, 0.001 * offset) / scale
-            told = f"epoch {record.get('epoch')}, {seconds:.4g} s" if type(record.get("epoch")) is int else ""
-            bars[row].append((place(start.number, record["time"]) - width, width, told))
+            label = f"epoch {record.get('epoch')}, {seconds:.4g} s" if type(record.get("epoch")) is int else ""
+            bars[row].append((place(start.number, record["time"]) - width, width, label))
     traces: list[Figure] = []
     for name, colour in zip(bars, PART_COLOURS[1:]):
         if bars[name]:
@@ -203,8 +203,8 @@ def _timeline(run: Run) -> Optional[Chart]:
         f"{count(len(guards), 'guard result')} of which {num_failed} failed, {count(len(saves), 'checkpoint')}."
     )
     how_to_read = (
-        "What the first rank did, one after the other; a tick is a comparison of the guards, a cross one that failed, "
-        "a triangle a checkpoint. A broken line is where the run was started again; the time between is left out."
+        "The work of the first rank over time; a tick is a comparison by the guards, a cross a failed one, a triangle "
+        "a checkpoint. A broken line is a restart; the time between two starts is left out."
     )
     return Chart("timeline", "Timeline", says, how_to_read, "starts", drawn)
 

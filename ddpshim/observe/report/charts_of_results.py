@@ -1,4 +1,4 @@
-"""Makes the charts of what policies reached over training: success, return, losses; of a run, or of several."""
+"""Draws the charts of success, return and losses over training, for one run or several."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ddpshim.observe.report.results import Evaluation, evaluations
 from ddpshim.observe.report.run import Run
 from ddpshim.observe.report.words import percent
 
-_WIDE = {"color": "rgba(128,136,148,0.35)", "width": 9}  # a line under others
-_FEW_EPOCHS = 3  # of which the losses inside are drawn
-_HIDDEN = ("Time_", "Timing_")  # metrics that the charts of time have
+_WIDE = {"color": "rgba(128,136,148,0.35)", "width": 9}  # the line of the mean, drawn under the others
+_FEW_EPOCHS = 3  # with more epochs, losses inside them are not drawn
+_HIDDEN = ("Time_", "Timing_")  # metrics that the charts of time show
 
 
 def of_results(runs: Mapping[str, Run]) -> list[Chart]:
-    """What the policies reached over training, and their losses; runs by their name ("" where there is one)."""
+    """Return the charts of success, return and losses; `runs` by name ("" if there is only one)."""
     one = runs.get("")
     losses = (_losses(one), _metrics(one)) if one is not None else (_losses_of_runs(runs), _losses_by_time(runs))
     found = {name: evaluations(run) for name, run in runs.items()}
@@ -38,7 +38,7 @@ def of_results(runs: Mapping[str, Run]) -> list[Chart]:
     if one is None:
         for trace in (trace for chart in drawn for trace in chart.figure["data"]):
             if trace["line"]["color"] == COLOURS[0]:
-                trace["line"]["width"] = 5  # the first run shows below others that lie on it
+                trace["line"]["width"] = 5  # the first run stays visible under others that overlap it
     return drawn
 
 
@@ -82,25 +82,25 @@ def _evaluated(
     for run_name, all_of_run in by_run.items():
         found = [each for each in all_of_run if value_of(each) is not None]
         for environment in dict.fromkeys(each.environment for each in found):
-            mine = [each for each in found if each.environment == environment]
+            evaluated = [each for each in found if each.environment == environment]
             called = f"{run_name}: {environment}" if run_name and num_environments > 1 else run_name or environment
-            values = {each.epoch: value_of(each) for each in mine}
-            ends = [interval_of(each) or (value_of(each),) * 2 for each in mine]
+            values = {each.epoch: value_of(each) for each in evaluated}
+            ends = [interval_of(each) or (value_of(each),) * 2 for each in evaluated]
             reach = [(high - value, value - low) for (low, high), value in zip(ends, values.values())]
             bars = {"type": "data", "symmetric": False, "width": 3, "thickness": 1.2}
             up, down = zip(*reach)
             bars.update(array=up, arrayminus=down)
             number = len(traces) if len(by_run) == 1 else list(by_run).index(run_name)
-            told = [[*end, each.episodes] for end, each in zip(ends, mine)]
+            details = [[*end, each.episodes] for end, each in zip(ends, evaluated)]
             text = f"{shown} ({shown_interval}, %{{customdata[2]}} episodes)"
-            has_interval = any(map(interval_of, mine))
+            has_interval = any(map(interval_of, evaluated))
             more = (
-                {"error_y": bars, "customdata": told, "hovertemplate": text}
+                {"error_y": bars, "customdata": details, "hovertemplate": text}
                 if has_interval
                 else {"hovertemplate": shown}
             )
             traces.append(line(called, values, number, **{**more, "mode": "lines+markers"}))
-            last = percent(value_of(mine[-1])) if name == "success" else f"{value_of(mine[-1]):.4g}"
+            last = percent(value_of(evaluated[-1])) if name == "success" else f"{value_of(evaluated[-1]):.4g}"
             said.append(f"{called} {last}" if len(by_run) > 1 or num_environments > 1 else last)
     if not traces:
         return None
@@ -138,9 +138,7 @@ def _losses(run: Run) -> Optional[Chart]:
         says = f"Training loss from {means[0]:.4g} in epoch {x[0]} to {means[-1]:.4g} in epoch {x[-1]}"
     says += f", validation loss {[*valid.values()][-1]:.4g} at the end." if valid else "."
     inside = "inside the epochs, " if has_curves else ""
-    how = (
-        f"One line per rank, {inside}over the wide line of their mean: where the lines lie on each other, ranks agree."
-    )
+    how = f"One line per rank, {inside}over the wide line of their mean: where the lines overlap, ranks agree."
     y = axis("loss", **log_where_wide([*means, *valid.values()]))
     drawn = figure(traces, "loss", "epochs" if has_curves else "epoch", yaxis=y)
     return Chart("losses", "Loss", says, how, "loss", drawn)
@@ -221,5 +219,5 @@ def _metrics(run: Run) -> Optional[Chart]:
     drawn = figure(traces, "", updatemenus=[menu], margin=margin, showlegend=False)
     says = f"{count(len(values), 'metric')} that the trainer logs beside the loss."
     return Chart(
-        "metrics", "Other metrics", says, "The list above the chart chooses one; means over the ranks.", "", drawn
+        "metrics", "Other metrics", says, "Choose one in the list above the chart; means over the ranks.", "", drawn
     )

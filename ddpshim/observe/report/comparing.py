@@ -1,4 +1,4 @@
-"""Compares runs: what each reached, its speed-up beside the predicted one, and what differs between them."""
+"""Compares runs: their results, measured and predicted speed-up, and differences in configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FACTS = ("world_size", "backend", "device", "gpu", "seed", "options")
 
 
 def named(runs: Sequence[Run]) -> dict[str, Run]:
-    """The runs by names that differ: their own, or else what of their paths differs."""
+    """Return the runs by unique names: their own, or else the parts in which their paths differ."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         paths = [run.folder.resolve() for run in runs]
@@ -37,12 +37,12 @@ def named(runs: Sequence[Run]) -> dict[str, Run]:
 
 
 def tables_of(runs: Mapping[str, Run]) -> list[Table]:
-    """Final values, and what differs."""
+    """Return the tables of final values and of differences."""
     return [table for table in (_values(runs), _differences(runs)) if table.rows]
 
 
 def speed(run: Run) -> Optional[float]:
-    """The samples that all ranks see in a second of training, in the last start that tells."""
+    """Return the samples per second of training, of all ranks, in the last start that recorded them."""
     for start in reversed(run.starts):
         rates = []
         for rank in start.ranks:
@@ -78,8 +78,8 @@ def _values(runs: Mapping[str, Run]) -> Table:
         )
     columns = list(dict.fromkeys(name for row in found for name in row if any(other.get(name) for other in found)))
     note = (
-        "Speed-up: samples in a second of training, against the first run; "
-        "predicted: what ddpshim predict says from the first run's records. In brackets: "
+        "Speed-up: samples per second of training, against the first run; "
+        "predicted: by ddpshim predict, from the first run's records. In brackets: "
         "95% intervals, or the epoch."
     )
     return Table("values", "Final values", columns, [[row.get(name, "") for name in columns] for row in found], note)
@@ -88,7 +88,7 @@ def _values(runs: Mapping[str, Run]) -> Table:
 def _predicted(first: Run, world_size: int) -> str:
     try:
         return f"{predict.predict(predict.measured(first.folder), world_size).speedup:.2f}"
-    except ReportError:  # its records do not tell what a step is made of
+    except ReportError:  # its records lack the phases of a step
         return ""
 
 
@@ -115,7 +115,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 def _config(path: Path) -> Any:
     try:
         return json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):  # not every trainer leaves one
+    except (OSError, ValueError, RecursionError):  # not every trainer writes one
         return None
 
 

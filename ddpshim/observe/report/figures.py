@@ -1,7 +1,7 @@
-"""Describes figures for plotly, which draws them in the page.
+"""Builds figures for plotly, which draws them in the page.
 
-Text and grid take their colours from the page's style. Lines and bars have a colour that can be told from a light and
-from a dark page.
+Text and grid take their colours from the page's style. The colours of lines and bars are visible on a light and on a
+dark page.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-# At least 3 to 1 against both pages; white text has 4.5 to 1 on those of PART_COLOURS.
+# Contrast: at least 3 to 1 against both pages; 4.5 to 1 between white text and PART_COLOURS.
 COLOURS = ("#2e7fd1", "#d2601a", "#128a64", "#b556a2", "#a67c00", "#3f93b5", "#8467c9", "#9a6a45")
 PART_COLOURS = ("#b2590f", "#3d73b3", "#2b7f57", "#9b518f", "#6b7482")
 GREY, GOOD, BAD = "#808894", "#1f8a54", "#d0454f"
 DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_NAMED = 8
-_FEW_POINTS = 12  # that a line is drawn with
+_FEW_POINTS = 12  # longer lines are drawn without markers
 _HEIGHT = 300  # pixels
 
 Figure = dict[str, Any]
 
 
 class Chart(NamedTuple):
-    """A picture, and what it says to those who cannot see it. `table` names the one with its numbers."""
+    """A figure with its texts. `says` is for those who cannot see it; `table` names the table with its numbers."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Chart(NamedTuple):
 
 
 def figure(traces: Sequence[Figure], y: str, x: str = "epoch", height: int = _HEIGHT, **layout: Any) -> Figure:
-    """A chart of `traces` over epochs, or what else `x` is."""
+    """Return a figure of `traces`; `x` and `y` are the titles of its axes."""
     traces = [trace for trace in traces if trace]
     xaxis: Figure = {"title": {"text": x, "standoff": 6}, "hoverformat": ".4~g"}
     xaxis.update(spikethickness=1, spikecolor=GREY)
@@ -62,14 +62,14 @@ def figure(traces: Sequence[Figure], y: str, x: str = "epoch", height: int = _HE
             "xaxis": xaxis,
             "yaxis": axis(y),
             "hoverlabel": {"namelength": -1},
-            "uirevision": "kept",  # what is zoomed stays so when the page refreshes
+            "uirevision": "kept",  # keeps the zoom when the page refreshes
             **layout,
         },
     }
 
 
 def line(name: str, points: Mapping[Any, Optional[float]], number: int = 0, **more: Any) -> Figure:
-    """A line in the colour and dashes of this `number`, which differ for the first 32."""
+    """Return a line; its colour and dashes depend on `number`, and differ for the first 32."""
     dash = DASHES[(number // len(COLOURS)) % len(DASHES)]
     return {
         "type": "scatter",
@@ -94,5 +94,5 @@ def log_where_wide(values: Iterable[Optional[float]]) -> Figure:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit in which so many seconds are read, and how many seconds it has."""
+    """Return a suitable unit for a duration, and how many seconds it has."""
     return ("s", 1.0) if seconds < 180 else ("minutes", 60.0) if seconds < 3 * 3600 else ("hours", 3600.0)

@@ -1,4 +1,4 @@
-"""Says in sentences how a run ended, and what there is to look at."""
+"""Describes in sentences how a run ended, and problems in its numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WARM_S = 30.0
 
 
 class Remark(NamedTuple):
-    """A sentence for those who look: "bad" is to be seen to, "note" may be, "good" is as it should be."""
+    """A sentence of the report. Levels: "bad" needs action, "note" may need it, "good" is as expected."""
 
     level: str
     text: str
 
 
 def verdict(run: Run) -> Remark:
-    """How the run ended, in a sentence."""
+    """Return a sentence on how the run ended."""
     start, ends = run.last, run.last.ends()
     silent = [rank for rank in range(start.world_size) if rank not in ends]
     left = [end for end in ends.values() if end.get("how") == "left"]
@@ -36,27 +36,27 @@ def verdict(run: Run) -> Remark:
         own = [r for r, e in failed.items() if e.get("first") in (None, r) and r not in lost]
         if silent and not own:
             who = ranks_called(silent)
-            return Remark("bad", f"Failed: {who} ended without a word, killed perhaps (out of memory?)")
+            return Remark("bad", f"Failed: {who} ended without an error message, perhaps killed (out of memory?)")
         rank = min(own or failed, key=lambda r: float(failed[r]["time"]))
         return Remark("bad", f"Failed: rank {rank}: {first_line(failed[rank].get('error'))}")
     if left:
         where = f"epoch {left[0].get('epoch', '?')}, step {left[0].get('step', '?')}"
         return Remark(
             "note",
-            f"Interrupted ({left[0].get('reason', 'a signal')}): saved at {where}, counted from 0; left with exit code "
-            f"{left[0].get('exit_code', 75)} and goes on when it is started again",
+            f"Interrupted ({left[0].get('reason', 'a signal')}): saved at {where}, counted from 0; stopped with exit "
+            f"code {left[0].get('exit_code', 75)}; start it again to resume",
         )
     if not silent:
-        return Remark("good", "Finished: every rank came to the end of the training")
+        return Remark("good", "Finished: every rank completed the training")
     if run.is_running:
-        return Remark("note", f"Still running, as it seems: the last record is {run.quiet_s:.0f} s old")
+        return Remark("note", f"Still running, apparently: the last record is {run.quiet_s:.0f} s old")
     last = clock(start.ended)
     who = "No rank" if not ends else f"{ranks_called(silent)} of {start.world_size} never"
-    return Remark("bad", f"{who} said how it ended (killed, or the machine went down); the last record is of {last}")
+    return Remark("bad", f"{who} recorded its end (killed, or the machine went down); the last record is from {last}")
 
 
 def findings(run: Run) -> list[Remark]:
-    """What to look at, the worst first."""
+    """Return what to look at, the worst first."""
     looks = (_about_records, _about_losses, _about_guards, _about_time, _about_memory, _about_saving)
     found = [finding for look in looks for finding in look(run)]
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
@@ -67,16 +67,16 @@ def _about_records(run: Run) -> Iterator[Remark]:
         if start.missing:
             yield Remark(
                 "bad",
-                f"Of start {start.number} the records of {ranks_called(start.missing)} are not here; what follows is "
-                "of the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
+                f"In start {start.number} the records of {ranks_called(start.missing)} are missing; what follows is "
+                "about the others. On nodes without a shared disk, copy the files of all nodes into one folder.",
             )
     if run.num_torn:
         lines = count(run.num_torn, "line")
-        yield Remark("note", f"{lines} of the records could not be read (a kill in the middle of a write): left out")
+        yield Remark("note", f"{lines} of the records could not be read (killed while writing?): left out")
     progress = run.unfinished()
     if progress is not None:
         said = "" if progress.get("loss") is None else f", loss {number(progress['loss'])}"
-        yield Remark("note", f"After the last whole epoch {progress.get('steps')} more steps were written down{said}")
+        yield Remark("note", f"After the last complete epoch {progress.get('steps')} more steps were recorded{said}")
     if len(run.starts) > 1:
         sizes = ", ".join(str(start.world_size) for start in run.starts)
         yield Remark("note", f"The run was started {len(run.starts)} times, on {sizes} ranks")
@@ -98,8 +98,8 @@ def _about_losses(run: Run) -> Iterator[Remark]:
         if share == 0:
             yield Remark(
                 "note",
-                "All ranks report exactly the same losses: they were averaged before they were written down, or every "
-                "rank sees the same samples",
+                "All ranks report exactly the same losses: they were averaged before they were recorded, or every rank "
+                "sees the same samples",
             )
         else:
             yield Remark(
@@ -119,14 +119,14 @@ def _about_losses(run: Run) -> Iterator[Remark]:
 
 
 def largest_gap(run: Run) -> Optional[tuple[Epoch, int, float]]:
-    """Where a rank's loss is farthest from the mean over ranks: epoch, rank, and the distance over the mean."""
+    """Return epoch and rank of the loss farthest from the mean over ranks, and its distance relative to the mean."""
     found = [(epoch, *each) for epoch in run.epochs if len(epoch.training) > 1 for each in deviations(epoch)]
     gaps = [(epoch, rank, abs(loss - centre) / abs(centre)) for epoch, rank, loss, centre in found if centre]
     return max(gaps, key=lambda gap: (gap[2], gap[0].number, -gap[1]), default=None)
 
 
 def deviations(epoch: Epoch) -> list[tuple[int, float, float]]:
-    """Each rank, its loss, and the mean of the ranks' losses, where those are numbers."""
+    """Return each rank, its loss, and the mean over ranks; nothing if a loss is not finite."""
     losses = {rank: row.loss for rank, row in epoch.training.items() if row.loss is not None}
     if not losses or not all(map(math.isfinite, losses.values())):
         return []
@@ -146,8 +146,8 @@ def _about_guards(run: Run) -> Iterator[Remark]:
         yield Remark("good", f"No guard failed ({compared}, on all ranks)")
     elif run.last.world_size > 1:
         off = run.last.facts.get("options", {}).get("guard") is False
-        why = "they are switched off (DDPSHIM_GUARD)" if off else "no backward pass of a wrapped network was compared"
-        yield Remark("note", f"No guard has looked at this run: {why}")
+        why = "guards are switched off (DDPSHIM_GUARD)" if off else "no backward pass of a wrapped network was compared"
+        yield Remark("note", f"No guard checked this run: {why}")
 
 
 def _about_time(run: Run) -> Iterator[Remark]:
@@ -155,7 +155,7 @@ def _about_time(run: Run) -> Iterator[Remark]:
         yield Remark("note", f"After {record.get('steps')} steps: {str(record.get('said')).rstrip('.')}")
     ranks = [rank for rank in run.ranks if any(row.wall_s for row in run.rows(rank))]
     if not any(len(run.timed(rank)) < len(run.rows(rank)) or run.trained_s(rank) > _WARM_S for rank in ranks):
-        return  # it would say no more than how long the first steps take
+        return  # all that was measured is the warm-up
     waits = {rank: run.share(rank, ["data_wait"]) for rank in ranks}
     if min(waits.values()) > _MUCH_DATA_WAIT:
         yield Remark(

@@ -1,4 +1,4 @@
-"""Builds the report as one page of HTML, which holds all that it needs but videos."""
+"""Builds the report as one HTML page, complete except for videos."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ _HOW = """<p class="soft">Charts: point for values, drag to zoom, double-click t
 """
 _MARKS = {"good": "✓ fine", "note": "• note", "bad": "! look"}
 _REFRESH_S = 5
-_MOST_VIDEOS = 4  # that are shown; to the others there are links
+_MOST_VIDEOS = 4  # that are shown; the others are links
 
-# Draws the charts; where a server says how often, fetches the page anew and replaces what has changed.
+# Draws the charts. A live page also fetches itself every few seconds, and replaces what has changed.
 _SCRIPT = r"""
 const isTouch = !matchMedia("(hover: hover)").matches;
 const config = {
@@ -103,7 +103,7 @@ function draw(page) {
   for (const [name, figure] of Object.entries(figures)) {
     if (isTouch) figure.layout.dragmode = false;
     const menu = (document.getElementById(name).layout?.updatemenus || [])[0];
-    if (menu) {  // what was chosen stays so
+    if (menu) {  // keep the chosen metric
       figure.layout.updatemenus[0].active = menu.active;
       figure.data.forEach((trace, i) => { trace.visible = i == menu.active; });
     }
@@ -142,16 +142,16 @@ if (document.body.dataset.every) setInterval(refresh, 1000 * document.body.datas
 
 
 def html(runs: Sequence[Run], link: Callable[[Path], str], library: str, is_live: bool = False) -> str:
-    """The page about a run, or about several beside each other.
+    """Return the page about one run, or a comparison of several.
 
-    `link` gives the address of a video, and `library` is what `plotly_js` returns. Live, the page asks for "part" every
-    few seconds, which is itself without the library.
+    `link` returns the address of a video, `library` is the result of `plotly_js`. A live page requests "part" every few
+    seconds: the same page without the library.
     """
     return _of_one(runs[0], link, is_live, library) if len(runs) == 1 else _of_several(runs, is_live, library)
 
 
 def plotly_js() -> str:
-    """The library that draws in the page. Raises ReportError where it is not installed."""
+    """Return plotly.js, which draws the charts. Raises ReportError if plotly cannot be imported."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -228,7 +228,7 @@ def _document(title: str, header: str, main: str, charts: Sequence[Chart], is_li
 
 
 def _finite(value: Any) -> Any:
-    """`value` without what JSON has no word for: a chart has a gap there."""
+    """Return `value` with None for NaN and infinity, which JSON lacks: a chart has a gap there."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

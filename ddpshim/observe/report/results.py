@@ -1,4 +1,4 @@
-"""Reads what a policy reached from a run's records: success and return of its evaluations, and their videos."""
+"""Reads the results of evaluations from a run's records: success, return and videos."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ddpshim.observe.records import Record
 from ddpshim.observe.report.run import Run
 
 _VIDEOS = (".mp4", ".webm")
-_DEEPEST = 4  # folders below that of the run
-_MOST_EPISODES = 2000  # whose interval is computed
+_DEEPEST = 4  # levels of folders that are searched
+_MOST_EPISODES = 2000  # with more, no interval is computed
 _ROUNDING = 1e-6
 
 Interval = Optional[tuple[float, float]]
 
 
 class Evaluation(NamedTuple):
-    """The episodes of an environment that were played at one time. Intervals: at 95%, or as `evaluate` was told."""
+    """One evaluation in one environment. Intervals have 95% confidence, or that given to `evaluate`."""
 
     epoch: int
     environment: str
@@ -33,7 +33,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluations(run: Run) -> list[Evaluation]:
-    """Those of all starts, by epoch; what a later start has played again replaces what an earlier one did."""
+    """Return the evaluations of all starts, by epoch; if one was repeated, that of the later start."""
     found: dict[tuple[int, str], Evaluation] = {}
     for start in run.starts:
         epoch = 0
@@ -47,7 +47,7 @@ def evaluations(run: Run) -> list[Evaluation]:
 
 
 def videos(run: Run) -> list[Path]:
-    """Files of videos in the folder of the run, the newest first."""
+    """Return the video files in the folder of the run, the newest first."""
     patterns = ("/".join(["*"] * depth) for depth in range(1, _DEEPEST + 1))
     found = (path for pattern in patterns for path in run.folder.glob(pattern) if path.suffix.lower() in _VIDEOS)
     return sorted((path for path in found if path.is_file()), key=lambda path: (-path.stat().st_mtime, path))
@@ -74,7 +74,7 @@ def _evaluation(record: Record, epoch: int) -> Evaluation:
 
 
 def _of_rate(rate: Optional[float], episodes: Optional[int]) -> Interval:
-    """That of Clopper and Pearson, where `rate` is one of whole successes in `episodes`."""
+    """Return the Clopper-Pearson interval; None with too many episodes, or no whole number of successes."""
     if rate is None or not episodes or episodes > _MOST_EPISODES:
         return None
     successes = round(rate * episodes)

@@ -1,4 +1,4 @@
-"""Reads a run from its ranks' records, over all of its starts."""
+"""Reads a run, with all its starts, from its ranks' records."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ddpshim.errors import ReportError
 from ddpshim.observe import records
 from ddpshim.observe.records import Record
 
-# What a moment of training goes into, as `ddpshim.observe.meter.PARTS`, and how it is called here.
+# The parts of training time, as `ddpshim.job.meter.PARTS`, and their names in the report.
 PARTS = {part: part.replace("_", " ") for part in ("data_wait", "compute", "optimizer", "communication", "other")}
 _QUIET_S = 120.0
-OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # what a rank does while others may wait for it
+OWN_WORK = ("data_wait", "compute", "optimizer", "other")  # parts in which other ranks may wait for this one
 
 
 class Row(NamedTuple):
-    """One rank's part of an epoch, in the start that made it last."""
+    """One rank's record of an epoch, from the last start that trained it."""
 
     start: int
     record: Record
 
     @property
     def loss(self) -> Optional[float]:
-        """This rank's own."""
+        """This rank's own loss."""
         return _loss(self.record.get("own"))
 
     @property
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     @property
     def memory(self) -> Record:
-        """What was held at the end."""
+        """Bytes by kind, at the end of the epoch."""
         return dict(self.record.get("memory", {}))
 
     def seconds(self, parts: Iterable[str]) -> float:
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Epoch:
-    """A pass over the training data, and over the validation data where there was one, by rank."""
+    """The training pass and, if any, the validation pass of an epoch, by rank."""
 
     number: int
     training: dict[int, Row] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Epoch:
 
     @property
     def mean(self) -> Optional[float]:
-        """The training loss, averaged over ranks: as the trainer did, else from what they wrote down."""
+        """The mean training loss over ranks: as the trainer logged it, or else of the recorded losses."""
         return _mean_of(self.training)
 
     @property
@@ -69,12 +69,12 @@ class Epoch:
 
     @property
     def steps(self) -> int:
-        """Those that count, of an earlier start that was left in the epoch included."""
+        """The steps of the epoch, including those of an earlier start that was interrupted in it."""
         return max((row.steps + row.record.get("first_step", 0) for row in self.training.values()), default=0)
 
     @property
     def samples(self) -> int:
-        """What all ranks have seen in `steps`, where they wrote that down."""
+        """The samples that all ranks saw in `steps`; 0 if not recorded."""
         rows = [row for row in self.training.values() if row.steps and row.record.get("samples")]
         return round(self.steps * math.fsum(row.record["samples"] / row.steps for row in rows))
 
@@ -88,7 +88,7 @@ class Start:
 
     @property
     def facts(self) -> Record:
-        """The first record of the lowest rank that has one."""
+        """The start record of the lowest rank that has records."""
         return self.ranks[min(self.ranks)][0]
 
     @property
@@ -97,7 +97,7 @@ class Start:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which nothing was found."""
+        """Ranks without records."""
         return [rank for rank in range(self.world_size) if rank not in self.ranks]
 
     @property
@@ -110,13 +110,13 @@ class Start:
         return max(float(records[-1]["time"]) for records in self.ranks.values())
 
     def ends(self) -> dict[int, Record]:
-        """How it ended, of the ranks that said so."""
+        """Return the end record of each rank that wrote one."""
         return {rank: found[-1] for rank, found in self.ranks.items() if found[-1]["kind"] == "end"}
 
 
 @dataclass
 class Run:
-    """A run, as its ranks have written it down."""
+    """A run, as its ranks recorded it."""
 
     folder: Path
     starts: list[Start]
@@ -124,7 +124,7 @@ class Run:
 
     @functools.cached_property
     def epochs(self) -> list[Epoch]:
-        """By number; what a later start has done again replaces what an earlier one did."""
+        """The epochs by number; if one was repeated, that of the later start."""
         epochs: dict[int, Epoch] = {}
         for start, rank, record in self.events("epoch"):
             if type(record.get("epoch")) is int:
@@ -137,14 +137,14 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's, behind those above it where it is only a time: `lift_bc/20260101120000`."""
+        """The folder's name; if it has no letters, with the folders above it: `lift_bc/20260101120000`."""
         parts = self.folder.resolve().parts
         first = next((i for i in reversed(range(len(parts))) if re.search("[A-Za-z]", parts[i])), len(parts) - 1)
         return "/".join(parts[first:])
 
     @property
     def is_running(self) -> bool:
-        """Whether no rank has ended and the last record is young."""
+        """Whether no rank has ended and the last record is recent."""
         return not self.last.ends() and self.quiet_s < _QUIET_S
 
     @property
@@ -162,45 +162,45 @@ class Run:
 
     @property
     def wall_s(self) -> float:
-        """What the starts took, without what lies between them."""
+        """The time of all starts, without the time between them."""
         return math.fsum(start.ended - start.began for start in self.starts)
 
     def events(self, kind: str) -> Iterator[tuple[Start, int, Record]]:
-        """All records of a kind, with their start and rank."""
+        """Yield all records of a kind, with their start and rank."""
         for start in self.starts:
             for rank, found in start.ranks.items():
                 yield from ((start, rank, record) for record in found if record["kind"] == kind)
 
     def unfinished(self) -> Optional[Record]:
-        """What was last written down of an epoch that has not ended, in the last start."""
-        told = reversed(self.last.ranks[min(self.last.ranks)])
-        found = next((record for record in told if record["kind"] in ("progress", "epoch")), None)
+        """Return the last progress record of an unfinished epoch in the last start, or None."""
+        newest_first = reversed(self.last.ranks[min(self.last.ranks)])
+        found = next((record for record in newest_first if record["kind"] in ("progress", "epoch")), None)
         return found if found is not None and found["kind"] == "progress" else None
 
     def rows(self, rank: int) -> list[Row]:
-        """The training epochs of a rank."""
+        """Return the training epochs of a rank."""
         return [epoch.training[rank] for epoch in self.epochs if rank in epoch.training]
 
     def timed(self, rank: int) -> list[Row]:
-        """The training epochs of a rank, but for the first of each start, which warms up, if there are others."""
+        """Return the training epochs of a rank without the first of each start, which warms up, unless that is all."""
         rows = self.rows(rank)
         return [row for before, row in zip(rows, rows[1:]) if row.start == before.start] or rows
 
     def steps(self, rank: int) -> int:
-        """The steps in `timed`."""
+        """Return the number of steps in `timed`."""
         return sum(row.steps for row in self.timed(rank))
 
     def trained_s(self, rank: int) -> float:
-        """The seconds in `timed`."""
+        """Return the seconds in `timed`."""
         return math.fsum(row.wall_s for row in self.timed(rank))
 
     def share(self, rank: int, parts: Iterable[str]) -> float:
-        """What of these seconds went into `parts`."""
+        """Return the share of `trained_s` that `parts` took."""
         wall, parts = self.trained_s(rank), tuple(parts)
         return math.fsum(row.seconds(parts) for row in self.timed(rank)) / wall if wall else 0.0
 
     def own_work(self) -> dict[int, float]:
-        """The seconds of a step that are each rank's own work, in the last start that tells them of several ranks."""
+        """Return the seconds of own work per step, by rank, in the last start that recorded them for several ranks."""
         for start in reversed(self.starts):
             rows = {rank: [row for row in self.timed(rank) if row.start == start.number] for rank in start.ranks}
             steps = {rank: sum(row.steps for row in own) for rank, own in rows.items()}
@@ -212,9 +212,9 @@ class Run:
 
 
 def load(folder: Union[str, os.PathLike[str]]) -> Run:
-    """The run whose records are in or just below `folder`. Local.
+    """Return the run whose records are in `folder`, or up to two levels below. Local.
 
-    Raises ReportError where there are none, or those of several runs.
+    Raises ReportError if there are none, they cannot be read, or are of several runs.
     """
     home = _find(Path(folder))
     starts: dict[int, Start] = {}
@@ -224,11 +224,11 @@ def load(folder: Union[str, os.PathLike[str]]) -> Run:
             found, torn, is_begun = records.read(path)
         except OSError as error:
             raise ReportError(
-                f"{path} cannot be read ({error}); the report would pass rank {rank} over. Make it readable."
+                f"{path} cannot be read ({error}); the report would lack rank {rank}. Make it readable."
             ) from error
         num_torn += torn
         num_begun += is_begun
-        current: list[Record] = []  # of what comes before the first start nothing is kept
+        current: list[Record] = []  # records before the first start are dropped
         for record in found:
             if record["kind"] == "start":
                 number = int(record.get("start", 1))
@@ -240,15 +240,15 @@ def load(folder: Union[str, os.PathLike[str]]) -> Run:
             "read); there is nothing to report. Was the run killed in its first second, or the disk full?"
         )
     run = Run(home, [starts[number] for number in sorted(starts)], num_torn + num_begun)
-    if run.is_running:  # the rest of those lines is on its way
+    if run.is_running:  # the incomplete lines are still being written
         run.num_torn = num_torn
     return run
 
 
 def _find(folder: Path) -> Path:
-    """The folder whose `ddpshim` holds records."""
+    """Return the folder, at or near `folder`, whose `ddpshim` holds records."""
     if not folder.is_dir():
-        raise ReportError(f"{folder} is no folder; there is nothing to report. Name the folder of a run.")
+        raise ReportError(f"{folder} is not a folder; there is nothing to report. Name the folder of a run.")
     near = (folder, folder.parent) if folder.name in (records.FOLDER, "logs", "models", "videos") else (folder,)
     found = [place for place in near if records.files(place)]
     if not found:
@@ -256,9 +256,9 @@ def _find(folder: Path) -> Path:
         found = sorted({file.parent.parent for file in files})
     if not found:
         raise ReportError(
-            f"{folder} holds no records ({records.FOLDER}/rank_N.jsonl); there is nothing to report. Runs of robomimic "
-            "leave them beside config.json where a launcher started them (not with DDPSHIM_RECORD=no), other trainers "
-            "with ddpshim.record(folder)."
+            f"{folder} holds no records ({records.FOLDER}/rank_N.jsonl); there is nothing to report. Launched runs of "
+            "robomimic write them beside config.json (not with DDPSHIM_RECORD=no), other trainers with "
+            "ddpshim.record(folder)."
         )
     if len(found) > 1:
         names = ", ".join(str(place) for place in found[:8]) + (", ..." if len(found) > 8 else "")

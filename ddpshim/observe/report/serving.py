@@ -1,4 +1,4 @@
-"""Serves the report of runs that still train, to this machine alone. Writes nothing."""
+"""Serves a live report of runs to this machine only. Writes nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ddpshim.observe.report import page
 from ddpshim.observe.report.run import load
 
 ADDRESS = "127.0.0.1"
-_NAMES = (ADDRESS, "localhost")  # by another one, a page from elsewhere would reach this server
+_NAMES = (ADDRESS, "localhost")  # with other host names, a foreign web page could read this server
 _TYPES = {".mp4": "video/mp4", ".webm": "video/webm"}
 _PIECE = 1 << 20  # bytes
 
 
 def serve(folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
-    """Show the page about the runs in `folders` to this machine until Ctrl-C. Local."""
+    """Serve the report of the runs in `folders` to this machine until Ctrl-C. Local."""
     with Server(folders, port) as server:
         here = f"{ADDRESS}:{server.server_port}"
         print(
@@ -34,12 +34,12 @@ def serve(folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the page about the runs in `folders`, made anew for each request."""
+    """Serves the report of the runs in `folders`, built again for each request."""
 
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Union[str, os.PathLike[str]]], port: int) -> None:
-        """Open the port. Raises ReportError where that is impossible, or there is nothing to report."""
+        """Open the port. Raises ReportError if that fails, or there is nothing to report."""
         self.folders = [load(folder).folder for folder in folders]
         self.library = page.plotly_js()
         self.videos: dict[str, Path] = {}
@@ -55,12 +55,12 @@ class Server(ThreadingHTTPServer):
         return page.html([load(folder) for folder in self.folders], self.link, library, is_live=True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that leaves in the middle of an answer is no error."""
+        """Ignore browsers that disconnect in the middle of an answer."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
     def link(self, path: Path) -> str:
-        """The address of a video, from here on."""
+        """Return the address of a video, which is served from now on."""
         address = f"video/{urllib.parse.quote(str(path.resolve()).lstrip('/'))}"
         self.videos[f"/{address}"] = path
         return address
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_page(self, library: str) -> None:
         try:
             content = self.server.html(library).encode(errors="replace")
-        except ReportError as error:  # its folder was removed; it may come again
+        except ReportError as error:  # its folder was removed; it may be restored
             self.send_error(503, explain=str(error))
             return
         self._begin("text/html; charset=utf-8", len(content))
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_video(self, path: Path) -> None:
         try:
             file = path.open("rb")
-        except OSError:  # upstream removes those of policies that were not kept
+        except OSError:  # robomimic removes the videos of policies that it does not keep
             self.send_error(404)
             return
         with file:
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: Any) -> None:
-        """Nothing: who looks at the page is nobody's business."""
+        """Log nothing, for the privacy of readers."""
 
 
 def _part(header: str, num_bytes: int) -> Optional[range]:

@@ -1,4 +1,4 @@
-"""Lists all numbers of the report in tables."""
+"""Builds the tables with all numbers of the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_ROWS = 100
 
 
 class Table(NamedTuple):
-    """Numbers for reading, each as text."""
+    """A table of texts."""
 
     name: str
     title: str
@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
 
 def headline(run: Run) -> list[tuple[str, str]]:
-    """The key numbers, by name."""
+    """Return the key numbers, by name."""
     facts = run.last.facts
     samples = sum(epoch.samples for epoch in run.epochs)
     rates = [steps / wall for rank in run.ranks if (wall := run.trained_s(rank)) and (steps := run.steps(rank))]
@@ -49,32 +49,32 @@ def headline(run: Run) -> list[tuple[str, str]]:
 
 
 def reached(run: Run) -> list[tuple[str, str]]:
-    """What the last evaluation of each environment found, and the best: success rate, else return."""
+    """Return the last and the best success rate, and the last return, of each environment."""
     found = evaluations(run)
     environments = list(dict.fromkeys(each.environment for each in found))
     out = []
     for environment in environments:
-        mine = [each for each in found if each.environment == environment]
+        evaluated = [each for each in found if each.environment == environment]
         name = f" in {environment}" if len(environments) > 1 else ""
-        if mine[-1].success is not None:
-            best = max(mine, key=lambda each: (each.success or 0.0, each.epoch))
+        if evaluated[-1].success is not None:
+            best = max(evaluated, key=lambda each: (each.success or 0.0, each.epoch))
             out += [
-                (f"last success rate{name}", rate(mine[-1].success, mine[-1].success_interval)),
+                (f"last success rate{name}", rate(evaluated[-1].success, evaluated[-1].success_interval)),
                 (f"best success rate{name}", f"{percent(best.success or 0.0)} (epoch {best.epoch})"),
             ]
-        if mine[-1].mean_return is not None:
-            out.append((f"last return{name}", between(mine[-1].mean_return, mine[-1].return_interval)))
+        if evaluated[-1].mean_return is not None:
+            out.append((f"last return{name}", between(evaluated[-1].mean_return, evaluated[-1].return_interval)))
     return out
 
 
 def tables(run: Run) -> list[Table]:
-    """All numbers of the report."""
+    """Return all tables that have rows."""
     made = (_rollouts(run), _losses(run), _times(run), _memories(run), _starts(run), _guards(run), _checkpoints(run))
     return [table for table in (*made, _environment(run), _options(run)) if table.rows]
 
 
 def table_of_times(ranks: list[Record]) -> str:
-    """The tables of time and memory as plain text, from an epoch's record of each rank."""
+    """Return the tables of time and memory as plain text, from one epoch's record of each rank."""
     records = {rank: [{"kind": "epoch", "epoch": 1, **record}] for rank, record in enumerate(ranks)}
     run = Run(Path(), [Start(1, records)], 0)
     lines = []
@@ -96,7 +96,7 @@ def _losses(run: Run) -> Table:
         rows.append([*row, number(epoch.valid)] if has_valid else row)
     every = math.ceil(len(rows) / _MOST_ROWS)
     kept = rows[:: every or 1] + ([rows[-1]] if rows and (len(rows) - 1) % every else [])
-    note = f"Every {every}. of {len(rows)} epochs, and the last." if every > 1 else ""
+    note = f"One epoch in {every} (of {len(rows)} in all), and the last." if every > 1 else ""
     return Table("loss", "Loss", [*columns, *(["validation"] if has_valid else [])], kept, note)
 
 
@@ -114,8 +114,8 @@ def _times(run: Run) -> Table:
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     note = (
-        "Training epochs, but for the first of each start. Communication is what was not hidden behind compute, "
-        "waiting for slower ranks included."
+        "Training epochs except the first of each start. Communication is the part not hidden behind compute, "
+        "including the wait for slower ranks."
     )
     return Table("time", "Where the time of each rank went", columns, rows, note)
 
@@ -134,7 +134,7 @@ def _memories(run: Run) -> Table:
         row = [str(rank), size(last.get("rss")), size(max(most, last.get("rss") or 0) or None)]
         rows.append([*row, *(size(last.get(key)) for key in gpu)])
     columns = ["rank", "process, last epoch", "process, most", *gpu.values()]
-    return Table("memory", "Memory", columns, rows, "Data workers are processes of their own.")
+    return Table("memory", "Memory", columns, rows, "Data workers are separate processes.")
 
 
 def _starts(run: Run) -> Table:

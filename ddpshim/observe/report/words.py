@@ -1,4 +1,4 @@
-"""Writes numbers as they are read: sizes, durations, shares."""
+"""Formats numbers for reading: sizes, durations, shares."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def number(value: Optional[float]) -> str:
 
 
 def rate(share: float, interval: Optional[tuple[float, float]]) -> str:
-    """A rate of success: "90% (68% to 99%)"."""
+    """Format a success rate: "90% (68% to 99%)"."""
     return f"{100 * share:.0f}%" + (f" ({100 * interval[0]:.0f}% to {100 * interval[1]:.0f}%)" if interval else "")
 
 
 def between(value: float, interval: Optional[tuple[float, float]]) -> str:
-    """A mean: "1.5 (1.2 to 1.8)"."""
+    """Format a mean: "1.5 (1.2 to 1.8)"."""
     return f"{value:.4g}" + (f" ({interval[0]:.4g} to {interval[1]:.4g})" if interval else "")
 
 
@@ -64,6 +64,6 @@ def shown(value: Any, depth: int = 0) -> str:
         return "…"
     if isinstance(value, dict):
         return ", ".join(f"{name}: {shown(item, depth + 1)}" for name, item in value.items())
-    if isinstance(value, list):  # whose own text could be deeper than Python reaches
+    if isinstance(value, list):  # str() of a deep one would exceed Python's recursion limit
         return f"[{', '.join(shown(item, depth + 1) for item in value)}]"
     return "none" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Writes the report into a file."""
+"""Writes the report to a file, and the curves to TensorBoard or W&B."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PathLike = Union[str, os.PathLike[str]]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """The report as Markdown, of a run or of several beside each other."""
+    """Return the report as Markdown, of one run or a comparison of several."""
     if len(runs) > 1:
         by_name = named(runs)
         lines = [f"# {_md(' against '.join(by_name))}", ""]
@@ -35,9 +35,9 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def write(folders: Sequence[PathLike], out: Optional[Path] = None, as_markdown: bool = False) -> Path:
-    """Write the report of the runs in `folders`; where it is. Local.
+    """Write the report of the runs in `folders`, and return its path. Local.
 
-    Raises ReportError where there is nothing to report, `out` cannot be written, or the page's plotly is missing.
+    Raises ReportError if there is nothing to report, `out` cannot be written, or plotly is missing for HTML.
     """
     runs = [load(folder) for folder in folders]
     suffix = ".md" if as_markdown else ".html"
@@ -51,10 +51,10 @@ def write(folders: Sequence[PathLike], out: Optional[Path] = None, as_markdown: 
         text = page.html(runs, lambda path: urllib.parse.quote(os.path.relpath(path.resolve(), here)), page.plotly_js())
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
-        partial.write_text(text, encoding="utf-8", errors="replace")  # half a character of JSON has no bytes
+        partial.write_text(text, encoding="utf-8", errors="replace")  # JSON may hold half a surrogate pair
         os.replace(partial, out)
     except OSError as error:
-        with contextlib.suppress(OSError):  # most often it is not there
+        with contextlib.suppress(OSError):  # usually it does not exist
             partial.unlink()
         raise ReportError(
             f"{out} cannot be written ({error}); the report would be lost. Name another --out."
@@ -63,10 +63,10 @@ def write(folders: Sequence[PathLike], out: Optional[Path] = None, as_markdown: 
 
 
 def export(folders: Sequence[PathLike], out: Optional[Path], kind: str) -> list[Path]:
-    """Write the curves of runs: `kind` "tensorboard" or "wandb" (offline); the folders in which they are. Local.
+    """Write the curves of runs as `kind`, "tensorboard" or "wandb" (offline), and return their folders. Local.
 
-    They are written below `out` (of several runs in a folder each), without it below the folder of the run. Raises
-    ReportError where there is nothing to report, or that cannot be written.
+    They are written below `out` (for several runs, in one folder each), or below the run's folder if `out` is None.
+    Raises ReportError if there is nothing to report, or the curves cannot be written.
     """
     by_name = named([load(folder) for folder in folders])
     (kind,) = exporting.check(kind)
@@ -108,7 +108,7 @@ def _tables(made: Sequence[Table]) -> list[str]:
 
 
 def _md(text: str) -> str:
-    """`text` in a cell of a table, or a line, of Markdown that may hold HTML."""
+    """Escape `text` for a line or a table cell of Markdown, which may contain HTML."""
     for special in "\\`*_[]|#":
         text = text.replace(special, "\\" + special)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("\n", " ")
