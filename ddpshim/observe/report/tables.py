@@ -201,9 +201,11 @@ def _environment(run: Run) -> Table:
     facts = run.last.facts
     names = ("launcher", "world_size", "local_world_size", "backend", "device", "gpu", "seed", "num_restarts")
     rows = [[name, shown(facts[name])] for name in names if facts.get(name) is not None]
-    described = facts.get("environment", {})
-    for section in ("versions", "GPUs", "robomimic patch", "machine", "variables"):
-        content = described.get(section) if isinstance(described, dict) else None
+    described = facts.get("environment")
+    described = described if isinstance(described, dict) else {}
+    patches = sorted(name for name in described if str(name).endswith(" patch"))  # of each adapter that has some
+    for section in ("versions", "GPUs", *patches, "machine", "variables"):
+        content = described.get(section)
         if isinstance(content, dict):
             rows += [[f"{section}: {name}", shown(value)] for name, value in content.items() if value is not None]
         elif content is not None:
