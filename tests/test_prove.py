@@ -141,7 +141,7 @@ def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
     ("name", "what", "says"),
     [
         ("the network is called past its wrapper", "gradients", "they are not reduced"),
-        ("the mean of a masked loss is over each rank's own entries", "loss", "a loss that is no mean over samples"),
+        ("the mean of a masked loss is over each rank's own entries", "loss", "a loss that is not a mean over samples"),
         ("the weights of a sampler are lost on several ranks", "samples", "ranks draw by DistributedSampler"),
     ],
 )
