@@ -147,12 +147,12 @@ def accept(
             results.append(result)
             say(as_line(result))
             _write(file, facts, results, time.monotonic() - begun)  # each time: the next check may crash the machine
-    told = {outcome: sum(result.outcome == outcome for result in results) for outcome in (PASSED, FAILED, NOT_RUN)}
+    tally = {outcome: sum(result.outcome == outcome for result in results) for outcome in (PASSED, FAILED, NOT_RUN)}
     seconds = time.monotonic() - begun
     _write(file, facts, results, seconds, is_complete=True)
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in told.items())
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in tally.items())
     where = f"; written to {file}" if file is not None else ""
-    return f"selftest on GPUs: {counts}, {seconds:.0f} s{where}", not told[FAILED]
+    return f"selftest on GPUs: {counts}, {seconds:.0f} s{where}", not tally[FAILED]
 
 
 def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[Result]:
@@ -178,16 +178,16 @@ def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[
         else:
             place = {"num_ranks": num_ranks, "is_quick": is_quick}
             found = _on_ranks(replace(options, nproc=sizes.get(stage, num_ranks)), folder, context, left, place)
-        told: list[str] = []
+        reported: list[str] = []
         try:
             for result in found:
-                told.append(result.name)
+                reported.append(result.name)
                 if result.outcome == PASSED:
                     passed.add(result.name)
                 yield result
         except (DdpShimError, OSError) as error:  # no ranks, or no job, could be started
-            for number, check in enumerate(check for check in left if check.name not in told):
-                why = str(error) if number == 0 else f"nothing could be started after '{left[len(told)].name}'"
+            for number, check in enumerate(check for check in left if check.name not in reported):
+                why = str(error) if number == 0 else f"nothing could be started after '{left[len(reported)].name}'"
                 yield Result(check.name, stage, check.proves, NOT_RUN if number else FAILED, detail=why)
 
 

@@ -256,7 +256,7 @@ class GpuRank(GpuMachine):
                 if step >= planted_at and what == "weights":
                     guard.ask()
             except SyncError as error:
-                return f"told {step - planted_at} steps later: {str(error).splitlines()[0][:90]} ..."
+                return f"reported {step - planted_at} steps later: {str(error).splitlines()[0][:90]} ..."
         raise SyncError(
             f"rank 1's {what} differ from step {planted_at} on, and no guard said so in {_NUM_LATE_STEPS} steps; ranks "
             "would train different models unnoticed. Report this with the file that --write makes."
