@@ -143,7 +143,7 @@ def _folders(ranks: Sequence[Seen]) -> Iterator[Incident]:
             if record["what"] == "mkdir" and record["place"]:
                 by_place.setdefault(record["place"], {}).setdefault(seen.rank, []).append(record["path"])
     for place, made in by_place.items():
-        paths = {rank: of_rank[-1] for rank, of_rank in made.items()}  # the innermost
+        paths = {rank: of_rank[-1] for rank, of_rank in made.items()}  # the innermost folder
         # A line may create several folders, some on one rank only: if all ranks made the same one as well, it is fine.
         are_elsewhere = not any(all(path in of_rank for of_rank in made.values()) for path in paths.values())
         if are_elsewhere and not _name_their_ranks(paths):

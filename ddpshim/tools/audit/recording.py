@@ -96,7 +96,7 @@ class Witness:
         self.write("end", code=code)
         self._is_over = True
         self._undo.close()
-        self._tell_over()
+        self._mark_over()
         # If a DistributedDataParallel object is the last owner of its process group, torch (seen with 2.13) joins
         # gloo's threads while it holds the GIL, and one of them may need the GIL to free its last message. Sometimes
         # this deadlocks, and a finished trainer would be reported as stalled. So `Parameters` holds the groups until
@@ -122,13 +122,13 @@ class Witness:
         begin, advance, save = dataloader.DataLoader.__iter__, dataloader._BaseDataLoaderIter.__next__, torch.save
 
         @functools.wraps(begin)
-        def begin_and_tell(loader: Any) -> Any:
+        def begin_and_record(loader: Any) -> Any:
             batches = begin(loader)
             self._see_pass(loader, batches)
             return batches
 
         @functools.wraps(advance)
-        def advance_and_tell(batches: Any) -> Any:
+        def advance_and_record(batches: Any) -> Any:
             try:
                 batch = advance(batches)
             except StopIteration:
@@ -140,14 +140,14 @@ class Witness:
             return batch
 
         @functools.wraps(save)
-        def save_and_tell(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            self._see_file("write", f)  # C++ opens the file
+        def save_and_record(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            self._see_file("write", f)  # C++ opens the file, which `_see_event` does not see
             save(obj, f, *args, **kwargs)
 
-        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_tell))
-        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_tell))
+        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_record))
+        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
         for module in (torch, torch.serialization):
-            self._undo.enter_context(replaced(module, "save", save_and_tell))
+            self._undo.enter_context(replaced(module, "save", save_and_record))
 
     # Data
 
@@ -218,10 +218,10 @@ class Witness:
     def _stop(self) -> None:
         """End this process once its peers have made as many steps, so that the program does not continue."""
         self.write("stopped")
-        self._tell_over()
+        self._mark_over()
         end_with_peers(self._folder, self._world_size, self._settings.timeout_s)
 
-    def _tell_over(self) -> None:
+    def _mark_over(self) -> None:
         (self._folder / f"over_{self._rank}").touch()
 
     # Files

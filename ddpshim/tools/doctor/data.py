@@ -322,7 +322,7 @@ def one_seed(case: Case) -> Iterator[Hit]:
     seeds = [(u, c) for u, c in case.calls(*_SEEDS) if u.source.qualified(c.func) in _GLOBAL_SEEDS]
     seeds = [
         (u, c) for u, c in seeds if not any(u is where for where, _ in case.calls("spawn"))
-    ]  # spawned ranks have none
+    ]  # spawned ranks do not inherit the seed
     if (
         not seeds
         or case.program.uses("parallelize_module", "fully_shard")

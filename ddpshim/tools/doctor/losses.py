@@ -15,7 +15,7 @@ from ddpshim.tools.doctor.source import Unit
 _LOSS_UNIT = re.compile(r"(?i)(loss|train|step|forward|objective|criterion|backprop|learn)")
 _FIXED_SHARE = re.compile(r"(?i)mask(ing)?_ratio|num_mask|len_keep")
 _MASK = re.compile(r"(?i)mask|valid|is_?pad|non_?pad|present|visible|observed")
-_NO_LOSS = re.compile(r"(?i)weight|acc|correct|hits?($|_)|recall|precision|iou")  # weights may be normalised before
+_NO_LOSS = re.compile(r"(?i)weight|acc|correct|hits?($|_)|recall|precision|iou")  # metrics, and normalised weights
 _COMPARING = {"ne", "eq", "gt", "lt", "ge", "le", "not_equal", "logical_and", "logical_not", "isfinite"}
 _BOUNDING = {"clamp", "clamp_min", "clip", "max", "maximum", "item", "float", "to"}
 # Names that show that the loss is already computed over all ranks, by ddpshim or otherwise.

@@ -50,7 +50,7 @@ def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Pr
 def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
     """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
     said = ""
-    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("plainly", dict), ("as a single rank", _of_one))
+    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("plainly", dict), ("as a single rank", _one_rank))
     for how, environ in ways:
         end = time.monotonic() + settings.timeout_s
         say(f"runs in one process, {how}, and once more with a rounding error in each gradient")
@@ -105,7 +105,8 @@ def _start(job: Launch, folder: Path, name: str, environ: Mapping[str, str]) -> 
         )
 
 
-def _of_one() -> dict[str, str]:
+def _one_rank() -> dict[str, str]:
+    """Return the launcher's variables of a job of one rank, with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

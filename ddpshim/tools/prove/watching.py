@@ -85,7 +85,7 @@ class Watcher:
         backward = torch.autograd.backward
 
         @functools.wraps(begin)
-        def begin_and_tell(loader: Any) -> Any:
+        def begin_and_record(loader: Any) -> Any:
             self._end_batch()
             batches = begin(loader)
             self._num_passes += 1
@@ -94,7 +94,7 @@ class Watcher:
             return batches
 
         @functools.wraps(advance)
-        def advance_and_tell(batches: Any) -> Any:
+        def advance_and_record(batches: Any) -> Any:
             if os.getpid() == self._process:
                 self._see_state()
             self._end_batch()
@@ -103,14 +103,14 @@ class Watcher:
             return batch
 
         @functools.wraps(backward)
-        def backward_and_tell(tensors: Any, *arguments: Any, **options: Any) -> None:
+        def backward_and_record(tensors: Any, *arguments: Any, **options: Any) -> None:
             self._see_state()
             self._see_loss(tensors)
             backward(tensors, *arguments, **options)
 
-        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_tell))
-        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_tell))
-        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_tell))
+        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_record))
+        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
+        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_record))
 
     def end(self) -> None:
         """Write the last records and stop recording."""

@@ -209,12 +209,12 @@ def _on_ranks(
     """Run checks on ranks; after a failure, run the remaining ones on new ranks."""
     from ddpshim.tools.selftest import gpu_checks
 
-    meets, *left = checks
-    have_met = False
+    rendezvous, *left = checks
+    is_reported = False
     while left:
-        names = tuple(check.name for check in (meets, *left))
+        names = tuple(check.name for check in (rendezvous, *left))
         with started(options, context, str(folder), gpu_checks.run_rank, checks=names, **place) as (_, ranks):
-            for check in (meets, *left):
+            for check in (rendezvous, *left):
                 begun = time.monotonic()
                 result = Result(check.name, check.stage, check.proves, PASSED)
                 try:
@@ -228,14 +228,14 @@ def _on_ranks(
                     result.outcome, result.detail, result.rank = FAILED, str(failure), failure.rank
                     result.device = None if failure.rank is None else f"cuda:{failure.rank}"
                     result.seconds = time.monotonic() - begun
-                if check is not meets:
+                if check is not rendezvous:
                     left = left[1:]
-                if check is not meets or result.outcome == FAILED or not have_met:
+                if check is not rendezvous or result.outcome == FAILED or not is_reported:
                     yield result
-                have_met = True
+                is_reported = True
                 if result.outcome == FAILED:
                     break
-            if result.outcome == FAILED and check is meets:
+            if result.outcome == FAILED and check is rendezvous:
                 for check in left:
                     yield Result(check.name, check.stage, check.proves, NOT_RUN, detail="the ranks did not start")
                 return

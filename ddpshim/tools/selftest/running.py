@@ -90,8 +90,8 @@ def run(
         num_ranks = ranks.places[0].world_size
         say(f"ddpshim selftest: {num_ranks} ranks on {num_nodes}, {device}")
         if options.nnodes > 1:
-            came = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.came.items()))
-            say(_line("nodes", time.monotonic() - begun, f"found: {', '.join(came)}"))
+            found = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.joined.items()))
+            say(_line("nodes", time.monotonic() - begun, f"found: {', '.join(found)}"))
         try:
             for name in checks.names(device):
                 reports = ranks.reports_of(name, options.timeout_s)
@@ -179,7 +179,7 @@ class _Nodes:
         self.own, self.timeout_s = options.node_rank or 0, options.timeout_s
         self.master_addr = str(options.master_addr)
         self.store = self._join(options)
-        self.came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
+        self.joined: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
         self._is_twin = False  # True if another node registered this node's number first
 
     def _join(self, options: Plan) -> Any:
@@ -206,7 +206,7 @@ class _Nodes:
         """Return the Place of each rank of this node."""
         from ddpshim.tools.selftest.checks import Place
 
-        num_ranks = [int(self.came[node]["nproc"]) for node in sorted(self.came)]
+        num_ranks = [int(self.joined[node]["nproc"]) for node in sorted(self.joined)]
         first, size, local_size = sum(num_ranks[: self.own]), sum(num_ranks), num_ranks[self.own]
         here = (self.own, self.master_addr, self.store.port, device, self.timeout_s, folder)
         return [Place(first + local, size, local, local_size, *here) for local in range(local_size)]
@@ -256,13 +256,13 @@ class _Nodes:
                 lambda v: isinstance(v, dict) and v.keys() <= nodes.keys() and all(map(_are_facts, v.values())),
             )
             said = {nodes[node]: facts for node, facts in every.items()}
-        self.came = said
+        self.joined = said
         missing = [node for node in range(options.nnodes) if node not in said]
         if missing:
-            came_from = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
+            present = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
             raise LaunchError(
                 f"of {options.nnodes} nodes {', '.join(map(str, missing))} did not reach "
-                f"{self.master_addr}:{self.store.port} within {self.timeout_s:g} s; found: {came_from}. A job would "
+                f"{self.master_addr}:{self.store.port} within {self.timeout_s:g} s; found: {present}. A job would "
                 "wait for them. Start the same command there, and read its output."
             )
         for fact in ("torch", "ddpshim", "device"):
@@ -275,7 +275,7 @@ class _Nodes:
 
     def first_failure(self, failure: SelfTestFailed) -> SelfTestFailed:
         """Return the failure of the node that reported first: it caused the others. With one node, return `failure`."""
-        if len(self.came) == 1:
+        if len(self.joined) == 1:
             return failure
         mine = f"node {self.own} ({socket.gethostname()}): {failure}"
         if failure.is_consequence:
@@ -293,7 +293,7 @@ class _Nodes:
         with contextlib.suppress(RuntimeError):  # the store or the other nodes have already ended
             self.store.set(f"selftest/left/{self.own}", "1")
             if self.own == 0:
-                keys = [f"selftest/left/{node}" for node in self.came]
+                keys = [f"selftest/left/{node}" for node in self.joined]
                 self.store.wait(keys, timedelta(seconds=_OTHER_NODES_S))
 
 
