@@ -387,15 +387,15 @@ def _each_note(one: _Run, ranks: Sequence[_Run]) -> Iterator[str]:
     if any(r["kind"] == "draw" for run in ranks for r in run.records):
         yield "ranks draw their own noise; for the comparison each was given its rows of the one process's noise"
     if one.num_steps and not any(r["kind"] == "batch" for r in one.records):
-        yield "no batch came through a DataLoader: samples were not compared, nor noise made the same"
+        yield "no batch came from a DataLoader: samples were not compared, and ranks' noise was not replaced"
 
 
 def _note_on_noise(ranks: Sequence[_Run], parting: Optional[Parting]) -> Iterator[str]:
     is_meant = parting is not None and parting.what in ("loss", "gradients")
     if parting and is_meant and any(run.of("own noise", parting.step - 1) for run in ranks):
         yield (
-            "ranks had a batch whose samples are not those of one batch of the one process (parts of another size?): "
-            "noise that is drawn for them is each rank's own, and may be all that parts; try it without noise"
+            "a rank had a batch whose samples are not all in one batch of the one process (other batch sizes?): for it "
+            "the rank drew its own noise, which may be the only difference; try it without noise"
         )
 
 

@@ -136,6 +136,7 @@ def as_text(proof: Proof) -> str:
     lines.append("the same experiment: no")
     if parting is not None:
         where = f" of {parting.where}" if parting.where else ""
-        lines.append(f"  parts in step {parting.step}: {parting.what}{where}, {parting.place or 'no line of yours'}")
+        place = parting.place or "outside your code"
+        lines.append(f"  differs first in step {parting.step}: {parting.what}{where}, {place}")
         lines += [f"  found:   {parting.found}", f"  usually: {parting.meaning}"]
     return "\n".join(lines)

@@ -176,7 +176,7 @@ def robomimic(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resu
             proof = json.loads(ran.stdout)
             result.outcome = PASSED if proof["is_same"] else FAILED
             said = f"bc, {proof['num_steps']} steps: largest difference {proof['largest_difference']}"
-            result.detail = said if proof["is_same"] else f"{said}; parts at {proof['parting']}"
+            result.detail = said if proof["is_same"] else f"{said}; first difference: {proof['parting']}"
     except subprocess.TimeoutExpired:
         result.detail = f"not finished within {5 * options.timeout_s:g} s; give a longer --timeout"
     result.seconds = time.monotonic() - begun

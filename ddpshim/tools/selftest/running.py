@@ -71,8 +71,8 @@ def run(
 ) -> str:
     """Run the self-test and return its last line. Prints one line per check, with its time, through `say`.
 
-    Every node calls it. Each rank runs `run_rank`, by default `checks.run_rank`. Raises SelfTestFailed if a check
-    fails, and LaunchError if the nodes do not find each other or the options are invalid.
+    Local for one node; else every node calls it. Each rank runs `run_rank`, by default `checks.run_rank`. Raises
+    SelfTestFailed if a check fails, and LaunchError if the nodes do not find each other or the options are invalid.
     """
     begun = time.monotonic()
     options = completed(options, environ)
@@ -158,7 +158,7 @@ def completed(options: Plan, environ: Mapping[str, str]) -> Plan:
 
 
 def preloading_context(*modules: str) -> Any:
-    """Return a context that forks ranks, in fractions of a second, from a process that has imported all `modules`."""
+    """Return a context whose processes start quickly, forked from one that has imported torch and `modules`."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
