@@ -14,7 +14,7 @@ from ddpshim.tools.prove import judging, sketches, watching
 from ddpshim.tools.prove.noise import Placed
 from tests import bugs
 
-NOT_COMPARED = "samples were not compared, nor noise made the same"
+NOT_COMPARED = "samples were not compared, and ranks' noise was not replaced"
 BUGS = {bug.name: bug for bug in bugs.BUGS}
 
 
@@ -104,10 +104,10 @@ def test_tells_rounding_by_the_perturbed_run(tmp_path: Path, perturbed: float, i
 def test_says_where_noise_may_be_all_that_parts(tmp_path: Path) -> None:
     for run, size in {"one": 1.0, "perturbed": 1.0, "rank_0": 1.5, "rank_1": 0.5}.items():
         _write(tmp_path, run, size)
-    assert judging.judge(tmp_path, 2).notes == ["no batch came through a DataLoader: " + NOT_COMPARED]
+    assert judging.judge(tmp_path, 2).notes == ["no batch came from a DataLoader: " + NOT_COMPARED]
     with (tmp_path / "rank_1.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "own noise", "t": 0}) + "\n")
-    assert "may be all that parts" in judging.judge(tmp_path, 2).notes[1]
+    assert "may be the only difference" in judging.judge(tmp_path, 2).notes[1]
 
 
 @pytest.mark.unit
@@ -141,7 +141,7 @@ def test_clean(tmp_path: Path, name: str, trainer: str) -> None:
     ("name", "what", "says"),
     [
         ("the network is called past its wrapper", "gradients", "they are not reduced"),
-        ("the mean of a masked loss is over each rank's own entries", "loss", "a loss that is no mean over samples"),
+        ("the mean of a masked loss is over each rank's own entries", "loss", "a loss that is not a mean over samples"),
         ("the weights of a sampler are lost on several ranks", "samples", "ranks draw by DistributedSampler"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Holds the commands that look at a trainer or a machine: doctor, audit, selftest."""
+"""Holds the commands that check a trainer (doctor, audit, prove) or a machine (selftest), and smaller commands."""

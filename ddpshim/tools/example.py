@@ -1,4 +1,4 @@
-"""Writes an example to try ddpshim with: a config of the released robomimic, and its data (`ddpshim example`)."""
+"""Writes an example for trying ddpshim: a config for the released robomimic, and its data (`ddpshim example`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 CONFIG, DATA = "lift_bc.json", "lift_scripted200_train.hdf5"
 _HOMES = ("lift", "../../examples/data")  # in a wheel, and in a checkout
-_TORCHVISION = "torchvision==0.16.2"  # works beside any torch: newer ones fail beside a torch that is not theirs
+_TORCHVISION = "torchvision==0.16.2"  # works with any torch; newer versions fail except with their own torch
 _ITS_NEWEST_PYTHON = (3, 11)
 
 
 def add(commands: Commands) -> None:
-    """Add `example` to the commands of a parser. Local."""
+    """Add the command `example` to a parser. Local."""
     text = "write a config of robomimic and its data, to try ddpshim with"
     example = commands.add_parser("example", help=text, description=text)
     example.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="for the two files (here)")
@@ -35,10 +35,10 @@ def _example(arguments: argparse.Namespace) -> int:
 
 
 def write(folder: Path) -> str:
-    """Write the config and its data into a folder; return which commands train on them. Local; needs no torch.
+    """Write the config and its data into a folder; return text with the commands that train on them. Local.
 
-    The config names the data, and the folder of its results, by whole paths: it can be run from any folder. Raises
-    TargetError, and writes nothing, where a config with other contents exists.
+    Does not import torch. The config has absolute paths, so it can be run from any folder. Raises TargetError, and
+    writes nothing, if a config with other contents exists.
     """
     home = next(path for name in _HOMES if (path := Path(__file__).parent / name).is_dir())
     folder = folder.expanduser().resolve()
@@ -72,7 +72,7 @@ def _from_here(path: Path) -> Path:
 
 
 def _missing() -> list[str]:
-    """How to install what the example needs beside ddpshim and torch, where it is not here."""
+    """Return lines that say how to install the missing packages; [] if robomimic and torchvision are installed."""
     robomimic, torchvision = (find_spec(name) is None for name in ("robomimic", "torchvision"))
     if not robomimic and not torchvision:
         return []

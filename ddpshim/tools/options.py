@@ -1,4 +1,4 @@
-"""Lists the options of a run: as a Markdown table, and for programs."""
+"""Lists the options of a run, as a Markdown table or as JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def as_json() -> Iterator[dict[str, Any]]:
-    """What may be chosen, an option each."""
+    """Yield a description of each option."""
     for f in fields(Options):
         about = {"option": f.name, "variable": f"{PREFIX}{f.name.upper()}", "default": f.default}
         yield {**about, "allowed": f.metadata["kind"].allowed, "effect": f.metadata["effect"]}
 
 
 def table() -> Iterator[str]:
-    """The lines of a Markdown table of all options."""
+    """Yield the lines of a Markdown table of all options."""
     yield "| option | variable | default | allowed | effect |"
     yield "|---|---|---|---|---|"
     for f in as_json():
@@ -32,7 +32,7 @@ def table() -> Iterator[str]:
 
 
 def add(commands: Commands) -> None:
-    """Add `options` to the commands of a parser. Local."""
+    """Add the command `options` to a parser. Local."""
     text = "list all options of a run, as a Markdown table"
     parser = commands.add_parser("options", help=text, description=text)
     parser.add_argument("--json", action="store_true", help="for programs")

@@ -1,4 +1,4 @@
-"""The documentation pages that the package carries: `python -m ddpshim docs`."""
+"""Prints the documentation pages that the package includes: `python -m ddpshim docs`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def all_pages() -> dict[str, Path]:
-    """Each page's name and file: those of the wheel's `ddpshim/docs`, or of the checkout that this is."""
+    """Return page name -> file, from the wheel's `ddpshim/docs` or this checkout's `docs`."""
     folder = next(f for f in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if (f / "launching.md").is_file())
     files = [*folder.glob("*.md"), *folder.glob("doctor/DDP*.md")]
     files += [file for file in (folder / "MIGRATION.md", folder.parent / "MIGRATION.md") if file.is_file()]
@@ -27,7 +27,10 @@ def all_pages() -> dict[str, Path]:
 
 
 def find(name: str) -> Path:
-    """The file of a page; `name` in any case, also as docs/launching.md. Raises DdpShimError, with the nearest name."""
+    """Return the file of a page; `name` in any case, also as docs/launching.md.
+
+    Raises DdpShimError, with the nearest name, if there is no such page.
+    """
     pages = {known.lower(): file for known, file in all_pages().items()}
     wanted = name.lower().replace("\\", "/").rpartition("/")[2]
     wanted = wanted[:-3] if wanted.endswith(".md") else wanted
@@ -40,12 +43,12 @@ def find(name: str) -> Path:
 
 
 def text_of(name: str) -> str:
-    """The Markdown of a page."""
+    """Return the Markdown of a page."""
     return find(name).read_text(encoding="utf-8")
 
 
 def listed() -> str:
-    """A line for each page: its name and its title. The doctor's codes stand in a line of their own."""
+    """Return a line with name and title for each page, and one line for all of the doctor's codes."""
     pages = {name: file for name, file in all_pages().items() if not name.startswith("DDP")}
     width = max(map(len, pages))
     lines = [f"{name:{width}}  {_title(file)}" for name, file in pages.items()]
@@ -58,7 +61,7 @@ def _title(file: Path) -> str:
 
 
 def add(commands: Commands) -> None:
-    """Add `docs` to the commands of a parser. Local."""
+    """Add the command `docs` to a parser. Local."""
     text = "print a page of the documentation, or list the pages"
     docs = commands.add_parser("docs", help=text, description=text)
     docs.add_argument(

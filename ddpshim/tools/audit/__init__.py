@@ -1,4 +1,4 @@
-"""Runs a trainer that was distributed by hand on several ranks and judges it: `python -m ddpshim audit`.
+"""Runs a trainer that has its own distributed code and reports what ranks do wrong: `python -m ddpshim audit`.
 
-Ranks only write down what they do; what it means is found afterwards, from what they wrote.
+Ranks only record what they do; the records are analysed after the run.
 """

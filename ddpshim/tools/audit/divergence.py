@@ -1,4 +1,4 @@
-"""Finds where the models of ranks came apart, or draw the same noise, in what the ranks recorded."""
+"""Finds in the records of an audit where the ranks' models start to differ, or ranks draw the same noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_NAMED = 3
 
 
 def divergences(ranks: Sequence[Seen]) -> Iterator[Incident]:
-    """What came first, and not what follows from it."""
+    """Yield causes, and not what follows from them."""
     without_group = list(_group([seen for seen in ranks if seen.steps], len(ranks)))
     yield from without_group
     if all(seen.steps for seen in ranks):
@@ -36,8 +36,8 @@ def _group(ranks: Sequence[Seen], world_size: int) -> Iterator[Incident]:
 
 
 def _weights(ranks: Sequence[Seen]) -> Iterator[Incident]:
-    """At most one: the first thing that differed is the cause of all later ones."""
-    rates_differ = False  # which is a finding of its own, and makes other weights of equal gradients
+    """Yield at most one finding: the first difference causes all later ones."""
+    rates_differ = False  # `_rates` reports this; it explains why weights differ although gradients are equal
     for key, steps in common_steps(ranks):
         rates_differ = rates_differ or any(step["lr"] != steps[0]["lr"] for step in steps)
         if any("values" not in step for step in steps):
@@ -82,11 +82,11 @@ def _weights(ranks: Sequence[Seen]) -> Iterator[Incident]:
 
 
 def _untrained(seen: Seen) -> Iterator[Incident]:
-    """An optimizer that was made from another network than the one that is trained."""
+    """Yield optimizers that hold parameters of a network other than the trained one."""
     for number, places in seen.without_gradient().items():
         names, is_wrapped = seen.optimizers[number]["names"], seen.optimizers[number]["is_wrapped"]
         step = next(step for step in seen.steps if step["optimizer"] == number)
-        # What is in a trained network may be frozen for a while.
+        # Parameters that belong to a trained network may be frozen for a while; these are not reported.
         is_of_another = len(places) == len(names) and not any(is_wrapped)
         strange = [i for i in places if is_of_another or not names[i]]
         if strange:
@@ -126,7 +126,7 @@ def _rates(ranks: Sequence[Seen]) -> Iterator[Incident]:
 
 
 def _streams(ranks: Sequence[Seen]) -> Iterator[Incident]:
-    """Noise that ranks drew alike between a batch and its step."""
+    """Yield the random streams that several ranks advanced to the same state between a batch and its step."""
     alike: Counter[str] = Counter()
     total = 0
     for i in range(min(len(seen.steps) for seen in ranks)):

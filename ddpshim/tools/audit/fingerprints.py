@@ -1,6 +1,6 @@
-"""Computes short fingerprints of tensors, samples and random streams, to be compared between ranks.
+"""Computes short fingerprints of tensors, samples and random streams, for comparison between ranks.
 
-Imports torch when it is first asked; draws nothing and changes nothing.
+Imports torch at the first call; draws nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
-_MAX_PARTS = 1024  # numbers of a sample that are looked at
+_MAX_PARTS = 1024  # approximate limit on the entries of a sample that are hashed
 
 
 def checksums(tensors: Sequence[Any]) -> list[Any]:
-    """For each tensor its bits in a number, and its sum; None for None. One transfer from each device.
+    """Return [hash of the bits, sum] for each tensor, and None for None. Local; one transfer from each device.
 
-    Parts of tensors that are split over ranks (DTensor) are all told as one number: a sum would be a collective.
+    A DTensor always gets [0, 0.0]: its parts differ between ranks, and summing it would be a collective.
     """
     import torch
 
@@ -40,9 +40,9 @@ def checksums(tensors: Sequence[Any]) -> list[Any]:
 
 
 def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
-    """How many samples a batch holds, and a short name for each by its content; (0, None) where it has no tensors.
+    """Return the number of samples in a batch and a hash of each; (0, None) if the batch holds no tensors.
 
-    A sample is a row of every tensor whose first dimension is that of the first one.
+    A sample is one row of every tensor whose first dimension equals that of the batch's first tensor.
     """
     import torch
 
@@ -52,7 +52,7 @@ def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
         if not tensors or not len(tensors[0]):
             return 0, None
         size = len(tensors[0])
-        names = torch.zeros(size, dtype=torch.int64, device="cpu")  # whatever the program has for a default
+        names = torch.zeros(size, dtype=torch.int64, device="cpu")  # even if the program sets a default device
         for i, t in enumerate(t for t in tensors if len(t) == size):
             rows = t.flatten(1) if t.dim() > 1 else t[:, None]
             rows = rows[:, :: max(1, rows.shape[1] // _MAX_PARTS)]
@@ -61,7 +61,7 @@ def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
             if rows.is_floating_point():
                 rows = rows.double().view(torch.int64)
             bits = rows.to("cpu", torch.int64)
-            # Odd numbers without an order, so that equal parts at other places are another sample.
+            # Scrambled odd weights, one per position: the same entries at other positions get another hash.
             weights = torch.arange(i + 1, i + 1 + bits.shape[1], device="cpu") * 0x5851F42D4C957F2D + (2 * i + 1)
             names += ((bits ^ (bits >> 31)) * (weights | 1)).sum(1)
         return size, [f"{name & 0xFFFFFFFFFFFF:x}" for name in names.tolist()]
@@ -78,7 +78,7 @@ def _tensors(batch: Any) -> Iterator[Any]:
 
 
 def streams() -> dict[str, int]:
-    """Where each random stream of this process stands; nothing where ddpshim gives ranks rows of what is drawn."""
+    """Return a hash of each random stream's state in this process; {} if ddpshim gives ranks rows of shared draws."""
     shares: Any = sys.modules.get("ddpshim.job.shares")
     if shares is not None and shares.is_shared():
         return {}

@@ -17,7 +17,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Judgement:
-    """What `audit` prints."""
+    """The report of an audit."""
 
     facts: dict[str, str]
     findings: list[Incident]
@@ -28,9 +28,9 @@ class Judgement:
 def judge(
     records: Mapping[int, Sequence[Record]], is_stalled: bool = False, single_batch: Optional[int] = None
 ) -> Judgement:
-    """The report on a job whose ranks left these `records` (see recording.py), each in the order that it wrote them."""
+    """Return the report on a job, from the `records` of each rank (see recording.py) in the order of writing."""
     ranks = [Seen(rank, records[rank]) for rank in sorted(records)]
-    # How it ended comes last: what was found before may be why.
+    # How the job ended is reported last: the findings before it may be the cause.
     findings = chain(divergences(ranks), overlaps(ranks, single_batch), _ends(ranks, is_stalled))
     return Judgement(
         _facts(ranks),

@@ -1,4 +1,4 @@
-"""Finds what ranks read or wrote twice, in what they recorded."""
+"""Finds in the records of an audit the samples and files that several ranks read or wrote."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Optional
 from ddpshim.tools.audit.verdict import Incident, error, found, named, of_ranks
 from ddpshim.tools.audit.witness import Record, Seen, usual
 
-_SELDOM = 0.01  # this share of equal samples is no sign of anything
+_SELDOM = 0.01  # a fraction of common samples that is ignored
 
 
 def overlaps(ranks: Sequence[Seen], single_batch: Optional[int]) -> Iterator[Incident]:
-    """`single_batch`: the samples of a step in the training of one process, if they are to be compared."""
+    """Yield the findings. `single_batch`: samples of one step of the one-process training; None skips that check."""
     for look in (_shares, _orders, _lengths, _files, _folders):
         yield from look(ranks)
     yield from _batch(ranks, single_batch)
 
 
 def _shares(ranks: Sequence[Seen]) -> Iterator[Incident]:
-    """At most one: what was wrong in the first pass is in the second."""
+    """Yield at most one finding: later passes repeat the error of the first."""
     for number, passes in enumerate(zip(*(seen.training for seen in ranks)), start=1):
         code = "DDP205" if passes[0].record["is_iterable"] else "DDP204"
         for (one, first), (other, second) in combinations(zip(ranks, passes), 2):
@@ -40,7 +40,7 @@ def _shares(ranks: Sequence[Seen]) -> Iterator[Incident]:
                 return
             mine, theirs = set(first.samples), set(second.samples)
             both, least = len(mine & theirs), min(len(mine), len(theirs))
-            # Drawing with replacement, or standing still, gives equal samples within a rank as well.
+            # Drawing with replacement, or a robot that does not move, gives equal samples also within one rank.
             within = max(1 - len(set(each.samples)) / len(each.samples) for each in (first, second))
             by_chance = 2 * within + 2 * _SELDOM + 3 * math.sqrt(within / least)
             if both > max(len(ranks), by_chance * least):
@@ -57,7 +57,7 @@ def _content(batch: Record) -> Optional[list[str]]:
 
 
 def _orders(ranks: Sequence[Seen]) -> Iterator[Incident]:
-    """At most one."""
+    """Yield at most one finding: a rank whose next pass over the same data has the same order."""
     for seen in ranks:
         for number, (first, second) in enumerate(zip(seen.training, seen.training[1:]), start=1):
             if first.record["data"] != second.record["data"]:
@@ -66,7 +66,7 @@ def _orders(ranks: Sequence[Seen]) -> Iterator[Incident]:
             num = min(len(first.batches), len(second.batches))
             has_same = first.samples[:length] == second.samples[:length] and len(set(first.samples[:length])) > 1
             sampler, shuffles = second.record["sampler"], second.record["shuffles"]
-            # Random augmentation makes other samples of the same ones; then the sampler's word is all there is.
+            # Random augmentation changes every sample's hash. Then only the sampler's epoch shows a constant order.
             is_other = set(first.samples).isdisjoint(second.samples)
             epochs = first.record["epoch"], second.record["epoch"]
             stands = bool(shuffles) and is_other and epochs[0] is not None and epochs[0] == epochs[1]
@@ -117,7 +117,7 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Incident]:
         for record in seen.files:
             what, path = record["what"], record["path"]
             folder, _, name = path.rpartition("/")
-            if name.startswith("events.out.tfevents"):  # a name of its own for each process
+            if name.startswith("events.out.tfevents"):  # each process adds its own suffix
                 what, path = "append", f"{folder}/events.out.tfevents.*"
             by_path.setdefault((what, path), {})[seen.rank] = record["place"]
     shared = [(what, path, ranks) for (what, path), ranks in by_path.items() if len(ranks) > 1]
@@ -136,15 +136,15 @@ def _files(ranks: Sequence[Seen]) -> Iterator[Incident]:
 
 
 def _folders(ranks: Sequence[Seen]) -> Iterator[Incident]:
-    """A folder that one line of the program makes under another name on each rank; at most one."""
+    """Yield at most one finding: a folder that the same line of the program creates under different names."""
     by_place: dict[str, dict[int, list[str]]] = {}
     for seen in ranks:
         for record in seen.files:
             if record["what"] == "mkdir" and record["place"]:
                 by_place.setdefault(record["place"], {}).setdefault(seen.rank, []).append(record["path"])
     for place, made in by_place.items():
-        paths = {rank: of_rank[-1] for rank, of_rank in made.items()}  # the innermost
-        # The line may make several, and some of them on one rank alone: then all have another one in common.
+        paths = {rank: of_rank[-1] for rank, of_rank in made.items()}  # the innermost folder
+        # A line may create several folders, some on one rank only: if all ranks made the same one as well, it is fine.
         are_elsewhere = not any(all(path in of_rank for of_rank in made.values()) for path in paths.values())
         if are_elsewhere and not _name_their_ranks(paths):
             yield found(
@@ -156,5 +156,5 @@ def _folders(ranks: Sequence[Seen]) -> Iterator[Incident]:
 
 
 def _name_their_ranks(paths: Mapping[int, str]) -> bool:
-    """Whether the numbers in which `paths` differ are the ranks."""
+    """Whether `paths` differ only in the number of the rank."""
     return len({re.sub(rf"(?<!\d){rank}(?!\d)", "R", path) for rank, path in paths.items()}) == 1

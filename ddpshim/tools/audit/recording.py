@@ -1,7 +1,7 @@
 """Records what each rank of an audited job does: steps, batches, random streams and files, as JSON lines.
 
-The program computes what it would compute alone: tensors and generators are read, nothing is drawn or sent, and nobody
-is waited for before the last step that was asked for. Imports no torch before the program does.
+Recording does not change the program's results: it reads tensors and generators, draws and sends nothing, and waits for
+no other rank before the last requested step. Imports torch only after the program does.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ddpshim.tools.audit.fingerprints import checksums, samples_of, streams
 
 SHOW_STACK: Optional[int] = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 
-_MAX_SAMPLES = 100_000  # of one pass are told apart
-SETTINGS = "settings.json"  # what ranks read theirs from
-_HERE = str(Path(__file__).absolute().parents[2])  # of ddpshim
+_MAX_SAMPLES = 100_000  # hashes of later samples of a pass are not recorded
+SETTINGS = "settings.json"  # ranks read their Settings from it
+_HERE = str(Path(__file__).absolute().parents[2])  # the folder of the package ddpshim
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is looked at, and how long ranks are waited for."""
+    """How many steps are recorded, and how long to wait for ranks."""
 
     steps: int = 20  # of each optimizer
-    to_end: bool = False  # the program ends by itself, not after these steps
+    to_end: bool = False  # let the program run to its end instead of stopping it after these steps
     timeout_s: float = 300.0
 
 
 @contextlib.contextmanager
 def recorded(folder: str) -> Iterator[None]:
-    """In it, a program that runs is written down in `folder`, and how it ended. Local."""
+    """Within this block, record the program and its exit code in `folder`. Local."""
     recorder = Witness(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     recorder.install()
     code = 1
@@ -62,19 +62,19 @@ def recorded(folder: str) -> Iterator[None]:
 
 
 class Witness:
-    """Writes down what this process does; its forked children are left alone. Python asks it where torch is."""
+    """Records what this process does, but not its forked children."""
 
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._settings = Settings(**json.loads((folder / SETTINGS).read_text()))
         self._process, self._cwd = os.getpid(), os.getcwd()
-        # Not asked of tempfile when a file is opened: it may be the one that opens it, and holds a lock.
+        # tempfile.gettempdir() must not be called while a file is opened: tempfile may be opening it and hold its lock.
         temporary = (str(folder.parent), "/tmp", "/var/tmp", "/dev", "/proc", "/sys")
         self._elsewhere = (*temporary, os.path.expanduser("~/."), sys.prefix, *_LIBRARIES)
         self._file = os.open(folder / f"rank_{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._named: dict[int, Parameters] = {}
-        self._stepping: Any = None  # the outermost optimizer whose step this is
+        self._stepping: Any = None  # the outermost optimizer that is in its step
         self._passes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, samples
         self._num_passes = 0
         self._has_ended_pass = False  # since the last step
@@ -83,7 +83,7 @@ class Witness:
         self._undo = contextlib.ExitStack()
 
     def install(self) -> None:
-        """From here on the program is looked at, and torch when it is imported."""
+        """Start recording; torch is recorded as soon as the program has imported it."""
         if SHOW_STACK is not None:
             self._stacks = open(self._folder / f"stack_{self._rank}", "w")  # noqa: SIM115
             faulthandler.register(SHOW_STACK, self._stacks, all_threads=True)
@@ -92,14 +92,15 @@ class Witness:
         sys.addaudithook(self._see_event)
 
     def end(self, code: int) -> None:
-        """The program is over, with this exit code."""
+        """Record the exit code and stop recording."""
         self.write("end", code=code)
         self._is_over = True
         self._undo.close()
-        self._tell_over()
-        # Where a DistributedDataParallel is the last to hold its group, torch (seen with 2.13) waits for gloo's threads
-        # and holds Python's lock, for which one of them may wait to let go of its last message: a trainer that is done
-        # would now and then be called stalled. Now none is.
+        self._mark_over()
+        # If a DistributedDataParallel object is the last owner of its process group, torch (seen with 2.13) joins
+        # gloo's threads while it holds the GIL, and one of them may need the GIL to free its last message. Sometimes
+        # this deadlocks, and a finished trainer would be reported as stalled. So `Parameters` holds the groups until
+        # here, and with a torch that does not end its threads (ENDS_THREADS) for ever.
         if self._named:
             from ddpshim.job.group import ENDS_THREADS
 
@@ -107,7 +108,7 @@ class Witness:
                 self._named.clear()
 
     def write(self, kind: str, **values: Any) -> None:
-        """One record; whole, or not at all, whatever ends this process."""
+        """Append one record. It is complete or missing, even if the process is killed."""
         if os.getpid() == self._process:
             os.write(self._file, (json.dumps({"kind": kind, **values}) + "\n").encode())
 
@@ -121,13 +122,13 @@ class Witness:
         begin, advance, save = dataloader.DataLoader.__iter__, dataloader._BaseDataLoaderIter.__next__, torch.save
 
         @functools.wraps(begin)
-        def begin_and_tell(loader: Any) -> Any:
+        def begin_and_record(loader: Any) -> Any:
             batches = begin(loader)
             self._see_pass(loader, batches)
             return batches
 
         @functools.wraps(advance)
-        def advance_and_tell(batches: Any) -> Any:
+        def advance_and_record(batches: Any) -> Any:
             try:
                 batch = advance(batches)
             except StopIteration:
@@ -139,14 +140,14 @@ class Witness:
             return batch
 
         @functools.wraps(save)
-        def save_and_tell(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            self._see_file("write", f)  # C++ opens the file
+        def save_and_record(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            self._see_file("write", f)  # C++ opens the file, which `_see_event` does not see
             save(obj, f, *args, **kwargs)
 
-        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_tell))
-        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_tell))
+        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_record))
+        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
         for module in (torch, torch.serialization):
-            self._undo.enter_context(replaced(module, "save", save_and_tell))
+            self._undo.enter_context(replaced(module, "save", save_and_record))
 
     # Data
 
@@ -164,7 +165,7 @@ class Witness:
             is_iterable=isinstance(loader.dataset, IterableDataset),
             sampler=type(sampler).__name__,
             shuffles=sampler.shuffle if is_distributed else None,
-            epoch=sampler.epoch if type(sampler) is DistributedSampler else None,  # others may advance by themselves
+            epoch=sampler.epoch if type(sampler) is DistributedSampler else None,  # subclasses may change it themselves
             place=place(),
         )
 
@@ -174,13 +175,13 @@ class Witness:
             return
         size, samples = samples_of(batch)
         seen[1] += size
-        told = samples if seen[1] <= _MAX_SAMPLES else None
-        self.write("batch", number=seen[0], size=size, samples=told, streams=streams())
+        samples = samples if seen[1] <= _MAX_SAMPLES else None
+        self.write("batch", number=seen[0], size=size, samples=samples, streams=streams())
 
     # Steps
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # An optimizer may have another one inside, which holds a part of the parameters (ZeroRedundancyOptimizer).
+        # An optimizer may step another one that holds a part of the parameters (ZeroRedundancyOptimizer).
         self._stepping = optimizer if self._stepping is None else self._stepping
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -215,12 +216,12 @@ class Witness:
         }
 
     def _stop(self) -> None:
-        """End this process when its peers have made as many steps; what it would do next is not to happen."""
+        """End this process once its peers have made as many steps, so that the program does not continue."""
         self.write("stopped")
-        self._tell_over()
+        self._mark_over()
         end_with_peers(self._folder, self._world_size, self._settings.timeout_s)
 
-    def _tell_over(self) -> None:
+    def _mark_over(self) -> None:
         (self._folder / f"over_{self._rank}").touch()
 
     # Files
@@ -236,7 +237,7 @@ class Witness:
             if what:
                 self._see_file(what, path)
         elif event == "shutil.rmtree" or (event in ("os.remove", "os.rmdir") and args[1] == -1):
-            self._see_file("delete", args[0])  # by its path, not by a name in an open folder, as rmtree goes on
+            self._see_file("delete", args[0])  # args[1] != -1: a file inside the folder that rmtree deletes
         elif event == "os.mkdir":
             self._see_file("mkdir", args[0])
         elif event == "os.rename":
@@ -252,20 +253,20 @@ class Witness:
             self.write("file", what=what, path=found if near.startswith("..") else near, place=place())
 
     def _is_shared(self, path: str) -> bool:
-        """Whether ranks would get into each other's way at this file."""
+        """Whether ranks that write this file would conflict: it is in the working folder, or in no system folder."""
         if "__pycache__" in path or "ddpshim-logs" in path or path.endswith(".lock"):
             return False
         return path.startswith(self._cwd + os.sep) or not path.startswith(self._elsewhere)
 
 
 def end_with_peers(folder: Path, num: int, timeout_s: float) -> NoReturn:
-    """End this process, and its data workers, when so many files in `folder` say that a process is over."""
+    """End this process and its data workers once `folder` holds `num` files "over_*", one per finished process."""
     end = time.monotonic() + timeout_s
     # A peer may still be receiving the last gradients from this one.
     while len(list(folder.glob("over_*"))) < num and time.monotonic() < end:
         time.sleep(0.02)
     with contextlib.suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a data worker is killed
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data worker is killed
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()
@@ -274,19 +275,19 @@ def end_with_peers(folder: Path, num: int, timeout_s: float) -> NoReturn:
 
 
 class Parameters:
-    """The names of an optimizer's parameters, which of them DistributedDataParallel has, and its networks' buffers."""
+    """An optimizer's parameters by name, which of them are in DistributedDataParallel, and their networks' buffers."""
 
     def __init__(self, params: Sequence[Any]) -> None:
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
         found = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
-        modules = [module for module in found if "_modules" in vars(module)]  # else it is only being made
+        modules = [module for module in found if "_modules" in vars(module)]  # else nn.Module.__init__ has not run yet
         mine = {id(p) for p in params}
         wrapped: set[int] = set()
         named: list[tuple[str, Any]] = []
         buffers: list[tuple[str, Any]] = []
-        self.groups: list[Any] = []  # held until the program is over
+        self.groups: list[Any] = []  # keeps the process groups alive until the program has ended
         for module in modules:
             inside = [(name, p) for name, p in module.named_parameters() if id(p) in mine]
             if isinstance(module, DistributedDataParallel):
@@ -303,24 +304,24 @@ class Parameters:
 
 
 def _outermost(named: Sequence[tuple[str, Any]]) -> dict[int, str]:
-    """The longest name of each, which is that in the outermost module; by id."""
+    """Return id -> the tensor's longest name, which is its name in the outermost module."""
     return {id(tensor): name for name, tensor in sorted(named, key=lambda item: len(item[0]))}
 
 
 def place() -> str:
-    """The file and line of the program that came here; empty where none of it is in the stack."""
+    """Return "file:line" of the innermost frame of the user's program; "" if the stack has none."""
     package = (getattr(sys.modules.get("__main__"), "__package__", None) or "").partition(".")[0]
     stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
     return next((shown(name, line) for name, line in stack if is_program(name, package)), "")
 
 
 def shown(file: str, line: object) -> str:
-    """A place as it is told: from the working folder, where the file is below it."""
+    """Return "file:line" as reports print it: relative to the working folder if the file is in it."""
     near = os.path.relpath(file)
     return f"{file if near.startswith('..') else near}:{line}"
 
 
 def is_program(file: str, package: str) -> bool:
-    """Whether this file of Python is the user's: of the `package` that is run with -m, or else of no library."""
+    """Whether a Python file is the user's: it belongs to the `package` run with -m, or to no library."""
     is_library = file.startswith(("<", _HERE + os.sep, *_LIBRARIES))
     return f"{os.sep}{package}{os.sep}" in file if package and is_library else not is_library

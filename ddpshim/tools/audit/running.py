@@ -1,4 +1,4 @@
-"""Starts an audited job on several ranks, and judges its records."""
+"""Runs a job on several ranks under audit and returns the report on its records."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ddpshim.tools.audit.witness import Record
 
 _TICK_S = 0.1
 _STACK_DEADLINE_S = 10.0
-# How faulthandler's last line ends when the main thread's outermost frame is written, or too many were before it.
+# Ends of faulthandler's last line: the main thread's outermost frame, or "..." if the stack was too deep.
 _LAST_FRAME = ("in <module>", "in _run_module_as_main", "...")
 
 
 def audit(job: Launch, settings: Settings, single_batch: Optional[int] = None) -> tuple[Judgement, int]:
-    """The report on `job`, which runs meanwhile, and its exit code; 0 where it was ended because it stood still.
+    """Run `job` and return the report and the exit code, which is 0 if the job stalled and was stopped.
 
-    `single_batch`: the samples of a step in the training of one process. Raises LaunchError where the job could not
-    have run; nothing was started then.
+    `single_batch`: samples of one step of the one-process training. Raises LaunchError, before anything is started, if
+    the job cannot run.
     """
     num_ranks = int(job.nproc)
     with tempfile.TemporaryDirectory(prefix="ddpshim-audit-") as name:
@@ -45,12 +45,12 @@ def audit(job: Launch, settings: Settings, single_batch: Optional[int] = None) -
 
 
 def as_json(report: Judgement, exit_code: int) -> dict[str, Any]:
-    """What `--json` prints; `schema` changes with every change that a reader could notice."""
+    """Return what `--json` prints; `schema` changes with every change that a program reading it could notice."""
     return {"schema": 1, "exit_code": exit_code, **asdict(report)}
 
 
 def as_text(report: Judgement, program: str, exit_code: int) -> str:
-    """Facts, findings, notes, what was not looked at, and a summary of one line."""
+    """Return the report as text: facts, findings, notes, what was not checked, and a summary line."""
     lines = [f"audit of {program}"]
     lines += [f"  {name + ':':28}{value}" for name, value in report.facts.items()]
     lines += [finding.as_text() for finding in report.findings]
@@ -63,7 +63,7 @@ def as_text(report: Judgement, program: str, exit_code: int) -> str:
 
 
 class _Watch:
-    """In it, ranks that write nothing for `timeout_s` say where they are, and are ended."""
+    """Within this block, if no rank records anything for `timeout_s`, save the ranks' stacks and kill them."""
 
     def __init__(self, folder: Path, num_ranks: int, timeout_s: float, package: str) -> None:
         self._folder, self._num_ranks, self._timeout_s, self._package = folder, num_ranks, timeout_s, package
@@ -92,7 +92,7 @@ class _Watch:
 
     def _end_ranks(self) -> None:
         every = {rank: records for rank, records in _read(self._folder, self._num_ranks).items() if records}
-        # The number of a process that is over may be another's by now; torchrun ends what is left.
+        # The pid of an ended process may belong to another process by now. torchrun ends the remaining ones.
         running = {rank for rank, records in every.items() if all(record["kind"] != "end" for record in records)}
         pids = {rank: every[rank][0]["pid"] for rank in running or every}
         if recording.SHOW_STACK is not None:
@@ -106,14 +106,14 @@ class _Watch:
         _signal(pids, signal.SIGKILL)
 
     def _stacks(self, rank: int, deadline: float) -> str:
-        """What a rank writes when it is asked where it is: all of it, which takes a while where cores are busy."""
+        """Return the stacks that a rank writes on a signal, once complete: on busy cores this takes a while."""
         while True:
             said = (self._folder / f"stack_{rank}").read_text()
             if said.rstrip().endswith(_LAST_FRAME) or time.monotonic() > deadline or self._ended.wait(_TICK_S):
                 return said
 
     def _innermost(self, stacks: str) -> str:
-        """The line of the program in what faulthandler wrote, whose last thread is the main one."""
+        """Return the program's innermost line in faulthandler's output, where the main thread is the last."""
         frames = re.findall(r'File "(.+)", line (\d+) in', stacks.rpartition("(most recent call first)")[2])
         mine = (recording.shown(file, line) for file, line in frames if recording.is_program(file, self._package))
         return next(mine, "")
@@ -126,7 +126,7 @@ def _signal(pids: dict[int, int], number: int) -> None:
 
 
 def _read(folder: Path, num_ranks: int) -> dict[int, list[Record]]:
-    """What each rank wrote so far, but for a line that it is writing; of one that never began, nothing."""
+    """Return each rank's records so far, without an incomplete last line; [] for a rank that never started."""
     out: dict[int, list[Record]] = {}
     for rank in range(num_ranks):
         file = folder / f"rank_{rank}.jsonl"

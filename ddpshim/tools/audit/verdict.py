@@ -1,4 +1,4 @@
-"""Defines a finding of an audit, and how it names ranks."""
+"""Defines a finding of an audit, and how messages name ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpshim.tools.doctor.findings import CODES
 
 @dataclass(frozen=True)
 class Incident:
-    """A hazard that happened. `code` where the doctor has the same one, with a page of its own."""
+    """A hazard that occurred in the run; `code` is the doctor's code for it, or None if it has none."""
 
     code: Optional[str]
     name: str
@@ -27,7 +27,7 @@ class Incident:
 
 def found(code: str, message: str) -> Incident:
     known = CODES[code]
-    severity = "warning" if known.severity == "note" else known.severity  # what has happened is more than a note
+    severity = "warning" if known.severity == "note" else known.severity  # it did happen, so it is at least a warning
     return Incident(code, known.name, severity, message, known.fix)
 
 
@@ -36,7 +36,7 @@ def error(name: str, message: str, fix: str) -> Incident:
 
 
 def of_ranks(values: Mapping[int, Any]) -> str:
-    """12 on rank 0, 13 on ranks 1 and 2."""
+    """Return text such as "12 on rank 0, 13 on ranks 1 and 2"."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(str(value), []).append(rank)

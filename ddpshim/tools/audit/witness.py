@@ -1,4 +1,4 @@
-"""Reads what one rank of an audited job did from the records that it wrote (see recording.py)."""
+"""Reads the records of one rank of an audited job (see recording.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 
 class Pass:
-    """One way of a rank through a DataLoader."""
+    """One iteration of a rank over a DataLoader."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -44,7 +44,7 @@ class Seen:
         self.exit_code: Optional[int] = last.get("end", {}).get("code")
         self.has_stopped = "stopped" in last
         self.stack: str = last.get("stack", {}).get("place", "")
-        self.batch_before: dict[int, Record] = {}  # each step, by its place in `steps`: the batch that it was made on
+        self.batch_before: dict[int, Record] = {}  # index in `steps` -> the last batch before that step
         self.sizes: list[int] = []  # samples of each step
         passes = {record["number"]: Pass(record) for record in of("pass")}
         for record in of("pass ended"):
@@ -63,10 +63,10 @@ class Seen:
                     waiting = []
                 num_steps += 1
         self.training = [each for each in passes.values() if each.trains]
-        self.num_left = sum(passes[batch["number"]].trains for batch in waiting)  # batches since the last step
+        self.num_left = sum(passes[batch["number"]].trains for batch in waiting)  # training batches after the last step
 
     def without_gradient(self) -> dict[int, list[int]]:
-        """By the number of the optimizer: the places of its parameters that had no gradient in any step."""
+        """Return optimizer number -> indices of its parameters that had no gradient in any step."""
         out = {}
         for number, optimizer in self.optimizers.items():
             looked = [step["gradients"] for step in self.steps if step["optimizer"] == number and "gradients" in step]
@@ -79,7 +79,7 @@ class Seen:
 
 
 def common_steps(ranks: Sequence[Seen]) -> Iterator[tuple[tuple[int, int], list[Record]]]:
-    """Each step that all ranks made, by the number of its optimizer and among that one's; in the order of rank 0."""
+    """Yield ((optimizer number, step number), each rank's record) for steps that all ranks made, in rank 0's order."""
     tables = [{(step["optimizer"], step["step"]): step for step in seen.steps} for seen in ranks]
     for key in tables[0]:
         if all(key in table for table in tables):

@@ -1,4 +1,4 @@
-"""Checks trainers without running them: what breaks, or silently trains something else, on several ranks.
+"""Checks trainers without running them: finds what fails, or silently trains something else, on several ranks.
 
-Nothing of the code that it reads is imported, and neither is torch.
+Imports neither torch nor any of the code that it reads.
 """

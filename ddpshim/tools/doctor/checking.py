@@ -1,4 +1,4 @@
-"""Applies every rule to every trainer below a path."""
+"""Applies all rules to all trainers below a path."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ddpshim.tools.doctor.rules import RULES, Case
 from ddpshim.tools.doctor.source import Source
 from ddpshim.tools.doctor.tree import OUR_EPOCH, TRAINING_CALLS, Tree
 
-# Each registers its rules when it is imported.
+# Importing a module registers its rules.
 FAMILIES = (training, losses, data, files, control, devices, checkpoints)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The findings below a path, in the order of files and lines, and the edits that remove some of them."""
+    """The findings below a path, ordered by file and line, and the edits that remove some of them."""
 
     root: Path
     findings: tuple[Finding, ...]
@@ -36,12 +36,12 @@ class Report:
     edits: Mapping[Source, Sequence[Edit]]
 
     def diff(self) -> bytes:
-        """All edits as one unified diff, for `patch -p1` in the folder that was checked."""
+        """Return all edits as one unified diff, for `patch -p1` in the checked folder."""
         edits = {s: e for s, e in self.edits.items() if self.root in (s.path, *s.path.parents)}
         return b"".join(unified_diff(s.path, self.root, s.content, each) for s, each in edits.items())
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints; `schema` changes with every change that a reader could notice."""
+        """Return what `--json` prints; `schema` changes with every change that a program reading it could notice."""
         return {
             "schema": 1,
             "files": self.num_files,
@@ -53,7 +53,7 @@ class Report:
         }
 
     def as_text(self) -> str:
-        """Each finding with its fix, then a summary of one line."""
+        """Return each finding with its fix, then a summary line."""
         lines = [finding.as_text() for finding in self.findings]
         if not self.num_programs:
             lines.append(
@@ -76,12 +76,12 @@ class Report:
 def check(
     path: Path, *, select: Collection[str] = (), ignore: Collection[str] = (), exclude: Collection[str] = ()
 ) -> Report:
-    """The hazards of every trainer below `path`. Local; reads files only.
+    """Return the hazards of all trainers below `path`. Local; reads files only.
 
-    `select` and `ignore` are codes or their beginnings (`DDP4`); `exclude` names files and folders to leave out.
-    Raises OSError where `path` cannot be read.
+    `select` and `ignore` are codes or prefixes of codes (`DDP4`); `exclude` has names of files and folders to skip.
+    Raises OSError if `path` cannot be read.
     """
-    path.stat()  # a path that is not there is the caller's mistake
+    path.stat()  # raises if it does not exist
     with progress_line() as show:
         return _check(path, Tree(Path(os.path.abspath(path)), exclude, show), select, ignore, show)
 
@@ -91,7 +91,7 @@ def _check(
 ) -> Report:
     chosen = [c for c in CODES if (not select or c.startswith(tuple(select))) and not c.startswith(tuple(ignore))]
     shown = Path if path.is_absolute() else lambda file: Path(os.path.relpath(file))
-    # By path, line, column and code: what is said of the first program that has it, and the edits.
+    # (path, line, column, code) -> the finding in the first program that has it, its file and its edits.
     found: dict[tuple[str, int, int, str], tuple[Finding, Optional[Source], list[Edit]]] = {}
     for file, error in tree.unreadable if "DDP001" in chosen else ():
         message = f"The file cannot be parsed ({error}), so nothing in it was checked."
@@ -100,7 +100,7 @@ def _check(
     for number, program in enumerate(tree.programs):
         show(f"doctor: checked {number} of {len(tree.programs)} trainers")
         case = Case(tree, program)
-        # In a patched robomimic the library sees to who writes, how a rank fails, and devices: DDP4, DDP5, DDP6.
+        # In a patched robomimic, ddpshim handles writes, failing ranks and devices, so DDP4, DDP5 and DDP6 are skipped.
         of_program = [
             c for c in chosen if OUR_EPOCH not in program.origins or not c.startswith(("DDP4", "DDP5", "DDP6"))
         ]
@@ -116,7 +116,7 @@ def _check(
                 continue
             for hit, edits in hits:
                 if code.startswith("DDP4") and hit.unit not in program.sure:
-                    continue  # it is reached by the name of a method alone, which may be another's
+                    continue  # found only by a method's name, which may be another class's
                 source = hit.unit.source
                 finding = _finding(
                     code, shown(source.path), _place(hit.node), hit.message, program.is_distributed, edits
@@ -152,7 +152,7 @@ def _finding(
 
 
 def _place(node: ast.AST) -> tuple[int, int, int]:
-    """Line, column and last line, of a compound statement its first."""
+    """Return (line, column, last line); for a compound statement the last line is its first."""
     line: int = node.lineno  # type: ignore[attr-defined]
     column: int = node.col_offset  # type: ignore[attr-defined]
     is_compound = isinstance(node, (ast.stmt, ast.ExceptHandler)) and hasattr(node, "body")

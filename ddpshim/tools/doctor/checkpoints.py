@@ -1,4 +1,4 @@
-"""Holds the rules about keys of what is saved and loaded."""
+"""Holds the rules about the keys of saved and loaded state dicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wrapped_keys(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
 
 @rule("DDP702")
 def replace_module(case: Case) -> Iterator[Hit]:
-    for source in case.tree.sources:  # in all files about torch: scripts that only load are hurt by it as well
+    for source in case.tree.sources:  # all files with torch: also scripts that only load
         is_of_torch = any(origin.partition(".")[0] == "torch" for origin in source.names.values())
         for unit in source.units if is_of_torch and not case.tree.is_test(source) else ():
             for call in unit.all(ast.Call) if "replace" in unit.attributes else ():
@@ -40,7 +40,7 @@ def replace_module(case: Case) -> Iterator[Hit]:
 
 
 def _texts(node: ast.expr, unit: Unit, case: Case) -> set[object]:
-    """The literals that an expression may be, those that callers pass included."""
+    """Return the literals that an expression may be, including those that callers pass."""
     if isinstance(node, ast.Constant):
         return {node.value}
     found = {constant(value) for _, value in case.values(node, unit)}

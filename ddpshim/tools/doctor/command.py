@@ -1,4 +1,4 @@
-"""Parses the command line of `python -m ddpshim doctor`, and prints what it finds. Needs no torch."""
+"""Parses the command line of `python -m ddpshim doctor` and prints the findings. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """Add `doctor` to the commands of a parser. Local."""
+    """Add the command `doctor` to a parser. Local."""
     doctor = commands.add_parser(
         "doctor",
         help="find what would break in a trainer on several ranks, without running it",

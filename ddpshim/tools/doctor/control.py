@@ -33,7 +33,7 @@ _REDUCES = re.compile(
     r"(?i)all_?reduce|gather|synchroni[sz]e|^reduce$|reduce_(?!on_plateau|lr)|^sync_dist|torchmetrics|concat$"
 )
 _BEST_FEW = re.compile(r"(?i)top_?k|nlargest|nsmallest|heappush")
-_MEASURES = re.compile(r"(?i)profil|benchmark|flops|auto_?batch|measure")  # of speed or memory: nothing is trained
+_MEASURES = re.compile(r"(?i)profil|benchmark|flops|auto_?batch|measure")  # of speed or memory, not training
 _VALIDATION = re.compile(r"(?i)(^|_)(val|valid|test|eval)")
 
 
@@ -44,7 +44,7 @@ def bound_on_rank_0(case: Case) -> Iterator[Hit]:
             continue
         before = (i for i in unit.all(ast.If) if i.lineno < branch.lineno and leaves(i.body))
         if any(case.test(each.test, unit) for each in before):
-            continue  # ranks have left, on a condition that may be that of the use
+            continue  # ranks have left on a condition that may also decide whether the name is used
         for name, bindings in unit.bindings.items():
             inside = [b for b in bindings if branch in unit.source.above(b.statement)]
             if not inside or not name.isidentifier() or name in unit.parameters or _is_global(name, unit):
@@ -58,7 +58,7 @@ def bound_on_rank_0(case: Case) -> Iterator[Hit]:
 
 
 def _is_global(name: str, unit: Unit) -> bool:
-    """Whether the name is one of the file's, or is bound by an import, def, except, del or comprehension."""
+    """Whether the name is global or nonlocal, or bound by an import, def, except or comprehension."""
     declared = {n for g in unit.all(ast.Global) for n in g.names} | {n for g in unit.all(ast.Nonlocal) for n in g.names}
     looped = {n for comprehension in unit.all(ast.comprehension) for n in identifiers(comprehension.target)}
     defined = {f.name for f in unit.all(ast.FunctionDef)} | {h.name for h in unit.all(ast.ExceptHandler)}
@@ -68,7 +68,7 @@ def _is_global(name: str, unit: Unit) -> bool:
 
 
 def _use_outside(name: str, branch: ast.If, unit: Unit, case: Case) -> Optional[ast.Name]:
-    """The first place after the branch that every rank comes to and that reads the name."""
+    """Return the first place after the branch that reads the name and that every rank reaches."""
     uses = [use for use in unit.uses(name) if use.lineno > (branch.end_lineno or 0)]
     for use in sorted(uses, key=lambda n: n.lineno):
         nested = any(isinstance(a, (*FUNCTIONS, ast.Lambda)) and a is not unit.node for a in unit.source.above(use))
@@ -79,7 +79,7 @@ def _use_outside(name: str, branch: ast.If, unit: Unit, case: Case) -> Optional[
 
 
 def _shares_path(use: ast.AST, branch: ast.If, unit: Unit) -> bool:
-    """Whether both stand on one path: not in the two branches of one `if`."""
+    """Whether one run can reach both: they are not in the two branches of one `if`."""
     own, others = [branch, *unit.source.above(branch)], [use, *unit.source.above(use)]
     common = next((above for above in others[1:] if isinstance(above, ast.If) and above in own[1:]), None)
     if common is None:
@@ -90,7 +90,7 @@ def _shares_path(use: ast.AST, branch: ast.If, unit: Unit) -> bool:
 
 
 def _asks_same(use: ast.AST, branch: ast.If, unit: Unit) -> bool:
-    """Whether the use stands under a test with the same text, which may not look like one of ranks."""
+    """Whether the use is under the same test as the branch, or under one with all its names."""
     text, words = ast.dump(branch.test), identifiers(branch.test)
     tests = unit.source.tests_around(use, *CONDITIONALS)
     return any(ast.dump(test) == text or words <= identifiers(test) for test in tests)
@@ -112,7 +112,7 @@ def collective_under_rank_test(case: Case) -> Iterator[Hit]:
 
 
 def _collective(call: ast.Call, unit: Unit) -> Optional[str]:
-    """The name of a collective of the whole group, else None."""
+    """Return the name of a collective of the whole group, else None."""
     name = last_name(call)
     is_whole = name in _COLLECTIVES and argument(call, "group") is None
     is_known = is_whole and unit.source.qualified(call.func).startswith("torch.distributed.")
@@ -120,7 +120,7 @@ def _collective(call: ast.Call, unit: Unit) -> Optional[str]:
 
 
 def _units_with_collectives(case: Case) -> dict[Unit, str]:
-    """Functions that run a collective on whichever ranks call them, two calls deep."""
+    """Return function -> collective that it always runs, directly or through one more function."""
     direct: dict[Unit, str] = {}
     for unit, call in case.calls():
         name = _collective(call, unit)
@@ -145,7 +145,7 @@ def _is_balanced(call: ast.Call, guard: ast.AST, unit: Unit, case: Case) -> bool
 
 
 def _polarity(node: ast.AST, unit: Unit, case: Case) -> Optional[str]:
-    """Whether the main rank comes to a node, or the others, where a test decides."""
+    """Return MAIN or OTHER if a test lets only the main rank, or only the others, reach a node; else None."""
     guard = case.guard(node, unit)
     if not isinstance(guard, (ast.If, ast.IfExp)):
         return None
@@ -174,7 +174,7 @@ def swallowed_exception(case: Case) -> Iterator[Hit]:
 
 
 def _training_in(body: list[ast.stmt], unit: Unit, case: Case) -> Optional[str]:
-    """A call in `body` that trains, directly or through a function of the project."""
+    """Return a call in `body` that trains, directly or through a function of the project; else None."""
     for call in calls_in(*body):
         is_direct = isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "train_on_batch")
         called = case.function(call, unit)
@@ -185,7 +185,7 @@ def _training_in(body: list[ast.stmt], unit: Unit, case: Case) -> Optional[str]:
 
 
 def _ends(body: list[ast.stmt]) -> bool:
-    """Whether a handler raises or exits with an error somewhere."""
+    """Whether a handler raises, or exits with an error code."""
     if any(isinstance(node, ast.Raise) for statement in body for node in ast.walk(statement)):
         return True
     exits = (call for call in calls_in(*body) if last_name(call) in ("exit", "_exit", "abort", "kill"))
@@ -219,7 +219,7 @@ def decides_alone(case: Case) -> Iterator[Hit]:
         if loop is None or leaving is None or _is_checked(leaving[-1]) or unit not in case.program.sure:
             continue
         trained = [c for c in calls_in(*loop.body) if _trains_here(c, unit, case)]
-        if isinstance(leaving[-1], ast.Continue):  # of this round, what stands above is done
+        if isinstance(leaving[-1], ast.Continue):  # calls above it have already run in this iteration
             trained = [c for c in trained if c.lineno > (test.end_lineno or test.lineno)]
         why = _own_reason(test.test, unit, case) if trained else None
         if why is not None:
@@ -250,7 +250,7 @@ def _trains_here(call: ast.Call, unit: Unit, case: Case) -> bool:
 
 
 def _own_reason(test: ast.expr, unit: Unit, case: Case) -> Optional[str]:
-    """Why one rank may answer a test otherwise than another, if it may."""
+    """Return the reason why a test may have different results on different ranks, else None."""
     parts = test.values if isinstance(test, ast.BoolOp) else [test]
     if any(case.test(part, unit) for part in parts):
         return "some ranks leave"
@@ -258,15 +258,15 @@ def _own_reason(test: ast.expr, unit: Unit, case: Case) -> Optional[str]:
         return "each rank decides by its own number"
     for name in identifiers(test):
         bindings = unit.bindings.get(name, [])
-        told = [b for b in bindings if case.guard(b.statement, unit) is not None]
-        others = [b for b in bindings if b not in told]
-        if told and others and all(isinstance(b.value, ast.Constant) for b in others) and not _is_sent(name, unit):
-            return f"{name} is set on some ranks only (line {told[0].target.lineno})"
+        guarded = [b for b in bindings if case.guard(b.statement, unit) is not None]
+        others = [b for b in bindings if b not in guarded]
+        if guarded and others and all(isinstance(b.value, ast.Constant) for b in others) and not _is_sent(name, unit):
+            return f"{name} is set on some ranks only (line {guarded[0].target.lineno})"
     return None
 
 
 def _is_sent(name: str, unit: Unit) -> bool:
-    """Whether a name is handed to something that brings the ranks together."""
+    """Whether a name is an argument of a call that reduces, gathers or broadcasts it."""
     sending = [c for c in unit.all(ast.Call) if _REDUCES.search(last_name(c)) or "broadcast" in last_name(c).lower()]
     sent = {word for call in sending for word in identifiers(call)}
     values = (b.value for word in sent for b in unit.bindings.get(word, []) if b.value is not None)
@@ -274,7 +274,7 @@ def _is_sent(name: str, unit: Unit) -> bool:
 
 
 def _is_own_number(node: ast.expr, unit: Unit, case: Case) -> bool:
-    """Whether a value comes from this rank's share of the data, and never met that of the others."""
+    """Whether a value is computed from this rank's share of the data and is never reduced over ranks."""
     made = list(case.made_of(node, unit))
     words = {word for _, part in made for word in identifiers(part)}
     if any(_REDUCES.search(word) or "broadcast" in word for word in words):
@@ -324,7 +324,7 @@ def unreduced_validation(case: Case) -> Iterator[Hit]:
 
 
 def _decision_after(call: ast.Call, unit: Unit) -> Optional[ast.expr]:
-    """The first comparison with the best value after a call, or choice of the best few."""
+    """Return the first comparison with a best value after a call, or a choice of the best few; else None."""
     for chosen in unit.all(ast.Call):
         if chosen.lineno > call.lineno and _BEST_FEW.search(ast.unparse(chosen.func)):
             return chosen
@@ -336,7 +336,7 @@ def _decision_after(call: ast.Call, unit: Unit) -> Optional[ast.expr]:
 
 
 def _iterated(node: ast.expr) -> Optional[ast.expr]:
-    """The loader in `enumerate(tqdm(loader))`."""
+    """Return `loader` for `enumerate(tqdm(loader))`."""
     while isinstance(node, ast.Call) and node.args:
         node = node.args[0]
     return node if key_of(node) else None
@@ -361,7 +361,7 @@ def _reduces(unit: Unit) -> bool:
 
 
 def _accumulates(loop: ast.For) -> str:
-    """What the loop sums up or collects."""
+    """Return the name of the result that the loop sums or collects, or ""."""
     results = "(?i)loss|acc|correct|total|metric|err|score"
     for node in ast.walk(loop):
         func = node.func if isinstance(node, ast.Call) else None

@@ -49,7 +49,7 @@ _GLOBAL_SEEDS = words_of(
 
 
 def _samplers(case: Case) -> Iterator[tuple[Unit, ast.Call]]:
-    """Each distributed sampler that is made."""
+    """Yield the calls that construct a distributed sampler."""
     for unit, call in case.calls():
         is_named = last_name(call.func).endswith("Sampler") or unit.source.qualified(call.func).endswith("Sampler")
         if is_named and "dsampler" in case.kinds(call, unit):
@@ -57,7 +57,7 @@ def _samplers(case: Case) -> Iterator[tuple[Unit, ast.Call]]:
 
 
 def _target(call: ast.AST, unit: Unit) -> str:
-    """The name that a call's value is bound to, or "": where it goes tells training from validation."""
+    """Return the name that a call's value is bound to, or ""; it distinguishes training from validation."""
     for above in unit.source.above(call):
         if isinstance(above, ast.Assign):
             return " ".join(filter(None, (key_of(t) for t in above.targets)))
@@ -76,7 +76,7 @@ def _dataset_words(call: ast.Call) -> set[str]:
 
 
 def _is_held_out(call: ast.Call, unit: Unit) -> bool:
-    """Whether a loader or sampler is for validation, by the names around it."""
+    """Whether a loader or sampler is for validation, judged by the names around it."""
     names = {_target(call, unit), *_dataset_words(call)}
     return not any("train" in name.lower() for name in names) and any(map(_HELD_OUT.search, names | {unit.name}))
 
@@ -128,7 +128,7 @@ def shuffle_from_sampler(case: Case) -> Iterator[Hit]:
 
 
 def _maker(node: ast.expr, unit: Unit, case: Case, depth: int = 0) -> Optional[ast.Call]:
-    """The call that made a sampler."""
+    """Return the call that constructed a sampler."""
     if isinstance(node, ast.Call):
         return node
     for where, value in case.values(node, unit) if depth < 4 else ():
@@ -151,14 +151,14 @@ def no_set_epoch(case: Case) -> Iterator[Hit]:
             continue
         if "accelerate" in case.program.frameworks and "torch" not in unit.source.qualified(call.func):
             continue
-        if not isinstance(case.tree.defined(call.func, unit.source), tuple):  # else a class that may advance by itself
+        if not isinstance(case.tree.defined(call.func, unit.source), tuple):  # the project's classes may count epochs
             name = _target(call, unit) or text_of(call.func)
             never = "is never reached with another epoch" if case.program.uses("set_epoch") else "is never called"
             yield Hit(unit, call, f"set_epoch {never} for {name}: every epoch replays the order of the first.")
 
 
 def _advances(case: Case) -> bool:
-    """Whether every rank comes to a set_epoch for the training data, in each epoch and with its number."""
+    """Whether every rank calls set_epoch for the training data, in each epoch and with the epoch's number."""
     for unit, call in case.program.calls("set_epoch"):
         owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         number = argument(call, "epoch", 0)
@@ -169,7 +169,7 @@ def _advances(case: Case) -> bool:
         ]
         is_outside = bool(loops) and not any(isinstance(a, (ast.For, ast.While)) for a in above)
         is_cut_off = any(
-            isinstance(a, (ast.For, ast.While)) and _is_behind_an_end(child, a)
+            isinstance(a, (ast.For, ast.While)) and _follows_an_exit(child, a)
             for child, a in zip([call, *above], above)
         )
         never = any(isinstance(t, ast.Constant) and not t.value for t in unit.source.tests_around(call))
@@ -179,8 +179,8 @@ def _advances(case: Case) -> bool:
     return False
 
 
-def _is_behind_an_end(child: ast.AST, loop: ast.AST) -> bool:
-    """Whether a statement of a loop stands behind one that leaves the round."""
+def _follows_an_exit(child: ast.AST, loop: ast.AST) -> bool:
+    """Whether a statement of a loop follows a continue, break, return or raise in the same block."""
     body = getattr(loop, "body", [])
     before = body[: body.index(child)] if child in body else []
     return any(isinstance(s, (ast.Continue, ast.Break, ast.Return, ast.Raise)) for s in before)
@@ -204,7 +204,7 @@ def loader_without_share(call: ast.Call, unit: Unit, case: Case) -> Optional[str
         if found & {"dsampler", "prepared"} or _splits(sampler, unit, case):
             return None
         if case.program.is_distributed and not found & {"sampler", "none"}:
-            return None  # what it is cannot be said
+            return None  # unknown kind of sampler
         what = f"The sampler {text_of(sampler, 40)} draws for one process"
     if case.is_guarded(call, unit) or case.depends_on_launch(call, unit):
         return None
@@ -216,7 +216,7 @@ def _bound_words(node: ast.expr, unit: Unit, case: Case) -> set[str]:
 
 
 def _splits(sampler: ast.expr, unit: Unit, case: Case, depth: int = 0) -> bool:
-    """Whether a sampler of the project's own, or its arguments, speak of ranks."""
+    """Whether a sampler of the project, or its arguments, depend on the rank or the number of ranks."""
     for where, value in [(unit, sampler), *case.values(sampler, unit)]:
         if speaks_of_rank(value) or is_world_size(value):
             return True
@@ -239,7 +239,7 @@ def iterable_unsharded(case: Case) -> Iterator[Hit]:
         for name, node in source.classes.items():
             if name not in case.sites or "iterable" not in case.bases(node, source.module):
                 continue
-            # It may only hand on what another object yields, which knows of ranks.
+            # It may only forward the samples of another object, which splits them by rank.
             is_fed = any(owner is not node for owner in knowing)
             if not is_fed and not _SHARES.search(" ".join(identifiers(node))):
                 yields = f"{name} yields all of its samples on every rank"
@@ -262,7 +262,7 @@ def batch_per_rank(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
 
 
 def _has_share(call: ast.Call, unit: Unit, case: Case) -> bool:
-    """Whether a loader reads a share: through its sampler, or a dataset that was told its rank."""
+    """Whether a loader reads a share: through its sampler, or because its dataset gets the rank as an argument."""
     if "dsampler" in case.kinds(argument(call, "sampler", 3), unit):
         return True
     made = [value for _, value in case.values(argument(call, "dataset", 0), unit) if isinstance(value, ast.Call)]
@@ -302,7 +302,7 @@ def schedule_arithmetic(call: ast.Call, unit: Unit, case: Case) -> Optional[str]
 
 
 def _schedule_of(call: ast.Call, unit: Unit) -> str:
-    """What the count is for: a number of steps, or an argument of a schedule."""
+    """Return the name that the count is used for, if it is a number of steps or a schedule's argument; else ""."""
     for above in unit.source.above(call):
         is_printed = isinstance(above, ast.Call) and last_name(above) in _PRINTING
         if is_printed or isinstance(above, (ast.Compare, ast.JoinedStr)):
@@ -322,7 +322,7 @@ def one_seed(case: Case) -> Iterator[Hit]:
     seeds = [(u, c) for u, c in case.calls(*_SEEDS) if u.source.qualified(c.func) in _GLOBAL_SEEDS]
     seeds = [
         (u, c) for u, c in seeds if not any(u is where for where, _ in case.calls("spawn"))
-    ]  # spawned ranks have none
+    ]  # spawned ranks do not inherit the seed
     if (
         not seeds
         or case.program.uses("parallelize_module", "fully_shard")
@@ -339,7 +339,7 @@ def one_seed(case: Case) -> Iterator[Hit]:
 
 
 def _seed_differs(call: ast.Call, unit: Unit, case: Case) -> bool:
-    """Whether the rank is in the seed, or in what callers hand over for it."""
+    """Whether the seed depends on the rank, directly or through arguments of callers."""
     is_told = constant(argument(call, "device_specific")) is True
     return is_told or any(case.holds(value, unit, _differs) for value in values_of(call))
 
@@ -364,10 +364,13 @@ def seed_plus_rank(case: Case) -> Iterator[Hit]:
 
 
 def _ranked_seeds(case: Case, is_local: bool) -> Iterator[tuple[Unit, ast.Call, ast.BinOp]]:
-    """In each function the first global seed that a rank is added to: a local one alone, or the global one."""
-    told: set[Unit] = set()
+    """Yield, for each function, its first call that sets a global seed to a sum with a rank.
+
+    `is_local`: the sum has only a local rank; else only a global one.
+    """
+    reported: set[Unit] = set()
     for unit, call in sorted(case.calls(*_SEEDS), key=lambda each: each[1].lineno):
-        if unit in told or unit.source.qualified(call.func) not in _GLOBAL_SEEDS:
+        if unit in reported or unit.source.qualified(call.func) not in _GLOBAL_SEEDS:
             continue
         made = [each for value in values_of(call) for each in case.made_of(value, unit)]
         names = [(where, n) for where, part in made for n in ast.walk(part) if isinstance(n, _NAMING)]
@@ -380,13 +383,13 @@ def _ranked_seeds(case: Case, is_local: bool) -> Iterator[tuple[Unit, ast.Call, 
             sides = [(total.left, total.right), (total.right, total.left)] if isinstance(total.op, ast.Add) else []
             ranks = [seed for seed, rank in sides if case.is_rank(rank, where)]
             if ranks and (is_local or not _is_written_down(ranks[0], where, case)):
-                told.add(unit)
+                reported.add(unit)
                 yield unit, call, total
                 break
 
 
 def _is_written_down(node: ast.expr, unit: Unit, case: Case) -> bool:
-    """Whether a seed is a number in the text, or far apart for each run: no sweep over seeds comes to the next one."""
+    """Whether a seed is a literal or a product, so that a sweep over seeds does not reach seed + 1."""
     if constant(node) is not None or any(isinstance(n, ast.Mult) for n in ast.walk(node)):
         return True
     values = case.values(node, unit)

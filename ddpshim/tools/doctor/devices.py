@@ -1,4 +1,4 @@
-"""Holds the rules about devices by number, local ranks used as global ones, and launcher variables."""
+"""Holds the rules about hard-coded devices, local ranks used as global ones, and launcher variables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPAWNING = re.compile(r"(?i)slurm|distrib|ddp|debug|single|launcher|spawn|none|
 
 
 def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
-    """ "cuda:0" or "cuda" where the call names a device by a literal, else None."""
+    """Return "cuda:0" or "cuda" if the call names a device by a literal, else None."""
     name, tail = unit.source.qualified(call.func), last_name(call)
     values = [argument(call, "device"), argument(call, "map_location")]
     is_method = isinstance(call.func, ast.Attribute)
@@ -53,7 +53,7 @@ def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
         index = constant(argument(call, "device", 0))
         if isinstance(index, int) or _FIXED.match(str(index)):
             return f"cuda:{str(index).rpartition(':')[2]}"
-    # Of a dictionary for map_location the keys are where tensors were.
+    # The keys of a dictionary for map_location are the tensors' old devices, so only its values count.
     parts = [part for value in values for part in (value.values if isinstance(value, ast.Dict) else [value])]
     for inner in (inner for part in parts if part is not None for inner in ast.walk(part)):
         text = constant(inner)
@@ -67,13 +67,13 @@ def _device_named(call: ast.Call, unit: Unit) -> Optional[str]:
 def hard_coded_device(case: Case) -> Iterator[Hit]:
     stored = (constant(s.slice) for _, s in case.all(ast.Subscript) if isinstance(s.ctx, ast.Store))
     if case.program.is_distributed and "CUDA_VISIBLE_DEVICES" in stored:
-        return  # each rank sees its own GPU as the first
+        return  # each rank sees only its own GPU, as cuda:0
     binds = bool(case.program.frameworks) or case.program.uses("set_device")
     for unit, call in case.calls():
         device = _device_named(call, unit)
         if device is None or _is_at_import(call, unit, case) or _is_unused(call, unit, case):
             continue
-        is_chosen = not case.program.is_distributed and last_name(call) == "device"  # and may be chosen with an index
+        is_chosen = not case.program.is_distributed and last_name(call) == "device"  # an index may follow
         if device == "cuda" and (binds or is_chosen or is_evaluation(unit.name)):
             continue
         if not case.is_guarded(call, unit) and not case.depends_on_launch(call, unit):
@@ -85,7 +85,7 @@ def hard_coded_device(case: Case) -> Iterator[Hit]:
 
 
 def _device_in_config(case: Case) -> Iterator[Hit]:
-    """Lines of the program's configs that name one GPU, where the program puts something on the device they name."""
+    """Yield lines of the program's configs that name one GPU, if the program uses a device from its config."""
     asked = [
         (unit.source, value)
         for unit, call in case.calls("device", "to", "set_device")
@@ -97,7 +97,7 @@ def _device_in_config(case: Case) -> Iterator[Hit]:
         made = {name for name, places in case.tree.targets.items() if any(config == path for _, config in places)}
         trainers = {s for s in case.program.files if made & s.classes.keys() and _goes_backward(s)}
         if trainers and trainers.isdisjoint(readers):
-            continue  # the trainer of this config takes another device
+            continue  # the trainer of this config does not read its device from a config
         for number, line in enumerate(content.decode("utf-8", "replace").split("\n"), 1):
             match = _CONFIG_DEVICE.match(line)
             if match is not None:
@@ -111,7 +111,7 @@ def _goes_backward(source: Source) -> bool:
 
 
 def _is_unused(call: ast.Call, unit: Unit, case: Case) -> bool:
-    """Whether a call at the top of a file makes a device that nothing in this program uses."""
+    """Whether a call at module level makes a device that the program does not use."""
     statement = unit.source.parents.get(call)
     if not unit.is_module or not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
         return False
@@ -129,7 +129,7 @@ def device_at_import(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
 
 
 def _is_at_import(call: ast.Call, unit: Unit, case: Case) -> bool:
-    """Whether a call puts something on a device when its file is imported."""
+    """Whether a call puts a tensor or network on a device when its file is imported."""
     source, tail = unit.source, last_name(call)
     if unit.name != "<module>" or not (tail in ("to", "cuda", "load") or tail in _FACTORIES):
         return False
@@ -158,7 +158,7 @@ def local_rank_as_global(case: Case) -> Iterator[Hit]:
 
 
 def _asks_local_rank(test: ast.expr, unit: Unit, case: Case) -> bool:
-    """Whether a test asks for the local rank (or flag), and not for the global one too."""
+    """Whether a test depends on the local rank (or a local main flag) and not on the global rank."""
     if last_name(test) in ("is_local_main_process", "is_local_main"):
         return True
     found = False
@@ -187,7 +187,7 @@ def launcher_variable_overwritten(case: Case) -> Iterator[Hit]:
 
 
 def _is_forced(assign: ast.Assign, unit: Unit) -> bool:
-    """Whether the value is written down, without asking whether the launcher has set it or which one it was."""
+    """Whether the assignment sets a literal without a check for a launcher (or for Slurm's or MPI's variables)."""
     if constant(assign.value) is None and not (
         identifiers(assign.value) <= {"str"} and last_name(assign.value) == "str"
     ):

@@ -1,4 +1,4 @@
-"""Holds the rules about files, prompts, loggers and deletions that every rank would repeat."""
+"""Holds the rules about writes, prompts, loggers and deletions that every rank would repeat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpshim.tools.doctor.paths import clocks
 from ddpshim.tools.doctor.rules import Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Unit
 
-# What writes to its first argument, and what to its second.
+# Functions that write to the path in their first argument, and in their second.
 _WRITES_FIRST = words_of(
     "numpy.save numpy.savez numpy.savez_compressed numpy.savetxt matplotlib.pyplot.savefig imageio.imwrite "
     "imageio.mimsave imageio.mimwrite imageio.get_writer cv2.imwrite cv2.VideoWriter os.mkdir os.rename os.replace"
@@ -57,12 +57,12 @@ def every_rank_writes(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
     if _is_shared_file(target, unit, case) or _is_own(target, unit, case) or _needs_argument(call, unit, case):
         return None
     if case.is_guarded(call, unit) or any(case.test(value, unit) for value in values_of(call)):
-        return None  # save_pretrained(path, is_main_process=...) asks by itself
+        return None  # save_pretrained(path, is_main_process=...) checks the rank itself
     return f"Every rank runs {text_of(call)}, on the same path at the same time."
 
 
 def _written(call: ast.Call, unit: Unit, case: Case) -> Optional[ast.expr]:
-    """The path (or file) that the call writes, None where it only reads."""
+    """Return the path (or file) that the call writes; None if it does not write."""
     name, tail = unit.source.qualified(call.func), last_name(call)
     if name in ("open", "io.open", "gzip.open", "h5py.File"):
         mode = constant(argument(call, "mode", 1))
@@ -79,20 +79,20 @@ def _written(call: ast.Call, unit: Unit, case: Case) -> Optional[ast.expr]:
     if tail == "mkdir":
         return call.func.value if not may_exist else None
     if tail == "open" and not name.endswith("os.open"):
-        # av.open(path, mode="w") beside path.open("w")
+        # av.open(path, mode="w") is a function, path.open("w") a method
         is_module = isinstance(call.func.value, ast.Name) and call.func.value.id in unit.source.names
         target = argument(call, "file", 0) if is_module else call.func.value
         mode = constant(argument(call, "mode", 1 if is_module else 0))
         return target if mode in ("w", "wb", "a", "ab", "x", "xb", "wt", "at") else None
     if tail in ("write_text", "write_bytes", "symlink_to"):
         return call.func.value
-    # What a method of the program writes is seen inside it.
+    # A writing method of the program itself is checked at the calls inside it.
     is_own = any(tail in source.methods for source in case.program.files)
     return call.args[0] if tail in _WRITING_METHODS and call.args and not is_own else None
 
 
 def _needs_argument(node: ast.AST, unit: Unit, case: Case) -> bool:
-    """Whether a test around the node asks for a parameter that is None by default, and no caller passes it."""
+    """Whether a test around the node needs a parameter that is None or False by default and that no caller passes."""
     if isinstance(unit.node, ast.Module):
         return False
     arguments = unit.node.args
@@ -107,7 +107,7 @@ def _needs_argument(node: ast.AST, unit: Unit, case: Case) -> bool:
 
 
 def _is_shared_file(target: ast.expr, unit: Unit, case: Case) -> bool:
-    """Whether the target is an open file or buffer: what opened it is the finding."""
+    """Whether the target is an open file or buffer: then the call that opened it is reported, not this one."""
     if not isinstance(target, ast.Name):
         return isinstance(target, ast.Call) and last_name(target) == "open"
     for _, binding in case.reaching(target, unit):
@@ -118,14 +118,14 @@ def _is_shared_file(target: ast.expr, unit: Unit, case: Case) -> bool:
 
 
 def _is_own(target: ast.expr, unit: Unit, case: Case) -> bool:
-    """Whether each rank (or process) has a path of its own, takes turns by a lock, or writes what all find equal."""
+    """Whether each rank has its own path, a lock lets one write at a time, or it is a cache or a temporary file."""
     made = {word for _, value in [(unit, target), *case.values(target, unit)] for word in identifiers(value)}
     if any(map(_LOCK.search, unit.words)) or any(map(_OF_ALL.search, (*made, unit.name))):
         return True
     items = {n.id for loop in unit.all(ast.For) for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     parts = (n for n in ast.walk(target) if isinstance(n, ast.Subscript))
     if any(isinstance(n, ast.Name) and n.id in items for part in parts for n in ast.walk(part)):
-        return True  # the file of one sample, of which each rank has others
+        return True  # one file per sample, and each rank has other samples
     return case.holds(target, unit, lambda node: speaks_of_rank(node) or bool(identifiers(node) & _OWN_PATHS))
 
 
@@ -169,7 +169,7 @@ def path_differs_by_rank(case: Case) -> Iterator[Hit]:
         if use and not case.is_guarded(call, unit):
             yield Hit(unit, call, f"Each rank reads its own clock: {text_of(call)} in {use} may differ between ranks.")
     source = case.program.entry
-    for unit in (source.module, source.main):  # a script whose hydra config puts the time into the folder of the run
+    for unit in (source.module, source.main):  # scripts whose hydra config puts the time into the run folder
         for call in unit.all(ast.Call):
             wanted = case.configs() if source.qualified(call.func) == "hydra.main" else {}
             for path, line in list(clocks(wanted))[:1]:
@@ -182,14 +182,14 @@ def _is_clock(call: ast.Call, unit: Unit) -> bool:
     if name == "time.strftime":
         return len(call.args) < 2 or bool(identifiers(call.args[1]) & {"localtime", "gmtime", "time"})
     if last_name(call) in _CLOCKS:
-        is_spelt_out = isinstance(unit.source.parents.get(call), ast.Attribute)  # strftime of it is looked at instead
+        is_spelt_out = isinstance(unit.source.parents.get(call), ast.Attribute)  # reported at its strftime
         return name.startswith("datetime.") and not is_spelt_out
     read = identifiers(call.func.value) if isinstance(call.func, ast.Attribute) else set[str]()
     return bool((_CLOCKS | {"fromtimestamp"}) & read)
 
 
 def _path_use(node: ast.AST, unit: Unit, depth: int = 0) -> str:
-    """Where a time ends up in a path: the expression or the name; "" for what is only printed or subtracted."""
+    """Return the expression or name in which a time becomes part of a path; "" if it is only printed or subtracted."""
     child, is_text = node, isinstance(node, ast.Call) and last_name(node) not in _CLOCKS
     for parent in unit.source.above(node):
         if isinstance(parent, ast.Call) and child is not parent.func:
@@ -215,12 +215,12 @@ def _path_use(node: ast.AST, unit: Unit, depth: int = 0) -> str:
 
 
 def _bound_path(targets: Sequence[ast.expr], line: int, unit: Unit, is_text: bool, depth: int) -> str:
-    """Where a time that is bound to these targets in `line` ends up in a path."""
+    """Do the same as `_path_use` for a time that is bound to these targets in `line`."""
     sends = [call for call in unit.all(ast.Call) if last_name(call).startswith("broadcast")]
     for target in targets:
         name = last_name(target)
         if any(name in identifiers(call) for call in sends):
-            return ""  # all ranks have the main rank's
+            return ""  # all ranks get the main rank's value
         if is_text and re.search(r"(?i)(dir|path|folder|file)", name):
             return name
         if is_text and isinstance(target, ast.Attribute) and re.search(r"(?i)name$|suffix$|run_id$", name):

@@ -1,19 +1,19 @@
-"""Defines the doctor's codes, and a finding with its place, its sentence and its fix."""
+"""Defines the doctor's codes, and a finding with its place, message and fix."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-# An error trains or evaluates something else than was meant, or hangs; a warning loses or damages files, time or
-# numbers; a note says what may be meant so, or could not be checked. A migration finding is an error or warning that
-# waits for the second rank: the program is not distributed yet.
+# error: the run hangs, or trains or evaluates something else than intended. warning: files, time or numbers are lost
+# or damaged. note: possibly intended, or could not be checked. migration: an error or warning that will appear with the
+# second rank, in a program that is not distributed yet.
 SEVERITIES = ("error", "warning", "migration", "note")
 
 
 @dataclass(frozen=True)
 class Code:
-    """One hazard. `fix` is an imperative; `in_single` says whether a trainer of one process has it to come."""
+    """One hazard. `fix` is an imperative; `in_single` says whether it is also reported for one-process trainers."""
 
     code: str
     name: str
@@ -22,7 +22,7 @@ class Code:
     in_single: bool
 
 
-# By code: its name and severity, whether it is also told of a trainer of one process, and below it the fix.
+# Code, name, severity, and "in-single" if it is also reported for one-process trainers; below, the fix.
 _TABLE = """
 DDP001 unreadable note in-single
     Repair the file, or leave it out with --exclude.
@@ -123,7 +123,7 @@ CODES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One hazard at one place. Lines and columns count from 1; `fixable` where `--fix` has an edit for it."""
+    """One hazard at one place. Lines and columns count from 1; `fixable` if `--fix` has an edit for it."""
 
     path: str
     line: int

@@ -1,4 +1,4 @@
-"""Writes the fixes that need no judgement as exact edits, and the unified diff of them."""
+"""Writes fixes that need no human decision as exact edits, and their unified diff."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpshim.tools.doctor.source import Source, Unit
 
 
 class Edit(NamedTuple):
-    """Bytes `start` to `end` of a file become `text`; all others stay as they are."""
+    """Replaces the bytes from `start` to `end` of a file by `text`."""
 
     start: int
     end: int
@@ -29,9 +29,9 @@ _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 
 
 def edits_for(code: str, hit: Hit, case: Case) -> list[Edit]:
-    """The edits that remove a finding, none where it takes a person."""
+    """Return the edits that remove a finding; [] if a person has to decide."""
     content = hit.unit.source.content
-    # Python counts columns in UTF-8; in a file of another encoding they would point elsewhere.
+    # ast counts columns in UTF-8 bytes, which would be wrong offsets in a file of another encoding.
     has_odd_lines = b"\r" in content.replace(b"\r\n", b"")
     if code not in _FIXES or has_odd_lines or not _is_utf8(content):
         return []
@@ -39,7 +39,7 @@ def edits_for(code: str, hit: Hit, case: Case) -> list[Edit]:
 
 
 def unified_diff(path: Path, root: Path, before: bytes, edits: Iterable[Edit]) -> bytes:
-    """The diff of one file that `patch -p1` applies in `root` (or beside the file that `root` is)."""
+    """Return the diff of one file for `patch -p1` in `root` (or in its folder, if `root` is a file)."""
     old, new = (_LINE.findall(content) for content in (before, apply(before, edits)))
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix().encode()
     lines = difflib.diff_bytes(difflib.unified_diff, old, new, b"a/" + name, b"b/" + name, lineterm=b"\n")
@@ -47,7 +47,7 @@ def unified_diff(path: Path, root: Path, before: bytes, edits: Iterable[Edit]) -
 
 
 def apply(content: bytes, edits: Iterable[Edit]) -> bytes:
-    """The content after all edits; one that overlaps an earlier one is left out, for a second run."""
+    """Return the content after all edits. An edit that overlaps an earlier one is skipped; a second run makes it."""
     out, position = b"", 0
     for edit in sorted(set(edits)):
         if edit.start >= position:
@@ -70,7 +70,7 @@ def _unwrap(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
     names = [c for c in (*values_of(call), call.func, *receiver) if isinstance(c, (ast.Name, ast.Attribute))]
     wrapped = [name for name in names if case.kinds(name, unit) & WRAPPERS]
     if len(wrapped) != 1 or case.kinds(wrapped[0], unit) != {"ddp"}:
-        return []  # which is wrapped is not the same on every path
+        return []  # it is unclear which name is wrapped, or whether it always is
     return [_insert(_end(unit.source, wrapped[0]), b".module")]
 
 
@@ -125,7 +125,7 @@ def _raise_again(handler: ast.ExceptHandler, unit: Unit, case: Case) -> list[Edi
         return []
     if len(handler.body) == 1 and isinstance(last, ast.Pass):
         return [_replace(unit.source, last, b"raise")]
-    end = _line_start(unit.source, (last.end_lineno or last.lineno) + 1)  # behind a comment in its line
+    end = _line_start(unit.source, (last.end_lineno or last.lineno) + 1)  # after a comment on the same line
     newline, line = _newline(unit.source), (_indent(unit.source, last) or b"") + b"raise"
     return [_insert(end, line + newline if unit.source.content[end - 1 : end] == b"\n" else newline + line)]
 
@@ -163,7 +163,7 @@ def _strip_prefix(call: ast.Call, unit: Unit, case: Case) -> list[Edit]:
 
 
 def _rank_call(unit: Unit) -> Optional[str]:
-    """`dist.get_rank()` by the name that the function already knows torch.distributed by."""
+    """Return `dist.get_rank()`, with the unit's own name for torch.distributed; None if it does not use it."""
     for call in unit.all(ast.Call):
         if isinstance(call.func, ast.Attribute) and unit.source.qualified(call.func.value) == "torch.distributed":
             return f"{ast.unparse(call.func.value)}.get_rank()"
@@ -183,13 +183,13 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _line_start(source: Source, line: int) -> int:
-    """The place in the file where a line begins, its end for a line after the last."""
+    """Return the offset of the start of a line; the end of the file for a line after the last."""
     rest = source.content.split(b"\n", line - 1)
     return len(source.content) - (len(rest[-1]) if len(rest) == line else 0)
 
 
 def _place(source: Source, line: int, column: int) -> int:
-    """The place in the file; Python's columns leave a byte order mark out."""
+    """Return an offset in the file; ast's columns do not count a byte order mark."""
     mark = 3 if line == 1 and source.content.startswith(b"\xef\xbb\xbf") else 0
     return _line_start(source, line) + column + mark
 
@@ -215,13 +215,13 @@ def _newline(source: Source) -> bytes:
 
 
 def _indent(source: Source, node: ast.AST) -> Optional[bytes]:
-    """The white space before a statement, None where something else stands before it in its line."""
+    """Return the white space before a statement; None if other code precedes it on the line."""
     before = source.content[_line_start(source, node.lineno) : _start(source, node)]  # type: ignore[attr-defined]
     return None if before.strip() else before
 
 
 def _under_test(source: Source, statement: ast.stmt, test: str) -> list[Edit]:
-    """The statement indented below a test; none where it shares its line, or a string in it spans lines."""
+    """Return edits that indent the statement below `test`; [] if it shares its line or has a multi-line string."""
     indent = _indent(source, statement)
     strings = [n for n in ast.walk(statement) if isinstance(n, (ast.Constant, ast.JoinedStr))]
     if indent is None or any(n.lineno != n.end_lineno for n in strings):
@@ -234,7 +234,7 @@ def _under_test(source: Source, statement: ast.stmt, test: str) -> list[Edit]:
     return [first, *(_insert(_line_start(source, line), step) for line in range(statement.lineno + 1, after))]
 
 
-# From a hit's node, its unit and the case to the edits.
+# Functions of (a hit's node, its unit, the case) that return edits.
 _FIXES: dict[str, Callable[..., list[Edit]]] = {
     "DDP102": _call_the_wrapper,
     "DDP105": _unwrap,

@@ -1,4 +1,4 @@
-"""Infers what an expression holds: a wrapped network, a sampler, an iterable dataset."""
+"""Infers the kind of an expression's value: a wrapped network, a sampler, an iterable dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLASS_KINDS = {
 
 
 class Kinds:
-    """Says what expressions hold, from the bindings of their names and the callers in one program."""
+    """Infers the kinds of values in one program, from bindings of names and from callers."""
 
     def __init__(self, tree: Tree, program: Program) -> None:
         self.tree, self.program = tree, program
@@ -41,7 +41,7 @@ class Kinds:
                         self.given.setdefault(last_name(value), []).append((unit, value))
 
     def reaching(self, node: ast.expr, unit: Unit) -> list[tuple[Unit, Binding]]:
-        """The bindings that a name or attribute may have at `node`, the last unconditional one and those after it."""
+        """Return the bindings that may hold at `node`: the last unconditional one before it, and all after that one."""
         key = key_of(node)
         if key is None:
             return []
@@ -63,7 +63,7 @@ class Kinds:
         if own and not unit.is_module and "." not in key and "[" not in key:
             return [(unit, b) for b in own]
         if key.startswith("self.") and unit.owner is not None:
-            # What this method binds further down does not hold here yet.
+            # Bindings further down in this method do not hold here yet.
             mates = [mate for mate in unit.source.units if mate.owner is unit.owner and mate is not unit]
             return [(mate, b) for mate in mates for b in mate.bindings.get(key, [])]
         if key in unit.parameters:
@@ -73,17 +73,17 @@ class Kinds:
         return found or ([(unit, b) for b in own] if unit.is_module else [])
 
     def values(self, node: Optional[ast.expr], unit: Unit) -> list[tuple[Unit, ast.expr]]:
-        """What a name may be bound to at `node`, as far as that can be said."""
+        """Return the known values that a name may have at `node`, each with its unit."""
         found = self.reaching(node, unit) if node is not None else []
         return [(where, b.value) for where, b in found if b.value is not None]
 
     def kinds(self, node: Optional[ast.AST], unit: Unit) -> frozenset[str]:
-        """What `node` may hold: ddp, dp, dsampler, sampler, loader, iterable, optimizer, module, unwrapped, ..."""
+        """Return the possible kinds: ddp, dp, dsampler, sampler, loader, iterable, optimizer, module, unwrapped, ..."""
         if node is None:
             return frozenset()
         key = (unit, node)
         if key not in self._kinds:
-            self._kinds[key] = frozenset()  # while it is looked for: a name that is bound to itself
+            self._kinds[key] = frozenset()  # ends the recursion if a name is bound to itself
             self._kinds[key] = frozenset(self._find_kinds(node, unit))
         return self._kinds[key]
 
@@ -106,27 +106,27 @@ class Kinds:
                 return
             bindings = self.reaching(node, unit)
             found = frozenset[str]().union(*(self.kinds(b.value, where) for where, b in bindings))
-            # Bound to `model.module` in one branch and to `model` in the other, it is bare in both.
+            # A name bound to `model.module` in one branch and to `model` in the other is not wrapped in either.
             yield from found - {"ddp", "dp"} if "unwrapped" in found else found
             if not bindings and isinstance(node, ast.Name):
                 for where, _, value in self.passed(node.id, unit):
                     yield from self.kinds(value, where)
 
     def passed(self, name: str, unit: Unit, most: Optional[int] = 20) -> Iterator[tuple[Unit, ast.Call, ast.expr]]:
-        """What callers hand over for a parameter, by call; nothing where `name` is none."""
+        """Yield (unit, call, value) for each call that passes the parameter `name`; none if it is not a parameter."""
         for where, call in self.sites_of(unit)[:most] if name in unit.parameters else ():
             value = argument(call, name, unit.position(name))
             if value is not None:
                 yield where, call, value
 
     def handed_over(self, node: ast.expr, unit: Unit, kind: str) -> list[tuple[Unit, ast.Call]]:
-        """The calls that give `unit` what `node` names, where that is a parameter."""
+        """Return the calls that pass a value of this kind for `node`, if it is a parameter of `unit`; else []."""
         if not isinstance(node, ast.Name) or self.reaching(node, unit):
             return []
         return [(where, call) for where, call, value in self.passed(node.id, unit) if kind in self.kinds(value, where)]
 
     def sites_of(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
-        """Calls that may mean `unit`, by name."""
+        """Return the calls that may call `unit`, judged by name."""
         if unit.owner is not None and unit.name == "__init__":
             return self.constructions(unit)
         if unit not in self._sites:
@@ -135,19 +135,19 @@ class Kinds:
         return self._sites[unit]
 
     def constructions(self, unit: Unit) -> list[tuple[Unit, ast.Call]]:
-        """Calls of the class that a method belongs to."""
+        """Return the calls that construct the class of a method."""
         found = self.sites.get(unit.owner.name, []) if unit.owner is not None else []
         return [(u, c) for u, c in found if self.tree.defined(c.func, u.source) == (unit.source, unit.owner)]
 
     def _may_mean(self, name: ast.expr, where: Unit, unit: Unit) -> bool:
-        """Whether a name may be `unit`: of a method, whether what it is of may be of its class, or of a relative."""
+        """Whether a name may refer to `unit`; for a method, whether the object may be of its class or a related one."""
         if unit.owner is None:
             return self.tree.defined(name, where.source) is unit
         if not isinstance(name, ast.Attribute):
             return False
         receiver = name.value
         if isinstance(receiver, ast.Name) and receiver.id in where.source.names:
-            return False  # json.dump is no method
+            return False  # an imported module, as in json.dump
         if not (isinstance(receiver, ast.Name) and receiver.id in ("self", "cls")) or where.owner is None:
             return self.tree.may_have(unit, name, where, self.program.files)
         mine, theirs = unit.owner, where.owner
@@ -187,7 +187,7 @@ class Kinds:
             if any(self.kinds(c, unit) & WRAPPERS for c in inner_calls):
                 yield "holds-wrapped"
         elif tail == "algo_factory":
-            yield "plain"  # robomimic's algorithms hold networks and are none
+            yield "plain"  # robomimic's algorithms hold networks but are not Modules
         elif qualified.startswith("torch.nn.") and tail[:1].isupper():
             yield "module"
         else:
@@ -203,7 +203,7 @@ class Kinds:
         return frozenset()
 
     def bases(self, node: ast.ClassDef, unit: Unit, depth: int = 0) -> set[str]:
-        """The kinds that a class inherits; `plain` where all of its bases are in sight and none is torch's."""
+        """Return the kinds that a class inherits; {"plain"} if all its bases are known and none is torch's."""
         out: set[str] = set()
         is_known = True
         for base in node.bases:

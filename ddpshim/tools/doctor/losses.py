@@ -1,4 +1,4 @@
-"""Holds the rules about losses that are no means over samples, which the mean over ranks is not that of the batch."""
+"""Holds the rules about losses that are not means over samples: the mean over ranks differs from the whole batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ddpshim.tools.doctor.source import Unit
 _LOSS_UNIT = re.compile(r"(?i)(loss|train|step|forward|objective|criterion|backprop|learn)")
 _FIXED_SHARE = re.compile(r"(?i)mask(ing)?_ratio|num_mask|len_keep")
 _MASK = re.compile(r"(?i)mask|valid|is_?pad|non_?pad|present|visible|observed")
-_NO_LOSS = re.compile(r"(?i)weight|acc|correct|hits?($|_)|recall|precision|iou")  # weights may be normalised before
+_NO_LOSS = re.compile(r"(?i)weight|acc|correct|hits?($|_)|recall|precision|iou")  # metrics, and normalised weights
 _COMPARING = {"ne", "eq", "gt", "lt", "ge", "le", "not_equal", "logical_and", "logical_not", "isfinite"}
 _BOUNDING = {"clamp", "clamp_min", "clip", "max", "maximum", "item", "float", "to"}
-# What mends it, ddpshim's or another's.
+# Names that show that the loss is already computed over all ranks, by ddpshim or otherwise.
 _KEPT_IN_MIND = ("whole_batch", "mean_over", "all_gather", "all_reduce", "reduce_mean", "num_items_in_batch")
 
 
@@ -27,7 +27,7 @@ def _trains(unit: Unit) -> bool:
 
 
 def _is_mended(unit: Unit, case: Case) -> bool:
-    """Whether the unit gathers itself, or is handed to something that does."""
+    """Whether the unit gathers or reduces over ranks itself, or is an argument of whole_batch."""
     if any(any(mark in word for mark in _KEPT_IN_MIND) for word in (*unit.words, *entered(unit.node))):
         return True
     return any(last_name(value) == unit.name for _, call in case.calls(*_KEPT_IN_MIND[:1]) for value in values_of(call))
@@ -36,7 +36,7 @@ def _is_mended(unit: Unit, case: Case) -> bool:
 @rule("DDP108")
 def masked_mean(case: Case) -> Iterator[Hit]:
     if any(_FIXED_SHARE.search(word) for unit in case.program.units for word in (*unit.words, *unit.parameters)):
-        return  # as many samples of each are masked
+        return  # the same number of entries is masked in each sample
     for unit, division in case.all(ast.BinOp):
         if not isinstance(division.op, ast.Div) or not _trains(unit) or is_without_gradients(division, unit):
             continue
@@ -65,7 +65,7 @@ def masked_mean(case: Case) -> Iterator[Hit]:
 
 
 def _marks(node: ast.AST, unit: Unit, case: Case) -> bool:
-    """Whether an expression says of each element if it counts: a comparison, or a mask by its name."""
+    """Whether an expression is a mask: a comparison, or a name such as `valid`."""
     while isinstance(node, ast.Call) and last_name(node) in ("float", "to", "bool", "int", "long", "type_as"):
         node = node.func.value if isinstance(node.func, ast.Attribute) else node
         if isinstance(node, ast.Call) and not isinstance(node.func, ast.Attribute):
@@ -82,7 +82,7 @@ def _marks(node: ast.AST, unit: Unit, case: Case) -> bool:
 
 
 def _sum_of(node: ast.expr, unit: Unit, case: Case) -> Optional[ast.expr]:
-    """What is summed up in an expression, or in what its name was bound to."""
+    """Return the expression that is summed up in `node`, or in the value of its name; else None."""
     found = _summed(node)
     if found is not None or not isinstance(node, (ast.Name, ast.Call)):
         return found
@@ -100,7 +100,7 @@ def _sum_called(node: ast.expr) -> Optional[ast.expr]:
 
 
 def _summed(node: ast.expr) -> Optional[ast.expr]:
-    """What is summed up in `x.sum()`, `torch.sum(x)`, and these with a clamp, a maximum or a small number added."""
+    """Return `x` of `x.sum()` or `torch.sum(x)`, also inside a clamp, a maximum or an addition; else None."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _summed(node.left) or _summed(node.right)
     if not isinstance(node, ast.Call):
@@ -136,7 +136,7 @@ def compares_samples(case: Case) -> Iterator[Hit]:
 
 
 def _counts_the_batch(node: ast.AST) -> bool:
-    """`torch.arange(len(x))`, `torch.arange(x.shape[0])` or `torch.arange(x.size(0))`, moved to a device or not."""
+    """Whether this is torch.arange of `len(x)`, `x.shape[0]` or `x.size(0)`, possibly moved to a device."""
     while isinstance(node, ast.Call) and last_name(node.func) in ("to", "cuda", "long"):
         if not isinstance(node.func, ast.Attribute):
             return False

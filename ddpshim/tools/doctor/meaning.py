@@ -1,4 +1,4 @@
-"""Infers which expressions ask for a rank, and which ranks reach a statement."""
+"""Infers which expressions depend on the rank, and which ranks reach a statement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IS_MAIN = re.compile(
     r"(?:(?:main|master|primary|chief|root|rank_?(?:0|zero)|global_?(?:0|zero)|zero_?rank)"
     r"(?:_?(?:process|proc|rank|node|worker|gpu))?)$"
 )
-# Plain words that are too common for other things, unless they ask ("is_...").
+# These words have too many other meanings; with "is_" in front they count.
 _NOT_MAIN = {"main", "root", "first", "master", "primary", "_main", "first_rank", "root_node", "on_main", "if_main"}
 _MAIN_ONLY = re.compile(
     r"(?i)^(?:on_)?(?:local_|global_)?(?:rank_?(?:0|zero)|main|master|primary)_?(?:process|rank|node)?_?(?:only|first)$|on_(?:local_)?main_process$|^(?:run_on|only)_main$"
@@ -52,7 +52,7 @@ OPPOSITE = {MAIN: OTHER, OTHER: MAIN}
 
 
 class Meaning(Kinds):
-    """Says also who reaches a statement: every rank, or the main one alone."""
+    """Also infers which ranks reach a statement: all, or only the main rank."""
 
     def is_rank(self, node: ast.AST, unit: Unit, depth: int = 0) -> bool:
         """Whether an expression is the number of this rank."""
@@ -96,7 +96,7 @@ class Meaning(Kinds):
         return isinstance(node, ast.Subscript) and constant(node.slice) in _LOCAL_VARIABLES
 
     def made_of(self, node: ast.AST, unit: Unit, depth: int = 0) -> Iterator[tuple[Unit, ast.AST]]:
-        """An expression, and all that its names were made from, by callers too."""
+        """Yield an expression and all values from which its names were computed, including arguments of callers."""
         yield unit, node
         for name in [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute))] if depth < 4 else ():
             key = key_of(name)
@@ -106,18 +106,18 @@ class Meaning(Kinds):
                 yield from self.made_of(value, where, depth + 1)
 
     def holds(self, node: ast.AST, unit: Unit, asks: Callable[[ast.AST], bool]) -> bool:
-        """Whether an expression, or what its names were made from, has what `asks` looks for."""
+        """Whether `asks` is true for an expression or a value from which its names were computed."""
         return any(asks(part) for _, part in self.made_of(node, unit))
 
     def test(self, node: ast.AST, unit: Unit, depth: int = 0) -> Optional[str]:
-        """MAIN where the test is true on the main rank only, OTHER where it is true on others only, else None."""
+        """Return MAIN if the test is true only on the main rank, OTHER if it is true only on other ranks, else None."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             if self.is_rank(node.operand, unit) and not _is_main_word(last_name(node.operand)):
                 return MAIN
             return OPPOSITE.get(self.test(node.operand, unit, depth) or "")
         if isinstance(node, ast.BoolOp):
             found = [self.test(value, unit, depth) for value in node.values]
-            # `not distributed or rank == 0`: in a distributed run the rank decides.
+            # `not distributed or rank == 0`: in a distributed run only the rank decides.
             single = [_tests_single(value) for value, each in zip(node.values, found) if each is None]
             return next(filter(None, found), None) if isinstance(node.op, ast.And) or all(single) else None
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -152,12 +152,12 @@ class Meaning(Kinds):
         return None
 
     def _common_test(self, values: list[tuple[Unit, ast.expr]], depth: int) -> Optional[str]:
-        """What all of the tests that a flag may be agree on."""
+        """Return the result of `test` for all values of a flag, if it is the same for all."""
         found = [self.test(value, unit, depth + 1) for unit, value in values if constant(value) is not True]
         return found[0] if len(set(found)) == 1 else None
 
     def _is_main_only(self, node: ast.expr, unit: Unit) -> bool:
-        """Whether a name is None but on the main rank: `log = open(path) if rank == 0 else None`."""
+        """Whether a name is None on all ranks except the main rank: `log = open(path) if rank == 0 else None`."""
         bindings = self.reaching(node, unit)
         if not bindings or node in self._busy:
             return False
@@ -172,13 +172,13 @@ class Meaning(Kinds):
         return is_main_only
 
     def guard(self, node: ast.AST, unit: Unit) -> Optional[ast.AST]:
-        """The test, decorator or statement around `node` in its unit that lets only some ranks through."""
+        """Return the test, decorator or statement in the unit because of which only some ranks reach `node`."""
         source = unit.source
         child = node
         for parent in source.above(node):
             if isinstance(parent, (ast.If, ast.IfExp, ast.While)) and child is not parent.test:
                 inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
-                # The else of `rank != 0 and x` is for every rank, that of `distributed and rank != 0` is not.
+                # Any rank may reach the else of `rank != 0 and x`; in `distributed and rank != 0` only the main rank.
                 if self.test(parent.test, unit) and (inside or self._asks_rank_alone(parent.test, unit)):
                     return parent
             elif isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And):
@@ -197,7 +197,7 @@ class Meaning(Kinds):
                 break
             if isinstance(parent, FUNCTIONS):
                 if parent not in self._inner:
-                    self._inner[parent] = None  # while it is looked for: functions that call each other
+                    self._inner[parent] = None  # ends the recursion if functions call each other
                     calls = self._calls_of_inner(parent, unit)
                     guards = [self.guard(call, unit) for call in calls if parent not in source.above(call)]
                     self._inner[parent] = guards[0] if guards and all(guards) else None
@@ -206,7 +206,7 @@ class Meaning(Kinds):
         return None
 
     def _calls_of_inner(self, function: Function, unit: Unit) -> list[ast.expr]:
-        """Calls of a function inside of a function; of a hook of Accelerate's, those of what calls it."""
+        """Return the calls of a nested function; for a hook of Accelerate, the calls that trigger it."""
         names = ((n, c) for c in unit.all(ast.Call) for n in c.args if isinstance(n, ast.Name))
         given = [(name, call) for name, call in names if name.id == function.name]
         hooks = {last_name(call).replace("register_", "").partition("_pre_hook")[0] for _, call in given}
@@ -215,18 +215,18 @@ class Meaning(Kinds):
         return on_main + [c for c in unit.all(ast.Call) if last_name(c) in wanted]
 
     def _asks_rank_alone(self, test: ast.expr, unit: Unit) -> bool:
-        """Whether a test asks for the rank and nothing else but for being distributed."""
+        """Whether a test depends only on the rank and on whether the program is distributed."""
         values = test.values if isinstance(test, ast.BoolOp) else []
         return all(speaks_of_launch(value) for value in values if self.test(value, unit) is None)
 
     def depends_on_launch(self, node: ast.AST, unit: Unit) -> bool:
-        """Whether a test around `node` asks if the program is distributed: one branch of two ways to run."""
+        """Whether a test around `node` depends on whether the program is distributed: it is in one of two branches."""
         path = [node, *unit.source.above(node)]
         branches = [(at, above) for at, above in zip(path, path[1:]) if isinstance(above, (ast.If, ast.IfExp))]
         return any(at is not branch.test and speaks_of_launch(branch.test) for at, branch in branches)
 
     def _left_before(self, child: ast.AST, parent: ast.AST, unit: Unit) -> Optional[ast.AST]:
-        """A statement before `child` in its block by which other ranks leave: `if rank != 0: return`."""
+        """Return an earlier statement of `child`'s block where some ranks leave, such as `if rank != 0: return`."""
         for name in ("body", "orelse", "finalbody"):
             block = getattr(parent, name, None)
             if isinstance(block, list) and child in block:
@@ -235,7 +235,7 @@ class Meaning(Kinds):
                     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):  # `if done or rank != 0: return`
                         is_left = leaves(statement.body) and OTHER in {self.test(value, unit) for value in test.values}
                     else:
-                        # Where the main rank leaves, what follows is the others' alone.
+                        # If the main rank leaves, only the others reach the following statements.
                         ends = leaves(statement.body) or leaves(statement.orelse)
                         is_left = bool(found) and ends and self._asks_rank_alone(test, unit)
                     if is_left:
@@ -243,16 +243,16 @@ class Meaning(Kinds):
         return None
 
     def is_guarded(self, node: ast.AST, unit: Unit) -> bool:
-        """Whether only some ranks come to `node`, the callers of its function included."""
+        """Whether only some ranks reach `node`, because of a test in its function or around all callers."""
         if self.guard(node, unit) is not None:
             return True
         if unit not in self._guarded:
-            self._guarded[unit] = False  # while it is looked for: a recursive function guards nothing
+            self._guarded[unit] = False  # ends the recursion if the function calls itself
             self._guarded[unit] = not unit.is_module and self._has_guarded_callers(unit)
         return self._guarded[unit]
 
     def _has_guarded_callers(self, unit: Unit) -> bool:
-        # The function itself may be an argument, for something else to call; `cls.__init__` may be of any class.
+        # The function may also be an argument that other code calls. Names such as `__init__` may be of any class.
         is_own = unit.owner is None or not unit.name.startswith("__")
         given = [(u, v) for u, v in self.given.get(unit.name, []) if is_own and self._may_mean(v, u, unit)]
         made = self.constructions(unit) if unit.name != "__init__" else []
@@ -264,30 +264,30 @@ class Meaning(Kinds):
 
 
 def _given_to_main(child: ast.AST, parent: ast.AST) -> bool:
-    """Whether `child` is what the main rank alone is to call: `write` in `run_on_main(write, path)`."""
+    """Whether `child` is a function that only the main rank calls: `write` in `run_on_main(write, path)`."""
     if not isinstance(child, (ast.Name, ast.Attribute, ast.Lambda)) or not isinstance(parent, ast.Call):
         return False
     return child in parent.args and bool(_MAIN_ONLY.search(last_name(parent.func)))
 
 
 def is_world_size(node: ast.AST) -> bool:
-    """Whether an expression speaks of the number of ranks."""
+    """Whether an expression contains the number of ranks."""
     return any(map(_WORLD_SIZE.match, identifiers(node)))
 
 
 def speaks_of_rank(node: ast.AST) -> bool:
-    """Whether the number of a rank is in an expression, as in a file's name."""
+    """Whether an expression contains the number of a rank, as in a file's name."""
     return any(_RANK.match(name) or name in _RANK_WORDS - {"gpu"} for name in identifiers(node))
 
 
 def literals(node: ast.expr) -> set[object]:
-    """The values of a literal collection, or of one literal."""
+    """Return the values of a literal collection, or of one literal."""
     elements = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
     return {constant(element) for element in elements}
 
 
 def leaves(body: list[ast.stmt]) -> bool:
-    """Whether nothing after these statements is reached."""
+    """Whether code after these statements is never reached."""
     last = body[-1] if body else None
     if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
         return last_name(last.value) in ("exit", "_exit")
@@ -303,19 +303,19 @@ def speaks_of_launch(test: ast.AST) -> bool:
 
 
 def _tests_single(node: ast.AST) -> bool:
-    """`not distributed`, `world_size == 1`, `args.local_rank == -1`: true only without other ranks."""
+    """Whether a test is true only without other ranks: `not distributed`, `world_size == 1`, `local_rank == -1`."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return True
     return isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.LtE, ast.Lt, ast.Is))
 
 
 def is_evaluation(name: str) -> bool:
-    """Whether a function's name says that it evaluates."""
+    """Whether a function evaluates, judged by its name."""
     return bool(_EVALUATION.search(name)) and "train" not in name
 
 
 def is_without_gradients(node: ast.AST, unit: Unit) -> bool:
-    """Whether a node runs under no_grad, or in a function that evaluates."""
+    """Whether a node runs under no_grad or inference_mode, or in a function that evaluates."""
     return is_evaluation(unit.name) or any(
         not _WITHOUT_GRADIENTS.isdisjoint(entered(above))
         or (isinstance(above, FUNCTIONS) and is_evaluation(above.name))

@@ -1,4 +1,4 @@
-"""Answers small questions about single nodes of a syntax tree: their names, values and arguments."""
+"""Holds small functions on single nodes of a syntax tree: their names, values and arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONDITIONALS = (ast.If, ast.IfExp, ast.While)
 
 
 def key_of(node: ast.AST) -> Optional[str]:
-    """`self.nets["policy"]` as text, the name that a binding goes by; None for what has no fixed name."""
+    """Return `self.nets["policy"]` as text, the key of bindings; None for an expression without a fixed name."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -25,7 +25,7 @@ def key_of(node: ast.AST) -> Optional[str]:
 
 
 def last_name(node: ast.AST) -> str:
-    """The last identifier of a dotted name or of what is called: `b` of `a.b`, `a.b()` and `a["b"]`."""
+    """Return the last identifier: "b" for `a.b`, `a.b()` and `a["b"]`; "" if there is none."""
     while isinstance(node, ast.Call):
         node = node.func
     if isinstance(node, ast.Attribute):
@@ -38,7 +38,7 @@ def last_name(node: ast.AST) -> str:
 
 
 def argument(call: ast.Call, name: str, position: Optional[int] = None) -> Optional[ast.expr]:
-    """The argument by keyword, or by position where that is given."""
+    """Return the argument with keyword `name`, else the one at `position`, else None."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
@@ -49,27 +49,27 @@ def argument(call: ast.Call, name: str, position: Optional[int] = None) -> Optio
 
 
 def words_of(text: str) -> frozenset[str]:
-    """The words of a text as a set, to write a long one down."""
+    """Return the words of a text as a set."""
     return frozenset(text.split())
 
 
 def values_of(call: ast.Call) -> list[ast.expr]:
-    """All that a call is given, by position and by keyword."""
+    """Return all arguments of a call, by position and by keyword."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def spreads(call: ast.Call) -> bool:
-    """Whether a call is given `*args` or `**kwargs`."""
+    """Whether a call passes `*args` or `**kwargs`."""
     return any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
 
 
 def calls_in(*nodes: ast.AST) -> Iterator[ast.Call]:
-    """The calls in these nodes, themselves included."""
+    """Yield the calls in these nodes, including the nodes themselves."""
     return (inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Call))
 
 
 def entered(node: ast.AST) -> list[str]:
-    """The last names of what a `with` enters, or of a function's decorators."""
+    """Return the last names of the context managers of a `with`, or of a function's decorators."""
     if isinstance(node, (ast.With, ast.AsyncWith)):
         return [last_name(item.context_expr) for item in node.items]
     return [last_name(decorator) for decorator in node.decorator_list] if isinstance(node, FUNCTIONS) else []
@@ -81,7 +81,7 @@ def is_none(node: Optional[ast.AST]) -> bool:
 
 
 def constant(node: Optional[ast.AST]) -> object:
-    """The value of a literal, else None."""
+    """Return the value of a literal, also of a negative number; None for other expressions."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
         value = node.operand.value
         return -value if isinstance(value, (int, float)) else None
@@ -89,7 +89,7 @@ def constant(node: Optional[ast.AST]) -> object:
 
 
 def identifiers(node: ast.AST) -> set[str]:
-    """All names, attributes, called functions and string keys in an expression."""
+    """Return all names, attributes and strings in an expression."""
     out: set[str] = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name):

@@ -1,4 +1,4 @@
-"""Finds the files to read: those below a folder, what a file alone imports, and what configs name."""
+"""Finds the files to read: all files below a folder, the imports of a single file, and configs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TARGET = re.compile(rb"_target_:\s*['\"]?([A-Za-z_][\w.]*)")
 
 
 def targets(configs: dict[Path, bytes]) -> dict[str, list[tuple[str, Path]]]:
-    """Classes that hydra's configs instantiate, by their last name: the dotted one and the config."""
+    """Return class name -> [(dotted name, config)] for the classes that hydra's configs instantiate."""
     out: dict[str, list[tuple[str, Path]]] = {}
     for path, content in configs.items():
         for match in _TARGET.findall(content):
@@ -24,7 +24,7 @@ def targets(configs: dict[Path, bytes]) -> dict[str, list[tuple[str, Path]]]:
 
 
 def clocks(configs: dict[Path, bytes]) -> Iterator[tuple[Path, int]]:
-    """Configs that put the time into a folder's name, and the line."""
+    """Yield (config, line number) of configs that put the current time into the name of a folder."""
     for path, content in configs.items():
         for number, line in enumerate(content.split(b"\n"), 1):
             if b"${now:" in line and re.match(rb"\s*(dir|\w*_dir|\w*path|output\w*)\s*:", line):
@@ -33,7 +33,7 @@ def clocks(configs: dict[Path, bytes]) -> Iterator[tuple[Path, int]]:
 
 
 def project_of(file: Path) -> Path:
-    """The folder that a file's absolute imports start from: of its project, else above its package."""
+    """Return the folder where a file's absolute imports start: its project, else the folder above its package."""
     top = file.parent
     while (top / "__init__.py").exists() and top.parent != top:
         top = top.parent
@@ -43,7 +43,7 @@ def project_of(file: Path) -> Path:
 
 
 def imported_files(source: Source, top: Path) -> Iterator[Path]:
-    """The files of the project that a source imports, by where Python would look: beside it, or from a folder above."""
+    """Yield the project's files that `source` imports: absolute ones from its folder, one above, or src."""
     folders = [f for f in source.path.parents if f == top or top in f.parents]
     for dotted in source.imported:
         stem = dotted.lstrip(".")
@@ -60,7 +60,7 @@ def imported_files(source: Source, top: Path) -> Iterator[Path]:
 
 
 def config_files(root: Path, exclude: set[str]) -> Iterator[Path]:
-    """The YAML files below a folder, or beside a file and in the folders of configs there."""
+    """Yield the YAML files below a folder; for a file, those in its folder and in the "conf*" folders there."""
     if root.is_dir():
         yield from files_below(root, exclude, (".yaml", ".yml"))
         return

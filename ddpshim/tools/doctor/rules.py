@@ -1,4 +1,4 @@
-"""Defines a rule: a function from one program to its hits, registered under a code."""
+"""Defines a rule: a function that yields the hits in one program, registered under a code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANY_FRAMEWORK = frozenset(FRAMEWORKS)
 
 
 class Hit(NamedTuple):
-    """A hazard at a node. `message` is one sentence, with the names that were found."""
+    """A hazard at a node. `message` is one sentence with names from the program."""
 
     unit: Unit
     node: ast.AST
@@ -24,18 +24,21 @@ class Hit(NamedTuple):
 
 
 class Case(Meaning):
-    """One program to look at, and what is known about it and the tree that it stands in."""
+    """One program, and all that is known about it and its tree."""
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
-        """Calls of functions or methods whose last name is one of these; without names, all calls."""
+        """Yield calls of functions or methods with one of these last names; without names, all calls."""
         return self.program.calls(*names) if names else self.all(ast.Call)
 
     def all(self, kind: type[Node]) -> Iterator[tuple[Unit, Node]]:
-        """The program's nodes of one type."""
+        """Yield the program's nodes of one type."""
         return ((unit, node) for unit in self.program.units for node in unit.all(kind))
 
     def configs(self) -> dict[Path, bytes]:
-        """The YAML files that the program is started with: hydra's by their names, else those that it names."""
+        """Return the YAML files that the program reads: those of hydra.main, and those whose names it mentions.
+
+        If it reads YAML without a name of a file, all of them.
+        """
         entry, configs = self.program.entry, self.tree.configs
         texts = {str(c.value) for unit in self.program.units for c in unit.all(ast.Constant)}
         named = {path for path in configs if any(text.endswith(path.name) for text in texts)}
@@ -49,7 +52,7 @@ class Case(Meaning):
         return {path: content for path, content in configs.items() if path in named}
 
     def _of_hydra(self, name: Optional[ast.expr]) -> set[Path]:
-        """The config that is named, else those that name a class of the script, else any."""
+        """Return the config with this name, else those that name a class of the script, else all (if it has none)."""
         entry, configs = self.program.entry, self.tree.configs
         is_own = name is not None and "__file__" in identifiers(name)
         stem = entry.path.stem if is_own else str(constant(name)).rpartition("/")[2].partition(".")[0]
@@ -58,7 +61,7 @@ class Case(Meaning):
         return named or targeted or (set() if entry.classes else set(configs))
 
     def function(self, call: ast.Call, unit: Unit) -> Optional[Unit]:
-        """The function of the tree that is called, if it is one."""
+        """Return the called function, if it is defined in the tree."""
         found = self.tree.defined(call.func, unit.source)
         return found if isinstance(found, Unit) else None
 
@@ -69,9 +72,9 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(code: str, *, unless: Collection[str] = (), wraps: bool = False) -> Callable[[Rule], Rule]:
-    """Register a function under a code, for programs that no framework of `unless` handles.
+    """Register a function under a code; it skips programs that use a framework in `unless`.
 
-    With `wraps`, only for those that name DistributedDataParallel or DataParallel.
+    With `wraps` it also skips programs that name neither DistributedDataParallel nor DataParallel.
     """
 
     def register(function: Rule) -> Rule:
@@ -88,7 +91,7 @@ def rule(code: str, *, unless: Collection[str] = (), wraps: bool = False) -> Cal
 def call_rule(
     code: str, *names: str, unless: Collection[str] = (), wraps: bool = False
 ) -> Callable[[CallRule], CallRule]:
-    """Register a function that says of one call what is wrong with it, for the calls of `names`, else for all."""
+    """Register a function that returns what is wrong with one call, or None; for calls of `names`, default all."""
 
     def register(function: CallRule) -> CallRule:
         @rule(code, unless=unless, wraps=wraps)
@@ -104,7 +107,7 @@ def call_rule(
 
 
 def text_of(node: ast.AST, limit: int = 60) -> str:
-    """The source of an expression in one short line."""
+    """Return the source of an expression as one line of at most `limit` characters."""
     try:
         text = " ".join(ast.unparse(node).split())
     except RecursionError:

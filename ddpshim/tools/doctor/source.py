@@ -1,4 +1,4 @@
-"""Parses one file: its tree, what its names were imported as, and its functions with their nodes."""
+"""Parses one file: its syntax tree, the origins of imported names, and the nodes of each function."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Optional, TypeVar, Union
 from ddpshim.tools.doctor.nodes import CONDITIONALS, FUNCTIONS, Function, key_of
 
 Node = TypeVar("Node", bound=ast.AST)
-# Fields that are not walked: contexts carry nothing, and a class that is only an annotation is not used.
+# Fields that are not walked: contexts contain nothing, and a class in an annotation does not count as used.
 _NOT_RUN = {"ctx", "annotation", "returns"}
-_MOST_NESTED = 500  # levels of an expression: rules follow each by a call
+_MOST_NESTED = 500  # levels of an expression; rules recurse into each
 _IGNORE = re.compile(r"#\s*ddpshim:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
 
 
 class Unreadable(Exception):
-    """The file cannot be parsed; the line where it stops making sense, and why."""
+    """The file cannot be parsed; has the line of the error and the reason."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(reason)
@@ -32,14 +32,14 @@ class Unreadable(Exception):
 
 
 class Binding:
-    """`name = value`, at `statement`; `value` is None where what is bound cannot be said (a loop, an import)."""
+    """`target = value` in `statement`; `value` is None if it is unknown, as in a loop."""
 
     def __init__(self, statement: ast.AST, value: Optional[ast.expr], target: ast.expr) -> None:
         self.statement, self.value, self.target = statement, value, target
 
 
 class Unit:
-    """A function with all that is nested in it, or the rest of a file: what runs when it is imported."""
+    """A function with everything nested in it, or the rest of a file: code that runs at import or as a script."""
 
     def __init__(self, source: Source, node: Union[Function, ast.Module], owner: Optional[ast.ClassDef]) -> None:
         self.source, self.node, self.owner = source, node, owner
@@ -47,7 +47,7 @@ class Unit:
         self.by_type: dict[type, list[ast.AST]] = defaultdict(list)
 
     def all(self, kind: type[Node]) -> list[Node]:
-        """The unit's nodes of one type, in no particular order."""
+        """Return the unit's nodes of one type, in no particular order."""
         return self.by_type.get(kind, [])  # type: ignore[return-value]
 
     @property
@@ -62,7 +62,7 @@ class Unit:
         return [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
 
     def position(self, parameter: str) -> int:
-        """Where a caller puts the parameter, `self` not counted."""
+        """Return the position of the parameter in a call, not counting `self`."""
         return self.parameters.index(parameter) - (self.owner is not None)
 
     @cached_property
@@ -81,7 +81,7 @@ class Unit:
         return self.loaded | self.attributes
 
     def uses(self, name: str) -> list[ast.Name]:
-        """The places where a name is read."""
+        """Return the nodes that read a name."""
         return [n for n in self.all(ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
 
     @cached_property
@@ -91,12 +91,12 @@ class Unit:
 
     @cached_property
     def origins(self) -> frozenset[str]:
-        """Every dotted name that is read, by the file's imports."""
+        """Every dotted name that is read, with imported names replaced by their origins."""
         return frozenset(map(self.source.qualified, self._dotted))
 
     @cached_property
     def used(self) -> frozenset[str]:
-        """The dotted names that it does something with: a second name for a class at the top of a file uses nothing."""
+        """The origins without plain aliases at module level: `Net = models.Net` does not count as a use."""
         if not self.is_module:
             return self.origins
         source = self.source
@@ -105,7 +105,7 @@ class Unit:
 
     @cached_property
     def bindings(self) -> dict[str, list[Binding]]:
-        """By `key_of` the target, in the order of the text."""
+        """`key_of(target)` -> its bindings, in the order of the text."""
         out: dict[str, list[Binding]] = {}
 
         def bind(target: ast.expr, value: Optional[ast.expr], statement: ast.AST) -> None:
@@ -142,14 +142,14 @@ class Unit:
 
 
 class Source:
-    """A parsed file. Raises Unreadable where Python could not parse it either."""
+    """A parsed file. Raises Unreadable if Python cannot parse it."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self.path, self.content = path, content
         self.folder = str(path.parent)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # escapes that Python deprecates are not the doctor's business
+                warnings.simplefilter("ignore")  # Python's warnings about the user's code, e.g. invalid escapes
                 self.tree = ast.parse(content)
         except SyntaxError as error:
             raise Unreadable(error.lineno or 1, f"{error.msg}") from error
@@ -161,8 +161,8 @@ class Source:
         self.main.name = "<main>"
         self.units = [self.module, self.main]
         self._index(self.tree.body, self.tree, self.module, None)
-        self.names: dict[str, str] = {}  # local name to dotted origin; relative ones keep their dots
-        self.imported: list[str] = []  # all that may be a module
+        self.names: dict[str, str] = {}  # local name -> dotted origin; relative imports keep their dots
+        self.imported: list[str] = []  # dotted names that may be modules
         self._read_imports()
         self.functions = {u.name: u for u in self.units if u.owner is None and not u.is_module}
         self.methods: dict[str, list[Unit]] = {}
@@ -171,7 +171,7 @@ class Source:
                 self.methods.setdefault(unit.name, []).append(unit)
 
     def _index(self, body: Sequence[ast.AST], parent: ast.AST, unit: Unit, owner: Optional[ast.ClassDef]) -> None:
-        """Put functions and methods into units of their own, and everything else into `unit`."""
+        """Make a unit of each function and method, and put all other nodes into `unit`."""
         for statement in body:
             self.parents[statement] = parent
             if isinstance(statement, FUNCTIONS):
@@ -183,7 +183,7 @@ class Source:
             elif isinstance(statement, ast.ClassDef):
                 self.classes[statement.name] = statement
                 unit.by_type[ast.ClassDef].append(statement)
-                self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: when it is used
+                self._walk([*statement.keywords, *statement.decorator_list], statement, unit)  # bases: once it is used
                 self._index(statement.body, statement, unit, statement)
             elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.ExceptHandler)):
                 test = statement.test if unit is self.module and isinstance(statement, ast.If) else None
@@ -236,11 +236,11 @@ class Source:
 
     @cached_property
     def ignores(self) -> dict[int, frozenset[str]]:
-        """By line, the codes of its `# ddpshim: ignore[...]`; an empty set ignores all."""
+        """Line -> the codes of its comment `# ddpshim: ignore[...]`; an empty set ignores all."""
         if b"ddpshim:" not in self.content:
             return {}
         out = {}
-        with contextlib.suppress(tokenize.TokenError, SyntaxError):  # it is stricter than the parser
+        with contextlib.suppress(tokenize.TokenError, SyntaxError):  # tokenize is stricter than the parser
             for token in tokenize.tokenize(io.BytesIO(self.content).readline):
                 match = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
                 if match is not None:
@@ -253,20 +253,20 @@ class Source:
         return bool(self.main.by_type)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around `node`, from the inside."""
+        """Yield the nodes around `node`, innermost first."""
         at = self.parents.get(node)
         while at is not None:
             yield at
             at = self.parents.get(at)
 
     def tests_around(self, node: ast.AST, *kinds: type[ast.AST]) -> Iterator[ast.expr]:
-        """The tests of what is conditional around `node` (`if` and its expression, or these kinds), also of its own."""
+        """Yield the tests of the conditionals of these kinds (default: if, if-else) around or with `node`."""
         for above in self.above(node):
             if isinstance(above, CONDITIONALS) and isinstance(above, kinds or (ast.If, ast.IfExp)):
                 yield above.test
 
     def qualified(self, node: ast.AST) -> str:
-        """`nn.DataParallel` as `torch.nn.DataParallel`, by this file's imports; "" for what is no dotted name."""
+        """Return "torch.nn.DataParallel" for `nn.DataParallel`, by the file's imports; "" if it is no dotted name."""
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)

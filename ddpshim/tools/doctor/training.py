@@ -1,4 +1,4 @@
-"""Holds the rules about what is wrapped, and what is called on it or made from it before and after."""
+"""Holds the rules about wrapping: which object is wrapped, calls on the wrapper, and copies and optimizers of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpshim.tools.doctor.nodes import argument, calls_in, constant, identifiers
 from ddpshim.tools.doctor.rules import ANY_FRAMEWORK, Case, Hit, call_rule, rule, text_of
 from ddpshim.tools.doctor.source import Binding, Unit
 
-# What DistributedDataParallel answers itself; everything else of the network it hides.
+# Methods that DistributedDataParallel has itself; it hides all others of the network.
 _MODULE_METHODS = words_of(
     "add_module apply bfloat16 buffers children compile cpu cuda double eval extra_repr float forward gather "
     "get_buffer get_extra_state get_parameter get_submodule half ipu join join_hook load_state_dict module modules "
@@ -24,13 +24,13 @@ _MODULE_METHODS = words_of(
     "scatter set_extra_state set_submodule share_memory state_dict to to_empty to_kwargs train type "
     "will_sync_module_buffers xpu zero_grad _get_ddp_logging_data _set_static_graph"
 )
-# Beside them the wrapper's own values, and what a scheduler or an engine that may be one as well has.
+# Also the wrapper's own attributes, and methods of schedulers and engines, which a name may hold as well.
 _ANSWERED = _MODULE_METHODS | words_of(
     "module training device device_ids output_device device_type dim process_group broadcast_buffers static_graph "
     "find_unused_parameters require_backward_grad_sync require_forward_param_sync reducer logger mixed_precision "
     "gradient_as_bucket_view parameters_to_ignore dump_patches backward step save_checkpoint load_checkpoint"
 )
-# Reached through `.module`, these train nothing.
+# Methods that do not train when called through `.module`.
 _HARMLESS = re.compile(
     r"(?i)^(get_|set_|is_|has_|num_|load|save|update|log|print|reset|init|freeze|unfreeze|clip|generate|sample|predict|infer"
     r"|configure|compute_metrics|no_weight_decay|momentum|ema|export|push|encode_text|register)"
@@ -44,12 +44,12 @@ _AVERAGES = re.compile(
     r"|(?i:(average|reduce|sync)\w*_grad)"
 )
 _NO_SYNC = {"no_sync", "no_backward_sync"}
-_SCALING = {"scale", "mean", "sum", "float", "detach", "item", "backward", "div", "mul"}  # of a loss that is there
+_SCALING = {"scale", "mean", "sum", "float", "detach", "item", "backward", "div", "mul"}  # of an existing loss
 _EMA = re.compile(r"(?i)(^|_)ema($|_|[A-Z])|EMA|[Ee]maModel|ModelEma|AveragedModel|ExponentialMovingAverage")
 
 
 def _calls_as(name: str, case: Case) -> Iterator[tuple[Unit, ast.Call]]:
-    """Calls of a class by its name, and by what a file of the program imports it as."""
+    """Yield calls of a class by its name, and by the names under which files of the program import it."""
     origins = [item for source in case.program.files for item in source.names.items()]
     return case.calls(name, *(local for local, origin in origins if origin.endswith(name)))
 
@@ -61,7 +61,7 @@ def dataparallel_left(case: Case) -> Iterator[Hit]:
             continue
         has_both = any("ddp" in case.kinds(other, unit) for other in unit.all(ast.Call))
         if case.program.is_distributed and (has_both or case.depends_on_launch(call, unit)):
-            continue  # the branch without a launcher
+            continue  # only the branch for runs without a launcher uses DataParallel
         splits = f"DataParallel around {text_of(call.args[0], 40)} splits each batch over the GPUs of one process"
         yield Hit(unit, call, f"{splits}, and every rank would do so on the same GPUs.")
 
@@ -82,7 +82,7 @@ def trains_through_module(call: ast.Call, unit: Unit, case: Case) -> Optional[st
 
 
 def _through_module(call: ast.Call, unit: Unit, case: Case) -> tuple[Optional[ast.expr], str]:
-    """The wrapped object and the method of `wrapped.module.method(...)` or `wrapped.module(...)`, else None."""
+    """Return object and method of `wrapped.module.method(...)`, with "" for `wrapped.module(...)`; else None first."""
     func: ast.expr = call.func
     method = ""
     if isinstance(func, ast.Attribute) and func.attr != "module":
@@ -109,7 +109,7 @@ def wrapped_non_module(case: Case) -> Iterator[Hit]:
 
 @rule("DDP104", wraps=True)
 def hidden_by_the_wrapper(case: Case) -> Iterator[Hit]:
-    told: set[ast.Call] = set()
+    reported: set[ast.Call] = set()
     unanswered = "AttributeError, and through .module no gradient would be averaged"
     for unit in case.program.units:
         for asked in unit.all(ast.Call) if "hasattr" in unit.loaded else ():
@@ -127,11 +127,11 @@ def hidden_by_the_wrapper(case: Case) -> Iterator[Hit]:
             if "ddp" not in found or _asks_first(read, unit) or (call is None and found != {"ddp"}):
                 continue
             if any((key_of(read) or "") in other.bindings for other in case.program.units):
-                continue  # it was put there
+                continue  # the program assigns this attribute
             handed = case.handed_over(read.value, unit, "ddp")
             for where, site in handed:
-                if site not in told:
-                    told.add(site)
+                if site not in reported:
+                    reported.add(site)
                     given = f"{text_of(site.func)} is given a DistributedDataParallel and asks it for {text_of(read)}"
                     yield Hit(where, site, f"{given}, which the wrapper does not have: {unanswered}.")
             if not handed:
@@ -140,7 +140,7 @@ def hidden_by_the_wrapper(case: Case) -> Iterator[Hit]:
 
 
 def _asks_first(node: ast.AST, unit: Unit) -> bool:
-    """Whether a test around the node looks at whether it is wrapped."""
+    """Whether a test around the node checks if its network is wrapped."""
     words = {word for test in unit.source.tests_around(node) for word in identifiers(test)}
     asking = {"hasattr", "isinstance", "module", "callable", "has_method"}
     return not words.isdisjoint(asking) or any(re.search(r"(?i)distrib|ddp", word) for word in words)
@@ -167,7 +167,7 @@ def ema_of_wrapped(call: ast.Call, unit: Unit, case: Case) -> Optional[str]:
 
 
 def _unwraps(definition: object, name: str, case: Case) -> bool:
-    """Whether the code that is called looks into `.module` itself, or pairs parameters by their order."""
+    """Whether the called code unwraps `.module` itself, or pairs parameters by their order."""
     if isinstance(definition, Unit):
         return _pairs_well(definition)
     files = case.program.files
@@ -175,7 +175,7 @@ def _unwraps(definition: object, name: str, case: Case) -> bool:
         classes = [definition[1]]
     else:
         classes = [u.owner for s in files for u in s.methods.get(name, []) if u.owner and _EMA.search(u.owner.name)]
-    if not classes:  # of another package: diffusers' pairs by name
+    if not classes:  # from another package; diffusers' EMAModel pairs by name
         return name != "deepcopy" and not any(origin.endswith("EMAModel") for origin in case.program.origins)
     return all(any(_pairs_well(u) for s in files for u in s.units if u.owner is node) for node in classes)
 
@@ -202,7 +202,7 @@ def backward_alone_in_no_sync(case: Case) -> Iterator[Hit]:
 
 
 def _is_made_inside(node: ast.AST, block: ast.With, unit: Unit, depth: int = 0) -> bool:
-    """Whether a loss is computed in a block, not only scaled there."""
+    """Whether a loss is computed in the block, not only scaled there."""
     if any(last_name(call) not in _SCALING for call in calls_in(node)):
         return True
     for name in [n for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Subscript)) and key_of(n)]:
@@ -267,7 +267,7 @@ def optimizer_order(case: Case) -> Iterator[Hit]:
 
 
 def _parameters_of(optimizer: ast.Call) -> Optional[str]:
-    """`model` of `Adam(model.parameters())`."""
+    """Return "model" for `Adam(model.parameters())`, else None."""
     first = optimizer.args[0] if optimizer.args else None
     if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr == "parameters":
         return key_of(first.func.value)
@@ -275,7 +275,7 @@ def _parameters_of(optimizer: ast.Call) -> Optional[str]:
 
 
 def _move_between(name: str, line: int, wrap: Binding, unit: Unit) -> Optional[ast.Call]:
-    """A move or replacement of the network after `line`, up to the wrap."""
+    """Return a call after `line`, up to the wrap, that moves the network or replaces its modules; else None."""
     last = wrap.target.end_lineno or wrap.target.lineno
     for call in (c for c in unit.all(ast.Call) if line < c.lineno <= last):
         first, method = call.args[0] if call.args else None, last_name(call)

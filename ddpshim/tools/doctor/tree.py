@@ -1,4 +1,4 @@
-"""Finds all files below a path, which of them are trainers, and what each trainer runs."""
+"""Parses all files below a path, finds the trainers among them, and the functions that each trainer may run."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ddpshim.tools.doctor.source import Source, Unit, Unreadable
 T = TypeVar("T", Source, Unit)
 Class = tuple[Source, ast.ClassDef]
 TRAINING_CALLS = {"backward", "train_on_batch", "manual_backward"}
-_STEPPING = {"step", "fit", "train", "DDP", "DistributedDataParallel"}  # beside a backward(), that it trains
-_FITTING_CALLS = {"fit", "train"}  # of a framework's Trainer
+_STEPPING = {"step", "fit", "train", "DDP", "DistributedDataParallel"}  # a program also needs one of these to train
+_FITTING_CALLS = {"fit", "train"}  # methods of a framework's Trainer
 _FITTING_PACKAGES = {"pytorch_lightning", "lightning", "transformers", "trl"}
-OUR_EPOCH = "ddpshim.robomimic.run_epoch"  # which the patches put in the place of robomimic's
+OUR_EPOCH = "ddpshim.robomimic.run_epoch"  # patches call it in place of robomimic's run_epoch
 _DISTRIBUTED = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "init_distributed"}
 _DISTRIBUTED_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "RANK", "SLURM_PROCID"}
-# Their subclasses are called by a framework, through methods that the program does not name.
+# A framework calls methods of their subclasses that the program itself does not name.
 _CALLED_BACK = {"LightningModule", "LightningDataModule", "Callback", "Trainer", "TrainerCallback"}
 _SAVES = re.compile(r"(?i)^_?(save\w*|dump|log_model|push_to_hub)$")
-# What Python or torch calls of an object that is made; not __del__ and __exit__, which close what a recorder wrote.
+# Methods that Python or torch may call on any object; not __del__ and __exit__, in which recorders close their files.
 _BY_PYTHON = words_of(
     "__init__ __new__ __post_init__ __call__ __iter__ __next__ __getitem__ __len__ __enter__ __getattr__ forward"
 )
-_COMMANDS = {"wrap", "main", "command", "cli", "hydra_main", "draccus"}  # decorators of what a terminal calls
-_FEW = 3  # a method name that more unrelated classes share says nothing about whose method is called
-# What is built in by a framework is not looked for in programs that use it.
+_COMMANDS = {"wrap", "main", "command", "cli", "hydra_main", "draccus"}  # decorators of command-line functions
+_FEW = 3  # if more unrelated classes share a method's name, the name does not tell whose method is called
+# Rules skip programs that use a framework with the fix built in.
 FRAMEWORKS = {
     "accelerate": {"accelerate.Accelerator"},
     "fabric": {"lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.pytorch.Fabric"},
@@ -49,7 +49,7 @@ FRAMEWORKS = {
 
 
 class Program:
-    """A trainer: its script and everything that it may run, by the names that are used."""
+    """A trainer: its script and the units that it may run; `sure` are those found without guessing a method's class."""
 
     def __init__(self, entry: Source, files: list[Source], units: list[Unit], sure: Iterable[Unit]) -> None:
         self.entry, self.files, self.units, self.sure = entry, files, units, set(sure)
@@ -61,7 +61,7 @@ class Program:
 
     @functools.cached_property
     def origins(self) -> frozenset[str]:
-        """Every dotted name that the program reads."""
+        """Every dotted name that the program uses."""
         return frozenset[str]().union(*(unit.origins for unit in self.units))
 
     @functools.cached_property
@@ -71,13 +71,13 @@ class Program:
 
     @property
     def may_be_launched(self) -> bool:
-        """Whether several ranks are worth it for a program of one process: it keeps its result and serves nobody."""
+        """Whether somebody would start this one-process program on several ranks: it saves results and is no server."""
         own = (name for unit in self.entry.units for name in unit.origins)
         serves = any(name.startswith("grpc.") or name.endswith("multiprocessing.Process") for name in own)
         return not serves and any(_SAVES.match(name) for unit in self.units for name in unit.words)
 
     def calls(self, *names: str) -> Iterator[tuple[Unit, ast.Call]]:
-        """Calls of functions or methods whose last name is one of these."""
+        """Yield calls of functions or methods with one of these last names."""
         wanted = set(names)
         for unit in self.units:
             if wanted & unit.words or any(w in unit.source.names for w in wanted):
@@ -105,9 +105,9 @@ class Tree:
                     self.sources.append(Source(path, content))
                 except Unreadable as error:
                     self.unreadable.append((path, error))
-                except RecursionError:  # an `if` of a thousand branches, each of which is inside the one before
+                except RecursionError:  # an `if` with a thousand `elif`, which are nested in the syntax tree
                     self.unreadable.append((path, Unreadable(1, "it is nested too deeply")))
-            if root.is_file() and self.sources:  # a file alone brings what it imports of its own project
+            if root.is_file() and self.sources:  # also read what a single file imports from its project
                 found = (p for p in imported_files(self.sources[-1], top) if p.name not in exclude)
                 pending += (new := [path for path in dict.fromkeys(found) if path not in asked])
                 asked.update(new)
@@ -129,7 +129,7 @@ class Tree:
         self.training = self._find_training()
 
     def _read(self, paths: Iterable[Path]) -> Iterator[tuple[Path, bytes]]:
-        """Their contents; a file below the root that cannot be opened is one of many, and noted."""
+        """Yield each path and its content. An unreadable file is noted; only an unreadable root raises."""
         for path in paths:
             try:
                 yield path, read_bytes(path)
@@ -139,7 +139,7 @@ class Tree:
                 self.unreadable.append((path, Unreadable(1, f"it cannot be opened: {error.strerror}")))
 
     def is_test(self, source: Source) -> bool:
-        """Whether a file below the root is a test: nobody launches it for what it trains."""
+        """Whether a file below the root is a test, which is not a trainer even if it trains."""
         if not self.root.is_dir():
             return False
         inside, name = source.path.relative_to(self.root), source.path.stem
@@ -147,7 +147,7 @@ class Tree:
         return is_named or not {"tests", "test"}.isdisjoint(inside.parts[:-1])
 
     def module(self, dotted: str, importer: Source) -> Optional[Source]:
-        """The file in the tree that `import dotted` in `importer` means."""
+        """Return the file in the tree that `import dotted` in `importer` refers to, else None."""
         key = (dotted, importer.folder)
         if key not in self._found:
             self._found[key] = self._find_module(dotted, importer)
@@ -173,7 +173,7 @@ class Tree:
         return min(found, key=lambda s: len(self._parts[s]), default=None)
 
     def definition(self, dotted: str, importer: Source, depth: int = 0) -> Union[Unit, Class, None]:
-        """The function or class that a dotted origin names, through re-exports."""
+        """Return the function or class that a dotted name refers to, following re-exports."""
         module, _, name = dotted.rpartition(".")
         if dotted.startswith(".") and not module.strip("."):
             module = "." * (len(dotted) - len(dotted.lstrip(".")))
@@ -188,12 +188,12 @@ class Tree:
         return self.definition(origin, source, depth + 1) if origin is not None else None
 
     def defined(self, node: ast.AST, source: Source) -> Union[Unit, Class, None]:
-        """What a (dotted) name in the text of `source` was defined as."""
+        """Return the definition of a name in `source`: a function, a class, or None if it is not in the tree."""
         name = source.qualified(node)
         return self.definition(name, source) if name else None
 
     def classes(self, nodes: Iterable[Optional[ast.AST]], source: Source) -> list[Class]:
-        """The classes of the tree that these names in the text of `source` mean."""
+        """Return the classes of the tree that these names in `source` refer to."""
         found = (self.defined(node, source) for node in nodes if node is not None)
         return [each for each in found if isinstance(each, tuple)]
 
@@ -202,7 +202,7 @@ class Tree:
         return list(dict.fromkeys(s for s in found if s is not None and s is not source))
 
     def closure(self, entry: Source) -> list[Source]:
-        """The entry and all that it imports, directly or not."""
+        """Return the entry and all files that it imports, directly or indirectly, or through hydra's configs."""
         start = [entry]
         if any(name.partition(".")[0] == "hydra" for name in entry.names.values()):
             targets = {dotted for places in self.targets.values() for dotted, _ in places if "." in dotted}
@@ -217,7 +217,7 @@ class Tree:
         covered: set[Source] = set()
         candidates = self.sources[:1] if self.root.is_file() else self.sources
         scripts = [s for s in candidates if (s.is_script or s not in imported) and not self.is_test(s)]
-        for few in (0, _FEW):  # a trainer is first one that surely trains, then one by whose methods' names it may
+        for few in (0, _FEW):  # first scripts that certainly train, then those that may, judged by names of methods
             for entry in scripts if trains else ():
                 self._show(f"doctor: looks for trainers, {entry.path.name}")
                 files = self.closure(entry)
@@ -237,7 +237,7 @@ class Tree:
                 if program.is_distributed or self.root.is_file() or program.may_be_launched:
                     programs.append(program)
                 covered |= training
-        for entry in candidates:  # a trainer that is reached through a string in a config, or by other code
+        for entry in candidates:  # trainers that are started through a string in a config, or by other code
             is_named = self.root.is_file() or not self.targets.keys().isdisjoint(entry.classes)
             if entry not in trains - covered or self.is_test(entry) or not (is_named or entry not in imported):
                 continue
@@ -252,7 +252,7 @@ class Tree:
         return Program(entry, files, self._reach(start, files), self._reach(start, files, few=0))
 
     def _find_training(self) -> set[Unit]:
-        """Functions that train, and those that name one of them."""
+        """Return the functions that train, and all that call one of them, directly or indirectly."""
         units = {u: None for program in self.programs for u in program.units}
         callers: dict[Unit, list[Unit]] = {}
         names: dict[str, list[Unit]] = {}
@@ -269,9 +269,9 @@ class Tree:
         return set(_all_from((u for u in units if _trains(u)), callers_of))
 
     def _reach(self, start: Iterable[Unit], files: list[Source], few: int = _FEW) -> list[Unit]:
-        """The units that `start` may run: functions by name, methods by name where their class is used somewhere.
+        """Return the units that `start` may run: functions by name, and methods by name if their class is used.
 
-        Methods whose name more than `few` unrelated classes have count where the class of the object is in sight.
+        If more than `few` unrelated classes have a method of that name, only methods of the object's visible class.
         """
         methods: dict[str, list[Unit]] = {}
         families: dict[str, int] = {}
@@ -310,7 +310,7 @@ class Tree:
             if unit.owner is not None:
                 live.add(unit.owner)
             if isinstance(unit.node, FUNCTIONS) and unit.node.decorator_list:
-                # A parser makes its arguments from the command line.
+                # A parser of the command line may build these arguments.
                 for found in self.classes((a.annotation for a in unit.node.args.args), unit.source):
                     use(*found)
         while queue:
@@ -332,7 +332,7 @@ class Tree:
                 else:
                     for method in methods[name] if unit.source is files[0] else ():
                         if method.owner in live and method.owner is not None and method.owner.name in self.targets:
-                            add(method)  # the script uses what its config makes
+                            add(method)  # the script's config may build this object
                     for owner in self._receivers(name, unit):
                         for method in methods[name]:
                             if method.owner in owner or owner[0] in self._line(method.source, method.owner or owner[0]):
@@ -340,15 +340,15 @@ class Tree:
         return list(seen)
 
     def _line(self, source: Source, node: ast.ClassDef) -> tuple[ast.ClassDef, ...]:
-        """A class and its bases in the tree, the first of each."""
+        """Return a class, its first base in the tree, that one's first base, and so on."""
         if node not in self._lines:
-            self._lines[node] = (node,)  # while it is looked for: a class that seems to be its own base
+            self._lines[node] = (node,)  # ends the recursion if a class appears to be its own base
             bases = self.classes(node.bases, source)
             self._lines[node] = (node, *self._line(*bases[0])) if bases else (node,)
         return self._lines[node]
 
     def may_have(self, method: Unit, attribute: ast.Attribute, unit: Unit, files: list[Source]) -> bool:
-        """Whether what `attribute` is of may be of a method's class: it is seen to be, or no other class has one."""
+        """Whether `attribute` may be this method: its object's class is visible and fits, or no other class has it."""
         lines = list(self._receivers(method.name, unit, attribute))
         own = self._line(method.source, method.owner) if method.owner else ()
         if lines:
@@ -359,7 +359,7 @@ class Tree:
     def _receivers(
         self, name: str, unit: Unit, only: Optional[ast.Attribute] = None
     ) -> Iterator[tuple[ast.ClassDef, ...]]:
-        """The classes of the objects whose method `name` is used in `unit`, where that can be seen."""
+        """Yield the visible classes (with bases) of objects whose method `name` is used in `unit`."""
         for attribute in unit.all(ast.Attribute):
             if attribute.attr != name or (only is not None and attribute is not only):
                 continue
@@ -378,13 +378,13 @@ class Tree:
             yield from (self._line(*found) for found in self.classes(made, unit.source))
 
     def _find_direct(self, unit: Unit) -> tuple[list[Unit], list[Class]]:
-        """Functions and classes that `unit` names."""
+        """Return the functions and the classes that `unit` names."""
         found = [self.definition(dotted, unit.source) for dotted in unit.used - {""}]
         return [each for each in found if isinstance(each, Unit)], [each for each in found if isinstance(each, tuple)]
 
 
 def _all_from(start: Iterable[T], follow: Callable[[T], Iterable[T]]) -> list[T]:
-    """All that is reached from `start`, itself included."""
+    """Return all items that `follow` reaches from `start`, including `start`."""
     seen = dict.fromkeys(start)
     queue = list(seen)
     while queue:
@@ -402,19 +402,19 @@ def _run_at_import(files: list[Source], entry: Source) -> list[Unit]:
 
 
 def _is_registered(decorators: Iterable[str]) -> bool:
-    """Whether one of them puts something into a registry, from where it is called by a name in a config."""
+    """Whether a decorator registers its function or class, so that a name in a config may call it."""
     return any("regist" in name.lower() for name in decorators)
 
 
 def _trains(unit: Unit) -> bool:
-    """Whether a unit takes a training step, or leaves that to a framework: its Trainer, or a method that it calls."""
-    if OUR_EPOCH in unit.origins or unit.name == "forward":  # a backward() in a forward() is a penalty on gradients
+    """Whether a unit makes a training step, or a framework does: through its Trainer or `training_step`."""
+    if OUR_EPOCH in unit.origins or unit.name == "forward":  # backward() in forward() computes a gradient penalty
         return unit.name != "forward"
     if not (TRAINING_CALLS | _FITTING_CALLS).isdisjoint(unit.attributes):
         called = [c.func for c in unit.all(ast.Call) if isinstance(c.func, ast.Attribute)]
         if any(f.attr in TRAINING_CALLS or (f.attr in _FITTING_CALLS and _is_trainer(f.value, unit)) for f in called):
             return True
-    if any("optimizer" in name for name in unit.words):  # timm's scaler(loss, optimizer) goes backward and steps
+    if any("optimizer" in name for name in unit.words):  # timm's scaler(loss, optimizer) runs backward and steps
         given = [" ".join(map(last_name, call.args)) for call in unit.all(ast.Call)]
         if any("loss" in names and "optimizer" in names for names in given):
             return True
@@ -427,7 +427,7 @@ def _knows_a_framework(source: Source) -> bool:
 
 
 def _is_trainer(node: ast.expr, unit: Unit) -> bool:
-    """Whether an expression is the Trainer of Lightning or Transformers, by its name or by what made it."""
+    """Whether an expression is a Trainer of Lightning or Transformers, judged by its name, class or base class."""
     made = [b.value for b in unit.bindings.get(key_of(node) or "", []) if isinstance(b.value, ast.Call)]
     names = [last_name(node), *map(last_name, made)]
     own = [node for name in names for node in [unit.source.classes.get(name)] if node is not None]

@@ -1,4 +1,4 @@
-"""Finds where the records of ranks part from those of the one process, and what that usually means."""
+"""Finds the first difference between the records of the ranks and of the one process, and names its usual cause."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from typing import Any, Optional
 from ddpshim.tools.prove.sketches import difference, ratio
 from ddpshim.tools.prove.watching import ONE, PERTURBED, read
 
-# How much further than the perturbed run ranks may be, and what counts as rounding in any case: of a loss, of all
-# gradients of an optimizer, of how far a weight has gone.
+# Ranks may differ from the one process by this many times the perturbed run's difference. Below the second line's
+# limits a difference always counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
 _TIMES_PERTURBED = 30.0
 _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where ranks part from the one process: the first step, what of it, which tensors, and the line."""
+    """The first difference between the ranks and the one process."""
 
-    step: int
+    step: int  # from 1
     what: str  # samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks
-    where: str
-    place: str
+    where: str  # which tensors, backward pass or optimizer
+    place: str  # file:line of the user's program
     found: str
-    meaning: str
+    meaning: str  # the usual cause
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found.
+    """The result of a proof.
 
     Attributes:
-        largest_difference: of any weight, average or buffer, at the end; None where they part.
-        of_rounding: the same between the one process and the run with a rounding error in each gradient.
+        largest_difference: the largest absolute difference at the end, over all weights, averages and buffers, between
+            rank 0 and the one process; None if `is_same` is False.
+        of_rounding: the same between the perturbed run and the one process.
     """
 
     is_same: bool
@@ -62,7 +63,7 @@ class _Run:
         return [r for r in self.records if r["kind"] == kind and r["t"] == step]
 
     def trained_on(self, step: int) -> list[dict[str, Any]]:
-        """The batches of a step that a backward pass followed."""
+        """Return the batches of a step that were followed by a backward pass."""
         out: list[dict[str, Any]] = []
         last: Optional[dict[str, Any]] = None
         for record in self.records:
@@ -76,7 +77,7 @@ class _Run:
 
 
 def judge(folder: Path, num_ranks: int) -> Proof:
-    """The proof, from what was written in `folder`."""
+    """Return the proof, computed from the records in `folder`."""
     one, perturbed = _Run(folder, ONE), _Run(folder, PERTURBED)
     ranks = [_Run(folder, f"rank_{rank}") for rank in range(num_ranks)]
     num_steps = min(run.num_steps for run in (one, *ranks))
@@ -109,14 +110,14 @@ def _first_parting(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, num_st
 
 
 class _Rounding:
-    """How far apart two runs may be that differ by rounding: what the perturbed one has shown, so far."""
+    """Limits on differences that count as rounding, from the perturbed run's differences so far."""
 
     def __init__(self, one: _Run, perturbed: _Run) -> None:
         self._one, self._perturbed = one, perturbed
         self._largest: dict[Any, float] = {}
 
     def allows(self, key: Any, of_ranks: float, of_perturbed: Optional[float], least: float) -> bool:
-        """Whether a difference is rounding; steps are asked for in their order."""
+        """Whether the difference `of_ranks` counts as rounding. Call it in the order of steps: the limit only grows."""
         seen = self._largest[key] = max(self._largest.get(key, 0.0), of_perturbed or 0.0)
         return of_ranks <= max(least, _TIMES_PERTURBED * seen)
 
@@ -195,7 +196,7 @@ def _why_loss(one: _Run) -> str:
     has_batchnorm = state and any(name.endswith("running_mean") for name in state[0]["tensors"])
     of_batch = "BatchNorm that takes its statistics over a rank's samples (SyncBatchNorm), or " if has_batchnorm else ""
     return (
-        f"samples and weights are the same: {of_batch}a loss that is no mean over samples (divided by a rank's own "
+        f"samples and weights are the same: {of_batch}a loss that is not a mean over samples (divided by a rank's own "
         "count, or comparing samples), a loss that is scaled, or noise that is not drawn for samples"
     )
 
@@ -281,7 +282,8 @@ def _weights(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) -
                 if not rounding.allows(("weights", number, i), _moved(begun, a, b), _moved(begun, a, c), _WEIGHT)
             ]
             if odd:
-                found = f"after the step {len(odd)} of {len(names)} weights differ, by more than 1% of their way"
+                found = f"after the step {len(odd)} of {len(names)} weights differ, "
+                found += "by more than 1% of the distance they moved"
                 meaning = "gradients are the same: the optimizer has other settings or another state, or weights are "
                 meaning += "changed beside it on some ranks"
                 return Parting(step + 1, "weights", _named(names, odd), theirs["place"], found, meaning)
@@ -316,12 +318,13 @@ def _networks(one: _Run, ranks: Sequence[_Run], rounding: _Rounding, step: int) 
     meaning += (
         "another network's weights, is updated on one rank or at other steps, or a buffer of a rank's own samples"
     )
-    told = f"{len(odd)} tensors beside the trained weights differ after the step, by more than 1% of their way"
-    return Parting(step + 1, "networks", _shown(odd), _place(ranks[0], step), told, meaning)
+    found = f"{len(odd)} tensors other than the trained weights differ after the step, "
+    found += "by more than 1% of the distance they moved"
+    return Parting(step + 1, "networks", _shown(odd), _place(ranks[0], step), found, meaning)
 
 
 def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], parts: Callable[[str, Any, Any], bool]) -> list[str]:
-    """The names of tensors that part; of networks that are alike, in the order that fits best."""
+    """Return the names of tensors that differ; networks that look alike are paired so that the fewest do."""
     kinds: dict[str, dict[str, list[str]]] = {}
     for name in mine:
         which = name.partition(".")[0]
@@ -357,7 +360,7 @@ def _equal_noise(ranks: Sequence[_Run]) -> Optional[Parting]:
 
 
 def _moved(begun: Any, a: Any, b: Any) -> float:
-    """The difference of `a` and `b` over how far `a` has gone from where it begun; over `a` where it stayed."""
+    """Return the difference of `a` and `b` over the distance `a` moved from `begun` (over `a` if it did not move)."""
     apart = difference(a, b)
     way = difference(a, begun)
     return apart / way if way and math.isfinite(apart) else apart
@@ -384,15 +387,15 @@ def _each_note(one: _Run, ranks: Sequence[_Run]) -> Iterator[str]:
     if any(r["kind"] == "draw" for run in ranks for r in run.records):
         yield "ranks draw their own noise; for the comparison each was given its rows of the one process's noise"
     if one.num_steps and not any(r["kind"] == "batch" for r in one.records):
-        yield "no batch came through a DataLoader: samples were not compared, nor noise made the same"
+        yield "no batch came from a DataLoader: samples were not compared, and ranks' noise was not replaced"
 
 
 def _note_on_noise(ranks: Sequence[_Run], parting: Optional[Parting]) -> Iterator[str]:
     is_meant = parting is not None and parting.what in ("loss", "gradients")
     if parting and is_meant and any(run.of("own noise", parting.step - 1) for run in ranks):
         yield (
-            "ranks had a batch whose samples are not those of one batch of the one process (parts of another size?): "
-            "noise that is drawn for them is each rank's own, and may be all that parts; try it without noise"
+            "a rank had a batch whose samples are not all in one batch of the one process (other batch sizes?): for it "
+            "the rank drew its own noise, which may be the only difference; try it without noise"
         )
 
 

@@ -1,4 +1,4 @@
-"""Gives a rank its rows of what the one process drew, where the trainer itself draws otherwise."""
+"""Gives a rank its rows of the one process's noise, although the trainer's ranks draw their own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ddpshim.job.shares import Share, Sharing
 
 
 class Placed(Share):
-    """A share whose samples are at known places of the one process's batch."""
+    """A share whose samples have known places in the one process's batch."""
 
-    places: torch.Tensor
-    num_whole: int
-    told: Callable[[], None]
+    places: torch.Tensor  # (num_rows,)
+    num_whole: int  # samples of the one process's batch
+    told: Callable[[], None]  # called at each draw
 
     def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
         return [size // self.num_rows * self.num_whole if i == where[0] else size for i, size in enumerate(shape)]
@@ -42,7 +42,7 @@ class Placed(Share):
 
 
 class Imposed:
-    """The noise of the one process, for a rank that draws its own."""
+    """Replaces a rank's own noise by its rows of the one process's noise."""
 
     def __init__(self, rank: int, world_size: int, told: Callable[[], None]) -> None:
         self._rank, self._world_size, self._told = rank, world_size, told
@@ -50,7 +50,7 @@ class Imposed:
         self._changed = contextlib.ExitStack()
 
     def begin_batch(self, places: Optional[Sequence[int]], num_whole: int) -> None:
-        """From here on this rank draws for samples at `places` of a batch of `num_whole`; None: as it is drawn."""
+        """Draw for the samples at `places` of a batch of `num_whole` from now on; with None, leave draws unchanged."""
         if self._sharing is None:
             self._sharing = Sharing()
             self._changed.enter_context(noise.names_replaced(self._sharing))

@@ -1,4 +1,4 @@
-"""Runs the user's program as the one process of a proof: `python -m` this FOLDER RUN PROGRAM and its arguments."""
+"""Runs the user's program as the one process of a proof: `python -m` this file, FOLDER RUN PROGRAM [ARGS]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpshim.tools.prove.watching import watched
 
 
 def main() -> None:
-    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, and write down what it does."""
+    """Run `script.py ARGS` or `-m package.module ARGS` as `python` would, and record it."""
     folder, run, *argv = sys.argv[1:]
     is_module = argv[0] == "-m"
     program, *arguments = argv[is_module:]

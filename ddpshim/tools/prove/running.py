@@ -1,4 +1,4 @@
-"""Runs a trainer in one process and on several ranks, and tells whether it is the same experiment."""
+"""Runs a trainer in one process and on several ranks, and reports whether both are the same experiment."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NUM_LINES_SHOWN = 12
 
 
 def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Proof:
-    """Whether `job` is the experiment of one process that runs `alone` (default the same program), by running both.
+    """Run `job` on ranks and `alone` in one process (default: the same program), and return the comparison.
 
-    Raises LaunchError where one of them could not run, or made no step.
+    Raises LaunchError if one of them cannot run or makes no step.
     """
     check(job, os.environ)
     alone = alone or job
@@ -48,14 +48,14 @@ def prove(job: Launch, settings: Settings, alone: Optional[Launch] = None) -> Pr
 
 
 def _run_alone(job: Launch, folder: Path, settings: Settings) -> None:
-    """Run it plainly, twice; as a single rank where it cannot do without a launcher."""
+    """Run it twice without a launcher's variables; if it makes no step, run it twice as the only rank of a job."""
     said = ""
-    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("plainly", dict), ("as a single rank", _of_one))
+    ways: tuple[tuple[str, Callable[[], dict[str, str]]], ...] = (("plainly", dict), ("as a single rank", _one_rank))
     for how, environ in ways:
         end = time.monotonic() + settings.timeout_s
         say(f"runs in one process, {how}, and once more with a rounding error in each gradient")
         processes = {ONE: _start(job, folder, ONE, environ())}
-        # Many name their folder by the second: the second run is not to begin in that of the first.
+        # Many trainers name their output folder by the second: the second run must not start in the first one's folder.
         while processes[ONE].poll() is None and not _num_steps(folder, ONE) and time.monotonic() < end:
             time.sleep(0.05)
         processes[PERTURBED] = _start(job, folder, PERTURBED, environ())
@@ -105,7 +105,8 @@ def _start(job: Launch, folder: Path, name: str, environ: Mapping[str, str]) -> 
         )
 
 
-def _of_one() -> dict[str, str]:
+def _one_rank() -> dict[str, str]:
+    """Return the launcher's variables of a job of one rank, with a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,12 +119,12 @@ def _num_steps(folder: Path, name: str) -> int:
 
 
 def as_json(proof: Proof) -> dict[str, Any]:
-    """What `--json` prints; `schema` changes with every change that a reader could notice."""
+    """Return what `--json` prints; `schema` changes with every change that a program reading it could notice."""
     return {"schema": 1, **asdict(proof)}
 
 
 def as_text(proof: Proof) -> str:
-    """The verdict in a line, and where it is "no" where they part, and what that usually means."""
+    """Return the notes and the verdict; if it is "no", also the first difference and its usual cause."""
     lines = [f"note: {note}" for note in proof.notes]
     if proof.is_same:
         size = "" if proof.largest_difference is None else f"largest difference {proof.largest_difference:.0e} "
@@ -135,6 +136,7 @@ def as_text(proof: Proof) -> str:
     lines.append("the same experiment: no")
     if parting is not None:
         where = f" of {parting.where}" if parting.where else ""
-        lines.append(f"  parts in step {parting.step}: {parting.what}{where}, {parting.place or 'no line of yours'}")
+        place = parting.place or "outside your code"
+        lines.append(f"  differs first in step {parting.step}: {parting.what}{where}, {place}")
         lines += [f"  found:   {parting.found}", f"  usually: {parting.meaning}"]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Describes tensors by a few numbers each, from which the size of the difference of two can be told.
+"""Summarizes a tensor in nine numbers, enough to estimate the norm of the difference of two tensors.
 
-A sketch is the sum of a tensor's entries with random signs, several times: the root mean square of the differences of
-two sketches is about the norm of the difference of the tensors (Alon, Matias and Szegedy, "The space complexity of
-approximating the frequency moments", 1996). Draws from no generator of the program.
+A sketch is the sum of a tensor's entries with random signs, for eight sets of signs: the root mean square of the
+differences of two sketches estimates the norm of the tensors' difference (Alon, Matias and Szegedy, "The space
+complexity of approximating the frequency moments", 1996). Uses none of the program's random generators.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NUM_SIGNS = 8
 
 @functools.lru_cache(maxsize=64)
 def _signs(size: int) -> torch.Tensor:
-    # A hash of each place (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): torch's own
-    # functions that draw may be replaced in this process.
+    # Signs are hashes of positions (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014),
+    # because torch's random functions may be replaced in this process.
     mixed = torch.arange(1, NUM_SIGNS * size + 1, device="cpu").view(NUM_SIGNS, size) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30 & 0x3FFFFFFFF)) * -4658895280553007687
     mixed = (mixed ^ (mixed >> 27 & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -28,7 +28,7 @@ def _signs(size: int) -> torch.Tensor:
 
 
 def sketch(tensor: Optional[torch.Tensor]) -> Optional[list[float]]:
-    """The norm of `tensor`, and its sketch; None for None. Local."""
+    """Return the norm of `tensor` followed by its sketch; None for None. Local."""
     if tensor is None:
         return None
     with torch.no_grad():
@@ -39,7 +39,7 @@ def sketch(tensor: Optional[torch.Tensor]) -> Optional[list[float]]:
 
 
 def difference(one: Any, other: Any) -> float:
-    """The norm of the difference of two sketched tensors, over the norm of the first; infinity where one is missing."""
+    """Return the norm of two tensors' difference relative to the first; infinity if one is None and the other not 0."""
     if one is None or other is None:
         there = one or other
         return 0.0 if there is None or there[0] == 0 else math.inf
@@ -50,7 +50,7 @@ def difference(one: Any, other: Any) -> float:
 
 
 def ratio(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """(c, what is left): `other` is nearly c times `one`, but for what is left, relative to `one`."""
+    """Return the best factor in `other` = factor * `one`, and what remains of `other`, relative to `one`."""
     square = sum(a * a for a in one[1:])
     factor = sum(a * b for a, b in zip(one[1:], other[1:])) / square if square else 0.0
     left = math.sqrt(sum((factor * a - b) ** 2 for a, b in zip(one[1:], other[1:])) / (square or 1.0))

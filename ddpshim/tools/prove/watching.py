@@ -1,7 +1,7 @@
-"""Writes down what goes in and comes out of each step of a trainer in this process, as JSON lines.
+"""Records the inputs and outputs of each step of a trainer in this process, as JSON lines.
 
-The program computes what it would compute alone, but for two things: in the perturbed run a rounding error is added to
-each gradient, and on a rank that draws noise of its own the one process's is drawn in its place.
+Recording does not change the program's results, with two exceptions: the perturbed run adds a rounding error to each
+gradient, and a rank with its own random stream gets its rows of the one process's noise instead.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ddpshim.tools.audit.fingerprints import samples_of
 from ddpshim.tools.audit.recording import Parameters, end_with_peers, place
 
 SETTINGS = "settings.json"
-ONE, PERTURBED = "one", "perturbed"  # the runs in one process; those of ranks are "rank_0" and so on
+ONE, PERTURBED = "one", "perturbed"  # names of the runs in one process; the ranks' runs are "rank_0", "rank_1", ...
 _MAX_BATCHES = 1000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is looked at, and how long processes wait for each other."""
+    """How many steps are compared, and how long processes wait for each other."""
 
-    steps: int = 20  # of an optimizer
+    steps: int = 20  # the process ends when any optimizer has made this many
     num_ranks: int = 2
     timeout_s: float = 300.0
 
 
 @contextlib.contextmanager
 def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
-    """In it, a program that runs is written down in `folder`, as that `run`; default the rank that this is. Local."""
+    """Within this block, record the program in `folder` under the name `run` (default "rank_N"). Local."""
     rank = int(os.environ.get("RANK", 0))
     watcher = Watcher(Path(folder), run or f"rank_{rank}", rank)
     watcher.install()
@@ -51,7 +51,7 @@ def watched(folder: str, run: Optional[str] = None) -> Iterator[None]:
 
 
 class Watcher:
-    """Writes down what this process does; its forked children are left alone."""
+    """Records the steps of this process, not those of its forked children."""
 
     def __init__(self, folder: Path, run: str, rank: int) -> None:
         self._folder, self._run, self._rank = folder, run, rank
@@ -60,22 +60,22 @@ class Watcher:
         self._file = (folder / f"{run}.jsonl").open("a", buffering=1)
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
         self._named: dict[int, Parameters] = {}
-        self._held: dict[int, list[Any]] = {}  # of each optimizer its parameters
+        self._held: dict[int, list[Any]] = {}  # optimizer number -> its parameters
         self._passes: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._num_steps = self._num_batches = self._num_backward = self._num_passes = 0
         self._stepping: Any = None
         self._is_due = self._has_drawn = self._has_unseen_state = False
         self._undo = contextlib.ExitStack()
         self._imposed: Any = None
-        self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # the one process's batches, by step
+        self._of_one: Optional[dict[int, list[dict[str, Any]]]] = None  # step -> batches of the one process
 
     def install(self) -> None:
-        """From here on the program is looked at."""
+        """Start recording."""
         import torch
         from torch.optim import optimizer
         from torch.utils.data import dataloader
 
-        self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))  # nobody is there to be asked
+        self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))  # no user can answer
         for register, function in (
             (optimizer.register_optimizer_step_pre_hook, self._before_step),
             (optimizer.register_optimizer_step_post_hook, self._after_step),
@@ -85,7 +85,7 @@ class Watcher:
         backward = torch.autograd.backward
 
         @functools.wraps(begin)
-        def begin_and_tell(loader: Any) -> Any:
+        def begin_and_record(loader: Any) -> Any:
             self._end_batch()
             batches = begin(loader)
             self._num_passes += 1
@@ -94,7 +94,7 @@ class Watcher:
             return batches
 
         @functools.wraps(advance)
-        def advance_and_tell(batches: Any) -> Any:
+        def advance_and_record(batches: Any) -> Any:
             if os.getpid() == self._process:
                 self._see_state()
             self._end_batch()
@@ -103,17 +103,17 @@ class Watcher:
             return batch
 
         @functools.wraps(backward)
-        def backward_and_tell(tensors: Any, *arguments: Any, **options: Any) -> None:
+        def backward_and_record(tensors: Any, *arguments: Any, **options: Any) -> None:
             self._see_state()
             self._see_loss(tensors)
             backward(tensors, *arguments, **options)
 
-        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_tell))
-        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_tell))
-        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_tell))
+        self._undo.enter_context(replaced(dataloader.DataLoader, "__iter__", begin_and_record))
+        self._undo.enter_context(replaced(dataloader._BaseDataLoaderIter, "__next__", advance_and_record))
+        self._undo.enter_context(replaced(torch.autograd, "backward", backward_and_record))
 
     def end(self) -> None:
-        """The program is over."""
+        """Write the last records and stop recording."""
         if os.getpid() == self._process:
             self._is_due = False
             self._see_state(is_last=True)
@@ -124,7 +124,7 @@ class Watcher:
         if os.getpid() == self._process:
             self._file.write(json.dumps({"kind": kind, "t": self._num_steps, **values}) + "\n")
 
-    # What goes in
+    # Inputs
 
     def _see_batch(self, batches: Any, batch: Any) -> None:
         if os.getpid() != self._process or self._num_batches >= _MAX_BATCHES:
@@ -147,7 +147,7 @@ class Watcher:
             self._impose(samples or [])
 
     def _impose(self, samples: list[str]) -> None:
-        """Draw for these samples what the one process drew for them, if it had them in this step."""
+        """Impose the noise that the one process drew for these samples, if one of its batches of this step had them."""
         from ddpshim.tools.prove.noise import Imposed
 
         if self._of_one is None:
@@ -169,7 +169,7 @@ class Watcher:
         self._write("own noise")
 
     def _end_batch(self) -> None:
-        """What a loader and its sampler draw from here on is not drawn for the samples at hand."""
+        """Stop imposing noise: the next draws are the loader's and its sampler's, not for samples of a batch."""
         if self._imposed is not None and os.getpid() == self._process:
             self._imposed.begin_batch(None, 0)
 
@@ -178,7 +178,7 @@ class Watcher:
             self._has_drawn = True
             self._write("draw", place=place())
 
-    # What comes out
+    # Outputs
 
     def _see_loss(self, tensors: Any) -> None:
         if os.getpid() != self._process:
@@ -186,8 +186,9 @@ class Watcher:
         roots = [tensors] if hasattr(tensors, "numel") else list(tensors)
         losses = [float(root.detach()) for root in roots if root.numel() == 1]
         self._num_backward += 1
-        if self._num_backward == 1:  # wrapped by now, and not trained yet
-            tensors = {name: tensor for name, tensor in _beside({}) if tensor.requires_grad}  # buffers have changed
+        if self._num_backward == 1:  # networks are wrapped and still have their initial weights
+            # No buffers: the forward pass has already changed them.
+            tensors = {name: tensor for name, tensor in _beside({}) if tensor.requires_grad}
             self._write("begun", tensors=dict(zip(tensors, _sketches(list(tensors.values())))))
         self._write("loss", number=self._num_backward, losses=losses, place=place())
 
@@ -234,7 +235,7 @@ class Watcher:
             self._is_due = True
 
     def _see_state(self, is_last: bool = False) -> None:
-        """All that lies in networks after a step: what follows the trained weights has followed them by now."""
+        """Record the networks' other tensors, once per step, late enough that averages (EMA, targets) were updated."""
         if self._has_unseen_state:
             self._has_unseen_state = False
             tensors = dict(_beside(self._held))
@@ -254,7 +255,7 @@ class Watcher:
         )
 
     def _stop(self) -> None:
-        """End this process when its peers have made as many steps; what it would do next is not to happen."""
+        """End this process once its peers have finished their steps, so that the program does not continue."""
         self._save()
         num = 0
         if self._run.startswith("rank"):
@@ -264,7 +265,7 @@ class Watcher:
 
 
 def read(folder: Path, run: str) -> list[dict[str, Any]]:
-    """What a run wrote so far, but for a line that it is writing."""
+    """Return the records that a run has written so far, without an incomplete last line."""
     path = folder / f"{run}.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -277,15 +278,15 @@ def _sketches(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the parts that DDP and torch.compile add."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
 def _beside(held: Mapping[int, list[Any]]) -> Iterator[tuple[str, Any]]:
-    """The parameters and buffers of all networks that no optimizer holds, under names that two runs have in common.
+    """Yield the parameters and buffers of all networks that are not in `held`, under names that are equal in all runs.
 
-    "Kind~hash#number.name": the hash is that of their tensors' names and shapes. Of several networks that are alike it
-    is not known which is which.
+    The names are "Class~hash#number.name"; the hash is over the names and shapes of the network's tensors. Networks
+    with equal hashes are only numbered, and two runs may number them differently.
     """
     from torch import nn
     from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -315,7 +316,7 @@ def _is_ours(module: Any) -> bool:
 
 
 def _ranks_share_draws() -> bool:
-    """Whether ddpshim gives ranks rows of what one process draws: then it is to show that it does."""
+    """Whether ddpshim gives each rank its rows of one process's draws: then no noise is imposed, and this is tested."""
     shares: Any = sys.modules.get("ddpshim.job.shares")
     if shares is None:
         return False
@@ -326,10 +327,10 @@ def _ranks_share_draws() -> bool:
 
 
 def _places(own: list[str], every: list[str], rank: int, num_ranks: int) -> Optional[list[int]]:
-    """Where the samples `own` stand among `every`; None where some are not there.
+    """Return the index in `every` of each sample of `own`; None if one is missing.
 
-    A sample that is there several times is taken from the rows that samplers deal to this rank, every `num_ranks`-th,
-    and where there is none of it from another row than the other ranks take.
+    A sample that occurs several times takes one of this rank's rows (every `num_ranks`-th). If it has none there, it
+    takes a row of another rank, and each rank starts with a different one.
     """
     found: dict[str, list[int]] = {}
     for place_of_it, name in enumerate(every):
@@ -370,7 +371,7 @@ def _digest(states: dict[str, Any]) -> int:
 
 
 def _add_rounding(gradients: list[Any], step: int) -> None:
-    """Add to each gradient what rounding another order of additions might: of its size, and of all gradients' size."""
+    """Add noise as large as rounding errors of another summation order: eps * (|entry| + root mean square of all)."""
     import torch
 
     if not gradients:

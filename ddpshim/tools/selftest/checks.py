@@ -1,4 +1,4 @@
-"""Is one rank of the self-test: joins the others, then tries what a training relies on."""
+"""Runs one rank of the self-test: joins the others, then checks each part that training depends on."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from ddpshim.model.parallel import wrap_parallel
 _SEED = 1
 _NUM_STEPS = 5
 _BATCH_SIZE_PER_RANK = 4
-_MOST_S = 0.1  # that an all-reduce may take: larger ones are not measured
+_MOST_S = 0.1  # an all-reduce that is expected to take longer is not measured
 _LIMIT = 1e-12  # float64 rounding over a few steps; a gradient that is not reduced differs by 1e-3
-WATCHDOG_S = 2.0  # after torch's own timeout, which has the better words
-_ALONE = World(launcher="selftest")  # a launched world of one: what the ranks together are to equal
+WATCHDOG_S = 2.0  # after torch's own timeout, whose message is better
+_ALONE = World(launcher="selftest")  # one process, launched: the reference for the ranks
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in the self-test; `folder` is its node's, for log files and a checkpoint.
+    """One rank's place in the self-test.
 
     Attributes:
-        checks: what it does, in order; empty: all that its device has.
-        num_ranks: how many the other checks of an acceptance have, for those that one process or fewer ranks do.
+        folder: shared by the ranks of a node, for log files and a checkpoint.
+        checks: the names of the checks to run, in order; empty: all checks of the device.
+        num_ranks: the number of ranks of the whole test on GPUs, also in checks that use one process or fewer ranks.
     """
 
     rank: int
@@ -64,11 +65,11 @@ class Place:
 
     @property
     def log(self) -> str:
-        """The file that takes what the rank prints."""
+        """The file that receives the rank's output."""
         return os.path.join(self.folder, f"rank{self.rank}.log")
 
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set: the real jobs' way in, with the parent process as the agent."""
+        """Return the variables that torchrun would set: ranks start as in real jobs, with the parent as the agent."""
         return {
             "DDPSHIM_LAUNCHER": "torchrun",
             "RANK": str(self.rank),
@@ -84,35 +85,35 @@ class Place:
 
 
 class NotRun(str):
-    """What a check returns, on all ranks, in place of its detail where it cannot run here: the reason."""
+    """The reason why a check cannot run on this machine; all ranks return it instead of the detail."""
 
 
 class Outcome(NamedTuple):
-    """What one rank says of one check: a `detail` to print, or an `error`."""
+    """One rank's result of one check: a `detail` to print, or an `error`."""
 
     rank: int
-    moment: float  # of the clock that all processes of a machine share
+    moment: float  # time.time(), which all processes of a machine share
     seconds: float
     detail: str = ""
     error: Optional[str] = None
-    is_consequence: bool = False  # it only says that another rank did not come, or left
+    is_consequence: bool = False  # the error only says that another rank is missing or has left
     is_not_run: bool = False  # `detail` is the reason
 
 
 def names(device: str) -> list[str]:
-    """The checks, in their order."""
+    """Return the names of the checks for `device`, in the order of running."""
     return [name for name in CHECKS if name != "peer-to-peer" or device == "cuda"]
 
 
 def run_rank(place: Place, out: Connection) -> None:
-    """Run every check and send an Outcome of each, the last of them the first that failed. For its own process."""
+    """Run the checks up to the first failure and send an Outcome of each. Must run in a process of its own."""
     run_checks(Rank, CHECKS, place, out)
 
 
 def run_checks(kind: type[Rank], table: Mapping[str, Callable[[Any], str]], place: Place, out: Connection) -> None:
-    """What `run_rank` does, with the checks of `table`."""
+    """Do the same as `run_rank`, with the checks of `table` on an object of class `kind`."""
     log = open(place.log, "w")  # noqa: SIM115 - for as long as the process lives
-    for stream in (1, 2):  # of libraries in other languages as well
+    for stream in (1, 2):  # the file descriptors, so that output of C++ libraries is logged too
         os.dup2(log.fileno(), stream)
     os.environ.update(place.variables())
     torch.set_num_threads(1)
@@ -134,7 +135,7 @@ def run_checks(kind: type[Rank], table: Mapping[str, Callable[[Any], str]], plac
 
 def _fail(place: Place, out: Connection, error: BaseException, seconds: float) -> NoReturn:
     text = str(error) if isinstance(error, DdpShimError) else described(error)
-    has_waited = meaning_of(text) is not None or "imed out" in text or "timeout" in text  # the last two: the store's
+    has_waited = meaning_of(text) is not None or "imed out" in text or "timeout" in text  # the last two: the store
     is_consequence = "first_failure" in error.__dict__ or has_waited
     if not is_consequence and not isinstance(error, DdpShimError):
         text = traceback.format_exc()
@@ -143,7 +144,7 @@ def _fail(place: Place, out: Connection, error: BaseException, seconds: float) -
 
 
 class _Net(nn.Module):
-    """A network that trains through a method of its own, as robomimic's do."""
+    """A network trained through a method other than forward, as robomimic's are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class _Net(nn.Module):
 
 
 class Rank:
-    """What the checks of one rank hand on to each other."""
+    """One rank: its checks, and the state that they share."""
 
     world: World
     wrapped: Any
@@ -164,7 +165,7 @@ class Rank:
         self.place = place
 
     def settle(self) -> None:
-        """Wait for what a check has left on the GPU: its errors are its own."""
+        """Wait for the GPU, so that an error is reported by the check that caused it."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
@@ -196,7 +197,7 @@ class Rank:
             if max(here.gather(seconds)) * megabytes / before > _MOST_S:
                 break
             before = megabytes
-            # Whole numbers far below 2**24: their sums are exact in float32.
+            # Integers far below 2**24, so their sums are exact in float32.
             pattern = (torch.arange(megabytes * 250_000, device=here.device) % 251).float()
             reduced = pattern * (here.rank + 1)
             dist.all_reduce(reduced)
@@ -208,7 +209,7 @@ class Rank:
                     "find the faulty link."
                 )
             seconds = self._seconds_each(pattern.zero_(), 3 if megabytes == 4 else 10)
-            # nccl-tests' bus bandwidth: what each link carries, comparable for any number of ranks.
+            # The bus bandwidth of nccl-tests: the rate on each link, comparable for any number of ranks.
             bandwidth = 2 * (size - 1) / size * 4 * len(pattern) / seconds / 1e9
             measured.append(f"{bandwidth:.1f} GB/s at {megabytes} MB")
         return f"latency {latency_s * 1e3:.2f} ms, bus bandwidth {', '.join(measured)}"
@@ -253,14 +254,14 @@ class Rank:
             raise DataError(
                 "two epochs had the same order; every epoch would have the same batches. Report this as a bug."
             )
-        if "fork" in multiprocessing.get_all_start_methods():  # others import torch anew: seconds
+        if "fork" in multiprocessing.get_all_start_methods():  # others import torch in each worker: seconds
             from_worker = self._batches(self.world, num_workers=1, multiprocessing_context="fork")
             _expect_samples("from a data worker", from_worker[0], batches[0])
         num_batches = sum(map(len, alone))
         return f"{num_batches} global batches of {size * _BATCH_SIZE_PER_RANK} as one process has them"
 
     def _batches(self, world: World, **options: Any) -> list[list[list[int]]]:
-        """The samples of each batch of two epochs, of this rank's share in `world`."""
+        """Return [epoch][batch] -> this rank's samples in `world`, for two epochs."""
         size = self.world.world_size * _BATCH_SIZE_PER_RANK
         dataset = TensorDataset(torch.arange(size * _NUM_STEPS))
         with shared_random_streams(_SEED):
@@ -278,7 +279,7 @@ class Rank:
         difference, name = max((float((p.detach().cpu() - q.detach()).abs().max()), n) for (n, p), q in pairs)
         differences = self.world.gather(math.inf if math.isnan(difference) else difference)
         largest = max(differences)
-        # One rank that goes astray pulls the others along, through the gradients: the one farthest off is to blame.
+        # A wrong rank also changes the others, through averaged gradients: report the one with the largest difference.
         if largest >= _LIMIT and differences.index(largest) == self.world.rank:
             raise SyncError(
                 f"after {_NUM_STEPS} steps {name} differs by {difference:.1e} from one process on the whole batch "

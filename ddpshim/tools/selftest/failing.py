@@ -1,4 +1,4 @@
-"""Is a program for the acceptance on GPUs: each start trains a few steps, then rank 1 fails in another way."""
+"""Trains a few steps, then rank 1 fails, at each start in a different way: a program for the self-test on GPUs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _kill() -> None:
     threading.Event().wait()
 
 
-# In this order, each by a start of the job. Of a rank that is killed only the launcher can tell, when the job is over.
+# One per start of the job, in this order. A killed rank is reported only by the launcher, at the end: it must be last.
 FAULTS: dict[str, Callable[[], None]] = {"exception": _raise, "out of memory": _allocate, "stop": _stop, "kill": _kill}
 
 
 def main(folder: Path) -> None:
-    """Train for ever, but for the fault of this start."""
+    """Train until this start's fault."""
     world = setup(seed=1)
     fault = list(FAULTS)[world.num_restarts]
     wrapped = wrap_parallel(ActorCritic().to(world.device))
@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
     (folder / f"begun {fault} {world.rank}").touch()
     for step in range(10**9):
         if step == _FAILS_AT and world.rank == 1:
-            # Also of the file's name: who reads it looks at its time, and wants the number of this process.
+            # Renamed when complete: gpu_programs.py reads the file's time and this pid as soon as it exists.
             planted = folder / f"planted {fault}.part"
             planted.write_text(str(os.getpid()))
             planted.rename(folder / f"planted {fault}")

@@ -1,4 +1,4 @@
-"""Accepts a machine with GPUs: runs every check that it can, whatever fails before, and writes what came of each."""
+"""Tests a machine with GPUs: runs every check that is possible, also after failures, and writes the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpshim.tools.selftest.running import Plan, SelfTestFailed, completed, prel
 from ddpshim.version import __version__
 
 _MOST_GPUS = 8
-# What a driver puts there: of NVIDIA's, of a Jetson, of Windows' Linux, of AMD's.
+# Device files of the drivers: NVIDIA (two), Jetson (two), WSL, AMD.
 _DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidia-caps", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
 _NAME = r"[^\s/\"'<>:,;()]+"
 _FOLDERS = rf"(?<![\w:/.])(?:~|\.{{1,2}})?(?:/{_NAME})+/({_NAME})"
@@ -31,10 +31,10 @@ class Check(NamedTuple):
     """One check.
 
     Attributes:
-        proves: what is true of the machine where it passes.
-        stage: the checks of one stage share their ranks.
-        num_gpus: how many it needs.
-        is_quick: whether --quick has it, too.
+        proves: what holds on this machine if the check passes.
+        stage: checks of the same stage run on the same ranks.
+        num_gpus: the number of GPUs it needs.
+        is_quick: whether --quick includes it.
         after: the checks that must have passed before.
     """
 
@@ -64,7 +64,7 @@ CHECKS = (
     Check("noise", "each rank draws what one process draws for its samples"),
     Check("sharding", "each sample is seen once in a pass, also from data workers"),
     Check("save", "progress is saved"),
-    # Of ranks that train without a loader: from there on each draws for itself.
+    # On new ranks, because these checks train without a loader, and from then on each rank draws its own noise.
     Check("rendezvous", "ranks start", "networks"),
     Check("memory", "a further network costs no communicator", "networks"),
     Check("odd calls", "unusual arguments reach the network", "networks"),
@@ -93,7 +93,7 @@ CHECKS = (
 
 @dataclass
 class Result:
-    """What came of one check; `rank` and `device` are the culprit's."""
+    """The result of one check; `rank` and `device` are those that failed."""
 
     name: str
     stage: str
@@ -105,7 +105,7 @@ class Result:
     device: Optional[str] = None
 
 
-# Yields what came of each check of a stage that is no set of ranks; arguments: the plan, a folder, the checks.
+# Runs a stage that starts whole jobs, and yields the result of each check; arguments: the plan, a folder, the checks.
 Program = Callable[[Plan, Path, list[Check]], Iterator[Result]]
 
 
@@ -115,9 +115,9 @@ def accept(
     file: Optional[Path] = None,
     say: Callable[[str], None] = print,
 ) -> tuple[str, bool]:
-    """The last line, and whether no check failed. Prints what each check proves, and its time, through `say`.
+    """Run the checks and return (last line, whether none failed). Prints each result through `say`.
 
-    For one machine. Raises LaunchError where there is no GPU, or `file` cannot be written: before anything starts.
+    For one machine. Raises LaunchError before anything starts if there is no GPU or `file` cannot be written.
     """
     begun = time.monotonic()
     if options.nnodes != 1 or options.device == "cpu":
@@ -128,7 +128,7 @@ def accept(
     _check_writable(file)
     refuse_without_gpu()
     options = completed(options, os.environ)
-    context = preloading_context("ddpshim.tools.selftest.gpu_checks")  # it imports torch while this process does
+    context = preloading_context("ddpshim.tools.selftest.gpu_checks")  # its process imports torch while this one does
     import torch
 
     num_gpus = _number_of_gpus(torch)
@@ -146,13 +146,13 @@ def accept(
         for result in _run(options, is_quick, Path(folder), context):
             results.append(result)
             say(as_line(result))
-            _write(file, facts, results, time.monotonic() - begun)  # also of a machine that does not survive the next
-    told = {outcome: sum(result.outcome == outcome for result in results) for outcome in (PASSED, FAILED, NOT_RUN)}
+            _write(file, facts, results, time.monotonic() - begun)  # each time: the next check may crash the machine
+    tally = {outcome: sum(result.outcome == outcome for result in results) for outcome in (PASSED, FAILED, NOT_RUN)}
     seconds = time.monotonic() - begun
     _write(file, facts, results, seconds, is_complete=True)
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in told.items())
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in tally.items())
     where = f"; written to {file}" if file is not None else ""
-    return f"selftest on GPUs: {counts}, {seconds:.0f} s{where}", not told[FAILED]
+    return f"selftest on GPUs: {counts}, {seconds:.0f} s{where}", not tally[FAILED]
 
 
 def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[Result]:
@@ -178,21 +178,21 @@ def _run(options: Plan, is_quick: bool, folder: Path, context: Any) -> Iterator[
         else:
             place = {"num_ranks": num_ranks, "is_quick": is_quick}
             found = _on_ranks(replace(options, nproc=sizes.get(stage, num_ranks)), folder, context, left, place)
-        told: list[str] = []
+        reported: list[str] = []
         try:
             for result in found:
-                told.append(result.name)
+                reported.append(result.name)
                 if result.outcome == PASSED:
                     passed.add(result.name)
                 yield result
         except (DdpShimError, OSError) as error:  # no ranks, or no job, could be started
-            for number, check in enumerate(check for check in left if check.name not in told):
-                why = str(error) if number == 0 else f"nothing could be started after '{left[len(told)].name}'"
+            for number, check in enumerate(check for check in left if check.name not in reported):
+                why = str(error) if number == 0 else f"nothing could be started after '{left[len(reported)].name}'"
                 yield Result(check.name, stage, check.proves, NOT_RUN if number else FAILED, detail=why)
 
 
 def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str]) -> Optional[str]:
-    """Why a check is not run, or None."""
+    """Return the reason to skip a check, or None."""
     if check.num_gpus > num_ranks and check.name != "rendezvous":
         return f"it needs {count(check.num_gpus, 'GPU')}, and has {num_ranks}"
     if is_quick and not check.is_quick:
@@ -206,15 +206,15 @@ def _why_not(check: Check, num_ranks: int, is_quick: bool, passed: set[str]) -> 
 def _on_ranks(
     options: Plan, folder: Path, context: Any, checks: list[Check], place: Mapping[str, Any]
 ) -> Iterator[Result]:
-    """Run checks on ranks; after one that fails the others are run on new ranks."""
+    """Run checks on ranks; after a failure, run the remaining ones on new ranks."""
     from ddpshim.tools.selftest import gpu_checks
 
-    meets, *left = checks
-    have_met = False
+    rendezvous, *left = checks
+    is_reported = False
     while left:
-        names = tuple(check.name for check in (meets, *left))
+        names = tuple(check.name for check in (rendezvous, *left))
         with started(options, context, str(folder), gpu_checks.run_rank, checks=names, **place) as (_, ranks):
-            for check in (meets, *left):
+            for check in (rendezvous, *left):
                 begun = time.monotonic()
                 result = Result(check.name, check.stage, check.proves, PASSED)
                 try:
@@ -228,21 +228,21 @@ def _on_ranks(
                     result.outcome, result.detail, result.rank = FAILED, str(failure), failure.rank
                     result.device = None if failure.rank is None else f"cuda:{failure.rank}"
                     result.seconds = time.monotonic() - begun
-                if check is not meets:
+                if check is not rendezvous:
                     left = left[1:]
-                if check is not meets or result.outcome == FAILED or not have_met:
+                if check is not rendezvous or result.outcome == FAILED or not is_reported:
                     yield result
-                have_met = True
+                is_reported = True
                 if result.outcome == FAILED:
                     break
-            if result.outcome == FAILED and check is meets:
+            if result.outcome == FAILED and check is rendezvous:
                 for check in left:
                     yield Result(check.name, check.stage, check.proves, NOT_RUN, detail="the ranks did not start")
                 return
 
 
 def refuse_without_gpu() -> None:
-    """Raise LaunchError where no driver is loaded, without the seconds that importing torch takes. Local."""
+    """Raise LaunchError if no driver is loaded, without importing torch, which takes seconds. Local."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         raise LaunchError(
@@ -250,7 +250,7 @@ def refuse_without_gpu() -> None:
             "in it."
         )
     if "torch" in sys.modules or sys.platform != "linux" or any(map(glob.glob, _DEVICES)):
-        return  # torch knows better
+        return  # `_number_of_gpus` asks torch
     raise LaunchError(
         "this machine has no visible GPU (no driver's device in /dev), so there is nothing to test. Run it on a "
         "machine with GPUs; start a container with them (docker run --gpus all). `python -m ddpshim selftest` tests "
@@ -269,7 +269,7 @@ def _number_of_gpus(torch: Any) -> int:
 
 
 def _check_writable(file: Optional[Path]) -> None:
-    """Raise LaunchError where `file` could not be written at the end."""
+    """Raise LaunchError if `file` cannot be written."""
     if file is None:
         return
     try:
@@ -286,7 +286,7 @@ def _check_writable(file: Optional[Path]) -> None:
 
 
 def as_line(result: Result) -> str:
-    """Two lines for reading: what it proves, and what was found."""
+    """Return a result as text: a line with outcome, time and what it proves, then lines with details."""
     shown = {PASSED: "ok", FAILED: "FAILED", NOT_RUN: "not run"}[result.outcome]
     lines = [f"  {result.name:14} {shown:7} {result.seconds:5.1f} s  {result.proves}"]
     culprit = "" if result.rank is None else f"rank {result.rank}, {result.device}: "
@@ -296,7 +296,7 @@ def as_line(result: Result) -> str:
 
 
 def _facts() -> dict[str, Any]:
-    """What a file says of the machine."""
+    """Return versions, GPUs and the date, for the file of results."""
     from ddpshim.observe.environment import describe
 
     environment = describe()
@@ -311,7 +311,10 @@ def _write(
     seconds: float,
     is_complete: bool = False,
 ) -> None:
-    """Write what came so far, without names. `schema` changes with every change that a reader could notice."""
+    """Write the results so far, without names of users and machines.
+
+    `schema` changes with every change that a program reading the file could notice.
+    """
     if file is None or facts is None:
         return
     checks = [{**asdict(one), "detail": public(one.detail), "seconds": round(one.seconds, 2)} for one in results]
@@ -320,7 +323,7 @@ def _write(
 
 
 def public(text: str) -> str:
-    """`text` without names of this machine and its user, and without folders."""
+    """Return `text` without the names of this machine and its user, and without folders."""
     from ddpshim.observe.environment import without_names
 
     without_folders = re.sub(_FOLDERS, r"\1", text)

@@ -1,4 +1,4 @@
-"""Is one rank of the acceptance of a machine with GPUs: tries what only GPUs can break."""
+"""Runs one rank of the self-test on GPUs: checks what only fails on GPUs."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ _SEED = 1
 _BATCH_SIZE_PER_RANK = 4
 _NUM_STEPS = 6
 _SAVED_AT = 2
-# Of the largest change of a weight. float64: rounding; float32: rounding of kernels that add in another order, without
-# TF32. A gradient that is not reduced makes 0.02 of the RNN.
+# Largest difference of a weight, relative to the largest change of a weight. float64: rounding; float32: rounding of
+# kernels that sum in another order, without TF32. A gradient that is not reduced gives 0.02 in the RNN.
 _LIMITS = {torch.float64: 1e-9, torch.float32: 1e-3}
 _ONE_PROCESS = "one_process.pt"
-_NUM_WARM_UP_STEPS = 16  # beyond steps 1, 2 and 10, whose weights guards compare within four
-_NUM_LATE_STEPS = 12  # until a planted difference must be told: on a GPU guards read their numbers steps later
-_ENVIRON = {  # before CUDA starts: the same numbers in each run, and float32 with all its digits
+_NUM_WARM_UP_STEPS = 16  # guards compare the weights of steps 1, 2 and 10 within four steps
+_NUM_LATE_STEPS = 12  # a planted difference must be reported within these: on a GPU guards read their numbers later
+_ENVIRON = {  # set before CUDA starts: no TF32 in float32, and the same results in each run
     "NVIDIA_TF32_OVERRIDE": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
 
 def run_rank(place: Place, out: Connection) -> None:
-    """Run the checks of `place`, and send an Outcome of each. For its own process."""
+    """Run the checks of `place` and send an Outcome of each. Must run in a process of its own."""
     os.environ.update(_ENVIRON)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     table: Mapping[str, Callable[[Any], str]] = {**OF_ANY_MACHINE, **CHECKS}
@@ -65,7 +65,7 @@ def run_rank(place: Place, out: Connection) -> None:
 
 
 class GpuRank(GpuMachine):
-    """A rank that also trains as one process does."""
+    """A rank with the checks that compare its training with one process."""
 
     @property
     def _batch_size(self) -> int:
@@ -76,7 +76,7 @@ class GpuRank(GpuMachine):
         return Path(self.place.folder) / _ONE_PROCESS
 
     def one_process(self) -> str:
-        """What the ranks are to equal, by plain torch, without anything of ddpshim's."""
+        """Train the reference for the ranks in plain torch, without ddpshim, and save it."""
         kept: dict[str, Any] = {}
         for kind, dtype in itertools.product(KINDS, _LIMITS):
             seed_everything(_SEED)
@@ -90,7 +90,7 @@ class GpuRank(GpuMachine):
         return f"{len(kept)} trainings of {_NUM_STEPS} steps, batch {self._batch_size}, without ddpshim"
 
     def experiment(self, kind: str) -> str:
-        """A world of ranks is to train as one process, both on GPUs."""
+        """Train a policy on all ranks, and compare the weights with those of one process on a GPU."""
         said = []
         for dtype in _LIMITS:
             seed_everything(_SEED)
@@ -102,7 +102,10 @@ class GpuRank(GpuMachine):
         return "of the largest change, a weight differs by at most " + " and ".join(said)
 
     def _compared(self, kind: str, dtype: torch.dtype, net: nn.Module) -> str:
-        """How far the weights and buffers are from those of one process, in the unit of their largest change."""
+        """Return, as text, the largest difference of weights and buffers from one process, relative to their change.
+
+        Collective. Raises SyncError on the rank with the largest difference, if it is above the limit.
+        """
         expected, moved = torch.load(self._one_process, weights_only=True)[f"{kind}, {dtype}"]
         apart = {
             name: float((value.cpu().double() - expected[name].double()).abs().max()) / moved
@@ -111,7 +114,7 @@ class GpuRank(GpuMachine):
         name, largest = max(apart.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
         every = self.world.gather(math.inf if math.isnan(largest) else largest)
         limit, short = _LIMITS[dtype], str(dtype).replace("torch.", "")
-        # The rank that is farthest off is to blame: through the gradients it pulls the others along.
+        # A wrong rank also changes the others, through averaged gradients: report the one with the largest difference.
         if max(every) >= limit and every.index(max(every)) == self.world.rank:
             raise SyncError(
                 f"{kind} in {short}: after {_NUM_STEPS} steps {name} differs from one process by {largest:.1e} of the "
@@ -138,7 +141,7 @@ class GpuRank(GpuMachine):
         return f"as the bare network: {', '.join(ODD_CALLS)}"
 
     def branches(self) -> str:
-        """Five networks in one backward pass, of each of which some ranks leave a branch out."""
+        """Train five networks in one backward pass, where some ranks skip a branch of each."""
         nets, alone = ([built(TwoBranches, self.world.device).double() for _ in range(5)] for _ in range(2))
         wrapped = [wrap_parallel(net) for net in nets]
         size = self.world.world_size
@@ -180,7 +183,7 @@ class GpuRank(GpuMachine):
         return "6 steps of a transformer, and 6 of a network with unused parameters, in which nothing waits for the GPU"
 
     def streams(self) -> str:
-        """Delays at random places are to change no number: who reads a gradient too early would be found."""
+        """Train with delays at random places, which change the result if a gradient is read too early."""
         drawn = random.Random(self.world.rank)
         work = torch.zeros(1024, 1024, device=self.world.device)
 
@@ -234,7 +237,7 @@ class GpuRank(GpuMachine):
         return training, (wrapped, optimizer), loader
 
     def bites(self, what: str) -> str:
-        """A difference that rank 1 plants is to be told."""
+        """Check that guards report a difference that rank 1 plants."""
         wrapped = wrap_parallel(built(Recurrent, self.world.device))
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         batch = self.on_device(torch.float32)
@@ -253,7 +256,7 @@ class GpuRank(GpuMachine):
                 if step >= planted_at and what == "weights":
                     guard.ask()
             except SyncError as error:
-                return f"told {step - planted_at} steps later: {str(error).splitlines()[0][:90]} ..."
+                return f"reported {step - planted_at} steps later: {str(error).splitlines()[0][:90]} ..."
         raise SyncError(
             f"rank 1's {what} differ from step {planted_at} on, and no guard said so in {_NUM_LATE_STEPS} steps; ranks "
             "would train different models unnoticed. Report this with the file that --write makes."
@@ -296,7 +299,7 @@ def _step(net: Any, optimizer: torch.optim.Optimizer, batch: Any, device: torch.
 
 @contextlib.contextmanager
 def _refused_syncs(is_on: bool) -> Iterator[Optional[str]]:
-    """Make each call that waits for the GPU raise where it stands; yields why that cannot be had, if it cannot."""
+    """Within this block, each call that waits for the GPU raises; yields the reason if torch cannot do this."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise SyncError(
@@ -314,13 +317,13 @@ def _refused_syncs(is_on: bool) -> Iterator[Optional[str]]:
         return
     with contextlib.ExitStack() as stack:
         stack.callback(torch.cuda.set_sync_debug_mode, "default")
-        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):  # which that mode does not see
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):  # that mode does not cover these
             stack.enter_context(replaced(owner, "synchronize", refuse))
         yield None
 
 
 def _occupy(work: Tensor, milliseconds: float) -> None:
-    """Keep the current stream busy, about so long on a GPU of today."""
+    """Keep the current stream busy for about `milliseconds` on a current GPU (less on a simulated one)."""
     if is_simulated():
         time.sleep(milliseconds / 1e4)
         return

@@ -1,4 +1,4 @@
-"""Is one rank of the acceptance of a machine with GPUs: looks at the GPUs, their links, and how fast they are."""
+"""Checks the GPUs of one rank, for the self-test on GPUs: their links, memory, rendering and speed."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from ddpshim.tools.selftest.policies import Recurrent, Transformer, UNet, data
 
 _SEED = 1
 _VERSIONS = ("torch", "CUDA", "ROCm", "cuDNN", "NCCL", "NVIDIA driver")
-_MOST_MB_OF_A_NETWORK = 32  # of GPU memory that no tensor has; a communicator takes hundreds
+_MOST_MB_OF_A_NETWORK = 32  # GPU memory in addition to its tensors; a communicator takes hundreds
 _LEAST_MB_OF_A_RENDERER = 16
-_MOST_OF_DDP = 1.1  # a step's time over that of raw DDP
-_WIDTHS = {True: (32, 2), False: (768, 8)}  # of the transformer that is timed, where the GPU is simulated and where not
+_MOST_OF_DDP = 1.1  # limit on the time of a step, relative to raw DDP
+_WIDTHS = {True: (32, 2), False: (768, 8)}  # is the GPU simulated -> (width, layers) of the timed transformer
 _SCENE = """<mujoco><visual><global offwidth="2048" offheight="2048"/></visual><worldbody><light pos="0 0 3"/>
 <geom type="box" size="2 2 .1" rgba="1 0 0 1"/></worldbody></mujoco>"""
 
 
 def is_simulated() -> bool:
-    """Whether the GPUs are those of a simulator: times and memory say nothing. Local."""
+    """Whether the GPUs are simulated, so that times and memory mean nothing. Local."""
     return torch.version.cuda is None and torch.version.hip is None
 
 
 def built(make: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-    """The same network on every rank, and at every call. Local."""
-    with shared_random_streams(_SEED):  # ranks draw what is their own, and are to go on with it
+    """Return a network with the same weights on every rank and at every call. Local."""
+    with shared_random_streams(_SEED):  # restores each rank's own random stream afterwards
         return make().to(device)
 
 
 class GpuMachine(Rank):
-    """A rank that looks at its machine."""
+    """A rank with the checks of its machine."""
 
     def facts(self) -> str:
-        """The GPU of each rank; ranks that share one, or part of one, would not train over nccl."""
+        """Return versions and GPUs; raises WorldError if two ranks share a GPU, which nccl refuses."""
         here = torch.cuda.get_device_properties(self.world.device)
         own = (here.name, str(getattr(here, "uuid", self.world.device.index)), f"{here.major}.{here.minor}")
         every = self.world.gather(own)
@@ -67,7 +67,7 @@ class GpuMachine(Rank):
         return ", ".join([*has, *(f"{number} x {kind}" for kind, number in kinds.items())]) + mig + mixed
 
     def links(self) -> str:
-        copies = self.peer_to_peer()  # of rank 0
+        copies = self.peer_to_peer()  # empty on ranks other than 0
         size, measured = self.world.world_size, {}
         pairs = itertools.combinations(range(size), 2)
         for pair in [*pairs] if not self.place.is_quick else [(rank, rank + 1) for rank in range(size - 1)]:
@@ -132,7 +132,7 @@ class GpuMachine(Rank):
         return f"one network {used[1] - used[0]:.0f} MB beside its tensors, each further one {grown:.1f} MB"
 
     def rendering(self) -> str:
-        """The renderer's memory tells the GPU that it is on, whatever EGL's and CUDA's numbers are."""
+        """Find the GPU that renders by its growth in memory, because EGL and CUDA number GPUs differently."""
         if importlib.util.find_spec("mujoco") is None:
             return NotRun("mujoco is not installed")
         from ddpshim.evaluation.dealing import render_on
@@ -141,7 +141,7 @@ class GpuMachine(Rank):
         render_on(self.world.device.index)
         mujoco = importlib.import_module("mujoco")
         used: list[float] = []
-        for rank in range(self.world.local_world_size):  # one after the other, or they would see each other's
+        for rank in range(self.world.local_world_size):  # one at a time: all GPUs' memory is read
             if rank == self.world.local_rank:
                 before = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
                 model = mujoco.MjModel.from_xml_string(_SCENE)
@@ -179,13 +179,13 @@ class GpuMachine(Rank):
             arms: dict[str, Any] = {"ddpshim": wrap_parallel(ours), "DDP": DistributedDataParallel(_Forward(theirs))}
             batch = self.on_device(torch.float32, 4 if is_simulated() else 64)
             times: dict[str, list[float]] = {arm: [] for arm in arms}
-            for _ in range(num_rounds + 1):  # the first one makes buckets anew, and warms up
+            for _ in range(num_rounds + 1):  # the first one rebuilds buckets and warms up; it is not counted
                 for arm, wrapped in arms.items():
                     self.world.barrier()
                     torch.cuda.synchronize()
                     started = time.perf_counter()
                     for _ in range(num_steps):
-                        wrapped.zero_grad()  # and no optimizer: guards would refuse raw DDP's gradients
+                        wrapped.zero_grad()  # no optimizer: ddpshim's guards would refuse raw DDP's gradients
                         (wrapped(*batch) if arm == "DDP" else wrapped.loss(*batch)).backward()
                     torch.cuda.synchronize()
                     times[arm].append((time.perf_counter() - started) / num_steps)
@@ -204,13 +204,13 @@ class GpuMachine(Rank):
         return f"a step's time over raw DDP's, median and quartiles: {', '.join(said)}{judged}"
 
     def on_device(self, dtype: torch.dtype, num_samples: int = 4) -> list[Tensor]:
-        """This rank's own samples."""
+        """Return this rank's samples of obs and action, on its GPU."""
         whole = data(num_samples * self.world.world_size, dtype)
         return [part[self.world.rank :: self.world.world_size].to(self.world.device) for part in whole]
 
 
 class _Forward(nn.Module):
-    """A policy whose loss is its forward, as raw DDP wants it."""
+    """A policy whose forward returns the loss, as raw DDP requires."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()

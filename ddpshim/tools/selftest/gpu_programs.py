@@ -1,4 +1,4 @@
-"""Runs whole jobs for the acceptance on GPUs: one whose ranks fail in four ways, and robomimic's own trainer."""
+"""Runs whole jobs for the self-test on GPUs: one whose ranks fail in four ways, and robomimic's trainer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from ddpshim.tools.selftest.gpu import Check, Result
     from ddpshim.tools.selftest.running import Plan
 
-_TIMEOUT_S = 30  # of the job that fails: ranks ask who stays away after half of it
-_START_S = 120.0  # imports, CUDA and nccl, on a machine that does other things as well
+_TIMEOUT_S = 30  # of the job that fails; after half of it, ranks look for the missing one
+_START_S = 120.0  # imports, CUDA and nccl, on a busy machine
 _NAMED_S = {"exception": 20.0, "out of memory": 20.0, "stop": 60.0, "kill": 60.0}
 _END_S = 90.0
 _NUM_LINES_SHOWN = 12
 _LOOK_EVERY_S = 0.1
-# What names rank 1, in what its job has written. Between the name and the reason no other rank is named.
+# The text by which the job names rank 1. Between the name and the reason no other rank may be named.
 _FAILED = r"rank 1 \([^)\n]*\) failed:\n(?:(?!failed:)[\s\S])*?"
 _NAMES = {
     "exception": _FAILED + "planted by the self-test",
@@ -41,7 +41,7 @@ _NUM_STEPS = 10  # of robomimic
 
 
 class _Job:
-    """`python -m ddpshim run` of a program, in a folder that takes what it writes."""
+    """A running `python -m ddpshim run` of a program, with a folder for its output."""
 
     def __init__(self, folder: Path, nproc: int, options: list[str], program: list[str], **environ: str) -> None:
         self._folder = folder
@@ -57,12 +57,12 @@ class _Job:
             )
 
     def said(self) -> str:
-        """All that it and its ranks have written so far."""
+        """Return the output of the job and its ranks so far."""
         files = [self._folder / "said.txt", *sorted((self._folder / "logs").glob("rank_*.log"))]
         return "\n".join(file.read_text(errors="replace") for file in files if file.exists())
 
     def wait_for(self, is_so: Any, timeout_s: float) -> Optional[float]:
-        """The time of day when `is_so()` became true; None if it did not in time."""
+        """Return time.time() when `is_so()` became true; None if it did not within `timeout_s`."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if is_so():
@@ -71,7 +71,7 @@ class _Job:
         return None
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """End the job and kill its remaining ranks."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -84,7 +84,7 @@ class _Job:
 
 
 def failures(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Result]:
-    """One job that is started again after each fault: rank 1 raises, has no memory, stands still, is killed."""
+    """Run one job that restarts after each fault: rank 1 raises, runs out of memory, stops, is killed."""
     from ddpshim.tools.selftest.gpu import FAILED, NOT_RUN, PASSED, Result
 
     own = folder / "failures"
@@ -114,7 +114,7 @@ def failures(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resul
 
 
 def _why_not_named(job: _Job, name: str, planted: Path, following: Optional[Path], result: Result) -> Optional[str]:
-    """What is wrong with what came of a fault, or None; then `result` has its times."""
+    """Return what went wrong after a fault; None if rank 1 was named and the job ended. Writes times into `result`."""
     if job.wait_for(lambda: planted.exists() or job.process.poll() is not None, _START_S) is None:
         return f"the job did not reach its planted fault within {_START_S:g} s of its start; a restart would hang."
     if not planted.exists():
@@ -124,7 +124,7 @@ def _why_not_named(job: _Job, name: str, planted: Path, following: Optional[Path
     named = job.wait_for(lambda: found.search(job.said()), _NAMED_S[name])
     if named is None:
         return f"rank 1 was not named within {_NAMED_S[name]:g} s; a user would have to guess which one failed."
-    if name == "stop":  # only a person, or a time, ends a process that may go on at any moment
+    if name == "stop":  # the job does not end a stopped process, because it may be continued (SIGCONT)
         process = int(planted.read_text())
         if machine.state_of(process) == "T":
             os.kill(process, signal.SIGKILL)
@@ -139,7 +139,7 @@ def _why_not_named(job: _Job, name: str, planted: Path, following: Optional[Path
 
 
 def robomimic(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Result]:
-    """`python -m ddpshim prove` of robomimic's trainer, on data that are made up."""
+    """Run `python -m ddpshim prove` on robomimic's trainer, with made-up data."""
     from ddpshim.tools.selftest.gpu import FAILED, NOT_RUN, PASSED, Result
 
     (check,) = checks
@@ -176,7 +176,7 @@ def robomimic(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resu
             proof = json.loads(ran.stdout)
             result.outcome = PASSED if proof["is_same"] else FAILED
             said = f"bc, {proof['num_steps']} steps: largest difference {proof['largest_difference']}"
-            result.detail = said if proof["is_same"] else f"{said}; parts at {proof['parting']}"
+            result.detail = said if proof["is_same"] else f"{said}; first difference: {proof['parting']}"
     except subprocess.TimeoutExpired:
         result.detail = f"not finished within {5 * options.timeout_s:g} s; give a longer --timeout"
     result.seconds = time.monotonic() - begun
@@ -184,7 +184,7 @@ def robomimic(options: Plan, folder: Path, checks: list[Check]) -> Iterator[Resu
 
 
 def _config(folder: Path, batch_size: int) -> Path:
-    """A config of bc, and its data: demonstrations of numbers."""
+    """Write random demonstrations and a config of bc into `folder`, and return the config's path."""
     h5py, numpy = importlib.import_module("h5py"), importlib.import_module("numpy")
     drawn = numpy.random.default_rng(0)
     with h5py.File(folder / "data.hdf5", "w") as file:

@@ -1,6 +1,6 @@
-"""Holds small policies of the kinds that people train, and networks that are called oddly, for the self-test on GPUs.
+"""Holds small policies of the usual kinds, and networks with unusual arguments, for the self-test on GPUs.
 
-obs: (B, 8, 24), action: (B, 8, 4). Each policy trains through `loss`, the mean over the batch.
+obs: (B, 8, 24), action: (B, 8, 4). Each policy is trained through its method `loss`, a mean over the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUM_TIMESTEPS = 50
 
 
 class UNet(nn.Module):
-    """A diffusion policy: predicts the noise that it draws for itself and adds to the actions."""
+    """A diffusion policy: adds noise to the actions and predicts that noise."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class UNet(nn.Module):
         self.up = nn.Conv1d(2 * width, width, 3, padding=1)
         self.last = nn.Conv1d(2 * width, ACTION_DIM, 3, padding=1)
         self.norms = nn.ModuleList([nn.GroupNorm(4, width), nn.GroupNorm(4, 2 * width), nn.GroupNorm(4, width)])
-        # Registered last and used first, as in the networks that people have.
+        # Registered last but used first, as in real diffusion policies: gradients arrive in another order.
         self.condition = nn.Sequential(nn.Linear(OBS_DIM + 1, 2 * width), nn.Mish(), nn.Linear(2 * width, 2 * width))
 
     def loss(self, obs: Tensor, action: Tensor) -> Tensor:
-        """The error of the noise that is predicted; draws noise and timesteps, as diffusion policies do."""
+        """Return the mean squared error of the predicted noise; draws the noise and the timesteps."""
         noise = torch.randn_like(action)
         timestep = torch.randint(0, _NUM_TIMESTEPS, (len(action),), device=action.device).to(action.dtype)
         timestep = timestep[:, None] / _NUM_TIMESTEPS
@@ -58,21 +58,21 @@ class Transformer(nn.Module):
         self.register_buffer("mask", torch.ones(NUM_STEPS_OF_A_SAMPLE, NUM_STEPS_OF_A_SAMPLE).triu(1).bool())
 
     def forward_train(self, obs: Tensor) -> torch.distributions.Distribution:
-        """obs: (B, T, 24) to a Gaussian over (B, T, 4)."""
+        """obs: (B, T, 24) -> a Gaussian over (B, T, 4)."""
         hidden = self.embed(obs)
         for layer in self.layers:
             hidden = layer(hidden, src_mask=self.mask)
         mean, scale = self.head(hidden).chunk(2, -1)
-        # To look at the values of its arguments is to wait for the GPU.
+        # Validating the arguments would read their values, and so wait for the GPU.
         return torch.distributions.Normal(mean, F.softplus(scale) + 0.1, validate_args=False)
 
     def loss(self, obs: Tensor, action: Tensor) -> Tensor:
-        """The negative log-likelihood."""
+        """Return the mean negative log-likelihood."""
         return -self.forward_train(obs).log_prob(action).mean()
 
 
 class ResNet(nn.Module):
-    """Convolutions and BatchNorm over pictures (B, 3, 8, 8), in place where torchvision's are."""
+    """Convolutions and BatchNorm over images (B, 3, 8, 8), with in-place operations where torchvision has them."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -87,14 +87,14 @@ class ResNet(nn.Module):
         self.head = nn.Linear(width, NUM_STEPS_OF_A_SAMPLE * ACTION_DIM)
 
     def loss(self, obs: Tensor, action: Tensor) -> Tensor:
-        """The squared error of the actions."""
+        """Return the mean squared error of the actions."""
         hidden = F.relu(self.stem(obs.reshape(-1, 3, 8, 8)), inplace=True)
         hidden = F.relu(self.block(hidden) + hidden)
         return F.mse_loss(self.head(hidden.mean((2, 3))).view_as(action), action)
 
 
 class Recurrent(nn.Module):
-    """An LSTM, as cuDNN computes it."""
+    """An LSTM, which cuDNN computes on NVIDIA GPUs."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(width, ACTION_DIM)
 
     def loss(self, obs: Tensor, action: Tensor) -> Tensor:
-        """The squared error of the actions."""
+        """Return the mean squared error of the actions."""
         return F.mse_loss(self.head(self.rnn(obs)[0]), action)
 
 
 class ActorCritic(nn.Module):
-    """Two networks in one, trained by two backward passes, of which every other step leaves a part out."""
+    """Two networks in one module: `loss` trains the actor in every second call only, and one layer is never used."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -117,11 +117,11 @@ class ActorCritic(nn.Module):
         self.num_losses = 0
 
     def value(self, obs: Tensor, action: Tensor) -> Tensor:
-        """(B, T, 1)."""
+        """Return values of shape (B, T, 1)."""
         return self.critic(torch.cat([obs, action], -1))  # type: ignore[no-any-return]
 
     def loss(self, obs: Tensor, action: Tensor) -> Tensor:
-        """The critic's error, and in every other call the actor's."""
+        """Return the critic's error, plus the actor's in every second call."""
         self.num_losses += 1
         found = F.mse_loss(self.value(obs, action), action.sum(-1, keepdim=True))
         if self.num_losses % 2:
@@ -139,7 +139,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def data(num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """obs and action of so many samples, the same wherever it is called; on the CPU."""
+    """Return obs and action of `num_samples` samples, with the same values on every rank; on the CPU."""
     numbers = torch.linspace(0, 37.0 * num_samples, num_samples * NUM_STEPS_OF_A_SAMPLE * OBS_DIM, dtype=torch.float64)
     obs = numbers.sin().view(num_samples, NUM_STEPS_OF_A_SAMPLE, OBS_DIM)
     action = (3 * obs[..., :ACTION_DIM]).cos() * obs[..., ACTION_DIM : 2 * ACTION_DIM]
@@ -147,7 +147,7 @@ def data(num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class TwoBranches(nn.Module):
-    """A network of which a call may leave a branch out."""
+    """A network with a branch that a call can skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _NoArguments(nn.Module):
 
 
 class _Scaled(nn.Module):
-    """Takes a 0-dim tensor, and what is no tensor, in a nested structure."""
+    """Takes a 0-dim tensor, None and a string in a nested structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Packed(nn.Module):
 
 
 class _InPlace(nn.Module):
-    """Writes into its buffer, into its input, and into what it computes."""
+    """Writes in place into its buffer, its input and an intermediate result."""
 
     def __init__(self) -> None:
         super().__init__()

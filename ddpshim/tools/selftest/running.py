@@ -1,6 +1,6 @@
-"""Starts the self-test's ranks here and on other nodes, and names the culprit if one fails.
+"""Starts the self-test's ranks on this node, joins those of other nodes, and names the rank that fails first.
 
-This process is to its ranks what torchrun's agent is; everything has a deadline.
+This process has the role of torchrun's agent. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from ddpshim.version import __version__
 if TYPE_CHECKING:
     from ddpshim.tools.selftest.checks import Outcome, Place
 
-# For the other ranks' reports after the first failure: more than checks.WATCHDOG_S, also of a rank that came later.
+# Wait this long for the other ranks' reports after the first failure. It exceeds checks.WATCHDOG_S, so that a rank
+# that started the check later can still report.
 _GRACE_S = 6.0
-_OTHER_NODES_S = 15.0  # for other nodes to read the store that the first one serves, before it goes
+_OTHER_NODES_S = 15.0  # node 0 serves the store this long for other nodes that still read it
 _DEFAULT_PORT = 29500
 _NUM_LAST_LINES = 15
 _UNREACHED = "Check the firewall, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network that the nodes share"
@@ -40,10 +41,10 @@ _UNREACHED = "Check the firewall, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFN
 
 @dataclass(frozen=True)
 class Plan:
-    """What is tested: `nproc` ranks on each of `nnodes` nodes, this one being `node_rank`.
+    """What is tested: `nproc` ranks on each of `nnodes` nodes; this node is number `node_rank`.
 
-    None: nproc is the number of GPUs, or 2 on the CPU; device is cuda where torch sees a GPU; the node's rank
-    and the master are those that a launcher says (srun with one task for each node).
+    Defaults for None: `nproc` is the number of GPUs, or 2 on the CPU; `device` is cuda if torch sees a GPU; the node
+    rank and the master are read from the launcher's variables (srun with one task per node).
     """
 
     nproc: Optional[int] = None
@@ -58,8 +59,8 @@ class Plan:
 class SelfTestFailed(DdpShimError):
     """A check failed; the text names it, the rank, and what to do."""
 
-    is_consequence = False  # perhaps of a failure on another node
-    rank: Optional[int] = None  # to blame
+    is_consequence = False  # True if another rank, perhaps on another node, caused it
+    rank: Optional[int] = None  # the rank that failed
 
 
 def run(
@@ -68,14 +69,14 @@ def run(
     say: Callable[[str], None] = print,
     run_rank: Optional[Callable[[Place, Any], None]] = None,
 ) -> str:
-    """The last line of a self-test that passed. Prints a line for each check, with its time, through `say`.
+    """Run the self-test and return its last line. Prints one line per check, with its time, through `say`.
 
-    Local for one node; with `nnodes` every node calls it. `run_rank` is what each rank does, else `checks.run_rank`.
-    Raises SelfTestFailed, and LaunchError where the nodes do not find each other or the options are impossible.
+    Local for one node; else every node calls it. Each rank runs `run_rank`, by default `checks.run_rank`. Raises
+    SelfTestFailed if a check fails, and LaunchError if the nodes do not find each other or the options are invalid.
     """
     begun = time.monotonic()
     options = completed(options, environ)
-    context = preloading_context()  # it imports torch while this process does
+    context = preloading_context()  # its process imports torch while this one does
     import torch
 
     from ddpshim.tools.selftest import checks
@@ -89,8 +90,8 @@ def run(
         num_ranks = ranks.places[0].world_size
         say(f"ddpshim selftest: {num_ranks} ranks on {num_nodes}, {device}")
         if options.nnodes > 1:
-            came = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.came.items()))
-            say(_line("nodes", time.monotonic() - begun, f"found: {', '.join(came)}"))
+            found = (f"{facts['host']} ({facts['nproc']} ranks)" for _, facts in sorted(nodes.joined.items()))
+            say(_line("nodes", time.monotonic() - begun, f"found: {', '.join(found)}"))
         try:
             for name in checks.names(device):
                 reports = ranks.reports_of(name, options.timeout_s)
@@ -107,7 +108,7 @@ def run(
 def started(
     options: Plan, context: Any, folder: str, run_rank: Callable[[Place, Any], None], **place: Any
 ) -> Iterator[tuple[_Nodes, _Ranks]]:
-    """The ranks of a plan that is complete, while the block lasts; `place` is more for each one's Place."""
+    """Within this block, run the ranks of a completed plan; `place` has further fields for each rank's Place."""
     nodes = _Nodes(options)
     try:
         nodes.call(options)
@@ -122,7 +123,10 @@ def started(
 
 
 def completed(options: Plan, environ: Mapping[str, str]) -> Plan:
-    """`options` with the node's rank and the master of a launcher, where they are not given."""
+    """Return `options` with the missing node rank and master taken from the launcher's variables.
+
+    Raises LaunchError if they are missing there too, or a value is invalid.
+    """
     if options.nnodes < 1 or (options.nproc is not None and options.nproc < 1) or not 0 < options.timeout_s < 1e7:
         raise LaunchError(
             f"nnodes={options.nnodes}, nproc={options.nproc}, timeout={options.timeout_s:g}: each must be at least "
@@ -154,7 +158,7 @@ def completed(options: Plan, environ: Mapping[str, str]) -> Plan:
 
 
 def preloading_context(*modules: str) -> Any:
-    """Where ranks start in a fraction of a second, as copies of a process that has imported all, and `modules`."""
+    """Return a context whose processes start quickly, forked from one that has imported torch and `modules`."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver
@@ -168,15 +172,15 @@ def preloading_context(*modules: str) -> Any:
 
 
 class _Nodes:
-    """The store that all ranks meet in, served by the first node, and the nodes that answer the roll call in it."""
+    """The store of the job, which node 0 serves, and the nodes that have registered in it."""
 
     def __init__(self, options: Plan) -> None:
-        """Raises LaunchError where this node cannot serve or reach the store within the deadline."""
+        """Raises LaunchError if this node cannot serve or reach the store within the deadline."""
         self.own, self.timeout_s = options.node_rank or 0, options.timeout_s
         self.master_addr = str(options.master_addr)
         self.store = self._join(options)
-        self.came: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
-        self._is_twin = False  # of a node that came before with the same number
+        self.joined: dict[int, dict[str, Any]] = {self.own: {"nproc": options.nproc}}
+        self._is_twin = False  # True if another node registered this node's number first
 
     def _join(self, options: Plan) -> Any:
         from ddpshim.job.listening import stores
@@ -199,16 +203,19 @@ class _Nodes:
             ) from error
 
     def places(self, device: str, folder: str) -> list[Place]:
-        """Of the ranks of this node."""
+        """Return the Place of each rank of this node."""
         from ddpshim.tools.selftest.checks import Place
 
-        num_ranks = [int(self.came[node]["nproc"]) for node in sorted(self.came)]
+        num_ranks = [int(self.joined[node]["nproc"]) for node in sorted(self.joined)]
         first, size, local_size = sum(num_ranks[: self.own]), sum(num_ranks), num_ranks[self.own]
         here = (self.own, self.master_addr, self.store.port, device, self.timeout_s, folder)
         return [Place(first + local, size, local, local_size, *here) for local in range(local_size)]
 
     def call(self, options: Plan) -> None:
-        """Wait for all nodes; raises LaunchError where one does not come, or differs (collective over the nodes)."""
+        """Register this node and wait for all others (collective over the nodes).
+
+        Raises LaunchError if one is missing, or has another version of torch or ddpshim, or another device.
+        """
         if options.nnodes == 1:
             return
         import torch
@@ -228,7 +235,7 @@ class _Nodes:
         if self.own == 0:
             said = {}
             for node in range(options.nnodes):
-                with contextlib.suppress(RuntimeError):  # a timeout: told below, with who else did not come
+                with contextlib.suppress(RuntimeError):  # a timeout: reported below, with all missing nodes
                     self.store.wait([f"selftest/node/{node}"], timedelta(seconds=max(0.1, end - time.monotonic())))
                     key = f"selftest/node/{node}"
                     said[node] = from_store(self.store.get(key), key, _are_facts)
@@ -249,13 +256,13 @@ class _Nodes:
                 lambda v: isinstance(v, dict) and v.keys() <= nodes.keys() and all(map(_are_facts, v.values())),
             )
             said = {nodes[node]: facts for node, facts in every.items()}
-        self.came = said
+        self.joined = said
         missing = [node for node in range(options.nnodes) if node not in said]
         if missing:
-            came_from = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
+            present = ", ".join(f"{node} ({facts['host']})" for node, facts in said.items())
             raise LaunchError(
                 f"of {options.nnodes} nodes {', '.join(map(str, missing))} did not reach "
-                f"{self.master_addr}:{self.store.port} within {self.timeout_s:g} s; found: {came_from}. A job would "
+                f"{self.master_addr}:{self.store.port} within {self.timeout_s:g} s; found: {present}. A job would "
                 "wait for them. Start the same command there, and read its output."
             )
         for fact in ("torch", "ddpshim", "device"):
@@ -267,12 +274,12 @@ class _Nodes:
                 )
 
     def first_failure(self, failure: SelfTestFailed) -> SelfTestFailed:
-        """`failure`, or that of the node that told its own first: it is the cause of the others'."""
-        if len(self.came) == 1:
+        """Return the failure of the node that reported first: it caused the others. With one node, return `failure`."""
+        if len(self.joined) == 1:
             return failure
         mine = f"node {self.own} ({socket.gethostname()}): {failure}"
         if failure.is_consequence:
-            with contextlib.suppress(RuntimeError):  # nobody tells of a cause
+            with contextlib.suppress(RuntimeError):  # no node reported a cause
                 self.store.wait(["selftest/failure"], timedelta(seconds=2 * _GRACE_S))
         try:
             return SelfTestFailed(claim(self.store, "selftest/failure", mine))
@@ -280,13 +287,13 @@ class _Nodes:
             return SelfTestFailed(f"{failure} Node 0 has ended, too; read its output there.")
 
     def leave(self) -> None:
-        """Wait, shortly, until no node needs the store any more."""
-        if self._is_twin:  # whose number has not left
+        """Wait until no node needs the store any more, at most `_OTHER_NODES_S`."""
+        if self._is_twin:  # the node that really has this number still needs the store
             return
-        with contextlib.suppress(RuntimeError):  # the others or the store went before; there is nothing left to say
+        with contextlib.suppress(RuntimeError):  # the store or the other nodes have already ended
             self.store.set(f"selftest/left/{self.own}", "1")
             if self.own == 0:
-                keys = [f"selftest/left/{node}" for node in self.came]
+                keys = [f"selftest/left/{node}" for node in self.joined]
                 self.store.wait(keys, timedelta(seconds=_OTHER_NODES_S))
 
 
@@ -294,18 +301,18 @@ _FACTS = {"host": str, "nproc": int, "device": str, "torch": str, "ddpshim": str
 
 
 def _are_facts(found: Any) -> bool:
-    """Whether this is what a node tells of itself."""
+    """Whether `found` has the fields that a node registers."""
     return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in _FACTS.items())
 
 
 def _reach(address: str, port: int, own: int, timeout_s: float) -> None:
-    """Return when a connection to the first node succeeds; raises LaunchError that says why none did."""
+    """Return when a connection to node 0 succeeds. Raises LaunchError with the reason if none does in time."""
     end = time.monotonic() + timeout_s
     while True:
         try:
             with socket.create_connection((address, port), timeout=max(0.1, min(5.0, end - time.monotonic()))):
                 return
-        except (OSError, UnicodeError) as error:  # the latter: of a name that no host may have
+        except (OSError, UnicodeError) as error:  # UnicodeError: `address` is not a valid host name
             if isinstance(error, (socket.gaierror, UnicodeError)):
                 why = "this node cannot resolve the name. Use an IP address of node 0 as --master-addr"
             elif isinstance(error, ConnectionRefusedError):
@@ -330,13 +337,13 @@ class _Ranks:
         for place in places:
             receive, send = context.Pipe(duplex=False)
             self._pipes.append(receive)
-            # Not daemons, which may not have the data workers that one check starts; `end` takes their place.
+            # Not daemons: they could not start the data workers of the sharding check. `end` kills the processes.
             self._processes.append(context.Process(target=run_rank, args=(place, send), daemon=False))
             self._processes[-1].start()
             send.close()
 
     def reports_of(self, name: str, timeout_s: float) -> list[Outcome]:
-        """The Outcome of each rank on one check; raises SelfTestFailed with the rank to blame."""
+        """Return each rank's Outcome of one check; raises SelfTestFailed with the rank that failed first."""
         from ddpshim.tools.selftest.checks import Outcome
 
         reports: dict[int, Outcome] = {}
@@ -353,11 +360,11 @@ class _Ranks:
                 if reports[local].error is not None:
                     end = min(end, time.monotonic() + _GRACE_S)
         silent = [place.rank for local, place in enumerate(self.places) if local not in reports]
-        # A rank that only lost another, or waited for it, is not to blame while there is another to be blamed.
+        # A rank that only lost a peer, or waited for one, is reported only if no other rank failed.
         failures = (report for report in reports.values() if report.error is not None)
         first = min(failures, key=lambda report: (report.is_consequence, report.moment), default=None)
         if first is not None and not (first.is_consequence and silent):
-            # An error of ddpshim's own says what to do.
+            # ddpshim's own errors, which are no tracebacks, already say what to do.
             foreign = name == "rendezvous" and str(first.error).startswith("Traceback")
             hint = f"\n{_UNREACHED}." if foreign or first.is_consequence else ""
             failed = SelfTestFailed(f"{name}, rank {first.rank}: {first.error}{hint}")
@@ -374,7 +381,7 @@ class _Ranks:
         return [reports[local] for local in range(len(self.places))]
 
     def _last_words(self, local: int) -> str:
-        """Of a rank that ended without a report."""
+        """Return how a rank ended that sent no report: its stack if it hung, else its exit code and last output."""
         self._processes[local].join(_GRACE_S)
         code = self._processes[local].exitcode
         with open(self.places[local].log, errors="replace") as file:
@@ -386,18 +393,18 @@ class _Ranks:
         return f"ended without an error message ({how})\n{said}".strip()
 
     def join(self, timeout_s: float) -> None:
-        """Let the ranks leave the group together; raises SelfTestFailed where one does not end well."""
+        """Wait for the ranks to leave the group and end; raises SelfTestFailed if an exit code is not 0."""
         end = time.monotonic() + timeout_s
         for local, process in enumerate(self._processes):
             process.join(max(0.0, end - time.monotonic()))
             if process.exitcode != 0:
                 said = self._last_words(local)
                 failed = SelfTestFailed(f"teardown, rank {self.places[local].rank}: {said}")
-                failed.is_consequence = meaning_of(said) is not None  # a rank of another node left before
+                failed.is_consequence = meaning_of(said) is not None  # a rank of another node left earlier
                 raise failed
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Kill the ranks that are still alive."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -411,7 +418,7 @@ def _line(name: str, seconds: float, detail: str) -> str:
 
 
 def coloured(line: str, is_good: bool, stream: Any = None) -> str:
-    """`line` in green or red where `stream` (default stdout) is a terminal, and NO_COLOR is not set."""
+    """Return `line` in green or red if `stream` (default stdout) is a terminal and NO_COLOR is not set."""
     out = stream or sys.stdout
     if not out.isatty() or os.environ.get("NO_COLOR"):
         return line
