@@ -63,7 +63,7 @@ class TorchsBatches(Sampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
+        """The epoch of the current pass, or the one set for the next pass."""
         return self.epochs.current
 
     def set_epoch(self, epoch: int) -> None:

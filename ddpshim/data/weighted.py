@@ -89,7 +89,7 @@ class WeightedDraws(Computed):
         return self._num_draws
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return what stands at `positions`, which are int64 on the CPU and all inside."""
+        """Return the values at `positions`, which are int64 on the CPU and all in range."""
         return self._weights.find(self._numbers.at(positions).double().mul_(2.0**-_BITS))
 
 

@@ -110,7 +110,7 @@ class RunningSum:
         first, other = self._means[index]
         if self._copies[0][index].grad is not first:
             return False
-        if self._is_fresh and first._version == self._versions.get(index):  # a write through .data does not change the version
+        if self._is_fresh and first._version == self._versions.get(index):  # .data changes no version
             every = first.numel() // _NUM_COMPARED + 1
             return not torch.equal(first.reshape(-1)[::every], other.reshape(-1)[::every])
         return first._version != self._versions.get(index)

@@ -36,7 +36,7 @@ class Unused:
     def __init__(self, num: int, device: torch.device, group: Any) -> None:
         """For `num` parameters on `device`, with gradients reduced over `group` (collective)."""
         self._num, self._device, self._hosts, self.hosts_tell = num, device, None, False
-        self._sent: Any = None  # the message between hosts: (work, 1 for each parameter that a rank used)
+        self._told: Any = None  # the message between hosts: (work, 1 for each parameter that a rank used)
         self._own: Sequence[int] = ()
         if device.type != "cpu" and group is dist.group.WORLD:
             hosts = current().part(_Hosts)
@@ -51,12 +51,12 @@ class Unused:
         if self._hosts is not None and (self.hosts_tell or devices.is_capturing(self._device)):
             used = torch.ones(self._num, dtype=torch.uint8, device="cpu")
             used[list(own)] = 0
-            self._sent = dist.all_reduce(used, dist.ReduceOp.MAX, self._hosts, async_op=True), used
+            self._told = dist.all_reduce(used, dist.ReduceOp.MAX, self._hosts, async_op=True), used
 
     def of_all(self, row: torch.Tensor) -> list[int]:
         """Return those of `own` that no rank used, from the reduced `row`. The host may wait for other hosts."""
-        if self._sent is not None:
-            (work, used), self._sent = self._sent, None
+        if self._told is not None:
+            (work, used), self._told = self._told, None
             work.wait()
         elif not self._own:
             return []
