@@ -39,8 +39,7 @@ class Permutation(Computed):
 
     A Feistel network of six rounds on pairs (left, right). There are slightly more pairs than `size`, so a result
     beyond `size` goes through the network again until it is below (Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains"). The number of rights is a power of two, about root(size), so less than one number in root(size)
-    needs that.
+    finite domains"). There are a power of two rights, about root(size), so under one number in root(size) needs that.
 
     >>> Permutation(10**12, key=1)[10**11 : 10**11 + 3].tolist()
     [753424390203, 737081002418, 66540738387]

@@ -40,7 +40,7 @@ class Enterable:
         return None
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the one after it. Local."""
+        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
@@ -107,7 +107,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         return {"begun with": source.begun_with, "generators": generators, "workers": source.workers_begun_with}
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the one after it. Local."""
+        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
         source: Any = self._source
         if state is not None and hasattr(source, "begins_with"):
             source.begins_with = state["begun with"] if is_inside else None
