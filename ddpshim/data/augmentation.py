@@ -162,7 +162,7 @@ class SampleStreams(Dataset[Any]):
         return by_batch([*indices]) if by_batch else [self.dataset[index] for index in indices]
 
     def _by_place(self, indices: Numbered) -> Any:
-        """Fetch this rank's samples; if any of them draws, each with its own stream."""
+        """Fetch this rank's samples; if any of them draws, with streams seeded by place."""
         before = global_states()
         samples = [] if self._state() == _DRAWS else self._fetch(indices)
         if self._state() != _DRAWS and not _has_drawn(before):

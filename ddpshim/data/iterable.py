@@ -31,7 +31,7 @@ def shard_iterable(
     batch sizes and workers. Every rank and worker iterates over the whole `dataset`; `decode` is called on its share
     alone. So let `dataset` give cheap items (paths, records), and do expensive work in `decode`.
 
-    Local, except that it calls `ddpshim.setup()` if nobody did. With one process it divides over workers only. It gives
+    Local, except that it calls `ddpshim.setup()` if necessary. With one process it divides over workers only. It gives
     the same items for the same (seed, epoch), under the condition in :func:`make_loader`. Each pass in this process
     begins a new epoch; with workers, call `set_epoch` before each pass, as for torch's DistributedSampler.
     :func:`make_loader` does all of this itself if it gets `dataset`; with `decode`, give it the result and

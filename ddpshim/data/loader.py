@@ -71,8 +71,8 @@ def make_loader(
 
     Args:
         dataset: map-style or iterable. Every rank and worker reads an iterable one in full and keeps its share. So it
-            must give the same items for the same (seed, epoch): draws from the global generators are the same,
-            entropy of its own is not. `get_worker_info()` is None in it, so that it does not shard a second time. If
+            must give the same items for the same (seed, epoch): draws from the global generators do, entropy of
+            its own does not. `get_worker_info()` is None in it, so that it does not shard a second time. If
             it shards by rank, set `already_sharded`; if it reads too slowly, use :func:`ddpshim.shard_iterable`. Its
             `set_epoch`, if it has one, is called.
         batch_size: of all ranks together. None: items are ready batches.

@@ -307,7 +307,7 @@ class ShardedSampler(_Epochs, Sampler[Any]):
         self._drawn: Optional[Indices] = None
 
     def begin(self, epoch: int) -> None:
-        """Draw the order of `epoch`. Collective if the user's sampler draws it."""
+        """Draw the order of `epoch`. Collective if it is weighted or the user's sampler draws it."""
         self._drawn = self._order.draw(epoch)
 
     def num_steps(self) -> int:

@@ -22,7 +22,7 @@ from ddpshim.model.equality import OPT_OUT
 
 _NUM_BITS = 16
 NUM = 2 + 2 * _NUM_BITS
-_DELAY = 4  # passes: on GPUs the numbers are read so much later, when they are computed, so nothing waits
+_DELAY = 4  # passes, on GPUs: the numbers are read this much later, so that the host does not wait for them
 _MEETING_DEADLINE_S = 20.0
 
 

@@ -93,9 +93,9 @@ def at_end(call: Callable[[], None]) -> None:
 
 
 def at_outer_end(call: Callable[[], None]) -> bool:
-    """Run `call` once at the end of the outermost pass, if checkpoints nest passes. Local.
+    """Run `call` once at the end of the outermost pass: reentrant checkpoints nest passes. Local.
 
-    Return whether this is its first request in this pass.
+    Return whether this is the first such request for `call` in this pass.
     """
     passes = current().part(Passes)
     if call in passes.at_outer_end:
@@ -114,8 +114,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             args, kwargs = weighing.weighed(*args, **kwargs)
             clock = events.running
         else:
-            with contextlib.suppress(RuntimeError):  # the outer pass runs in another thread
-                passes.queue_end()  # in the outer pass: later the engine takes callbacks for the inner one alone
+            with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
+                passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
         if clock is not None:
             clock.begin("backward")
         passes.depth += 1

@@ -176,7 +176,7 @@ class Equality:
 
     def _said_of(self, odd: Mapping[str, list[list[int]]], number: int) -> str:
         kind = type(self._module).__name__
-        name = _SETTINGS if _SETTINGS in odd else next(iter(odd))  # they make the others differ
+        name = _SETTINGS if _SETTINGS in odd else next(iter(odd))  # different settings make the state differ
         more = f" ({len(odd) - 1} more tensors differ)" if len(odd) > 1 else ""
         if name in (_SETTINGS, _STATE):
             of_state = state_of(self._optimizers(), self._module)

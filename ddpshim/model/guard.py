@@ -101,7 +101,8 @@ class _Steps:
     def look_at_writes(self, gradients: Iterable[torch.Tensor]) -> None:
         """Request a comparison if gradients were written in place a new number of times. Local."""
         versions = list(map(attrgetter("_version"), gradients))
-        # They are views of buckets. Leaving some out changes the sum, not how they are written: one sum per number.
+        # They are views of buckets. A step that leaves some out changes the sum, but writes in no other way: so one sum
+        # is kept for each number of gradients.
         now, num = sum(versions), len(versions)
         written, self._versions[num] = now - self._versions.get(num, 0), now
         if written not in self._writes and len(self._writes) < _MOST_WAYS_TO_WRITE:
@@ -183,7 +184,7 @@ def num_asked() -> int:
 
 
 def optimizers_of(wrapper: Reduced) -> list[torch.optim.Optimizer]:
-    """Return optimizers whose first step was on `wrapper`, oldest first, without those of sharded state. Local."""
+    """Return optimizers that stepped `wrapper` first, the oldest first; none that shards its state. Local."""
     found = [optimizer for optimizer, steps in _watched().steps.items() if next(iter(steps.at), None) == id(wrapper)]
     shards = [optimizer for optimizer in found if type(optimizer).__module__.startswith("torch.distributed.optim")]
     apart = [*map(id, shards), *(id(getattr(optimizer, "optim", None)) for optimizer in shards)]  # inside ZeRO's

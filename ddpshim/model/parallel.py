@@ -41,8 +41,8 @@ def wrap_parallel(
     """Return `module` in a wrapper for parallel training: DDP on several ranks, else DataParallel, else a plain one.
 
     Collective on several ranks: all get the main rank's parameters and buffers. Unless ranks draw what one process
-    would, each also gets its own random streams (`ddpshim.split_random_streams`). DataParallel is used in one process
-    without a launcher that sees several GPUs, if the module is on a GPU. The result has `.module`; attributes, methods
+    would, each also gets its own random streams (`ddpshim.split_random_streams`). DataParallel is used without a
+    launcher, if the process sees several GPUs and the module is on one. The result has `.module`; attributes, methods
     and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not changed and may be
     used beside the wrapper: its gradients are reduced too. Arguments that are not given are taken from the world's
     `options`; with `precision`, forward in training mode runs under autocast.
@@ -53,7 +53,7 @@ def wrap_parallel(
             (None stays None unless another rank used them). False: an error names a parameter that is left out.
         static_graph: a promise that every backward pass uses the same parameters; breaking it is an
             error. (torch's own static_graph does not synchronise methods that return torch.distributions.)
-        gradient_as_bucket_view: gradients live in the communication buckets (default); saves one copy of them.
+        gradient_as_bucket_view: gradients are views of the communication buckets (default); saves one copy of them.
         bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
         broadcast_buffers: copy the main rank's buffers to all ranks after each synchronised backward pass (default).
         sync_batchnorm: BatchNorm layers normalise over the batch of all ranks, as in one process (default). Their
@@ -155,8 +155,8 @@ def _in_precision(wrapped: Any, here: World) -> Any:
 def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
     """Return the bucket size that hides most of the communication behind backward; None for torch's 25 MB. Local.
 
-    gloo: a sixteenth of the model, between 1 and 25 MB. A message has little overhead, and ranks wait for the bucket
-    that is sent after backward: of 20M parameters, 25 MB is a third (`python -m benchmarks.overlap`).
+    gloo: a sixteenth of the model, between 1 and 25 MB. A message has little overhead, and ranks wait for the last
+    bucket after backward: with 20M parameters, 25 MB is a third of all (`python -m benchmarks.overlap`).
     """
     if backend != "gloo":
         return None

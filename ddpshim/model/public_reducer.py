@@ -61,7 +61,7 @@ class PublicReducer:
     """Has the methods of torch's reducer that `DistributedModule` calls.
 
     Args:
-        parameters: the first bucket is made of the last of them, as gradients arrive roughly in reverse order.
+        parameters: all that are reduced, in the order in which DDP gives them to its reducer.
         are_sparse: for each parameter, whether its gradient is sparse.
         group: the ranks that share gradients.
         bucket_cap_mb: size of a bucket; None for torch's 25 MB.
@@ -94,7 +94,7 @@ class PublicReducer:
         ]
         self._buckets[-1].is_the_last = True
         self._places = {id(p): (b, i) for b in self._buckets for i, p in enumerate(b.parameters())}
-        self._next = len(self._buckets)  # the first bucket that has not been sent; here none is expected
+        self._next = len(self._buckets)  # the first bucket that was not sent yet; at first none is to be sent
 
     def _rebuild_buckets(self) -> None:
         """Make buckets in the order in which the first rank's gradients arrived in the last pass (collective)."""

@@ -29,7 +29,7 @@ from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.reducer import Wrapped
 from ddpshim.model.transparent import BareModule
 
-# The main rank may write a large file between two `state_dict()`. Ranks that wait elsewhere are found much earlier.
+# The main rank may write a large file between two calls of `state_dict`. Ranks that hang are found much earlier.
 _DEADLINE_S = 3600.0
 
 

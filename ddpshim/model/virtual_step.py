@@ -120,7 +120,7 @@ class Players:
             shares.play(at_hand)
 
     def divided(self, arguments: T) -> list[T]:
-        """Return the `arguments` of each virtual rank of this process: its rows of everything with a batch. Local.
+        """Return the `arguments` of each virtual rank of this process: its rows of all batched values. Local.
 
         Rows are copied to new memory, which is aligned equally on any number of ranks, because the rounding of some
         kernels depends on alignment. Raises DataError if nothing in the arguments has the batch's rows.
