@@ -52,7 +52,7 @@ class Agreement:
         """`number` identifies the network in its process group, so that crossed messages of two networks are found."""
         self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
         self._sent_for = _Sent([], None, ())
-        self._coming: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
+        self._pending: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
         self.leave_out = False
 
     def fill(
@@ -78,21 +78,21 @@ class Agreement:
         """
         if self._is_on_cpu:
             return self._judge(entries[-NUM:].tolist(), self._sent_for)
-        came = torch.empty(NUM, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
-        came.copy_(entries[-NUM:], non_blocking=True)
+        copied = torch.empty(NUM, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
+        copied.copy_(entries[-NUM:], non_blocking=True)
         arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
         if arrived is not None:
             arrived.record()
-        self._coming.append((arrived, came, self._sent_for))
-        if len(self._coming) <= _DELAY:
+        self._pending.append((arrived, copied, self._sent_for))
+        if len(self._pending) <= _DELAY:
             return False
-        arrived, came, sent_for = self._coming.popleft()
+        arrived, copied, sent_for = self._pending.popleft()
         if arrived is not None and not arrived.query():  # the host is `_DELAY` passes ahead
             arrived.synchronize()
-        return self._judge(came.tolist(), sent_for)
+        return self._judge(copied.tolist(), sent_for)
 
-    def _judge(self, came: list[float], sent_for: _Sent) -> bool:
-        asks, leave_out, bits, opposites = came[0], came[1], came[2 : 2 + _NUM_BITS], came[2 + _NUM_BITS :]
+    def _judge(self, numbers: list[float], sent_for: _Sent) -> bool:
+        asks, leave_out, bits, opposites = numbers[0], numbers[1], numbers[2 : 2 + _NUM_BITS], numbers[2 + _NUM_BITS :]
         self.leave_out = leave_out > 0
         if any(map(mul, bits, opposites)):
             here = world()

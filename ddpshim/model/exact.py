@@ -211,9 +211,9 @@ def _add_up_over_ranks(leaves: list[list[torch.Tensor]], here: World) -> None:
     for i, of_virtual in enumerate(leaves):
         torch.cat([gradient.reshape(-1) for gradient in of_virtual], out=flat[: sum(sizes)])
         sent[:, i] = flat.view(num, each)
-    came = torch.empty_like(sent)
-    dist.all_to_all_single(came, sent)
-    total = _mean([*in_order_of_numbers([list(of_rank) for of_rank in came])], here).clone()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    total = _mean([*in_order_of_numbers([list(of_rank) for of_rank in received])], here).clone()
     dist.all_gather(list(flat.view(num, each).unbind(0)), total)
     for of_virtual in leaves:
         for gradient, mean in zip(of_virtual, flat[: sum(sizes)].split(sizes)):

@@ -217,14 +217,14 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
     if here.world_size == 1 or not here.options.guard:
         return
     mine = sum(wrapped.num_reductions for wrapped in _wrappers())
-    came = here.meet("steps", [mine, _hash_of_all()], deadline_s)
-    counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in came.items())
+    of_ranks = here.meet("steps", [mine, _hash_of_all()], deadline_s)
+    counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in of_ranks.items())
     cure = (
         "Give every rank the same number of batches (make_loader does), and skip no step on one rank alone "
         f"({OPT_OUT})."
     )
-    missing = [rank for rank in range(here.world_size) if rank not in came]
-    is_good = not missing and len({number for number, _ in came.values()}) == 1
+    missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
+    is_good = not missing and len({number for number, _ in of_ranks.values()}) == 1
     said = "" if is_good else f"{what}: {counts}"
     events.note("guard", check="steps", passed=is_good, said=said, reductions=mine)
     if missing:
@@ -238,7 +238,7 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
             f"ranks made different numbers of backward passes by the end of {what}: {counts}; gradients of "
             f"different steps were averaged with each other. {cure}"
         )
-    _refuse_unequal([facts for _, facts in came.values()], what)
+    _refuse_unequal([facts for _, facts in of_ranks.values()], what)
 
 
 def _refuse_unequal(hashes: list[int], what: str) -> None:
@@ -293,12 +293,12 @@ def _compare_in_the_end() -> None:
     if failure.on_the_way_out() or _watched().is_alone:
         here.meet("the end", None, 0.0)  # so that no rank waits for this one
         return
-    came = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
-    away = [rank for rank in range(here.world_size) if rank not in came]
-    if away and here.is_main:
-        say(f"ranks {away} did not reach cleanup(): the last weights were not compared")
-    if not away and None not in came.values():
-        _refuse_unequal(list(came.values()), "the job")
+    of_ranks = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
+    missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
+    if missing and here.is_main:
+        say(f"ranks {missing} did not reach cleanup(): the last weights were not compared")
+    if not missing and None not in of_ranks.values():
+        _refuse_unequal(list(of_ranks.values()), "the job")
 
 
 def _asking(save: Callable[..., Any]) -> Callable[..., Any]:

@@ -206,10 +206,10 @@ def _meet(what: str) -> None:
     here = world()
     if here.world_size == 1:
         return
-    came = here.meet(f"sharded/{what}", None, _DEADLINE_S)
-    if away := [rank for rank in range(here.world_size) if rank not in came]:
+    of_ranks = here.meet(f"sharded/{what}", None, _DEADLINE_S)
+    if missing := [rank for rank in range(here.world_size) if rank not in of_ranks]:
         raise SyncError(
-            f"ranks {away} did not call {what} of a sharded network (shard=True) within {_DEADLINE_S:g} s of rank "
+            f"ranks {missing} did not call {what} of a sharded network (shard=True) within {_DEADLINE_S:g} s of rank "
             f"{here.rank}: each rank holds a part of it. Call it on every rank, and write the file only on the main "
             "rank."
         )
