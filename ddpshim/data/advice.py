@@ -22,15 +22,15 @@ class Share(NamedTuple):
 
 
 def own_share(num_workers: int) -> Share:
-    """This process's Share. Local."""
+    """Return this process's Share. Local."""
     return Share(socket.gethostname(), os.cpu_count() or 1, machine.cores(), machine.core_quota(), num_workers)
 
 
 def on_workers(shares: Sequence[Share]) -> Optional[str]:
-    """The advice where the first rank's node has fewer cores than ranks and data workers, else None. Local.
+    """Return advice if the first rank's node has fewer cores than ranks and data workers, else None. Local.
 
-    Ranks may be bound to their own cores, so the union counts. 4 ranks, 8 workers each, on 16 cores: 36 processes; 3
-    workers are 16.
+    Ranks may be bound to their own cores, so the union counts. 4 ranks with 8 workers each, on 16 cores, are 36
+    processes; with 3 workers, 16.
     """
     here = [share for share in shares if share.host == shares[0].host]
     num_workers = max(share.num_workers for share in here)
@@ -55,18 +55,18 @@ def on_cache(
     available_bytes: Optional[int],
     sharing_is_off: bool = False,
 ) -> Optional[str]:
-    """The advice where robomimic's hdf5_cache_mode="all", a copy for each rank, would need more memory than there is.
+    """Return advice if robomimic's hdf5_cache_mode="all", one copy per rank, needs more memory than available.
 
     Else None. Local.
 
-    Measured with robomimic 0.3.0: a process holds 28 times what low-dim data take on disk, 48 times after an
-    epoch with workers (their reference counts unshare the pages), and 17 times what images take.
+    Measured with robomimic 0.3.0: a process holds 28 times the size of low-dim data on disk, 48 times after an
+    epoch with workers (their reference counts unshare the pages), and 17 times the size of images.
 
     Args:
-        loaded_bytes: what the loaded keys take on disk.
+        loaded_bytes: the size of the loaded keys on disk.
         num_ranks: on this node; each has a copy.
-        sharing_is_off: by the option `node_memory`, without which they would have one.
         available_bytes: see :func:`ddpshim.job.machine.memory`; None is never exceeded.
+        sharing_is_off: the option `node_memory` is off; otherwise ranks would share one copy.
     """
     factor = 17 if has_images else 48 if num_workers else 28
     needed = loaded_bytes * factor * num_ranks

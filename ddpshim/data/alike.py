@@ -7,7 +7,7 @@ from ddpshim.errors import DataError
 
 
 def length(sized: Any) -> Optional[int]:
-    """Return its length, or None where it has none: some classes have a __len__ that only raises."""
+    """Return `len(sized)`, or None if it has no length: some classes have a __len__ that only raises."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Makes a dataset's random draws those of one process: each rank fetches whole batches, and keeps its rows.
+"""Gives a dataset the random draws of one process: each rank fetches whole batches, and keeps its rows.
 
 If nothing is drawn, or with the option data_draws=by_sample, a rank fetches only its own rows.
 """
@@ -21,17 +21,17 @@ from ddpshim.job.random_streams import (
 )
 from ddpshim.job.say import say
 
-_UNKNOWN, _DRAWS, _DRAWS_NOT = range(3)
+_UNKNOWN, _DRAWS, _DRAWS_NOTHING = range(3)
 _MOST_AGAIN = 2**20  # samples that a worker would fetch again after a late first draw
 
 
 class Numbered(list[Any]):
-    """A rank's indices of one step, which know of which: they also travel to data workers.
+    """A rank's indices of one step, with the numbers of epoch and step; they are also sent to data workers.
 
     Attributes:
-        whole: the indices of all ranks; empty where they are not known.
-        rows: which of these are this rank's.
-        before: of batches that the same worker has fetched earlier in the pass, before it was interrupted.
+        whole: the indices of all ranks; empty if they are not known.
+        rows: the positions of this rank's indices in `whole`.
+        before: batches that the same worker fetched earlier in the pass, before the pass was interrupted.
     """
 
     def __init__(self, indices: Iterable[Any], epoch: int, step: int) -> None:
@@ -43,13 +43,13 @@ class Numbered(list[Any]):
 
 
 def numbered(batches: Iterable[list[Any]], epoch: int, start_step: int) -> Iterator[list[Any]]:
-    """Give `batches`, numbered from `start_step` on. Local."""
+    """Yield `batches`, numbered from `start_step` on. Local."""
     for step, batch in enumerate(batches, start_step):
         yield Numbered(batch, epoch, step)
 
 
 class _Fetched(list[Any]):
-    """A rank's samples of a batch, with those of all ranks."""
+    """A rank's samples of a batch, with the samples of all ranks."""
 
     def __init__(self, whole: Sequence[Any], rows: Sequence[int]) -> None:
         super().__init__(whole[row] for row in rows)
@@ -57,17 +57,17 @@ class _Fetched(list[Any]):
 
 
 class SampleStreams(Dataset[Any]):
-    """`dataset`, with the random streams that it has in one process, or with streams of each sample's own.
+    """`dataset` with the random streams of one process, or with one stream for each sample.
 
-    In one process a worker, or the training itself, fetches whole batches. So each rank fetches the whole of the first
-    batch, and goes on so if that, or what collates it, draws from the global generators of Python, numpy or torch. If
-    not, it fetches its rows alone. A worker in which a first draw comes later fetches what it has fetched again, whole.
+    In one process a worker, or the training process, fetches whole batches. So each rank fetches the first batch whole.
+    If fetching or collating it draws from the global generators of Python, numpy or torch, the rank continues with
+    whole batches; if not, with its rows alone. A worker that first draws later fetches all its batches again, whole.
 
-    Streams of each sample's own are seeded by `seed`, the epoch, and the sample's place in it: neither by the worker
-    that fetches it nor by the number of ranks. Row j of rank r of W is row j * W + r of the step.
+    A sample's stream is seeded by `seed`, the epoch, and the sample's place in it. It depends neither on the worker
+    that fetches the sample nor on the number of ranks. Row j of rank r of W is row j * W + r of the step.
 
     Attributes:
-        is_as_in_one_process: which of the two, in the passes to come.
+        is_as_in_one_process: whether the next passes have the random streams of one process.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class SampleStreams(Dataset[Any]):
         self.dataset, self.is_as_in_one_process = dataset, False
         self._collate, self._seed = collate, seed
         self._rank, self._world_size = share
-        # What each worker knows, for its successors in the next pass; then whether the user was told.
+        # Each worker's state, for its successor in the next pass; the last entry: whether a line was printed.
         self._known = torch.zeros(max(1, num_workers) + 1, dtype=torch.int8, device="cpu")
         if num_workers:
-            with contextlib.suppress(RuntimeError, OSError):  # no shared memory: then each finds out for itself
+            with contextlib.suppress(RuntimeError, OSError):  # without shared memory each worker finds it out again
                 self._known.share_memory_()
-        self._began: Optional[dict[str, Any]] = None  # the generators, before this worker's first batch
+        self._began: Optional[dict[str, Any]] = None  # the generators' states before this worker's first batch
         self._is_late = False
-        self._past: Optional[list[list[Any]]] = []  # the batches since then; None for too many
+        self._past: Optional[list[list[Any]]] = []  # the batches since then; None if they are too many
 
     @property
     def draws_with_the_training(self) -> bool:
-        """Whether the next batch, if this process fetches it, is to draw from the streams of the training."""
-        return self.is_as_in_one_process and (self._world_size == 1 or self._state() != _DRAWS_NOT)
+        """Whether the next batch, if this process fetches it, draws from the streams of the training."""
+        return self.is_as_in_one_process and (self._world_size == 1 or self._state() != _DRAWS_NOTHING)
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
@@ -106,7 +106,7 @@ class SampleStreams(Dataset[Any]):
             self._began, self._past = before, [*indices.before]
             if state == _DRAWS:
                 self._fetch_again(self._past)
-        if state == _DRAWS_NOT:
+        if state == _DRAWS_NOTHING:
             samples = self._fetch(indices)
             if not _has_drawn(before):
                 self._remember(indices.whole)
@@ -116,7 +116,7 @@ class SampleStreams(Dataset[Any]):
         if not isinstance(whole, (list, tuple)) or len(whole) != len(indices.whole):
             return self._undivided(indices, before)
         if state == _UNKNOWN and _has_drawn(before):
-            self._go_on_with_whole_batches("draws random numbers for a sample")
+            self._continue_with_whole_batches("draws random numbers for a sample")
             if self._past:
                 self._fetch_again(self._past)
                 whole = self._fetch(indices.whole)
@@ -125,7 +125,7 @@ class SampleStreams(Dataset[Any]):
         return _Fetched(whole, indices.rows)
 
     def collated(self, samples: Any) -> Any:
-        """What the loader's collate_fn makes of the samples; of a batch for which it draws it makes the whole."""
+        """Collate samples with the loader's collate_fn; if that draws, collate the whole batch and take own rows."""
         if not self.is_as_in_one_process or self._world_size == 1:
             return self._collate(samples)
         before = global_states()
@@ -133,7 +133,7 @@ class SampleStreams(Dataset[Any]):
         has_drawn = _has_drawn(before)
         if not isinstance(samples, _Fetched):
             if has_drawn:
-                self._tell(
+                self._print_once(
                     f"{_name(self._collate)} draws random numbers now but did not for the first batch: one process "
                     "would draw different ones",
                     is_seen_by_all=False,
@@ -147,14 +147,14 @@ class SampleStreams(Dataset[Any]):
             try:
                 batch = _rows_of(self._collate([*samples.whole]), len(samples.whole), samples.rows)
             except _Indivisible:
-                self._tell(
+                self._print_once(
                     f"{_name(self._collate)} draws random numbers for a batch that cannot be divided: one process "
                     "would draw different ones"
                 )
         if self._state() == _UNKNOWN and has_drawn:
-            self._go_on_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
+            self._continue_with_whole_batches(f"is collated by {_name(self._collate)}, which draws random numbers")
         elif self._state() == _UNKNOWN:
-            self._set_state(_DRAWS_NOT)
+            self._set_state(_DRAWS_NOTHING)
         return batch
 
     def _fetch(self, indices: list[Any]) -> Any:
@@ -162,13 +162,13 @@ class SampleStreams(Dataset[Any]):
         return by_batch([*indices]) if by_batch else [self.dataset[index] for index in indices]
 
     def _by_place(self, indices: Numbered) -> Any:
-        """This rank's samples; seeded, if any of them draws."""
+        """Fetch this rank's samples; if any of them draws, with streams seeded by place."""
         before = global_states()
         samples = [] if self._state() == _DRAWS else self._fetch(indices)
         if self._state() != _DRAWS and not _has_drawn(before):
             return samples
         self._set_state(_DRAWS)
-        self._tell(
+        self._print_once(
             "draws random numbers for a sample: here they depend on the seed, the epoch and the sample's place in it, "
             "on any number of ranks and workers; in a process without a launcher they do not (option data_draws)",
             is_seen_by_all=not self._is_late,
@@ -189,19 +189,19 @@ class SampleStreams(Dataset[Any]):
             self._set_state(_UNKNOWN)
             restore_global_states(before)
             return self._by_place(indices)
-        self._go_on_with_whole_batches("draws random numbers for a sample, first in the middle of a pass", False)
+        self._continue_with_whole_batches("draws random numbers for a sample, first in the middle of a pass", False)
         self._fetch_again(self._past)
         return _Fetched(self._fetch(indices.whole), indices.rows)
 
     def _fetch_again(self, batches: list[list[Any]]) -> None:
-        """Draw what this worker, had it fetched whole batches, would have drawn so far."""
+        """Make the draws that this worker would have made so far if it had fetched whole batches."""
         assert self._began is not None
         restore_global_states(self._began)
         for batch in batches:
             self._collate(self._fetch(batch))
 
     def _undivided(self, indices: Numbered, before: dict[str, Any]) -> Any:
-        """This rank's batch of a dataset whose `__getitems__` gives something else than samples."""
+        """Fetch this rank's batch if the dataset's `__getitems__` does not return a list of samples."""
         restore_global_states(before)
         self.is_as_in_one_process = False
         batch = self._by_place(indices)
@@ -221,28 +221,28 @@ class SampleStreams(Dataset[Any]):
             if len(self._past) * len(batch) > _MOST_AGAIN:
                 self._past = None
 
-    def _go_on_with_whole_batches(self, what: str, is_seen_by_all: bool = True) -> None:
+    def _continue_with_whole_batches(self, what: str, is_seen_by_all: bool = True) -> None:
         self._set_state(_DRAWS)
-        self._tell(
+        self._print_once(
             f"{what}: to draw what one process draws, each rank loads every whole batch and keeps its rows, which "
             "makes loading as slow as in one process. With DDPSHIM_DATA_DRAWS=by_sample each rank loads only its "
             "rows, with different draws",
             is_seen_by_all,
         )
 
-    def _tell(self, what: str, is_seen_by_all: bool = True) -> None:
-        """Say it of the dataset, once in a loader; where one rank alone may see it, on that."""
+    def _print_once(self, what: str, is_seen_by_all: bool = True) -> None:
+        """Print a line about the dataset, once per loader: on rank 0, or on any rank if others may not see it."""
         if not (self._rank and is_seen_by_all) and not self._known[-1].item():
             self._known[-1] = 1
             say(f"{type(self.dataset).__name__} {what}")
 
 
 class _Indivisible(Exception):
-    """A collated batch has a part of which it is not known which rows are whose."""
+    """Raised for a collated batch with a part that cannot be divided into rows."""
 
 
 def _rows_of(batch: Any, num_rows: int, rows: Sequence[int]) -> Any:
-    """The rows of a collated batch. Raises _Indivisible."""
+    """Return `rows` of a collated batch. Raises _Indivisible."""
     if hasattr(batch, "shape") and len(batch.shape):
         if batch.shape[0] != num_rows:
             raise _Indivisible
@@ -258,7 +258,7 @@ def _rows_of(batch: Any, num_rows: int, rows: Sequence[int]) -> Any:
 
 
 def _has_drawn(before: dict[str, Any]) -> bool:
-    """Whether a generator has left the state that it had in `global_states`."""
+    """Whether a generator's state is not that of `before`, an earlier `global_states()`."""
     now = global_states()
     return any(name in before and not is_same_state(before[name], state) for name, state in now.items())
 
@@ -273,9 +273,9 @@ def _name(function: Any) -> str:
 
 
 def _by_batch(dataset: Any) -> Any:
-    """What gives a whole batch of `dataset` in a way of its own; None where samples come one by one."""
+    """Return the `__getitems__` of `dataset`; None if its samples are fetched one by one."""
     inner = dataset
-    while type(inner) is Subset:  # asks the one inside for a batch only if that has it
+    while type(inner) is Subset:  # passes a batch on only if the inner dataset has __getitems__
         inner = inner.dataset
     return getattr(dataset, "__getitems__", None) if getattr(inner, "__getitems__", None) else None
 

@@ -20,26 +20,26 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 from ddpshim.data.alike import length
 from ddpshim.job.random_streams import PrivateRandom
 
-_MOST_ENTRIES = 1024  # of an array, or items of a list, that are looked at
+_MOST_ENTRIES = 1024  # of an array or a list, that are hashed
 _DEEPEST = 4
-# Attributes that ranks rightly have for themselves.
+# Attributes that may differ between ranks.
 _OWN = ("cache", "rank", "seed", "rng", "worker", "log", "time", "lock", "generator", "device", "host", "pid")
 
 
 def facts_of(dataset: Any) -> dict[str, int]:
-    """A hash of each thing that `dataset` holds in memory and that says which sample an index is, by name. Local."""
+    """Return hashes of the attributes of `dataset` that decide which sample an index means, by name. Local."""
     found: dict[str, int] = {}
     _walk(dataset, "dataset", found, _DEEPEST, set())
     return found
 
 
 def probe(dataset: Any, num_reads: int = 1) -> dict[str, int]:
-    """A hash of its first item, one in the middle and the last, by name. Local; leaves random streams as they were.
+    """Return hashes of the first, a middle and the last item, by name. Local; random streams are restored.
 
-    An item that cannot be read counts as its error: training will raise it.
+    For an item that cannot be read, its error is hashed: training will raise it.
 
     Args:
-        num_reads: of each item, of which the last one counts. An item that changes from one to the next has entropy of
+        num_reads: how often each item is read; the last read counts. An item that differs between reads has entropy of
             its own.
     """
     num = None if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") else length(dataset)
@@ -60,7 +60,7 @@ def _hash_of_item(dataset: Any, index: int) -> int:
 
 
 def hash_of(value: Any) -> int:
-    """A hash of the numbers and the text in `value`; of another object its class. Local."""
+    """Return a hash of the numbers and the text in `value`, or of the class of another object. Local."""
     if isinstance(value, torch.Tensor):
         return _hash_of_tensor(value)
     if isinstance(value, Mapping):
@@ -115,7 +115,7 @@ def _walk(value: Any, title: str, found: dict[str, int], depth: int, seen: set[i
 
 
 def _holds_samples(held: Any) -> bool:
-    """Whether this is a list or an array, of things that a hash can tell apart."""
+    """Whether this is a list, an array or a mapping of values that a hash can distinguish."""
     if isinstance(held, torch.Tensor) or (type(held).__module__.split(".")[0] == "numpy" and hasattr(held, "reshape")):
         return True
     if isinstance(held, Mapping):
@@ -127,9 +127,9 @@ def _holds_samples(held: Any) -> bool:
 
 
 def _without_folder(held: Any) -> Any:
-    """Names of files without the folder that all are in: nodes may have copies elsewhere."""
+    """Return names of files without their common folder, because nodes may have copies in different places."""
     if isinstance(held, (list, tuple)) and all(isinstance(item, str) and os.sep in item for item in held):
-        with contextlib.suppress(ValueError):  # absolute names among others
+        with contextlib.suppress(ValueError):  # both absolute and relative names
             folder = os.path.commonpath(list(map(os.path.dirname, held)))
             return [item[len(folder) :] for item in held]
     return held
@@ -137,7 +137,7 @@ def _without_folder(held: Any) -> Any:
 
 @contextlib.contextmanager
 def _generators_kept(dataset: Any) -> Iterator[None]:
-    """In this block the dataset's own generators may draw; afterwards they are as they were."""
+    """Within this block the dataset's own generators may draw; afterwards their states are restored."""
     numpy = sys.modules.get("numpy")
     kept: list[tuple[Any, Any]] = []
     holder: Optional[Any] = dataset

@@ -13,34 +13,34 @@ from ddpshim import adapters
 
 
 class Collate(Protocol):
-    """A `collate_fn` that also takes what a fetcher's dataset gives for a whole batch."""
+    """A `collate_fn` that also accepts a whole batch from a fetcher's dataset."""
 
     def __call__(self, samples: Any) -> Any:
-        """The batch, as torch's default collate makes it."""
+        """Return the batch, as torch's default collate makes it."""
 
     def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
-        """Make room for the batches of workers that stay for all epochs. Local; may be left out."""
+        """Allocate memory for the batches of persistent workers. Local; this method is optional."""
 
 
 class Fetcher(Protocol):
-    """Gives whole batches of one dataset, with the values, types and order of keys that torch's collate gives."""
+    """Gives whole batches of one dataset, with the values, types and order of keys of torch's collate."""
 
     def attach(self) -> Optional[str]:
-        """Have torch's loaders fetch the dataset by the batch. Local. Returns why not, if it can't be."""
+        """Make torch's loaders fetch the dataset by the batch; return the reason if that is impossible. Local."""
 
     def collate(self) -> Collate:
-        """For the loader; it takes samples that came one by one as well."""
+        """Return the loader's `collate_fn`; it also accepts samples that were fetched one by one."""
 
 
 class WholeBatches:
-    """A dataset of ddpshim, with a method `batch`, of which `make_loader` fetches whole batches. Its own fetcher."""
+    """A dataset of ddpshim whose method `batch` gives whole batches to `make_loader`. It is its own fetcher."""
 
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The samples with these indices, collated."""
+        """Return the samples with these indices, collated."""
         raise NotImplementedError
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """For a loader with torch's own collate."""
+        """Return a list of samples, for a loader with torch's own collate."""
         batch = self.batch(indices)
         return [dict(zip(batch, row)) for row in zip(*(value.unbind() for value in batch.values()))]
 
@@ -53,7 +53,7 @@ class WholeBatches:
 
 
 class _Batch(list[Any]):
-    """A batch, as the only one in what a fetcher hands to a `collate_fn`."""
+    """A list with one item, a whole batch, as a fetcher passes it to a `collate_fn`."""
 
 
 def _one(dataset: WholeBatches, indices: Sequence[int]) -> _Batch:
@@ -65,7 +65,7 @@ def _unpacked(samples: Any) -> Any:
 
 
 def fetcher_of(dataset: Any) -> Optional[Fetcher]:
-    """What gives whole batches of `dataset`; None where no adapter does. Local."""
+    """Return the fetcher of `dataset`; None if no adapter has one. Local."""
     if isinstance(dataset, WholeBatches):
         return dataset
     found = (offer(dataset) for offer in adapters.functions_for(dataset, "fetcher"))

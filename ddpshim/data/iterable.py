@@ -26,15 +26,15 @@ def shard_iterable(
 ) -> "ShardedIterable":
     """Return an IterableDataset with this rank's and data worker's share of `dataset`, for torch's own DataLoader.
 
-    Item i goes to rank i % W, and of the rank's items worker w of n gets every n-th. W items are a round, which is
-    held back until all of it is read: ranks get equally many items, and so take equally many steps with equal batch
-    sizes and workers. Every rank and worker iterates over `dataset`; `decode` is called on its share alone. So let
-    `dataset` give what is cheap (paths, records) and `decode` do what is dear.
+    Item i goes to rank i % W, and worker w of n gets every n-th of the rank's items. W items are a round, which is
+    given out only when all of it is read: so ranks get equally many items, and take equally many steps with equal
+    batch sizes and workers. Every rank and worker iterates over the whole `dataset`; `decode` is called on its share
+    alone. So let `dataset` give cheap items (paths, records), and do expensive work in `decode`.
 
-    Local, but for `ddpshim.setup()` where nobody called it. With one process it divides over workers only. It gives the
-    same items wherever (seed, epoch) are the same, on the condition that :func:`make_loader` names. Each pass in
-    this process begins a new epoch; with workers call `set_epoch` before each pass, as for torch's DistributedSampler.
-    :func:`make_loader` needs none of this where it is given `dataset` itself; with `decode`, give it the result and
+    Local, except that it calls `ddpshim.setup()` if necessary. With one process it divides over workers only. It gives
+    the same items for the same (seed, epoch), under the condition in :func:`make_loader`. Each pass in this process
+    begins a new epoch; with workers, call `set_epoch` before each pass, as for torch's DistributedSampler.
+    :func:`make_loader` does all of this itself if it gets `dataset`; with `decode`, give it the result and
     `already_sharded=True`.
 
     >>> from torch.utils.data import DataLoader
@@ -44,12 +44,12 @@ def shard_iterable(
     [[0, 20, 40], [10, 30, 50]]
 
     Args:
-        dataset: anything that can be iterated over again and again; its `set_epoch`, if it has one, is called.
-            `get_worker_info()` is None in it, lest it shards a second time.
-        decode: from one item to one sample. It draws from this process's own random streams.
-        drop_last: what becomes of a round that is not whole: dropped, or filled up from its own start (those
-            count twice).
-        seed: of what `dataset` draws from the global generators, equal on all ranks; default the world's.
+        dataset: any object that can be iterated repeatedly; its `set_epoch`, if it has one, is called.
+            `get_worker_info()` is None in it, so that it does not shard a second time.
+        decode: makes a sample from an item. It draws from its process's own random streams.
+        drop_last: True: an incomplete round is dropped. False: it is filled up from its own start (those items count
+            twice).
+        seed: for draws of `dataset` from the global generators, equal on all ranks; default the world's.
 
     Raises:
         DataError: `dataset` cannot be read twice, is a share already, is not iterable, or has fewer items than ranks.
@@ -92,14 +92,14 @@ class ShardedIterable(IterableDataset[Any]):
     def __init__(
         self, dataset: Iterable[Any], split: Split, seed: int, decode: Optional[Callable[[Any], Any]] = None
     ) -> None:
-        # torch's loader does not say whether its workers live on, so they always hear of epochs as if they did.
+        # torch's loader does not tell whether its workers are persistent, so they always read epochs as if they were.
         self._stream = ShardedStream(dataset, split, seed, EpochCounter(), persistent_workers=True)
         self._decode = decode
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass use `epoch`, here and in workers, and those after it in this process what follows. Local.
+        """Make the next pass use `epoch`, here and in workers, and later ones here the following epochs. Local.
 
-        Call it between passes: a pass that workers still read would go over to the new epoch.
+        Call it between passes: a pass that workers still read would switch to the new epoch.
         """
         self._stream.epochs.set(epoch)
         self._stream.begin(epoch)
@@ -118,8 +118,8 @@ class ShardedStream(IterableDataset[Any]):
     """One rank's and worker's share of an iterable dataset; other attributes are the dataset's own.
 
     Item i goes to rank i % W. Worker w of n takes the global batches t with t % n == w: torch asks workers in
-    turn, so the batches come in the order of the stream for any n. A batch is held back until all of it is
-    read; that is how ranks end at the same step without asking each other.
+    turn, so batches arrive in the order of the stream for any n. A batch is given out only when all of it is
+    read, so that ranks end at the same step without messages.
     """
 
     def __init__(
@@ -137,17 +137,17 @@ class ShardedStream(IterableDataset[Any]):
         self._seed = seed
         self._is_split = is_split
         self._begun = (epochs.current, 0)
-        # Workers that outlive a pass learn of the next one through shared memory. Others must not: they would
-        # see a pass begun after theirs.
+        # Persistent workers read the next pass from shared memory. Others must not: they would see a pass that
+        # began after theirs.
         self._shared = torch.zeros(2, dtype=torch.int64, device="cpu") if persistent_workers else None
         if self._shared is not None:
             self._shared.share_memory_()
 
     def begin(self, epoch: int) -> None:
-        """Make the iterators that follow, in this process and in workers, read `epoch`, from its first step. Local.
+        """Make the next iterators, in this process and in workers, read `epoch` from its start step on. Local.
 
         Raises:
-            DataError: a later first step, where only the dataset knows what this rank's steps are.
+            DataError: the start step is not 0, and the dataset is already sharded.
         """
         self._begun = (epoch, self.epochs.start_step)
         if self._begun[1] and not self._is_split:
@@ -160,7 +160,7 @@ class ShardedStream(IterableDataset[Any]):
             self._shared.copy_(torch.tensor(self._begun, device="cpu"))
 
     def num_steps(self) -> int:
-        """Return the number of global batches, where the dataset has a length.
+        """Return the number of global batches, if the dataset has a length.
 
         Raises:
             TypeError: it has none.
@@ -171,13 +171,13 @@ class ShardedStream(IterableDataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        # Half-made copies (pickle, copy) have no dataset yet: asking it for its own would not end.
+        # Incomplete copies (pickle, copy) have no dataset yet: this look-up would recurse forever.
         if name == "dataset" or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
-        # All of this before the first item is asked for: by then the loader may be in another epoch.
+        # Read here and not at the first item, because by then the loader may be in another epoch.
         epoch, start = self._begun if self._shared is None else self._shared.tolist()
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -187,8 +187,8 @@ class ShardedStream(IterableDataset[Any]):
         return self._share(epoch, start, *((worker.id, worker.num_workers) if worker is not None else (0, 1)))
 
     def _share(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[Any]:
-        # Seeded alike everywhere, so that a shuffle buffer shuffles alike everywhere; swapped in only while
-        # the dataset is read, because the consumer runs between two batches.
+        # Seeded equally everywhere, so that a shuffle buffer gives one order everywhere; swapped in only while
+        # the dataset is read, because the consumer's code runs between two batches.
         private = PrivateRandom(derive_seed(self._seed, "stream", epoch))
         with private.swapped_in(), _worker_info_hidden():
             items = iter(self.dataset)
@@ -216,7 +216,7 @@ class ShardedStream(IterableDataset[Any]):
             return share, True
         if split.drop_last or num_read == 0:
             return [], False
-        # The last position of this rank may lie past the end; there, the batch starts over.
+        # This rank's last position may be past the end; it then wraps to the start of the batch.
         last = (num_read - 1) // split.world_size * split.world_size + split.rank
         if last >= num_read:
             share.append(head[(last - num_read) % num_read])
@@ -225,10 +225,10 @@ class ShardedStream(IterableDataset[Any]):
 
 @contextlib.contextmanager
 def _worker_info_hidden() -> Iterator[None]:
-    """Make get_worker_info() None: a dataset that shards by worker would be split a second time."""
+    """Make get_worker_info() return None: a dataset that shards by worker would be split a second time."""
     from torch.utils.data._utils import worker as torch_worker
 
-    info = torch_worker._worker_info  # without it there is no hiding: a loud AttributeError
+    info = torch_worker._worker_info  # AttributeError if a torch lacks this name: nothing else hides it
     torch_worker._worker_info = None
     try:
         yield

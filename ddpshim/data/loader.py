@@ -27,7 +27,7 @@ from ddpshim.job.world import World
 
 
 class _Said(set[tuple[int, int]]):
-    """The global batch sizes that were said in a job, with the number of ranks."""
+    """The pairs (global batch size, number of ranks) that were printed in a job."""
 
 
 def make_loader(
@@ -56,46 +56,46 @@ def make_loader(
 ) -> "DataLoader[Any]":
     """Return a DataLoader that gives this rank its share of each global batch.
 
-    Takes what torch's DataLoader takes, in its order. Without a launcher it *is* that DataLoader, with torch's
-    defaults, order and random draws. Launched, also as a single rank, it is a :class:`ShardedLoader`, and the call is
-    collective, as is `iter()` where the order comes from the user's sampler or batch_sampler: every rank makes it, with
-    equal arguments.
+    Takes the arguments of torch's DataLoader, in the same order. Without a launcher it returns that DataLoader, with
+    torch's defaults, order and random draws. Launched, also with one rank, it returns a :class:`ShardedLoader`. The
+    call is then collective, with equal arguments on every rank, and so is `iter()` if the order comes from the user's
+    sampler or batch_sampler.
 
-    The order is that which torch draws in one process, from the same random streams, at any world size; of an
+    The order is the one that torch draws in one process, from the same random streams, at any world size. For an
     iterable dataset, and with the option order=computed, it is a function of (seed, epoch). The epoch advances
-    with each `iter()`, also when the pass before was abandoned. While a batch is at hand, what is drawn is drawn
-    for the batch of all ranks, and each takes its rows (option noise). Where a map-style dataset draws for a sample,
-    each rank fetches the whole of each batch, with the draws of one process (option data_draws).
+    with each `iter()`, even if the previous pass was abandoned. While a batch is trained on, random numbers are drawn
+    for the batch of all ranks, and each rank takes its rows (option noise). If a map-style dataset draws random
+    numbers for samples, each rank fetches whole batches, with the draws of one process (option data_draws).
 
     10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
 
     Args:
-        dataset: map-style or iterable. An iterable one is read in full by every rank and worker, each of
-            which keeps its share; so it must give the same items wherever (seed, epoch) are the same: what
-            it draws from the global generators is, entropy of its own is not. `get_worker_info()` is None
-            in it, lest it shards a second time; one that shards by rank wants `already_sharded`, and one
-            that reads too slowly :func:`ddpshim.shard_iterable`. Its `set_epoch`, if it has one, is called.
-        batch_size: of all ranks together. None takes items as ready batches.
-        sampler: keeps its meaning; one draw of it is split over the ranks.
-        batch_sampler: each of its lists is a global batch. `drop_last` says nothing about it.
-        drop_last: default as torch's (False) without a launcher, and True launched, which is said where it leaves
-            samples out. Of a batch that the ranks do not divide some have one row more, and gradients are the mean over
-            all rows; a rank without a row repeats one, which has no weight. A stream, a computed order and the order of
-            `already_sharded` are filled up instead, with samples from the start of the order (of that batch): those
-            count twice.
-        collate_fn: without one, robomimic's sequence datasets are fetched by the batch, with the same values
+        dataset: map-style or iterable. Every rank and worker reads an iterable one in full and keeps its share. So it
+            must give the same items for the same (seed, epoch): draws from the global generators do, entropy of
+            its own does not. `get_worker_info()` is None in it, so that it does not shard a second time. If
+            it shards by rank, set `already_sharded`; if it reads too slowly, use :func:`ddpshim.shard_iterable`. Its
+            `set_epoch`, if it has one, is called.
+        batch_size: of all ranks together. None: items are ready batches.
+        sampler: as in torch; one draw of it is split over the ranks.
+        batch_sampler: each of its lists is a global batch. `drop_last` does not apply to it.
+        drop_last: default False without a launcher, as in torch; True launched, and a line reports samples left out.
+            In a batch that the ranks do not divide, some ranks have one row more, and gradients are the mean over all
+            rows; a rank without a row repeats one, with weight 0. A stream, a computed order and the order of
+            `already_sharded` are filled up instead, with samples from the start of the order (a stream: of the batch),
+            which then count twice.
+        collate_fn: if not given, robomimic's sequence datasets are fetched by the batch, with the same values
             (option `batched_fetch`).
-        generator: torch's sampler draws from it, as ever; where the order is computed, its `initial_seed()` is the
-            seed if `seed` is None.
-        per_rank_batch: `batch_size` is that of each rank; see :func:`scale_lr`. Default: the world's option.
-        already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch is
-            divided. An iterable one must then give equally many batches on every rank, and minds its workers.
-        newer: parameters of a torch newer than 2.1 (`in_order`), handed to DataLoader as they are.
+        generator: torch's sampler draws from it, as in torch. Its `initial_seed()` is the default of `seed`, which a
+            computed order uses.
+        per_rank_batch: `batch_size` is per rank; see :func:`scale_lr`. Default: the world's option.
+        already_sharded: `dataset` holds, and `sampler` draws, only this rank's share; only the batch size is divided.
+            An iterable dataset must then give equally many batches on every rank, and shard over its workers itself.
+        newer: parameters of torch versions after 2.1 (`in_order`), passed to DataLoader unchanged.
 
     Raises:
-        DataError: the batch, dataset or sampler does not split over the ranks, or would give no step; on
-            every rank, also where the fault is another rank's.
-        ValueError: torch's own, for combinations that it refuses.
+        DataError: the batch, dataset or sampler does not split over the ranks, or would give no step. It is raised on
+            every rank, even if only one has the problem.
+        ValueError: raised by torch, for combinations that it refuses.
     """
     here = current_or_new_world() if world is None else world
     options = dict(
@@ -111,7 +111,7 @@ def make_loader(
         **newer,
     )
     is_default = drop_last is None
-    if drop_last is None:  # torch refuses True where it has no batches to make
+    if drop_last is None:  # torch refuses True if it makes no batches
         drop_last = here.is_launched and batch_sampler is None and batch_size is not None
     if not here.is_launched:
         return DataLoader(
@@ -164,7 +164,7 @@ def _say_dropped(world: World, loader: ShardedLoader, samples: Any) -> None:
 
 
 def arguments_of(given: "DataLoader[Any]") -> dict[str, Any]:
-    """The arguments of torch's own DataLoader `given`, for `make_loader`. Local."""
+    """Return the arguments of torch's DataLoader `given`, for `make_loader`. Local."""
     names = ["dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "persistent_workers", "pin_memory_device", "generator"]
     options = {name: getattr(given, name) for name in names}
@@ -198,7 +198,7 @@ def _check_virtual_ranks(exact: int, global_batch_size: Optional[int], drop_last
 
 
 def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
-    """The collate_fn for a dataset that an adapter knows; it gives whole batches from here on, if it can. Else None."""
+    """Make a dataset that an adapter knows give whole batches, if it can; return its collate_fn, else None."""
     fetcher = fetcher_of(dataset)
     if fetcher is None:
         return None
@@ -211,12 +211,12 @@ def _fetch_batches(world: World, dataset: Any) -> Optional[Collate]:
 
 
 def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = None) -> float:
-    """Return the learning rate that goes with `per_rank_batch=True`.
+    """Return the learning rate for training with `per_rank_batch=True`.
 
-    There, W ranks make the batch W times as large and the steps 1/W as many. "linear" multiplies by W (SGD:
-    Goyal et al. 2017, with a warm-up), "sqrt" by the root of W (Adam and its kin), "none" leaves it. With
-    the global batch, which is the default of :func:`make_loader`, batch and steps stay: use "none". Local;
-    with one process every rule returns `lr`.
+    W ranks then train on batches W times as large, in 1/W of the steps. "linear" multiplies by W (SGD: Goyal et al.
+    2017, with a warm-up), "sqrt" by the square root of W (Adam and similar), "none" does not change it. With a global
+    batch, the default of :func:`make_loader`, batches and steps do not change: use "none". Local; with one process
+    every rule returns `lr`.
 
     >>> scale_lr(1e-4, "linear", world_size=4)
     0.0004
@@ -224,11 +224,11 @@ def scale_lr(lr: float, rule: Optional[str] = None, world_size: Optional[int] = 
     0.0002
 
     Args:
-        rule: else the world's option where its `per_rank_batch` is on, else linear.
-        world_size: W, else the current world's.
+        rule: default the world's option `lr_rule` if its `per_rank_batch` is on, else linear.
+        world_size: W; default the current world's.
 
     Raises:
-        DataError: another rule.
+        DataError: the rule is unknown.
     """
     if rule is None:
         options = current_world().options

@@ -1,4 +1,4 @@
-"""Passes a data worker's batches to its rank in one piece, through shared memory that both keep."""
+"""Sends a data worker's batches to its rank in one piece, through shared memory that is reused."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Optional
 
 import torch
 
-MAX_BYTES = 1 << 23  # beyond, sending a batch takes no longer than copying it
+MAX_BYTES = 1 << 23  # beyond this size, sending a batch takes no longer than copying it
 _ALIGNMENT = 64
 
 
 class Mailbox:
-    """Shared memory in which workers leave their batches, each in turn in places of its own.
+    """Shared memory for the batches of workers. Each worker writes to its own places in turn.
 
-    There are as many as torch has a worker work ahead. It gives one new work only after it has taken, in their order,
-    all batches that lie that far back; so what is overwritten was taken.
+    A worker has as many places as torch lets it work ahead. torch takes batches in order, and gives a worker new work
+    only after taking the batch that is so far back; so a place is overwritten only after its batch was taken.
     """
 
     def __init__(self, num_workers: int, num_places: int, most_bytes: int) -> None:
@@ -34,9 +34,9 @@ _names = itertools.count()
 
 
 class Packed(dict[str, Any]):
-    """A batch that leaves a worker in one piece.
+    """A batch that a worker sends in one piece.
 
-    Each tensor that is sent costs a file and a connection, which take longer than to copy a batch of low-dim data.
+    torch needs a file and a connection for each tensor, which takes longer than copying a batch of low-dim data.
     """
 
     def __init__(self, batch: dict[str, Any], mailbox: Optional[Mailbox], worker: int, number: int) -> None:
@@ -61,7 +61,7 @@ class Packed(dict[str, Any]):
 
 
 def _unpacked(sent: Any, layout: list[tuple[tuple[str, ...], int, torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
-    """The batch that was sent, or left in a mailbox."""
+    """Return the batch, from the bytes that were sent or from its place in a mailbox."""
     if not isinstance(sent, torch.Tensor):
         name, worker, place, size = sent
         sent = _mailboxes[name].places[worker, place, :size].clone()
@@ -79,7 +79,7 @@ def _aligned(tensor: torch.Tensor) -> int:
 
 
 def num_bytes(batch: Any) -> int:
-    """How much room `batch` takes in a mailbox. Local."""
+    """Return the number of bytes of `batch` in a mailbox. Local."""
     return sum(_aligned(tensor) for _, tensor in _leaves(batch, ()))
 
 

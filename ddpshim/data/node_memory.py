@@ -1,7 +1,7 @@
 """Keeps one copy of an array per node, in memory or on disk, for all its ranks and data workers.
 
-What they lie in has no name. The ranks of a node open it through the one that made it, workers inherit it or are handed
-its descriptor, and the kernel frees it with the last of them, however that one ends: after a crash nothing is left.
+The arrays are in a file without a name. The ranks of a node open it through the rank that made it, and workers inherit
+or receive its descriptor. The kernel frees it when the last of these processes ends, even in a crash.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def shared_arrays(
 ) -> SharedArrays:
     """Return arrays shared by all processes of this node, filled once (collective; the same with one process).
 
-    They are for reading: a write is seen by all ranks and workers of the node, at some moment. Spawned and forked
-    workers get the same memory where the arrays are handed to them, not views of these.
+    They are for reading: all ranks and workers of the node see a write, at an undefined time. Spawned and forked
+    workers share the memory if they receive the arrays themselves, not views of them.
 
     Args:
         specs: (shape, dtype) by name; the same on every rank.
-        fill: called on each rank as `fill(arrays, part, num_parts)`, `num_parts` being the ranks of its node; it writes
-            its part. What nobody writes is zero.
-        directory: where the arrays lie, as a file, if memory has no room for them.
-        budget_bytes: of memory; default what is available, with the limit of a container.
+        fill: called on each rank as `fill(arrays, part, num_parts)`, where `num_parts` is the number of ranks on its
+            node; it writes its part. Bytes that no rank writes are zero.
+        directory: for a file with the arrays, if memory has no room for them.
+        budget_bytes: limit on memory; default the available memory, within the limit of a container.
 
     Raises:
         DataError: there is no room, the specs differ between ranks, or the system is not Linux; on every rank.
@@ -67,7 +67,7 @@ def shared_arrays(
             "Linux (on Windows: WSL), or load the data as tensors."
         )
     here = current_world() if world is None else world
-    specs = dict(sorted(specs.items()))  # names that come from a set have another order on each rank
+    specs = dict(sorted(specs.items()))  # names from a set have a different order on each rank
     num_bytes = _layout(specs)[1]
     looks = here.gather((_node(), [(name, tuple(shape), str(dtype)) for name, (shape, dtype) in specs.items()]))
     odd = next((rank for rank, look in enumerate(looks) if look[1] != looks[0][1]), None)
@@ -99,7 +99,7 @@ def shared_arrays(
 
 
 class SharedArrays(Mapping[str, torch.Tensor]):
-    """Tensors by name, over one file. Made by `shared_arrays`; handed to another process, they stay where they are."""
+    """Tensors by name, in one file. Made by `shared_arrays`; sending it to another process copies no data."""
 
     def __init__(self, descriptor: int, specs: Mapping[str, Spec]) -> None:
         self.descriptor, self._specs = descriptor, dict(specs)
@@ -109,7 +109,7 @@ class SharedArrays(Mapping[str, torch.Tensor]):
         self._arrays = {
             name: torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=self._offsets[name]).view(*shape)
             if math.prod(shape)
-            else torch.empty(*shape, dtype=dtype, device="cpu")  # torch refuses a buffer of nothing
+            else torch.empty(*shape, dtype=dtype, device="cpu")  # torch refuses an empty buffer
             for name, (shape, dtype) in specs.items()
         }
 
@@ -123,9 +123,9 @@ class SharedArrays(Mapping[str, torch.Tensor]):
         return len(self._arrays)
 
     def write(self, name: str, start: int, data: Any) -> None:
-        """Put the bytes of `data`, anything contiguous with a buffer, into an array from its byte `start` on. Local.
+        """Write the bytes of `data`, any contiguous buffer, into an array from its byte `start` on. Local.
 
-        Half the time of copying into the tensor, whose pages would first be mapped, and cleared.
+        Takes half the time of copying into the tensor, because that first maps and clears its pages.
         """
         left, at = memoryview(data).cast("B"), self._offsets[name] + start
         while left:
@@ -133,7 +133,7 @@ class SharedArrays(Mapping[str, torch.Tensor]):
             left, at = left[written:], at + written
 
     def copy(self, name: str, start: int, source: int, offset: int, num_bytes: int) -> None:
-        """Like `write`, of bytes that lie in the open file `source` from `offset` on; they never leave the kernel."""
+        """Like `write`, from byte `offset` of the open file `source`; the bytes never leave the kernel."""
         os.lseek(self.descriptor, self._offsets[name] + start, os.SEEK_SET)
         while num_bytes:
             try:
@@ -141,14 +141,14 @@ class SharedArrays(Mapping[str, torch.Tensor]):
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOSYS):
                     raise
-                # A file system of the network may not know how.
+                # A network file system may not support sendfile.
                 copied = os.write(self.descriptor, os.pread(source, min(num_bytes, 1 << 24), offset))
             if not copied:
                 raise OSError(f"a file is too short: it ends at byte {offset}, with {num_bytes} bytes missing")
             offset, num_bytes = offset + copied, num_bytes - copied
 
     def __reduce__(self) -> Any:
-        # multiprocessing's own way to hand over a file, which spawn, forkserver and its queues know.
+        # multiprocessing's own way to send a descriptor, which spawn, forkserver and its queues support.
         return _handed_over, (reduction.DupFd(self.descriptor), self._specs)
 
     def __deepcopy__(self, memo: Any) -> SharedArrays:
@@ -160,7 +160,7 @@ def _handed_over(descriptor: Any, specs: Mapping[str, Spec]) -> SharedArrays:
 
 
 def _layout(specs: Mapping[str, Spec]) -> tuple[dict[str, int], int]:
-    """Where each array begins, and the bytes of all; at least 1, as nothing cannot be mapped."""
+    """Return the offset of each array, and the bytes of all; at least 1, because 0 bytes cannot be mapped."""
     offsets, end = {}, 0
     for name, (shape, dtype) in specs.items():
         offsets[name] = end
@@ -169,21 +169,21 @@ def _layout(specs: Mapping[str, Spec]) -> tuple[dict[str, int], int]:
 
 
 def _node() -> tuple[str, int]:
-    """What processes have in common that can open each other's files: the machine's boot, and a namespace of pids."""
+    """Return the machine's boot and pid namespace; processes that have both in common can open each other's files."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip(), os.stat("/proc/self/ns/pid").st_ino
 
 
 def _on_each(here: World, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function` returned on each rank (collective); what it raised on one is an error on all."""
+    """Return the result of `function` on each rank (collective); an exception on one rank is raised on all."""
     error: Optional[BaseException] = None
     value = None
     try:
         value = function(*args)
     except BaseException as raised:
         error = raised
-    told = None if error is None else (isinstance(error, DataError), described(error), str(error))
-    everyones = here.gather((value, told))
+    failed = None if error is None else (isinstance(error, DataError), described(error), str(error))
+    everyones = here.gather((value, failed))
     if error is not None:
         raise error
     for rank, (_, problem) in enumerate(everyones):
@@ -202,7 +202,7 @@ def _on_each(here: World, function: Callable[..., Any], *args: Any) -> list[Any]
 
 
 class _Place(NamedTuple):
-    """Where arrays may lie: what there is of it, in words too, and how an empty file without a name is made."""
+    """A place for arrays: its free bytes, words for these bytes, and a function that opens a nameless file there."""
 
     name: str
     left_bytes: float
@@ -211,18 +211,18 @@ class _Place(NamedTuple):
 
 
 def _make(num_bytes: int, directory: Optional[str], budget_bytes: Optional[float]) -> int:
-    """The descriptor of a file of this size in the first place that has room for it. Local.
+    """Return the descriptor of a file of this size in the first place that has room for it. Local.
 
-    Raises DataError where none has.
+    Raises DataError if none has.
     """
     places = list(_places(directory, budget_bytes))
     for place in places:
         if num_bytes <= place.left_bytes:
             descriptor = place.open()
             try:
-                if place.name == "memory":  # its pages need not be there before they are filled
+                if place.name == "memory":  # its pages are allocated when they are filled
                     os.ftruncate(descriptor, num_bytes)
-                else:  # a full disk is an error here; found out later, by a write to a page, it is a bus error
+                else:  # a full disk raises here; found later, at a write to a page, it would be a bus error
                     os.posix_fallocate(descriptor, 0, num_bytes)
             except BaseException:
                 os.close(descriptor)
@@ -244,7 +244,7 @@ def _places(directory: Optional[str], budget_bytes: Optional[float]) -> Iterator
         limits.append((memory.available_bytes, f"available{within}"))
     if budget_bytes is not None:
         limits.append((budget_bytes, "of budget"))
-    # Python of conda-forge may lack memfd_create, which needs no /dev/shm: a Docker container's has 64 MB.
+    # memfd_create needs no /dev/shm (64 MB in a Docker container). Python of conda-forge may lack it.
     if hasattr(os, "memfd_create"):
         yield _Place("memory", *min(limits), lambda: os.memfd_create("ddpshim"))
     elif os.path.isdir(_SHARED_MEMORY):

@@ -1,4 +1,4 @@
-"""Builds the loader of one rank's share from `make_loader`'s arguments, and refuses what cannot be split."""
+"""Builds the loader of one rank's share from `make_loader`'s arguments, and refuses those that cannot be split."""
 
 import hashlib
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
     from ddpshim.data.torchs_order import TorchsBatches
 
-_MOST_SAMPLES = 2**24  # of which torch would draw a list on every rank
+_MOST_SAMPLES = 2**24  # beyond, orders are computed: torch would draw a list of all on every rank
 
 _TWO_WAYS = (
     "per_rank_batch=True with a batch_sampler: its lists are global batches, so their size would be ambiguous. "
@@ -44,7 +44,7 @@ _TWO_WAYS = (
 
 @dataclass
 class Parts:
-    """What a ShardedLoader is made of. Everything here is local; see :func:`make_alike`."""
+    """The arguments of `make_loader`, which `make` turns into a ShardedLoader. All local; see :func:`make_alike`."""
 
     world: World
     dataset: Any
@@ -57,27 +57,27 @@ class Parts:
     per_rank_batch: bool
     already_sharded: bool
     generator: Optional[torch.Generator]
-    options: dict[str, Any]  # others of DataLoader's
+    options: dict[str, Any]  # other arguments of DataLoader
 
     def __post_init__(self) -> None:
-        # One rank's share is split no further: as in a world of one, but with draws of its own.
+        # already_sharded: nothing is split, as in a world of one rank, but each rank has its own draws.
         alone = self.already_sharded
         self.sharers = World() if alone else self.world
         self.num_shares = self.sharers.world_size
         self.order_seed = derive_seed(self.seed, "share", self.world.rank) if alone else self.seed
 
     def state_of_the_generator(self) -> Optional[str]:
-        """A hash of the state that torch's sampler starts from, where the caller has given one."""
+        """Return a hash of the state from which torch's sampler draws, if the caller gave a generator."""
         if self.generator is None or self.world.options.order != "torch" or self.already_sharded:
             return None
         return hashlib.blake2b(bytes(self.generator.get_state().tolist()), digest_size=8).hexdigest()
 
     def make(self) -> ShardedLoader:
-        """Return the loader, having refused what does not split. Local."""
+        """Return the loader. Raises DataError for arguments that do not split. Local."""
         is_stream = isinstance(self.dataset, IterableDataset)
         if not is_stream and self.sampler is None and self.batch_sampler is None:
             self._refuse_too_small(self.dataset, "dataset")
-        # Only for torch's own refusals (shuffle with a sampler, a negative batch, ...), in torch's words.
+        # Made only so that torch raises its own errors (shuffle with a sampler, a negative batch, ...).
         DataLoader(self.dataset, self.batch_size, self.shuffle or None, self.sampler, self.batch_sampler)
         if self.options.get("in_order", True) is False and self.options["num_workers"] > 0:
             raise DataError(
@@ -150,7 +150,7 @@ class Parts:
             )
 
     def _split(self, is_exact: bool = False) -> Split:
-        """How ranks divide the order; `is_exact`: also if they do not divide a batch."""
+        """Return how ranks divide the order. If `is_exact`, ranks need not divide a batch."""
         if self.batch_size is None:
             if self.num_shares > 1:
                 raise DataError(
@@ -220,7 +220,7 @@ class Parts:
         stream = ShardedStream(
             self.dataset, split, self.order_seed, EpochCounter(), not self.already_sharded, persistent_workers=stays
         )
-        # torch shards a pipe by itself, if it can see that it is one.
+        # torch shards an IterDataPipe itself, if it is not wrapped.
         as_is = self.already_sharded and isinstance(self.dataset, IterDataPipe)
         per_rank = None if self.batch_size is None else split.global_batch_size // split.world_size
         batching = {"batch_size": per_rank, "drop_last": self.drop_last}
@@ -279,7 +279,7 @@ class Parts:
 
 
 def divide(batch_size: int, world_size: int) -> int:
-    """Each rank's part of a global batch. Raises DataError where it does not split. Local."""
+    """Return each rank's part of a global batch. Raises DataError if it does not split. Local."""
     left_over = batch_size % world_size
     if left_over:
         lower = batch_size - left_over
@@ -292,10 +292,10 @@ def divide(batch_size: int, world_size: int) -> int:
 
 
 def make_alike(parts: Parts) -> ShardedLoader:
-    """Return the loader, once all ranks have made one that steps alike; collective.
+    """Return the loader, after all ranks have made one with the same steps (collective).
 
-    A rank whose dataset alone is short would end its pass first, and the others would wait in the next
-    all-reduce; so what decides the steps is compared here, where an error can still be raised on all ranks.
+    If one rank's dataset were shorter, that rank would end its pass first, and the others would wait in the next
+    all-reduce. So everything that decides the steps is compared here, where all ranks can still raise an error.
     """
     loader: Optional[ShardedLoader] = None
     problem: Optional[Exception] = None
@@ -312,17 +312,17 @@ def make_alike(parts: Parts) -> ShardedLoader:
             "state of the generator": parts.state_of_the_generator(),
         }
     except Exception as error:
-        # Raised below: peers are on their way to the same gather.
+        # Raised below, because the other ranks wait in the same gather.
         problem = error
     said = None if problem is None else f"{type(problem).__name__}: {problem}"
-    share = None  # of the machine, which nobody has to be advised about without workers
+    share = None  # of the machine, for advice on workers
     if parts.options["num_workers"]:
         from ddpshim.data import advice
 
         share = advice.own_share(parts.options["num_workers"])
     is_compared = parts.world.world_size > 1 and parts.world.options.guard and not parts.already_sharded
     held = facts_of(parts.dataset) if is_compared else {}
-    # With workers this process reads no item: a file that it opens would be shared with them.
+    # With workers this process reads no item, because they would inherit the files that it opens.
     items = probe(parts.dataset) if is_compared and not parts.options["num_workers"] and problem is None else {}
     reports = parts.world.gather((said, facts, share, held, items))
     if problem is not None:
@@ -347,10 +347,10 @@ def make_alike(parts: Parts) -> ShardedLoader:
 
 
 def _refuse_other_data(parts: Parts, held: list[dict[str, int]], items: list[dict[str, int]]) -> None:
-    """Raise DataError, on all ranks, where an index means another sample on one of them (collective)."""
+    """Raise DataError on all ranks if an index means a different sample on one of them (collective)."""
     odd = _first_unlike(held)
     if odd is None and _first_unlike(items) is not None:
-        # An item may differ each time that it is read, by entropy of its own.
+        # An item with entropy of its own differs at each read; such items are not compared.
         again = probe(parts.dataset, num_reads=2)
         are_steady = parts.world.gather([name for name, item in items[parts.world.rank].items() if again[name] == item])
         odd = _first_unlike(
@@ -370,7 +370,7 @@ def _refuse_other_data(parts: Parts, held: list[dict[str, int]], items: list[dic
 
 
 def _first_unlike(of_ranks: list[dict[str, int]]) -> Optional[tuple[str, int]]:
-    """A name under which a rank has something else than rank 0, and that rank."""
+    """Return a name whose value on some rank differs from rank 0's, and that rank; None if there is none."""
     for rank, facts in enumerate(of_ranks):
         for name in of_ranks[0]:
             if name in facts and facts[name] != of_ranks[0][name]:

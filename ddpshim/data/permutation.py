@@ -8,20 +8,20 @@ import torch
 
 from ddpshim.job.random_streams import derive_seed
 
-NUM_AT_ONCE = 2**15  # torch would split the computation of more over threads
+NUM_AT_ONCE = 2**15  # for more, torch would start several threads
 _SIGN = torch.tensor(63, device="cpu")
-_NUM_ROUNDS = 6  # tests/shuffle_quality.py finds nothing wrong with 6, and much with 4
+_NUM_ROUNDS = 6  # tests/shuffle_quality.py finds no fault with 6, and many with 4
 _LOW_31 = 2**31 - 1
 
 
 class Computed:
-    """A sequence of ints, of which a slice costs the time and the memory of its own length. Local."""
+    """A sequence of ints that are computed on access; a slice takes time and memory for its own length only. Local."""
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return what stands at `positions`, which are int64 on the CPU and all inside."""
+        """Return the values at `positions`, which are int64 on the CPU and all in range."""
         raise NotImplementedError
 
     @overload
@@ -37,15 +37,15 @@ class Computed:
 class Permutation(Computed):
     """A shuffle of range(size): the same for the same `key` on every machine and with every torch.
 
-    A Feistel network of six rounds on pairs (left, right), of which there are a few more than `size`; a number that
-    ends beyond goes through once more, until it is back (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"). There are a power of two rights, about root(size), so less than one number in root(size) has to.
+    A Feistel network of six rounds on pairs (left, right). There are slightly more pairs than `size`, so a result
+    beyond `size` goes through the network again until it is below (Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains"). There are a power of two rights, about root(size), so under one number in root(size) needs that.
 
     >>> Permutation(10**12, key=1)[10**11 : 10**11 + 3].tolist()
     [753424390203, 737081002418, 66540738387]
 
     Args:
-        size: at most 2**58: all is done in whole numbers below 2**63. A few thousand are sorted better by random keys.
+        size: at most 2**58, as all numbers stay below 2**63. For a few thousand, sorting by random keys is better.
         key: any int.
     """
 
@@ -54,9 +54,9 @@ class Permutation(Computed):
         num_bits = max((size - 1).bit_length(), 2)
         right_bits, left_bits = num_bits // 2, num_bits - num_bits // 2
         # A round reads one half, v. It squares v * factor + offset, which is below 2**31, and takes as many bits as the
-        # other half needs from the middle: to those all bits of v have come, and they are not linear in v.
+        # other half needs from the middle: those depend on all bits of v, and not linearly.
         below_right, up_to_left = 31 - right_bits // 2, min(31 + left_bits // 2, 62 - left_bits)
-        # As tensors, for torch would make one of an int each time.
+        # As tensors, because torch would convert an int at each use.
         self._right_bits, self._rights = _on_cpu(right_bits), _on_cpu(2**right_bits - 1)
         self._below_right = _on_cpu(below_right)
         self._num_lefts = _on_cpu(-(-size >> right_bits))
@@ -72,7 +72,7 @@ class Permutation(Computed):
         return self._size
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return what stands at `positions`, which are int64 on the CPU and all inside."""
+        """Return the values at `positions`, which are int64 on the CPU and all in range."""
         found = self._once(positions)
         while len(found) and int(found.max()) >= self._size:
             (beyond,) = torch.nonzero(found >= self._size, as_tuple=True)
@@ -87,7 +87,7 @@ class Permutation(Computed):
             if number % 2:
                 right ^= mixed.bitwise_right_shift_(self._below_right).bitwise_and_(self._rights)
             else:
-                # The lower bits are a fraction; so much of the number of lefts, minus left, modulo that number.
+                # The lower bits are a fraction; left becomes (fraction * num_lefts - left) modulo num_lefts.
                 mixed.bitwise_and_(self._fractions).mul_(self._num_lefts).bitwise_right_shift_(self._up_to_left)
                 left = mixed.sub_(left)
                 left += (left >> _SIGN).bitwise_and_(self._num_lefts)

@@ -1,4 +1,4 @@
-"""Reads zarr replay buffers (diffusion_policy, UMI) into one copy a node, and cuts windows of whole batches out of it.
+"""Reads zarr replay buffers (diffusion_policy, UMI) into one copy per node, and gives batches of windows from it.
 
 zarr and numpy are imported inside the functions only.
 """
@@ -16,11 +16,11 @@ from ddpshim.data.node_memory import SharedArrays, shared_arrays
 from ddpshim.errors import DataError
 
 _ENDS = "meta/episode_ends"
-_READ_BYTES = 64 << 20  # at once, of what is decompressed
+_READ_BYTES = 64 << 20  # decompressed bytes per read
 
 
 class ReplayBuffer(Mapping[str, torch.Tensor]):
-    """Steps of all episodes, one after the other, by key: the same memory for all ranks and workers of a node.
+    """Steps of all episodes in sequence, by key; all ranks and workers of a node share the memory.
 
     Attributes:
         episode_ends: for each episode the number of the step after its last one.
@@ -40,7 +40,7 @@ class ReplayBuffer(Mapping[str, torch.Tensor]):
         return len(self._arrays) - 1
 
     def as_root(self) -> dict[str, dict[str, Any]]:
-        """The same as numpy arrays, as diffusion_policy's `ReplayBuffer(root=...)` takes them; nothing is copied."""
+        """Return numpy arrays for diffusion_policy's `ReplayBuffer(root=...)`; nothing is copied."""
         return {
             "data": {key: value.numpy() for key, value in self.items()},
             "meta": {"episode_ends": self.episode_ends.numpy()},
@@ -54,17 +54,17 @@ def load_replay_buffer(
     directory: Optional[str] = None,
     budget_bytes: Optional[float] = None,
 ) -> ReplayBuffer:
-    """A zarr replay buffer, decompressed, one copy for each node (collective; one process does the same).
+    """Return a zarr replay buffer, decompressed, in one copy per node (collective; the same with one process).
 
-    Each rank of a node reads its part of it. Needs the package `zarr` (any version that reads format 2).
+    Each rank of a node reads its part. Needs the package `zarr` (any version that reads format 2).
 
     Args:
-        path: of the store: a folder, or a file that ends in .zip.
+        path: the store: a folder, or a file that ends in .zip.
         keys: of `data`; default all.
         directory, budget_bytes: see `shared_arrays`.
 
     Raises:
-        DataError: it is no replay buffer, a key is missing, or there is no room; on every rank.
+        DataError: it is not a replay buffer, a key is missing, or there is no room; on every rank.
     """
     data, ends = _opened(path)
     chosen = sorted(data.keys() if keys is None else keys)
@@ -102,7 +102,7 @@ def load_replay_buffer(
 
 
 def _opened(path: str) -> tuple[Any, Any]:
-    """The group of arrays in a store, and where its episodes end."""
+    """Return the group of arrays in a store, and the ends of its episodes."""
     try:
         import zarr
     except ImportError as error:
@@ -132,10 +132,10 @@ def _torch_type(path: str, key: str, array: Any) -> torch.dtype:
 
 
 class Windows(Dataset[dict[str, torch.Tensor]], WholeBatches):
-    """Windows of `horizon` steps of a replay buffer, those of diffusion_policy's SequenceSampler in its order.
+    """Windows of `horizon` steps of a replay buffer, the same as of diffusion_policy's SequenceSampler, in its order.
 
     A window that begins before its episode, or ends after it, repeats the first or the last step. `make_loader` fetches
-    whole batches, one index for each key. Local.
+    whole batches, with one look-up for each key. Local.
 
     >>> buffer = {"action": torch.arange(5)}
     >>> windows = Windows(buffer, 3, episode_ends=torch.tensor([2, 5]), pad_before=1, pad_after=1)
@@ -143,12 +143,12 @@ class Windows(Dataset[dict[str, torch.Tensor]], WholeBatches):
     [[0, 0, 1], [0, 1, 1], [2, 2, 3], [2, 3, 4], [3, 4, 4]]
 
     Args:
-        buffer: of `load_replay_buffer`, or any tensors by key (N, ...).
-        horizon: T, of the windows.
-        pad_before, pad_after: by how many steps a window may reach over the ends of an episode; at most T - 1.
+        buffer: from `load_replay_buffer`, or any tensors by key (N, ...).
+        horizon: T, the number of steps in a window.
+        pad_before, pad_after: how many steps a window may extend past the ends of an episode; at most T - 1.
         keys: of the samples; default all.
-        first: for keys of which only the first steps of a window are used, how many: {"image": 2}.
-        episodes: for each episode whether its windows are here: a mask for training or validation.
+        first: how many first steps of a window to return, for keys that need no more: {"image": 2}.
+        episodes: for each episode, whether its windows are included: a mask for training or validation.
         episode_ends: default those of `buffer`.
     """
 
@@ -191,7 +191,7 @@ class Windows(Dataset[dict[str, torch.Tensor]], WholeBatches):
         return {key: value[0] for key, value in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The windows with these indices, (B, T, ...) by key. Local."""
+        """Return the windows with these indices, (B, T, ...) by key. Local."""
         chosen = torch.as_tensor(indices)
         if len(chosen) and not -len(self) <= int(chosen.min()) <= int(chosen.max()) < len(self):
             raise IndexError(f"there are {len(self)} windows")

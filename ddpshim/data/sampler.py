@@ -1,9 +1,9 @@
 """Defines one order of samples for each epoch, and each rank's share of it.
 
 An order (sequential, shuffled, weighted, or drawn by the user's own sampler) is a function of (seed, epoch), so
-it is the same at any world size. What a rank takes of it is arithmetic: :meth:`Split.positions` maps (step, rank)
-to positions of the order, without state, so any step of any epoch can be named directly. Shuffled and weighted
-orders are computed there and only there: nothing is held of them, and nothing waits for the steps before.
+it is the same at any world size. A rank's share follows by arithmetic: :meth:`Split.positions` maps (step, rank) to
+positions in the order, without state, so any step of any epoch is found directly. Shuffled and weighted orders are
+computed only at these positions: they are not stored, and no step needs the previous ones.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from ddpshim.job.random_streams import PrivateRandom, derive_seed
 if TYPE_CHECKING:
     from ddpshim.data.weighted import WeightedOrder
 
-# What an order is held in: int64 tensors are an eighth of a list of ints; a list holds what is no int.
+# Types of an order. An int64 tensor takes an eighth of the memory of a list of ints; a list is for other indices.
 Indices = Union[range, Computed, torch.Tensor, list[Any]]
 _NUM_SORTED = 2**12
 
 
 @dataclass(frozen=True)
 class Split:
-    """One rank's positions in an order of samples, for any step, by arithmetic alone.
+    """One rank's positions in an order of samples, computed for any step.
 
-    Step t consumes positions [t*B, (t+1)*B) of the order and rank r every W-th of them, from the r-th on
-    (B: global batch, W: ranks; W divides B). With `drop_last` only whole global batches count; without, the
-    last one is filled up to a multiple of W from the start of the order, as torch's DistributedSampler does.
+    Step t uses positions [t*B, (t+1)*B) of the order, and rank r takes every W-th of them, from the r-th on
+    (B: global batch, W: ranks; W divides B). With `drop_last` only whole global batches are used; without, the
+    last one is filled up to a multiple of W from the start of the order, as in torch's DistributedSampler.
     Local.
 
     10 samples, 2 ranks, unshuffled: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9.
@@ -79,9 +79,9 @@ class Split:
         return taken
 
     def batches(self, order: Indices, start_step: int = 0) -> Iterator[list[Any]]:
-        """Give this rank's indices of each step of `order`, from `start_step` on.
+        """Yield this rank's indices of each step of `order`, from `start_step` on.
 
-        The first step is taken alone, for it is waited for; then many at once, which costs less for each.
+        The first step is computed alone, because the program waits for it; then many at once, which is cheaper.
         """
         batch_size = self.global_batch_size // self.world_size
         left, at_once = range(start_step, self.num_steps(len(order))), 1
@@ -92,7 +92,7 @@ class Split:
 
 
 class EpochCounter:
-    """The epoch of the pass that runs, or of the first one to come, and its first step. Local, alike on all ranks."""
+    """The epoch and first step of the current pass, or those set for the next one. Local, equal on all ranks."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -100,7 +100,7 @@ class EpochCounter:
         self._is_set = True
 
     def set(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next pass use `epoch`, from `start_step` on, and those after it the epochs that follow, whole."""
+        """Make the next pass use `epoch`, from `start_step` on, and later passes the following epochs, from step 0."""
         self.current, self.start_step = operator.index(epoch), operator.index(start_step)
         self._is_set = True
 
@@ -119,7 +119,7 @@ def _number_of(samples: Union[Sized, int]) -> int:
 
 @dataclass(eq=False)
 class SequentialOrder:
-    """0, 1, 2, ... in every epoch: as many as there are samples by then, or a fixed number."""
+    """0, 1, 2, ... in every epoch; `samples` is a fixed number, or an object whose current length counts."""
 
     samples: Union[Sized, int]
 
@@ -133,7 +133,7 @@ class SequentialOrder:
 
 @dataclass(eq=False)
 class ShuffledOrder:
-    """A permutation for each (seed, epoch), the same on every machine and with every torch, of samples as above."""
+    """A permutation of the samples for each (seed, epoch), the same on every machine and with every torch."""
 
     samples: Union[Sized, int]
     seed: int
@@ -151,17 +151,17 @@ class ShuffledOrder:
 
 @dataclass(eq=False)
 class DrawnOrder:
-    """What the user's own sampler draws: once for each epoch, and the same on all ranks.
+    """The order that the user's own sampler draws: once for each epoch, and the same on all ranks.
 
-    The draw is made with the global generators (and the sampler's own `generator`, if it is torch's) seeded
-    from (seed, epoch) and restored afterwards. A sampler with private entropy still gives one order, though
-    not the same one in another run.
+    For the draw, the global generators (and the sampler's own `generator`, if it is torch's) are seeded from
+    (seed, epoch) and restored afterwards. A sampler with entropy of its own still gives one order to all ranks, but
+    a different one in another run.
 
     Args:
         sampler: any iterable of indices that has a length; its `set_epoch`, if it has one, is called.
         seed: equal on all ranks.
-        run_on_main: `World.run_on_main`: calls a function on the main rank alone and hands the result, or
-            the failure, to all. None keeps the draw local.
+        run_on_main: `World.run_on_main`, which calls a function on the main rank alone and gives all ranks its result
+            or failure. None: the draw is local.
 
     Raises:
         DataError: the sampler has no length.
@@ -185,8 +185,8 @@ class DrawnOrder:
         """Return the order of `epoch`. Collective, unless the draw is local.
 
         Raises:
-            DataError: the sampler gave fewer indices than its length; alike on every rank.
-            Exception: on the main rank, whatever the sampler raised; WorldError on the others.
+            DataError: the sampler gave fewer indices than its length; on every rank.
+            Exception: the sampler's own on the main rank; WorldError on the others.
         """
         if self.run_on_main is None:
             num_expected, packed = self._draw_here(epoch)
@@ -214,7 +214,7 @@ Order = Union[SequentialOrder, ShuffledOrder, "WeightedOrder", DrawnOrder]
 
 
 def draws_by_weight(sampler: Any) -> bool:
-    """Whether a WeightedOrder is what `sampler` means: torch's own, and those that an adapter knows to be like it."""
+    """Whether `sampler` draws like a WeightedOrder: it is torch's own, or an adapter says that it draws like it."""
     if not isinstance(sampler, WeightedRandomSampler) or not sampler.replacement:
         return False
     offered = adapters.functions_for(sampler, "draws_by_weight")
@@ -222,7 +222,7 @@ def draws_by_weight(sampler: Any) -> bool:
 
 
 def layers(sampler: Any) -> Iterator[Any]:
-    """Give `sampler` and the samplers that it wraps under the name `sampler`, as a BatchSampler does."""
+    """Yield `sampler` and the samplers that it wraps in an attribute `sampler`, as a BatchSampler does."""
     seen: set[int] = set()
     while sampler is not None and id(sampler) not in seen:
         seen.add(id(sampler))
@@ -274,26 +274,26 @@ def _unpack(message: Any) -> Indices:
 
 
 class _Epochs:
-    """What the samplers of one rank know of epochs."""
+    """The epoch of one rank's sampler, which users may set."""
 
     epochs: EpochCounter
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
+        """The epoch of the current pass, or the one set for the next pass."""
         return self.epochs.current
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass use `epoch`, and those after it the epochs that follow. Local."""
+        """Make the next pass use `epoch`, and later passes the following epochs. Local."""
         self.epochs.set(epoch)
 
 
 class ShardedSampler(_Epochs, Sampler[Any]):
     """One rank's indices, in the order of the current epoch.
 
-    `len()` is the number of samples of this rank in a pass. Iterating gives the pass that :meth:`begin`
-    began; the epoch advances with the loader's `iter()`, not with this one, because torch asks a loader's
-    sampler for more than one iterator for one pass.
+    `len()` is the number of samples of this rank in a pass. Iterating yields the pass that :meth:`begin` began. The
+    epoch advances with the loader's `iter()` and not with this one, because torch asks a loader's sampler for several
+    iterators per pass.
 
     >>> split = Split(global_batch_size=4, rank=0, world_size=2, drop_last=True)
     >>> list(ShardedSampler(SequentialOrder(10), split))
@@ -307,7 +307,7 @@ class ShardedSampler(_Epochs, Sampler[Any]):
         self._drawn: Optional[Indices] = None
 
     def begin(self, epoch: int) -> None:
-        """Draw the order of `epoch`. Collective where it is that of the user's sampler."""
+        """Draw the order of `epoch`. Collective if it is weighted or the user's sampler draws it."""
         self._drawn = self._order.draw(epoch)
 
     def num_steps(self) -> int:
@@ -319,7 +319,7 @@ class ShardedSampler(_Epochs, Sampler[Any]):
         return len(self._order)
 
     def batches(self) -> Iterator[list[Any]]:
-        """Give this rank's batches of the pass that was begun, from its first step on."""
+        """Yield this rank's batches of the pass that was begun, from its first step on."""
         if self._drawn is None:
             self.begin(self.epoch)
         assert self._drawn is not None
@@ -363,7 +363,7 @@ class SplitBatchSampler(_Epochs, Sampler[list[Any]]):
         """Draw the batches of `epoch`. Collective.
 
         Raises:
-            DataError: a batch does not split over the ranks; alike on every rank.
+            DataError: a batch does not split over the ranks; on every rank.
         """
         drawn: Any = self._order.draw(epoch)
         batches = [list(batch) for batch in drawn]

@@ -1,4 +1,4 @@
-"""Begins and ends the passes over one rank's share: a DataLoader that can start at any step, and its workers."""
+"""Defines `ShardedLoader`, a DataLoader over one rank's share whose passes can start at any step."""
 
 import contextlib
 import functools
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
     from ddpshim.data.iterable import ShardedStream
     from ddpshim.data.torchs_order import TorchsBatches
 
-_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators
+_with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's iterators with running workers
 
 
 class Enterable:
-    """A loader whose passes can be begun at any step."""
+    """A loader whose passes can start at any step."""
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` begin `epoch` at `start_step`, and those after it the epochs that follow. Local."""
+        """Make the next `iter()` begin `epoch` at `start_step`, and later ones the following epochs. Local."""
         raise NotImplementedError
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        """What `restore_order` needs to draw the order of the pass that goes on; None where it is computed. Local."""
+        """Return the state from which `restore_order` redraws this pass's order; None if it is computed. Local."""
         return None
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Make the next `iter()` draw the order of the pass in which `state` was taken, or after it. Local."""
+        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
 
     def __len__(self) -> int:
-        """The number of steps of an epoch."""
+        """Return the number of steps of an epoch."""
         raise NotImplementedError
 
 
 class ShardedLoader(DataLoader[Any], Enterable):
     """A DataLoader over one rank's share; made by :func:`make_loader`.
 
-    `len()` is the number of steps, equal on every rank. `batch_size` is this rank's,
-    `global_batch_size` that of all (None where a batch_sampler does not say).
+    `len()` is the number of steps, equal on every rank. `batch_size` is this rank's, `global_batch_size` that of all
+    ranks (None for a batch_sampler without a fixed size).
     """
 
     def __init__(
@@ -63,43 +63,43 @@ class ShardedLoader(DataLoader[Any], Enterable):
         shown: dict[str, Any],
         **options: Any,
     ) -> None:
-        # torch draws the seed of the workers from this generator, and without it from the global one.
         self._busy: Optional[torch.Tensor] = None
         if options.get("num_workers"):
-            with contextlib.suppress(RuntimeError, OSError):  # no shared memory: then nobody knows how busy they are
+            with contextlib.suppress(RuntimeError, OSError):  # without shared memory their load is not measured
                 self._busy = torch.zeros(options["num_workers"], 2, dtype=torch.float64, device="cpu").share_memory_()
             options["worker_init_fn"] = functools.partial(_start_worker, options.get("worker_init_fn"), self._busy)
+        # torch draws the seed of the workers from this generator, and without it from the global one.
         self._of_workers = torch.Generator()
         super().__init__(dataset, generator=self._of_workers, **options)
         self.global_batch_size = global_batch_size
         self._source = source
         self._seed = seed
-        self.rank, self.world_size = 0, 1  # among those that share the order
-        self.deals_shares = False  # of the batches of one process
-        self.number, self.called = 0, "a loader"  # in the job, and in messages: where it was made
-        self.fetches_whole_batches = False  # and so draws nothing for a sample
+        self.rank, self.world_size = 0, 1  # among the ranks that share the order
+        self.deals_shares = False  # whether batches are shares of one process's
+        self.number, self.called = 0, "a loader"  # its number in the job, its name in messages
+        self.fetches_whole_batches = False  # if so, it draws nothing for a sample
         self._streams: Optional[SampleStreams] = None
-        self.restarts_workers = not self.persistent_workers  # in one process: torch draws a seed for those that start
-        self.has_begun = False  # a pass: workers that stay have their seed
-        # What users read off a loader. torch forbids setting these because its batches are made already; so
-        # are ours, and `shown` says how.
+        self.restarts_workers = not self.persistent_workers  # at each start torch draws a seed
+        self.has_begun = False  # a pass, so that persistent workers have their seed
+        # Attributes that users read. torch forbids setting them once its batch sampler exists, so this bypasses it;
+        # `shown` has the values that describe this loader's batches.
         for name, value in shown.items():
             object.__setattr__(self, name, value)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
+        """The epoch of the current pass, or the one set for the next pass."""
         return self._source.epochs.current
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Make the next `iter()` use `epoch`, and those after it the epochs that follow. Local.
+        """Make the next `iter()` use `epoch`, and later ones the following epochs. Local.
 
-        With `start_step` that pass begins there: its batches are those that the whole pass has from this step on.
+        With `start_step`, that pass begins there: it has the batches of the whole pass from this step on.
         """
         self._source.epochs.set(epoch, start_step)
 
     def order_state(self) -> Optional[dict[str, Any]]:
-        """What `restore_order` needs to draw the order of the pass that goes on; None where it is computed. Local."""
+        """Return the state from which `restore_order` redraws this pass's order; None if it is computed. Local."""
         source: Any = self._source
         if not hasattr(source, "begun_with"):
             return None
@@ -107,7 +107,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         return {"begun with": source.begun_with, "generators": generators, "workers": source.workers_begun_with}
 
     def restore_order(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
-        """Make the next `iter()` draw the order of the pass in which `state` was taken, or after it. Local."""
+        """Make the next `iter()` redraw the order of the pass of `state` if `is_inside`, else the next one. Local."""
         source: Any = self._source
         if state is not None and hasattr(source, "begins_with"):
             source.begins_with = state["begun with"] if is_inside else None
@@ -137,14 +137,14 @@ class ShardedLoader(DataLoader[Any], Enterable):
         else:
             self._of_workers.manual_seed(derive_seed(self._seed, "workers", *scope))
         shown = {name: self.__dict__[name] for name in ("dataset", "collate_fn")}
-        if streams is not None:  # for the iterator that torch makes
+        if streams is not None:  # torch's iterator reads these two
             self.__dict__.update(dataset=streams, collate_fn=streams.collated)
         try:
             batches = super().__iter__()
         finally:
             self.__dict__.update(shown)
         if self.num_workers:
-            cast(Any, batches).busy = self._busy  # for the clock that waits for them (`job/meter.py`)
+            cast(Any, batches).busy = self._busy  # read by the clock (`job/meter.py`)
             _with_workers.add(batches)
             _dismiss_workers_with(os.getpid())
         own = None
@@ -155,7 +155,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
         return _Pass(batches, draw, next_size, own, self.deals_shares, first, self.called, num_ahead)
 
     def _draws(self) -> SampleStreams:
-        """The dataset, as it is fetched in the pass that begins."""
+        """Return the dataset with the random streams that it has in the pass that begins."""
         here, is_first = world(), self._streams is None
         if self._streams is None:
             seed, share = derive_seed(self._seed, "samples"), (self.rank, self.world_size)
@@ -171,7 +171,7 @@ class ShardedLoader(DataLoader[Any], Enterable):
 
 
 class _Pass:
-    """The batches of a pass, between which nothing of the dataset's is drawn from the streams of the training."""
+    """The batches of a pass. Each is fetched with the dataset's random streams, and becomes the current batch."""
 
     def __init__(
         self,
@@ -185,10 +185,10 @@ class _Pass:
         num_ahead: int,
     ) -> None:
         self._batches, self._draw, self._next_size, self._own = batches, draw, next_size, own
-        self._deals_shares, self._is_uneven = deals_shares, False  # the batch at hand
+        self._deals_shares, self._is_uneven = deals_shares, False  # of the current batch
         self._next, self.called = first, called
-        self._num_ahead = num_ahead  # batches that are fetched so that each worker has its own, and not given
-        self.position: Optional[shares.Position] = None  # of the batch at hand, if it may be trained on
+        self._num_ahead = num_ahead  # batches fetched and dropped, so that each worker continues with its own
+        self.position: Optional[shares.Position] = None  # of the current batch, if it may be trained on
 
     def __iter__(self) -> "_Pass":
         return self
@@ -209,7 +209,7 @@ class _Pass:
             batch = next(self._batches)
         num_rows, total = self._next_size()
         current().progress.batch = (self._next.epoch, self._next.step)
-        # A thread that fetches ahead is not as far ahead on every rank.
+        # A thread that fetches ahead may be at different batches on different ranks.
         feeds = torch.is_grad_enabled() and threading.current_thread() is threading.main_thread()
         self.position = self._next if feeds else None
         self._next = self._next._replace(step=self._next.step + 1)
@@ -225,9 +225,9 @@ class _Pass:
         return batch
 
     def _draw_alike_again(self) -> None:
-        """Put random streams back to the main rank's where a batch that ranks do not divide left others (collective).
+        """Restore the main rank's random streams if an uneven batch left different ones on ranks (collective).
 
-        They have different numbers of rows, and may take a shape for one with the batch in it on one rank alone.
+        Ranks have different numbers of rows there, so a shape may seem to contain the batch on one rank alone.
         """
         here = world()
         if draws_alike() and len(set(here.gather(digest()))) > 1:
@@ -246,23 +246,23 @@ class _Pass:
 
 
 class _Own:
-    """The random streams from which a dataset draws that this process fetches, if not from those of the training."""
+    """The random streams of a dataset without workers, if it does not draw from those of the training."""
 
     def __init__(self, streams: SampleStreams, seed: int) -> None:
         self._streams, self._private = streams, PrivateRandom(seed)
 
     def swapped_in(self) -> Any:
-        """Have the next batch drawn from them. Local."""
+        """Return a context in which the next batch draws from them. Local."""
         is_shared = self._streams.draws_with_the_training
         return contextlib.nullcontext() if is_shared else self._private.swapped_in()
 
 
 def _start_worker(start: Optional[Callable[[int], None]], busy: Optional[torch.Tensor], worker: int) -> None:
-    """What a worker does first, and the user's `start`; it counts in `busy` its seconds and batches."""
+    """Initialise a worker, with the user's `start`; it counts its seconds and batches in `busy`."""
     from ddpshim.job import preemption
 
     preemption.ignore_in_worker()
-    shares.end_batch()  # that of a pass that was left: nothing here is drawn for it
+    shares.end_batch()  # inherited from an abandoned pass: the worker draws nothing for it
     if busy is not None:
         _count_fetches(busy[worker])
     show_dataset_to_worker()
@@ -271,7 +271,7 @@ def _start_worker(start: Optional[Callable[[int], None]], busy: Optional[torch.T
 
 
 def _count_fetches(mine: torch.Tensor) -> None:
-    """Have this worker count in `mine` the seconds that it spends on batches, and their number."""
+    """Make this worker count the seconds that it spends on batches, and their number, in `mine`."""
     from torch.utils.data._utils import fetch
 
     def counted(original: Callable[[Any, Any], Any], self: Any, index: Any) -> Any:
@@ -289,17 +289,17 @@ def _count_fetches(mine: torch.Tensor) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _dismiss_workers_with(process: int) -> None:
-    """Have the workers that are left leave when this process ends."""
+    """End the remaining workers when this process ends."""
     Finalize(None, _dismiss_workers, exitpriority=0)
 
 
 def _dismiss_workers() -> None:
-    # Python would end them by a signal that they ignore, and wait for ever. torch's own way is closed by then.
+    # Python would send them a signal that they ignore, and wait forever. torch's own way no longer works by then.
     for batches in list(_with_workers):
         if getattr(batches, "_worker_pids_set", False):
             from torch.utils.data._utils import signal_handling
 
-            signal_handling._remove_worker_pids(id(batches))  # else torch takes their end for a failure
+            signal_handling._remove_worker_pids(id(batches))  # else torch reports their end as a failure
             batches._worker_pids_set = False
         for worker in getattr(batches, "_workers", ()):
             worker.kill()

@@ -1,4 +1,4 @@
-"""Deals tasks to ranks, balanced by what they cost."""
+"""Deals tasks to ranks, balanced by their costs."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """Which part of a task is a rank's: of n episodes those from `number` on, every `num_parts`-th."""
+    """A rank's part of a task: of n episodes every `num_parts`-th, from `number` on."""
 
     number: int = 0
     num_parts: int = 1
 
 
 class Tasks(list[T]):
-    """The tasks of a rank, a list in the order in which they were given.
+    """The tasks of a rank, in the order in which they were given.
 
     Attributes:
-        parts: for each of them which `Part` of it is this rank's; (0, 1) is all of it.
+        parts: for each task this rank's `Part` of it; (0, 1) is all of it.
     """
 
     parts: list[Part]
 
 
 def deal(tasks: Sequence[T], costs: Optional[Sequence[float]] = None, minimum: int = 1) -> Tasks[T]:
-    """This rank's share of `tasks`, such that all ranks have about the same cost (collective).
+    """Return this rank's share of `tasks`, so that all ranks have about the same cost (collective).
 
-    The costliest is dealt first, always to the rank that has least (longest processing time first). Every rank gets
-    at least `minimum` tasks. Where there are too few for that, tasks are shared, the costliest by most ranks:
-    each has a part of it, which `parts` names. With `minimum=0` no task is shared, and a rank may have none.
+    Tasks are dealt from the highest cost down, each to the rank with the lowest cost so far (longest processing time
+    first). Every rank gets at least `minimum` tasks. If there are too few for that, ranks share tasks, the costliest
+    among the most ranks, and `parts` gives each rank's part. With `minimum=0` no task is shared; a rank may have none.
 
     3 tasks that cost 5, 3 and 2 on 2 ranks: rank 0 gets the first, rank 1 the others. 1 task on 2 ranks: rank 0 has
     part 0 of 2, rank 1 part 1:
@@ -42,11 +42,11 @@ def deal(tasks: Sequence[T], costs: Optional[Sequence[float]] = None, minimum: i
 
     Args:
         tasks: the same on all ranks, in the same order.
-        costs: of each, at least 0, in any unit: seconds, episodes, mean lengths. The main rank's count. Default: equal.
-        minimum: of tasks for each rank, from 0 up; no rank has one twice.
+        costs: of each task, at least 0, in any unit (seconds, episodes); the main rank's are used. Default: equal.
+        minimum: the least number of tasks per rank, 0 or more; no rank has a task twice.
 
     Raises:
-        DataError: ranks with different tasks, costs that are none.
+        DataError: ranks have different tasks, or costs or minimum are invalid.
     """
     here, tasks = world(), list(tasks)
     known = [task if isinstance(task, (str, int, float)) else None for task in tasks]
@@ -74,7 +74,7 @@ def deal(tasks: Sequence[T], costs: Optional[Sequence[float]] = None, minimum: i
 
 
 def _holders(costs: Sequence[float], num_ranks: int, minimum: int) -> list[list[int]]:
-    """For each task the ranks that have it."""
+    """Return for each task the ranks that have it."""
     num_holders = [1] * len(costs)
     while sum(num_holders) < minimum * num_ranks:
         free = (task for task, num in enumerate(num_holders) if num < num_ranks)
@@ -87,7 +87,7 @@ def _holders(costs: Sequence[float], num_ranks: int, minimum: int) -> list[list[
     def by_load(rank: int) -> Any:
         return load[rank], num_tasks[rank], rank
 
-    # Where tasks are shared all ranks get equally many. Those with fewest come first, else a rank got a task twice.
+    # If tasks are shared, all ranks get equally many. Ranks with the fewest go first, or a rank could get a task twice.
     def by_number(rank: int) -> Any:
         return num_tasks[rank], load[rank], rank
 

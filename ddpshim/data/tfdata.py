@@ -26,27 +26,27 @@ def shard_tfdata(
     world: Optional[World] = None,
     **reading: Any,
 ) -> Any:
-    """Return a tf.data.Dataset of this rank's share of `source`; collective.
+    """Return a tf.data.Dataset of this rank's share of `source` (collective).
 
-    Put it where the records come from, before anything parses or decodes them. Of a builder of tensorflow_datasets each
-    rank reads a contiguous share of `split`, its files in any order. Of a tf.data.Dataset rank r gets every W-th
-    element, from the r-th on: that holds only if all ranks see the same order, so a read that is shuffled without
-    a seed, or not deterministic, is refused, and ranks compare the operations and constants of their graphs. Options
-    that are set later on what is returned act on the whole pipeline: leave `deterministic` alone.
+    Call it where records are read, before anything parses or decodes them. From a builder of tensorflow_datasets each
+    rank reads a contiguous share of `split`, with its files in any order. From a tf.data.Dataset rank r gets every W-th
+    element, from the r-th on. That is only right if all ranks see the same order: a read that is shuffled without a
+    seed, or not deterministic, is refused, and ranks compare the operations and constants of their graphs. Options set
+    later on the result act on the whole pipeline: do not set `deterministic`.
 
     10 elements, 2 ranks: rank 0 sees 0 2 4 6 8, rank 1 sees 1 3 5 7 9. With one process, all of it.
 
     Args:
-        split: of a builder, in its words: "train", "train[:95%]", a ReadInstruction.
-        shuffle_buffer_size: of all ranks together: each shuffles in its part of it, in an order of its own, and in
-            another one at each pass. None does not shuffle.
-        drop_last: the elements that are left over when all ranks have equally many are dropped. False is for a
-            dataset that is repeated for ever: in one pass some ranks see one more, and would wait for the others.
+        split: for a builder, as it takes it: "train", "train[:95%]", a ReadInstruction.
+        shuffle_buffer_size: of all ranks together; each rank shuffles in its part of it, in its own order, which is
+            new in each pass. None does not shuffle.
+        drop_last: True: ranks get equally many elements, and those left over are dropped. False is for a dataset that
+            repeats forever: in a single pass some ranks would see one more, and wait for the others.
         seed: default the world's.
-        reading: of a builder: what else its `as_dataset` takes (shuffle_files, decoders, read_config).
+        reading: for a builder: other arguments of its `as_dataset` (shuffle_files, decoders, read_config).
 
     Raises:
-        DataError: the order of reading is no rank's business alone, ranks read different data, or there are
+        DataError: the order of reading may differ between ranks, ranks read different data, or there are
             fewer elements than ranks.
     """
     here = current_or_new_world() if world is None else world
@@ -69,15 +69,15 @@ def shard_tfdata(
 
 
 def divided(total: int, num_ranks: int) -> int:
-    """One rank's part of a buffer or of threads that all share: rounded up, so never none."""
+    """Return one rank's part of a buffer or of threads that all ranks share, rounded up, so at least 1."""
     return max(1, -(-total // num_ranks))
 
 
 def share_of_split(builder: Any, split: Any, here: World, drop_last: bool = False) -> Any:
-    """This rank's contiguous share of `split`, as a split of the same builder; collective.
+    """Return this rank's contiguous share of `split`, as a split of the same builder (collective).
 
     Raises:
-        DataError: no split, fewer examples than ranks, or another number of them on another rank.
+        DataError: no split, fewer examples than ranks, or a different number of examples on another rank.
     """
     import tensorflow_datasets as tfds
 
@@ -101,7 +101,7 @@ def _every_nth(dataset: Any, here: World, drop_last: bool) -> Any:
     import tensorflow as tf
 
     functions = _functions(dataset)
-    # Compared first: a rank that raised before would leave the others waiting here.
+    # Compared first, because a rank that raised earlier would leave the others waiting here.
     facts = {"graph of the dataset": _digest(functions)}
     advised = "Build the same dataset on every rank: the same files in the same order, the same seeds."
     refuse_unlike(here.gather(facts), advised)
@@ -120,24 +120,24 @@ def _every_nth(dataset: Any, here: World, drop_last: bool) -> Any:
     if not drop_last or num_elements == tf.data.INFINITE_CARDINALITY:
         return dataset.shard(here.world_size, here.rank)
     is_tuple = isinstance(dataset.element_spec, tuple)
-    # Rounds of one element a rank, whole ones only: how many there are may be known to nobody.
+    # Complete rounds of one element per rank, because the number of elements may be unknown.
     rounds = dataset.window(here.world_size, drop_remainder=True)
     return rounds.flat_map(lambda *parts: tf.data.Dataset.zip(parts if is_tuple else parts[0]).skip(here.rank).take(1))
 
 
 def _functions(dataset: Any) -> list[list[Any]]:
-    """The operations of `dataset`, and those of each function that it calls."""
+    """Return the operations of `dataset`, and those of each function that it calls."""
     import tensorflow as tf
 
     variant = tf.data.experimental.to_variant(dataset)
-    ignore_state = 1  # of lookup tables and counters: only the operations are looked at
+    ignore_state = 1  # of lookup tables and counters: only operations are compared
     text = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=ignore_state)
     graph = tf.compat.v1.GraphDef.FromString(text.numpy())
     return [list(graph.node), *(list(function.node_def) for function in graph.library.function)]
 
 
 def _constants(nodes: list[Any]) -> dict[str, Any]:
-    """Of each constant its tensor, as a message: by the name of the operation."""
+    """Return the tensor of each constant, as a protobuf message, by the name of the operation."""
     import tensorflow as tf
 
     handles = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)  # addresses in this process
@@ -146,21 +146,21 @@ def _constants(nodes: list[Any]) -> dict[str, Any]:
 
 
 def _digest(functions: list[list[Any]]) -> str:
-    """What is the same where operations and constants are, whatever names tensorflow gave them."""
+    """Return a hash of operations and constants that ignores the names that tensorflow gave them."""
     operations = [node.op.encode() for nodes in functions for node in nodes]
     values = [tensor.SerializeToString() for nodes in functions for tensor in _constants(nodes).values()]
     return hashlib.sha256(b"\n".join(sorted([*operations, *values]))).hexdigest()[:12]
 
 
 def _refuse_unordered(functions: list[list[Any]], is_default_unordered: bool) -> None:
-    """Raise DataError where two processes would not see the elements in the same order."""
+    """Raise DataError if two processes might see the elements in different orders."""
     import tensorflow as tf
 
     found = []
     for nodes in functions:
         constants = _constants(nodes)
         for node in nodes:
-            # Two seeds, after the input and the size of the buffer, or first; both 0 is a draw from the system.
+            # Two seeds, after the input and the buffer size, or first; both 0 means a random seed from the system.
             first = 2 if node.op.startswith("Shuffle") else 0 if node.op.startswith("RandomDataset") else None
             names = [] if first is None else [name.split(":")[0] for name in node.input[first:][:2]]
             if first is not None and not any(tf.make_ndarray(constants[name]) for name in names if name in constants):

@@ -1,4 +1,4 @@
-"""Deals out the batches that torch's own loader makes in one process, from the random streams that it has there."""
+"""Gives each rank its share of the batches that torch's loader draws in one process, from the same random streams."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from ddpshim.job.world import World
 
 @dataclass
 class _Drawn:
-    """A pass: its global batches, and (this rank's rows, all ranks') of those that were asked for and not yet used."""
+    """The global batches of one pass."""
 
     epoch: int
     start_step: int
     batches: Iterable[Any] = ()
-    before: list[Any] = field(default_factory=list)  # the global batches before the first of these
-    num_ahead: int = 0  # how many of these come before `start_step`
+    before: list[Any] = field(default_factory=list)  # the global batches before the first of `batches`
+    num_ahead: int = 0  # how many of `batches` are before `start_step`
+    # (rows of this rank, rows of all ranks) of batches that torch's loader has requested and not yet given.
     sizes: deque[tuple[int, int]] = field(default_factory=deque)
 
 
@@ -38,17 +39,17 @@ class TorchsBatches(Sampler[Any]):
     """This rank's share of each batch of `plain`: every W-th index, from the r-th on.
 
     torch's loader draws the seed of its workers in `iter()` (`begin`), and torch's sampler its order at the first
-    batch, or in `iter()` too if there are workers (`draw`). The order is drawn from the main rank's random streams on
-    all ranks: what it alone has drawn, one process would have drawn. A sampler that is not torch's own may have entropy
-    of its own: the main rank draws, for all.
+    batch, or in `iter()` too if there are workers (`draw`). All ranks draw the order from the main rank's random
+    streams, because draws that it alone has made would also have been made in one process. A sampler that is not
+    torch's own may have entropy of its own, so the main rank draws for all.
 
     Args:
         plain: the loader of one process, for the global batch.
         world: whose ranks share the batches.
     Attributes:
-        begun_with: the random streams that the order of the pass was drawn from, the samplers' own generators included.
-        begins_with: those that the next one is to be drawn from, in place of the current ones.
-        workers_begun_with: the state from which torch drew the seed of the workers there are; None if it did not.
+        begun_with: the random streams from which this pass's order was drawn, with the samplers' own generators.
+        begins_with: the streams from which to draw the next order, instead of the current ones; None for these.
+        workers_begun_with: the state from which torch drew the seed of the current workers; None if it did not.
     """
 
     def __init__(self, plain: DataLoader[Any], world: World, epochs: EpochCounter, num_workers: int = 0) -> None:
@@ -63,15 +64,15 @@ class TorchsBatches(Sampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass that runs, or of the first one to come."""
+        """The epoch of the current pass, or the one set for the next pass."""
         return self.epochs.current
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next pass `epoch`, and those after it with the epochs that follow. Local."""
+        """Make the next pass use `epoch`, and later passes the following epochs. Local."""
         self.epochs.set(epoch)
 
     def num_steps(self) -> int:
-        """Return the number of steps of a pass, equal on every rank: of the samples that the dataset has by now."""
+        """Return the number of steps of a pass over the dataset's current samples, equal on every rank."""
         return len(self._plain)
 
     def num_samples(self) -> Optional[int]:
@@ -82,9 +83,9 @@ class TorchsBatches(Sampler[Any]):
         return len(self._plain)
 
     def begin(self, epoch: int, draws_seed: bool = True) -> None:
-        """Begin a pass, for which torch's loader draws the seed of its workers if it `draws_seed`. Local."""
+        """Begin a pass; if `draws_seed`, draw the seed of workers as torch's loader does. Local."""
         start = self.epochs.start_step
-        # A worker fetches every n-th batch: those that remain go to the same ones as in a pass without an interruption.
+        # A worker fetches every n-th batch: after an interruption, each must get the same batches as without one.
         self._drawn = _Drawn(epoch, start, num_ahead=start % self._num_workers if self._num_workers else 0)
         if draws_seed and self.begins_with is None and (draws_alike() or self._world.is_main):
             generator = self._plain.generator or torch.default_generator
@@ -108,7 +109,7 @@ class TorchsBatches(Sampler[Any]):
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
         first = [*islice(batches, 1)]
         start = drawn.start_step
-        # By these all that torch draws for the order is drawn, but for what it may draw at the end.
+        # Until here torch has made all draws for the order, except those that it may make at the end.
         taken = [*islice(chain(first, batches), max(1, min(start + 1, len(self._plain))))]
         first_given = start - drawn.num_ahead
         drawn.before, drawn.batches = taken[:first_given], chain(taken[first_given:], batches)
@@ -116,7 +117,7 @@ class TorchsBatches(Sampler[Any]):
             restore_rank_states(own or now, here.device)
 
     def _draw_all(self) -> list[Any]:
-        """What the caller's own sampler gives in a pass; says so where it draws between its indices."""
+        """Return what the caller's own sampler gives in a pass; print a line if it draws between its indices."""
         indices = iter(self._indices())
         drawn = [*islice(indices, 1)]
         before = digest()
@@ -131,18 +132,18 @@ class TorchsBatches(Sampler[Any]):
         return drawn
 
     def _generators(self) -> list[torch.Generator]:
-        """Those that the caller has given to the loader or to its samplers."""
+        """Return the generators that the caller has given to the loader or to its samplers."""
         given = [self._plain.generator]
         for sampler in (self._plain.sampler, self._plain.batch_sampler):
             given += [getattr(layer, "generator", None) for layer in layers(sampler)]
         return [*{id(one): one for one in given if isinstance(one, torch.Generator)}.values()]
 
     def generator_states(self) -> list[torch.Tensor]:
-        """The states of the generators that the caller has given. Local."""
+        """Return the states of the generators that the caller has given. Local."""
         return [generator.get_state() for generator in self._generators()]
 
     def restore_generators(self, states: list[torch.Tensor]) -> None:
-        """Put back what `generator_states` returned, in this process or an earlier one. Local."""
+        """Restore the states that `generator_states` returned, in this process or an earlier one. Local."""
         for generator, state in zip(self._generators(), states):
             generator.set_state(state)
 
@@ -179,7 +180,7 @@ class TorchsBatches(Sampler[Any]):
             yield share
 
     def _rows(self, batch: Any) -> Sequence[int]:
-        """Which are this rank's; a rank without one repeats the row of another, which counts for nothing."""
+        """Return this rank's rows of the batch; a rank without one repeats another rank's, with weight 0."""
         here = self._world
         if not batch:
             raise DataError("A batch of the batch_sampler is empty; no rank could train on it. Leave it out.")
@@ -192,5 +193,5 @@ class TorchsBatches(Sampler[Any]):
 
 
 def is_torchs(sampler: Any) -> bool:
-    """Whether `sampler`, and what it wraps, is of torch's own classes: it draws from generators that ranks share."""
+    """Whether `sampler` and all that it wraps are torch's classes, which draw from generators that ranks share."""
     return all(type(layer).__module__.startswith("torch.utils.data") for layer in layers(sampler))

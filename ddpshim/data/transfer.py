@@ -1,4 +1,4 @@
-"""Sends batches to a GPU on a stream of its own, so that neither the host nor the step before waits for the copy."""
+"""Copies batches to a GPU on a separate stream, so that neither the host nor the previous step waits for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ddpshim.job.group import world
 
 
 def on_device(batches: Iterable[Any], device: Optional[torch.device] = None) -> Iterable[Any]:
-    """`batches` with their tensors moved to this rank's device; dictionaries, lists and tuples are kept. Local.
+    """Return `batches` with their tensors on this rank's device; dictionaries, lists and tuples are kept. Local.
 
-    For a loader, or `Resumable.steps`: `for batch in ddpshim.on_device(loader): ...`. What is in pinned memory
-    (`pin_memory=True`) crosses on a stream of its own, while the GPU computes the step before; the rest is copied.
+    For a loader, or `Resumable.steps`: `for batch in ddpshim.on_device(loader): ...`. Pinned tensors
+    (`pin_memory=True`) are copied on a separate stream, while the GPU computes the previous step; for others the host
+    waits.
 
     >>> [batch["x"].device.type for batch in on_device([{"x": torch.ones(1)}], torch.device("cpu"))]
     ['cpu']
@@ -25,10 +26,10 @@ def on_device(batches: Iterable[Any], device: Optional[torch.device] = None) -> 
 
 
 class OnDevice:
-    """What a trainer iterates in place of `loader`: of each batch, what is in pinned memory is on the GPU.
+    """Replaces `loader` in a trainer: the pinned tensors of its batches are on the GPU.
 
-    Types stay: images of bytes cross the bus as bytes. `device`: a GPU. `but`: keys that stay on the CPU.
-    `copies_all`: what is not pinned as well, for which the host waits.
+    Dtypes do not change, so uint8 images are copied as bytes. `device`: a GPU. `but`: keys that stay on the CPU.
+    `copies_all`: copy tensors that are not pinned too; the host waits for these.
     """
 
     def __init__(self, loader: Any, device: torch.device, but: Collection[str] = (), copies_all: bool = False) -> None:
@@ -49,12 +50,12 @@ class OnDevice:
             computes = torch.cuda.current_stream(self._device)
             computes.wait_stream(self._stream)
             for tensor in sent:
-                tensor.record_stream(computes)  # its memory is free again when that stream is done with it
+                tensor.record_stream(computes)  # its memory is reused only after that stream has used it
             yield moved
 
     def _moved(self, value: Any, sent: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
-            if not value.is_pinned():  # a copy from there waits for the GPU: the trainer may choose when
+            if not value.is_pinned():  # the host would wait for its copy, so the trainer may choose when
                 return value.to(self._device) if self._copies_all else value
             sent.append(value.to(self._device, non_blocking=True))
             return sent[-1]

@@ -1,4 +1,4 @@
-"""Computes weighted draws with replacement, of any number of categories, from any position on."""
+"""Computes weighted draws with replacement, from any number of categories, starting at any position."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from ddpshim.data.permutation import NUM_AT_ONCE, Computed, Permutation
 from ddpshim.errors import DataError
 from ddpshim.job.random_streams import derive_seed
 
-_ROW = 16  # weights that are searched together; of a row only its sum is kept in double precision
+_ROW = 16  # weights that are searched together; only the sum of a row is kept in double precision
 _NUM_SEARCHED = 2**13  # at once: their rows as float64 take 1 MB
 _BITS = 53
 
 
 class Weights:
-    """Weights as they are now, made ready to be searched; 4.5 bytes for each. Local.
+    """A copy of the current weights that can be searched; 4.5 bytes for each. Local.
 
-    They are scaled by a power of two and rounded up to whole numbers that sum up to less than 2**53. Sums of such
-    numbers are exact in float64, in whatever order a machine adds: the draws are alike on all. Of each weight the
-    first 24 bits are kept.
+    They are scaled by a power of two and rounded up to whole numbers with a sum below 2**53. Such sums are exact in
+    float64 in any order of addition, so the draws are equal on all machines. The first 24 bits of each weight are kept.
 
     Args:
         weights: (N,), float64, on the CPU.
@@ -42,14 +41,14 @@ class Weights:
             )
         self._rows = torch.zeros(-(-len(weights) // _ROW), _ROW, device="cpu")
         exponent = 51 - math.frexp(largest)[1] - len(weights).bit_length()
-        # Twice: only the first sum says how large the scale may be.
+        # Filled twice, because the first sum shows how large the scale may be.
         exponent += 52 - math.frexp(self._fill(weights, exponent))[1]
         self._total = self._fill(weights, exponent)
 
     def _fill(self, weights: torch.Tensor, exponent: int) -> float:
-        """Keep `weights` times 2**exponent, and where in their sum each row begins; return the sum."""
+        """Store `weights` times 2**exponent, and their running sum at the start of each row; return the sum."""
         scale, flat = 2.0 ** min(exponent, 1023), self._rows.view(-1)
-        # Both made once: what is allocated and freed in turns leaves holes that take more memory than the weights.
+        # Both allocated once: repeated allocations would fragment the heap, and take more memory than the weights.
         scaled = torch.empty(min(NUM_AT_ONCE, len(weights)), dtype=torch.float64, device="cpu")
         self._starts = torch.zeros(len(self._rows) + 1, dtype=torch.float64, device="cpu")
         for start in range(0, len(weights), NUM_AT_ONCE):
@@ -62,7 +61,7 @@ class Weights:
         return float(self._starts[-1])
 
     def find(self, fractions: torch.Tensor) -> torch.Tensor:
-        """Return where the running sum of the weights passes each of `fractions` of it, in [0, 1), float64."""
+        """Return the indices where the running sum of weights passes `fractions` of the total ([0, 1), float64)."""
         return torch.cat([self._find(some) for some in fractions.split(_NUM_SEARCHED)])
 
     def _find(self, fractions: torch.Tensor) -> torch.Tensor:
@@ -74,7 +73,7 @@ class Weights:
 
 
 class WeightedDraws(Computed):
-    """The draws of one pass. What stands at a position depends on `key`, the position and the weights alone.
+    """The draws of one pass. The value at a position depends on `key`, the position and the weights alone.
 
     >>> WeightedDraws(Weights(torch.tensor([1, 2, 3.0])), 10**12, key=1)[10**11 : 10**11 + 8].tolist()
     [2, 1, 1, 1, 2, 0, 2, 0]
@@ -89,29 +88,28 @@ class WeightedDraws(Computed):
         return self._num_draws
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return what stands at `positions`, which are int64 on the CPU and all inside."""
+        """Return the values at `positions`, which are int64 on the CPU and all in range."""
         return self._weights.find(self._numbers.at(positions).double().mul_(2.0**-_BITS))
 
 
 def fingerprint(weights: torch.Tensor) -> str:
-    """A hash of `weights` (contiguous, on the CPU), for telling whether they changed. Local."""
+    """Return a hash of `weights` (contiguous, on the CPU), to detect changes. Local."""
     size = weights.numel() * weights.element_size()
-    # The bytes where they are: neither a copy of them, nor numpy, which torch would need to show them.
+    # Reads the bytes in place: no copy, and no numpy, which torch would need to give access to them.
     return hashlib.blake2b((ctypes.c_char * size).from_address(weights.data_ptr()), digest_size=16).hexdigest()
 
 
 @dataclass(eq=False)
 class WeightedOrder:
-    """What torch's WeightedRandomSampler means by its weights, replacement included: draws for each (seed, epoch).
+    """Draws for each (seed, epoch) by the weights of a WeightedRandomSampler, with replacement.
 
-    torch's own way of drawing would make all of them on one rank before the first, of at most 2**24 categories. The
-    weights are looked at as each pass begins, and count for all of it. Where ranks have different ones, the
-    main rank's count.
+    torch would make all draws on one rank before the first step, from at most 2**24 categories. The weights are read
+    when a pass begins, and are used for all of it. If ranks have different weights, the main rank's are used.
 
     Args:
         sampler: see `draws_by_weight`.
         seed: equal on all ranks.
-        gather, run_on_main: those of `World`. None: the weights are this rank's alone.
+        gather, run_on_main: the methods of `World`. None: each rank uses its own weights.
     """
 
     sampler: Any
@@ -127,7 +125,7 @@ class WeightedOrder:
         """Return the order of `epoch`. Collective, unless the draw is local.
 
         Raises:
-            DataError: there is no drawing by such weights; alike on every rank.
+            DataError: the weights are invalid; on every rank.
         """
         weights = torch.as_tensor(self.sampler.weights, dtype=torch.float64, device="cpu").detach().contiguous()
         found = fingerprint(weights)
@@ -137,7 +135,7 @@ class WeightedOrder:
                 found, weights = mains, self.run_on_main(lambda: weights)
         known, made = self._made
         if made is None or known != found:
-            self._made = "", None  # else both would be held while the new ones are made
+            self._made = "", None  # frees the old weights before the new ones are made
             made = Weights(weights)
             self._made = found, made
         return WeightedDraws(made, len(self), derive_seed(self.seed, "draw", epoch))

@@ -1,4 +1,4 @@
-"""Accumulates gradients: the backward passes of a batch's parts add up to that of the whole."""
+"""Accumulates gradients: backward passes of a batch's parts add up to the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ddpshim.job.group import world
 def accumulate(batch: Any, *networks: Any, steps: Optional[int] = None) -> Iterator[Any]:
     """Yield the equal parts of `batch`; gradients are reduced in the backward pass of the last part.
 
-    Local. With one part it is the batch itself. Call `backward()` on a k-th of the mean loss of each part, step after
-    the loop: `for part in accumulate(batch, policy, steps=k): (loss(part) / k).backward()`.
+    Local. With one part it yields the batch itself. Call `backward()` on the mean loss of each part, divided by k, and
+    step after the loop: `for part in accumulate(batch, policy, steps=k): (loss(part) / k).backward()`.
 
     Args:
         batch: tensors in nested mappings, lists and tuples, split along their first dimension; other values are
             in every part.
-        networks: what `wrap_parallel` returned; all that the loss trains.
+        networks: all networks that the loss trains, as `wrap_parallel` returned them.
         steps: the number of parts k; default the world's option `accumulation_steps`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Adds a few numbers to each reduction of gradients: who asks for what, and whether ranks are at one step.
+"""Adds a few numbers to each reduction of gradients, which show requests of ranks and whether all are at one step.
 
-They are zeros and ones, of which any kind of number and any rounding leaves a zero a zero: a rank sends each bit and
-its opposite, and where both have come as more than zero, ranks disagree. No message is sent for them.
+They are zeros and ones, because a sum of zeros is zero in any dtype and with any rounding. A rank sends each bit and
+its opposite; if the sums of both are above zero, ranks disagree. They need no message of their own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ddpshim.model.equality import OPT_OUT
 
 _NUM_BITS = 16
 NUM = 2 + 2 * _NUM_BITS
-_DELAY = 4  # passes, on GPUs: what came is read when the GPU is through with it, without waiting for it
+_DELAY = 4  # passes, on GPUs: the numbers are read this much later, so that the host does not wait for them
 _MEETING_DEADLINE_S = 20.0
 
 
 class _Sent(NamedTuple):
-    """Where a rank was in a pass. It becomes text only for an error, since passes are many."""
+    """A rank's position in a pass. It becomes text only for an error, because that costs time in every pass."""
 
     where: list[tuple[shares.Position, str]]
     num_steps: Optional[int]
@@ -42,17 +42,17 @@ class _Sent(NamedTuple):
 
 
 class Agreement:
-    """The numbers of one wrapper's reductions.
+    """The numbers that one wrapper adds to its reductions.
 
     Attributes:
-        leave_out: whether a rank left a parameter out in the pass that was read last.
+        leave_out: whether a rank left a parameter out in the last pass that was read.
     """
 
     def __init__(self, network: str, device: torch.device, number: int = 0) -> None:
-        """Of the network of this `number` among those that share a process group: in it they must not cross."""
+        """`number` identifies the network in its process group, so that crossed messages of two networks are found."""
         self._network, self._number, self._is_on_cpu = network, number, device.type == "cpu"
         self._sent_for = _Sent([], None, ())
-        self._coming: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
+        self._pending: deque[tuple[Any, torch.Tensor, _Sent]] = deque()
         self.leave_out = False
 
     def fill(
@@ -63,7 +63,7 @@ class Agreement:
         rates: Sequence[float] = (),
         leaves_out: bool = False,
     ) -> None:
-        """Write into the last `NUM` of `entries`, which are on the CPU, what this rank has to say. Local."""
+        """Write this rank's numbers into the last `NUM` of `entries`, which are on the CPU. Local."""
         where = shares.positions()
         self._sent_for = _Sent(where, num_steps, rates)
         number = zlib.crc32(repr((self._number, [position for position, _ in where], num_steps, [*rates])).encode())
@@ -72,27 +72,27 @@ class Agreement:
         entries[-NUM:].copy_(torch.tensor(said, device="cpu"))
 
     def read(self, entries: torch.Tensor) -> bool:
-        """Whether a rank has asked; `entries` are the reduced ones.
+        """Return whether a rank has asked, from the reduced `entries`. On a GPU the answer is of an earlier pass.
 
-        Raises SyncError, on all ranks, where they are not at the same step.
+        Raises SyncError on all ranks if they are not at the same step.
         """
         if self._is_on_cpu:
             return self._judge(entries[-NUM:].tolist(), self._sent_for)
-        came = torch.empty(NUM, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
-        came.copy_(entries[-NUM:], non_blocking=True)
+        copied = torch.empty(NUM, dtype=entries.dtype, pin_memory=entries.is_cuda, device="cpu")
+        copied.copy_(entries[-NUM:], non_blocking=True)
         arrived: Optional[Any] = torch.cuda.Event() if entries.is_cuda else None
         if arrived is not None:
             arrived.record()
-        self._coming.append((arrived, came, self._sent_for))
-        if len(self._coming) <= _DELAY:
+        self._pending.append((arrived, copied, self._sent_for))
+        if len(self._pending) <= _DELAY:
             return False
-        arrived, came, sent_for = self._coming.popleft()
-        if arrived is not None and not arrived.query():  # the host is that many passes ahead
+        arrived, copied, sent_for = self._pending.popleft()
+        if arrived is not None and not arrived.query():  # the host is `_DELAY` passes ahead
             arrived.synchronize()
-        return self._judge(came.tolist(), sent_for)
+        return self._judge(copied.tolist(), sent_for)
 
-    def _judge(self, came: list[float], sent_for: _Sent) -> bool:
-        asks, leave_out, bits, opposites = came[0], came[1], came[2 : 2 + _NUM_BITS], came[2 + _NUM_BITS :]
+    def _judge(self, numbers: list[float], sent_for: _Sent) -> bool:
+        asks, leave_out, bits, opposites = numbers[0], numbers[1], numbers[2 : 2 + _NUM_BITS], numbers[2 + _NUM_BITS :]
         self.leave_out = leave_out > 0
         if any(map(mul, bits, opposites)):
             here = world()

@@ -20,21 +20,21 @@ from ddpshim.model import seams, weighing
 
 
 class Passes:
-    """The calls of torch.autograd.backward in a job, from the first `watch` on."""
+    """The backward passes (calls of torch.autograd.backward) of a job, from the first `watch` on."""
 
     def __init__(self) -> None:
         self.is_watched = False
-        self.depth = 0  # a reentrant checkpoint makes them inside of one another
-        self.at_end: list[Callable[[], None]] = []  # where the engine takes no callbacks
+        self.depth = 0  # more than 1 with reentrant checkpoints, whose passes are nested
+        self.at_end: list[Callable[[], None]] = []  # used if the engine takes no callbacks
         self.at_outer_end: list[Callable[[], None]] = []
-        self.after: list[Callable[[], None]] = []  # each pass of the program
-        self.has_outer_end = False  # the engine calls `end` when the outermost pass ends
+        self.after: list[Callable[[], None]] = []  # called after each outermost pass
+        self.has_outer_end = False  # whether the engine will call `end` when the outermost pass ends
         self.unfinished: Callable[[], Optional[str]] = lambda: None
-        self.left: Optional[str] = None  # the pass that an exception has ended in the middle
+        self.left: Optional[str] = None  # the pass that an exception aborted
         self.has_refused = False
 
     def queue_end(self) -> None:
-        """Have the engine call `end` when the pass that goes on in this thread ends, if it will not yet."""
+        """Make the engine call `end` when the current pass of this thread ends, if it will not already."""
         if not self.has_outer_end:
             at_end(self.end)
             self.has_outer_end = True
@@ -45,7 +45,7 @@ class Passes:
             call()
 
     def drop(self) -> None:
-        """Forget what was to be called: an exception ends the pass."""
+        """Drop all pending calls, because an exception ended the pass."""
         self.at_end.clear()
         self.at_outer_end.clear()
         self.has_outer_end = False
@@ -55,7 +55,7 @@ def watch(unfinished: Callable[[], Optional[str]]) -> None:
     """Watch the backward passes of this job, until `cleanup()`. Local.
 
     Args:
-        unfinished: the name of a network whose gradients are on their way to other ranks, if there is one.
+        unfinished: returns the name of a network whose gradients are being sent to other ranks, or None.
     """
     passes = current().part(Passes)
     passes.unfinished = unfinished
@@ -66,7 +66,7 @@ def watch(unfinished: Callable[[], Optional[str]]) -> None:
 
 
 def check_step(optimizer: Any) -> None:
-    """Raise SyncError where `optimizer` steps inside a backward pass: in a hook of a tensor or a module. Local."""
+    """Raise SyncError if `optimizer` steps inside a backward pass, such as in a hook of a tensor. Local."""
     if current().part(Passes).depth:
         raise SyncError(
             f"{type(optimizer).__name__}.step() inside a backward pass (an optimizer in backward, or a hook that "
@@ -76,7 +76,7 @@ def check_step(optimizer: Any) -> None:
 
 
 def check_unchanged(parameters: Iterable[torch.Tensor], versions: Iterable[int], names: Iterable[str]) -> None:
-    """Raise SyncError where a parameter is not as it was at its version, before the backward pass. Local."""
+    """Raise SyncError if a parameter changed since it had its version, before the backward pass. Local."""
     for parameter, version, name in zip(parameters, versions, names):
         if parameter._version != version:
             raise SyncError(
@@ -87,15 +87,15 @@ def check_unchanged(parameters: Iterable[torch.Tensor], versions: Iterable[int],
 
 
 def at_end(call: Callable[[], None]) -> None:
-    """Run `call` when the backward pass that goes on has computed all gradients. Local."""
+    """Run `call` when the current backward pass has computed all gradients. Local."""
     queue = seams.queue_of_engine()
     current().part(Passes).at_end.append(call) if queue is None else queue(call)
 
 
 def at_outer_end(call: Callable[[], None]) -> bool:
-    """The same, once, at the end of the outermost pass, where a checkpoint makes passes inside of one another. Local.
+    """Run `call` once at the end of the outermost pass: reentrant checkpoints nest passes. Local.
 
-    Whether it is the first time in this pass.
+    Return whether this is the first such request for `call` in this pass.
     """
     passes = current().part(Passes)
     if call in passes.at_outer_end:
@@ -114,8 +114,8 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             args, kwargs = weighing.weighed(*args, **kwargs)
             clock = events.running
         else:
-            with contextlib.suppress(RuntimeError):  # the outer pass is another thread's
-                passes.queue_end()  # to the outer one: the engine takes callbacks for the innermost alone
+            with contextlib.suppress(RuntimeError):  # if the outer pass runs in another thread
+                passes.queue_end()  # for the outer pass: from now on, callbacks are queued for the inner one
         if clock is not None:
             clock.begin("backward")
         passes.depth += 1
@@ -139,7 +139,7 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
 
 
 def _check(passes: Passes) -> None:
-    """Raise SyncError where the pass that begins cannot be reduced."""
+    """Raise SyncError if the pass that begins cannot be reduced."""
     if passes.left is not None:
         refusal = SyncError(
             f"a backward pass after one that never finished: {passes.left}, and the program caught the exception. "
@@ -147,7 +147,7 @@ def _check(passes: Passes) -> None:
             "rank cannot repeat a pass: let the exception end the job. If memory ran out, use smaller batches, or "
             "accumulate several per step (net.accumulate)."
         )
-        if passes.has_refused:  # and was caught: the program would go through all its batches like this
+        if passes.has_refused:  # and the error was caught: the program would fail on all its batches in this way
             abort(refusal)
         passes.has_refused = True
         raise refusal
@@ -156,7 +156,7 @@ def _check(passes: Passes) -> None:
 
 
 def _explain(passes: Passes, error: Exception) -> None:
-    """Raise SyncError in place of an error of torch's that does not say what to do; take note of what was left."""
+    """Raise SyncError in place of an error of torch that does not say what to do; record an aborted pass."""
     network, text = passes.unfinished(), str(error)
     if network is not None or isinstance(error, SyncError):
         passes.left = f"that of {network or 'a network'} ended with {described(error)}"

@@ -1,8 +1,8 @@
 """Makes BatchNorm normalise over the global batch, as one process does, on the CPU and on GPUs.
 
-torch's SyncBatchNorm runs on GPUs alone, and is another class in what is saved. Here layers stay as they are, and
-torch.nn.functional.batch_norm is replaced until `cleanup()`. Means and deviations are put together as Chan, Golub and
-LeVeque do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+torch's SyncBatchNorm runs on GPUs only, and pickled modules contain its class. Here layers are not changed;
+torch.nn.functional.batch_norm is replaced until `cleanup()`. Means and variances are combined as by Chan, Golub and
+LeVeque ("Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ddpshim.job.replaced import replaced
 
 
 class _Synced:
-    """Of a job: the ranks over which BatchNorm takes its statistics; none before `sync`."""
+    """The group of ranks over which BatchNorm computes statistics in a job; None before `sync`."""
 
     def __init__(self) -> None:
         self.group: Any = None
 
 
 def has_batchnorm(module: nn.Module) -> bool:
-    """Whether `module` has a layer that takes statistics over the batch in training."""
+    """Whether `module` has a layer that computes statistics over the batch in training. Local."""
     return any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules())
 
 
 def sync(process_group: Any = None) -> None:
-    """Take BatchNorm's statistics over the ranks of `process_group` (default all) from here on (collective).
+    """Compute BatchNorm's statistics over the ranks of `process_group` (default all) until `cleanup()` (collective).
 
-    A forward in training mode on a rank's share of a batch is then collective as well.
+    A forward in training mode on a rank's share of a batch is then collective too.
     """
     job = current()
     synced = job.part(_Synced)
@@ -73,9 +73,9 @@ def _stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Normalise(torch.autograd.Function):
-    """(x - mean) / deviation for each channel, over all ranks; also the mean, the variance and the number of values.
+    """Returns (x - mean) / deviation for each channel, over all ranks, and the mean, variance and number of values.
 
-    Gradients are those of the sum of the ranks' losses: DDP divides by the number of ranks afterwards.
+    Gradients are of the sum of the ranks' losses, because DDP divides by the number of ranks afterwards.
     """
 
     @staticmethod
@@ -86,14 +86,14 @@ class _Normalise(torch.autograd.Function):
         mean = wide.mean(dimensions)
         squares = (wide - _like(mean, x)).square().sum(dimensions)
         at_hand = shares.at_hand()
-        ctx.counts = at_hand is None or at_hand.num_counted > 0  # else its rows are another rank's
+        ctx.counts = at_hand is None or at_hand.num_counted > 0  # else its rows repeat another rank's
         count = x.numel() // x.shape[1] if ctx.counts else 0
         squares = squares if ctx.counts else squares * 0
         own = torch.cat([mean, squares, mean.new_full((1,), float(count))])
         table = torch.stack(exchange.gather(own, group, "the statistics of a batch"))
         counts, means = table[:, -1:], table[:, : x.shape[1]]
         total = counts.sum()
-        if count <= 1 and total <= 1:  # in this order: a GPU is waited for only where it has one value
+        if count <= 1 and total <= 1:  # in this order: the host waits for a GPU only if it has one value
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         mean = (means * counts).sum(0) / total
         variance = (table[:, x.shape[1] : -1].sum(0) + ((means - mean).square() * counts).sum(0)) / total

@@ -1,4 +1,4 @@
-"""Makes weights and buffers the main rank's, in few messages."""
+"""Copies the main rank's weights and buffers to all ranks, in few messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BUCKET_BYTES = 250 * 1024 * 1024
 
 
 class Buffers:
-    """A module's buffers, and one message that makes them the main rank's."""
+    """A module's buffers, and the message per device that copies the main rank's to all ranks."""
 
     def __init__(self, module: nn.Module, group: Any) -> None:
-        # Where they live, not which tensors they are: a module may put a new one in its place.
+        # Their places and not the tensors, because a module may replace a tensor.
         self.homes = [(child, name) for child in module.modules() for name in child._buffers]
         self._places = [home._buffers for home, _ in self.homes]
         self._names = [name for _, name in self.homes]
@@ -30,7 +30,7 @@ class Buffers:
         self._sent: list[Any] = []
 
     def start(self) -> None:
-        """Send them, or get ready to receive them (collective, does not wait)."""
+        """Send the buffers, or prepare to receive them (collective, does not wait)."""
         now = list(map(dict.get, self._places, self._names))
         if list(map(id, now)) != list(map(id, self._laid_out)):
             self._lay_out(now)
@@ -42,16 +42,16 @@ class Buffers:
             self._sent.append((work, views, buffers))
 
     def finish(self) -> None:
-        """Wait for what `start` sent."""
+        """Wait for the messages of `start`, and write the received values into the buffers."""
         for work, views, buffers in self._sent:
             work.wait()
             if not self._is_main:
-                # .data: a second backward pass over the same forward must not take this for a change of its inputs.
+                # .data: otherwise a second backward pass over the same forward would refuse it as an in-place change.
                 seams.copy_all([b.data for b in buffers], views)
         self._sent.clear()
 
     def _lay_out(self, now: list[Optional[torch.Tensor]]) -> None:
-        """Bytes for all buffers of a device, each with a view of its own dtype and shape."""
+        """Allocate one message per device, with a view of the dtype and shape of each buffer."""
         numbers: dict[torch.device, list[int]] = {}
         for i, buffer in enumerate(now):
             if buffer is not None:
@@ -70,12 +70,12 @@ class Buffers:
 
 
 def broadcast_state(module: nn.Module, process_group: Any = None) -> None:
-    """Make all parameters and buffers the main rank's, frozen ones included (collective)."""
+    """Copy the main rank's parameters and buffers to all ranks, frozen ones included (collective)."""
     broadcast([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], process_group)
 
 
 def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> None:
-    """Make `tensors` the main rank's, in few messages (collective)."""
+    """Copy the main rank's `tensors` to all ranks, in few messages (collective)."""
     group: Any = process_group if process_group is not None else dist.group.WORLD
     main = dist.get_process_group_ranks(group)[0]
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -87,6 +87,6 @@ def broadcast(tensors: Sequence[torch.Tensor], process_group: Any = None) -> Non
             num = max(1, sum(end <= _BUCKET_BYTES for end in ends))
             same, left = left[:num], left[num:]
             message = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.broadcast(message.view(torch.uint8), main, group)  # bytes: gloo knows no bool
+            dist.broadcast(message.view(torch.uint8), main, group)  # bytes, because gloo does not support bool
             for tensor, values in zip(same, message.split([tensor.numel() for tensor in same])):
                 tensor.copy_(values.view(tensor.shape))

@@ -1,4 +1,4 @@
-"""Sums up the bits of tensors, so that ranks can be compared by a few numbers."""
+"""Computes checksums of tensors, so that ranks are compared by a few numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Named = Sequence[tuple[str, Optional[torch.Tensor]]]
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """`numbers` as int64 on `device`, for whose arrival the host does not wait. Local."""
+    """Return `numbers` as int64 on `device`; the host does not wait for the copy. Local."""
     signed = [(number + _ALL_BITS // 2) % _ALL_BITS - _ALL_BITS // 2 for number in numbers]
     return _to(torch.tensor(signed, dtype=torch.int64, device="cpu"), device)
 
@@ -27,10 +27,10 @@ def _to(here: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> torch.Tensor:
-    """An int64 on `device` for each row, by which rows are compared. Local.
+    """Return an int64 on `device` for each row: rows with equal numbers are taken as equal. Local.
 
-    Another number may still be equal, where a NaN has other bits. On a GPU it is a kernel or two for each tensor, and a
-    handful for all of them together.
+    Different numbers may still mean equal rows, if only the bits of NaNs differ. On a GPU it runs one or two kernels
+    per tensor, and a few more in all.
     """
     constants, parts = [], dict[torch.device, list[tuple[torch.Tensor, int, int]]]()
     for number, row in enumerate(rows):
@@ -50,7 +50,7 @@ def bits_of_rows(rows: Sequence[Union[int, Named]], device: torch.device) -> tor
 
 
 def _sums_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of the bits, eight bytes at a time, as fast as memory is read, and that of the rest: int64."""
+    """Return int64 sums: of the bits as 8-byte integers (fastest), and of the remaining elements."""
     if tensor is None or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return []
     t = tensor.detach()
@@ -62,7 +62,7 @@ def _sums_of(tensor: Optional[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def numbers_of(row: Union[int, Named]) -> list[int]:
-    """Two ints: what decides whether rows are equal, and what is shown of them. Local."""
+    """Return two ints: a checksum that decides whether rows are equal, and the sum that messages show. Local."""
     if isinstance(row, int):
         return [row, 0]
     cpu = torch.device("cpu")
@@ -71,14 +71,14 @@ def numbers_of(row: Union[int, Named]) -> list[int]:
 
 
 def _kind_of(tensor: Optional[torch.Tensor]) -> int:
-    """What tells tensors of other dtypes and shapes apart; 0 for None."""
+    """Return a number that depends on dtype and shape; 0 for None."""
     if tensor is None:
         return 0
     return (zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) + 1) << 24
 
 
 def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Two int64: a sum over the bits, dtype and shape included, and the bits of the float64 sum. Zeros for None."""
+    """Return two int64: a sum over bits, dtype and shape; and the bits of the float64 sum. Zeros for None."""
     if tensor is None:
         return [torch.zeros((), dtype=torch.int64, device=device)] * 2
     t, kind = tensor.detach(), _kind_of(tensor)
@@ -87,14 +87,14 @@ def checksum(tensor: Optional[torch.Tensor], device: torch.device) -> list[torch
     if t.is_complex():
         t = torch.view_as_real(t)
     if t.is_floating_point() and t.element_size() > 1:
-        t = torch.nan_to_num(t)  # one NaN is as good as another, whatever its payload
+        t = torch.nan_to_num(t)  # all NaNs count as equal, with any payload
     bits = t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) + kind
     shown = t.to(torch.float64) if t.element_size() == 1 else t
     return [bits.to(device), shown.sum(dtype=torch.float64).view(torch.int64).to(device)]
 
 
 def _checksum_of_all(tensors: Named, device: torch.device) -> list[torch.Tensor]:
-    """The same for any number of named tensors, in one."""
+    """Return the same two numbers for several named tensors together."""
     bits, shown = checksum(None, device)
     for name, tensor in tensors:
         one, total = checksum(tensor, device)

@@ -1,4 +1,4 @@
-"""Gives an optimizer that takes a closure (LBFGS) the loss of the whole batch, which one process would decide by."""
+"""Gives an optimizer with a closure (LBFGS) the loss of the whole batch, as in one process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ddpshim.model import guard
 
 
 class _Sharing:
-    """Of a job: whether losses of closures are shared."""
+    """Whether closures return shared losses in a job."""
 
     is_on = False
 
 
 def share_losses() -> None:
-    """Have closures of steps return the mean of the ranks' losses, until `cleanup()`. Local.
+    """Make closures of optimizer steps return the mean of the ranks' losses, until `cleanup()`. Local.
 
-    A line search by a rank's own loss would stop elsewhere on every rank.
+    A line search on a rank's own loss would stop at a different point on each rank.
     """
     sharing = current().part(_Sharing)
     if not sharing.is_on:

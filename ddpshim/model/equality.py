@@ -1,7 +1,7 @@
-"""Compares over the ranks what they must share: weights, buffers, optimizers, networks that follow, random streams.
+"""Compares across ranks what must be equal: weights, buffers, optimizers, untrained networks, random streams.
 
-A comparison is sent while training goes on and read at the next step. Where nobody can say what differs by a checksum
-alone (the settings of an optimizer), ranks meet in the job's store and name it.
+Checksums are sent while training continues and read at the next step. Where a checksum does not tell what differs (the
+settings of an optimizer), ranks exchange the values through the job's store.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from ddpshim.model.generators import PrivateGenerators, states_of_others
 
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 _MEETING_DEADLINE_S = 20.0
-# Of a tensor's norm: what rounding on different devices makes of a thousand steps.
+# Relative to a tensor's norm: the difference that rounding on different devices causes in a thousand steps.
 _ROUNDING = 1e-3
 
-_SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # whose statistics are of all ranks
+_SYNCED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # their statistics are of all ranks
 
 Optimizers = Sequence[torch.optim.Optimizer]
-Row = tuple[str, Union[int, Named]]  # what is compared: its name, and a number or tensors
+Row = tuple[str, Union[int, Named]]  # a name, and the number or the tensors to compare
 Companions = Mapping[str, Named]
 
 
 def is_milestone(number: int) -> bool:
-    """Whether to compare at this step: 1, 2, 10, 100 and every 1000. The second has seen what the first one did."""
+    """Whether to compare at this step: 1, 2, 10, 100 and every 1000. Step 2 sees the effects of step 1."""
     return number in (1, 2, 10, 100) or (number > 0 and number % 1000 == 0)
 
 
 class Equality:
-    """The comparison over the ranks of one wrapper's group.
+    """The comparison across the ranks of one wrapper's group.
 
-    `start` sends checksums while training goes on, `finish` reads what came back: nobody waits for it, and ranks that
-    meet several wrappers in different orders do not block each other.
+    `start` sends checksums while training continues, and `finish` reads those of all ranks. So no rank waits, and ranks
+    that reach several wrappers in different orders do not block each other.
 
     Attributes:
-        is_on: whether all ranks want it.
+        is_on: whether all ranks have this comparison on.
         covers_all: whether the group has all ranks of the job.
-        num_mended: how often weights that differed by rounding became the main rank's.
-        sent: a comparison that is on its way: (work, names of rows that have to differ, of all others, what each rank
-            sent, num_reductions).
+        num_mended: how often weights that differed by rounding were replaced by the main rank's.
+        sent: the comparison in progress: (work, names of rows that must differ, names of rows that must be equal, own
+            checksums and those of each rank, num_reductions).
     """
 
     def __init__(
@@ -65,27 +65,27 @@ class Equality:
         optimizers: Callable[[], Optimizers],
         companions: Callable[[], Companions],
     ) -> None:
-        """Of `module` and its buffers at `buffer_homes` (collective).
+        """Prepare to compare `module` and its buffers at `buffer_homes` (collective).
 
-        Checksums travel on `device`. Every rank must hold as many tensors: torch's DDP has compared them by now.
+        Checksums are sent from `device`. All ranks must have equally many tensors; torch's DDP has checked that.
 
         Args:
-            optimizers: returns those that step the module.
-            companions: returns the tensors of networks that are not reduced and have to be equal all the same.
+            optimizers: returns the optimizers that step the module.
+            companions: returns the tensors of networks that are not reduced but must be equal.
         """
         self._module, self._group, self._device = module, group, device
         self._optimizers, self._companions = optimizers, companions
         self._buffers = [(home, name) for home, name in buffer_homes if home._buffers.get(name) is not None]
-        # Those that nothing makes equal but the main rank's broadcast.
+        # Buffers that only the main rank's broadcast makes equal.
         self._unsynced = [(home, name) for home, name in self._buffers if not isinstance(home, _SYNCED)]
         self._names = [name for name, _ in module.named_parameters()]
         self._ranks: list[int] = dist.get_process_group_ranks(group)
         self.sent: Any = None
         self._before_broadcast: Optional[torch.Tensor] = None
-        self._is_told = False
+        self._has_named_buffer = False
         self._private = PrivateGenerators()
         self.num_mended = 0
-        # A rank that leaves the others alone in a later collective would hang them.
+        # All ranks must agree: if one skipped a later collective, the others would hang.
         device_kind = zlib.crc32(repr(computes_on(world())).encode())
         vote = torch.tensor([int(is_on), device_kind, -device_kind], device=device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
@@ -95,7 +95,7 @@ class Equality:
         self.covers_all = len(self._ranks) == world().world_size
 
     def look_at_own_buffers(self) -> None:
-        """Take note of the buffers as this rank's samples left them, before they become the main rank's. Local."""
+        """Record checksums of this rank's own buffers, before the main rank's replace them. Local."""
         own = (home._buffers.get(name) for home, name in self._unsynced)
         self._before_broadcast = bits_of_rows([[("", buffer)] for buffer in own], self._device)
 
@@ -113,7 +113,7 @@ class Equality:
         self.sent = (work, *names, [mine, *everyones], num_reductions)
 
     def finish(self) -> None:
-        """Raise SyncError, on all ranks, where what `start` sent was not as it should be."""
+        """Wait for the checksums that `start` sent; raise SyncError on all ranks if they show an error."""
         if self.sent is None:
             return
         (work, differing, equal, (_, *everyones), num_reductions), self.sent = self.sent, None
@@ -133,7 +133,7 @@ class Equality:
         events.note("guard", passed=True, **compared)
 
     def _compare(self, differing: list[str], equal: list[str], table: list[list[int]], number: int) -> None:
-        """Raise SyncError where the rows of the ranks, in `table`, differ that must not, or do not that must."""
+        """Raise SyncError if rows differ that must be equal, or the reverse. `table` has one list per rank."""
         names = differing + equal
         self._refuse_equal(differing, table)
         odd = [i for i in range(len(differing), len(names)) if len({rows[i] for rows in table}) > 1]
@@ -148,7 +148,7 @@ class Equality:
             raise SyncError(self._said_of(facts, number))
 
     def _look_closer(self, names: Sequence[str], odd: list[int]) -> dict[str, list[list[int]]]:
-        """Of the rows in `odd` those that differ indeed, with all ranks' numbers; NaNs are alike (collective)."""
+        """Return the rows of `odd` that really differ (NaNs count as equal), with all ranks' numbers (collective)."""
         if not odd:
             return {}
         rows = dict(self._equal_rows())
@@ -176,7 +176,7 @@ class Equality:
 
     def _said_of(self, odd: Mapping[str, list[list[int]]], number: int) -> str:
         kind = type(self._module).__name__
-        name = _SETTINGS if _SETTINGS in odd else next(iter(odd))  # they make the others differ
+        name = _SETTINGS if _SETTINGS in odd else next(iter(odd))  # different settings make the state differ
         more = f" ({len(odd) - 1} more tensors differ)" if len(odd) > 1 else ""
         if name in (_SETTINGS, _STATE):
             of_state = state_of(self._optimizers(), self._module)
@@ -197,16 +197,16 @@ class Equality:
         )
 
     def _first_difference(self, facts: Mapping[str, Any]) -> str:
-        """What ranks that meet in the store find to be different first (collective)."""
+        """Describe the first of `facts` that differs between ranks, after an exchange in the store (collective)."""
         of_ranks = world().meet("different facts", dict(facts), _MEETING_DEADLINE_S)
-        return first_difference(of_ranks) or "which of their numbers could not be found out"
+        return first_difference(of_ranks) or "it is not known which of their numbers differs"
 
     def _name_shares(self, table: list[list[int]], start: int) -> None:
-        """Say where buffers that the module itself updates saw another share of the samples on each rank."""
+        """Print once if each rank updated a buffer from its own share of the samples."""
         for i, (home, name) in enumerate(self._unsynced, start):
             seen = {rows[i] for rows in table}
-            if len(seen) > 1 and 0 not in seen and not self._is_told and self._ranks[0] == dist.get_rank():
-                self._is_told = True
+            if len(seen) > 1 and 0 not in seen and not self._has_named_buffer and self._ranks[0] == dist.get_rank():
+                self._has_named_buffer = True
                 say(
                     f"buffer '{name}' of a {type(home).__name__} is updated from each rank's own samples, but only "
                     "the main rank's is kept, which saw one share of the batch. Update it from all ranks' samples "
@@ -214,7 +214,7 @@ class Equality:
                 )
 
     def _take_streams(self, number: int) -> None:
-        """Make the random streams the main rank's again (collective)."""
+        """Set the random streams of all ranks to the main rank's (collective)."""
         here = world()
         restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
         events.note("mended", what="random streams", reductions=number)
@@ -225,7 +225,7 @@ class Equality:
             )
 
     def _mend(self, number: int) -> bool:
-        """Make all that is compared the main rank's where only rounding differs; whether it did (collective)."""
+        """Copy the main rank's values to all ranks if only rounding differs; return whether it did (collective)."""
         tensors = [(name, tensor) for name, tensor in self._tensors() if tensor.is_floating_point()]
         kinds = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors])
         kind = torch.tensor(zlib.crc32(kinds.encode()), device=self._device)
@@ -255,16 +255,16 @@ class Equality:
         return True
 
     def rows(self) -> Iterator[Row]:
-        """What has to be equal of the module and its optimizers, the settings of which stand apart. Local."""
+        """Yield the rows of the module and of its optimizers' state, which must be equal. Local."""
         yield from self._rows_of_module()
         yield from ((title, [("", tensor)]) for title, tensor in state_of(self._optimizers(), self._module))
 
     def settings(self) -> dict[str, str]:
-        """What the optimizers' groups say, by name. Local."""
+        """Return the settings of the optimizers' parameter groups, by name. Local."""
         return settings_of(self._optimizers())
 
     def _differing_rows(self) -> Iterator[Row]:
-        """What has to differ, by name, where each rank draws for itself."""
+        """Yield the rows that must differ, if each rank has its own random streams."""
         if draws_alike():
             return
         seeds = {"torch.initial_seed()": torch.initial_seed()}
@@ -275,7 +275,7 @@ class Equality:
             yield name, (seed + 2**63) % 2**64 - 2**63  # as an int64
 
     def _equal_rows(self) -> Iterator[Row]:
-        """What has to be equal."""
+        """Yield the rows that must be equal."""
         yield from self._rows_of_module()
         yield from self._companions().items()
         if draws_alike() and self.covers_all:
@@ -289,7 +289,7 @@ class Equality:
             yield f"parameter '{name}'", [("", now.pop(name, None))]
         for number, (home, name) in enumerate(self._buffers):
             yield f"buffer '{name}' of a {type(home).__name__} (number {number})", [("", home._buffers.get(name))]
-        # One row for all of these: how many they are may differ between ranks.
+        # One row for all of these, because their number may differ between ranks.
         first = next(iter(now), None)
         added = "the parameters added after wrap_parallel" + ("" if first is None else f" (here first: '{first}')")
         yield added, list(now.items())
@@ -308,7 +308,7 @@ _STATE = "the state of the optimizers"
 
 
 def settings_of(optimizers: Optimizers) -> dict[str, str]:
-    """Learning rates, weight decays and whatever else the groups of parameters say, by name. Local."""
+    """Return learning rates, weight decays and all other settings of parameter groups, by name. Local."""
     return {
         f"{key} of group {number} of {_called(optimizer, i)}": repr(_plain(value))
         for i, optimizer in enumerate(optimizers)
@@ -319,7 +319,7 @@ def settings_of(optimizers: Optimizers) -> dict[str, str]:
 
 
 def state_of(optimizers: Optimizers, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of the optimizers' state, by name. Local."""
+    """Return the tensors of the optimizers' state, by name. Local."""
     names = {id(p): name for name, p in module.named_parameters()}
     found: list[tuple[str, torch.Tensor]] = []
     for i, optimizer in enumerate(optimizers):
@@ -348,7 +348,7 @@ def _called(optimizer: torch.optim.Optimizer, number: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What a setting is without the device that it is on, and without addresses of objects."""
+    """Return a setting without its device, and without addresses of objects, which differ between ranks."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (tuple, list)):
@@ -357,7 +357,7 @@ def _plain(value: Any) -> Any:
 
 
 def first_difference(of_ranks: Mapping[int, Mapping[str, Any]]) -> Optional[str]:
-    """Says of the first fact that differs between ranks what it is on each of them; None where all are equal. Local."""
+    """Describe the first fact that differs between ranks, with all ranks' values; None if all are equal. Local."""
     for name in dict.fromkeys(name for facts in of_ranks.values() for name in facts):
         values = [facts.get(name) for facts in of_ranks.values()]
         if any(value != values[0] for value in values):
@@ -367,7 +367,7 @@ def first_difference(of_ranks: Mapping[int, Mapping[str, Any]]) -> Optional[str]
 
 
 def shown(fact: Any) -> str:
-    """A tensor's sum, with its checksum for sums that look alike; anything else as it is."""
+    """Return text for a fact: a tensor's sum, with its checksum since sums may be equal; else the value itself."""
     if fact is None or (isinstance(fact, list) and fact[0] == 0):
         return "missing"
     if not isinstance(fact, list):
@@ -377,6 +377,6 @@ def shown(fact: Any) -> str:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How far apart two tensors are, of the norm of the second."""
+    """Return the distance of two tensors, relative to the norm of the second."""
     difference = (one.detach().double() - other.double()).norm()
     return float(difference / other.double().norm().clamp_min(1e-12)) if float(difference) else 0.0

@@ -1,8 +1,8 @@
 """Adds up gradients over virtual ranks in one order, so that their sum has the same bits on any number of ranks.
 
-Every virtual rank's gradient is divided into as many parts as there are ranks; each rank gets one part of all, adds
-them from the first virtual rank to the last, and sends what it has to the others: the bytes of a ring for one virtual
-rank a process. It is done at the end of a backward pass.
+At the end of a backward pass, every virtual rank's gradient is divided into one part per rank. Each rank receives its
+part from all virtual ranks, adds them from the first to the last, and sends the sum to the others. With one virtual
+rank per process this sends as many bytes as a ring.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ddpshim.model.broadcasting import broadcast
 from ddpshim.model.running_sum import RunningSum
 from ddpshim.model.shared_sum import SharedSum
 
-_MESSAGE_BYTES = 16 * 1024 * 1024  # of one virtual rank
+_MESSAGE_BYTES = 16 * 1024 * 1024  # per virtual rank
 
 
 class Networks:
-    """What is reduced in a job with the option `exact`.
+    """The networks whose gradients are reduced in a job with the option `exact`.
 
     Attributes:
-        parameters: whose gradients are added up, in the order in which their networks were wrapped.
-        copies: of each virtual rank of this process, what stands for `parameters`; at first they alone.
-        touched: of each, which of its gradients the backward pass at hand has changed.
-        modules: that are wrapped, of each virtual rank, for their buffers.
+        parameters: those whose gradients are added up, in the order in which their networks were wrapped.
+        copies: `parameters`, then their copies for each further virtual rank of this process.
+        touched: for each virtual rank, the indices of gradients that the current backward pass has changed.
+        modules: for each virtual rank, the wrapped modules, for their buffers.
     """
 
     def __init__(self) -> None:
@@ -48,14 +48,14 @@ class Networks:
         self.modules: list[list[nn.Module]] = [[]]
         self.copies: list[list[nn.Parameter]] = [self.parameters]
         self.touched: list[set[int]] = [set()]
-        self.running_sum = RunningSum(self.copies)  # where the job has one process
+        self.running_sum = RunningSum(self.copies)  # used in a job of one process
         self.agreement = Agreement("a network", torch.device("cpu"))
         self.has_stand_in = False
-        self.checked: set[Optional[int]] = set()  # virtual ranks whose first backward pass was looked at
+        self.checked: set[Optional[int]] = set()  # virtual ranks whose first backward pass was checked
         self.shared_sum: Optional[SharedSum] = None
 
     def watch(self, number: int, first: int = 0) -> None:
-        """Take note of the gradients of virtual rank `number` that change, from parameter `first` on. Local."""
+        """Record which gradients of virtual rank `number` change, from parameter `first` on. Local."""
         touched = self.touched[number]
         for index, parameter in enumerate(self.copies[number][first:], first):
             parameter.register_post_accumulate_grad_hook(functools.partial(_note, touched, index))
@@ -66,12 +66,12 @@ def _note(touched: set[int], index: int, parameter: torch.Tensor) -> None:
 
 
 def networks() -> Networks:
-    """What is reduced in this job. Local."""
+    """Return the networks whose gradients are reduced in this job. Local."""
     return current().part(Networks)
 
 
 def reduce(module: nn.Module) -> None:
-    """Add up the gradients of `module` over virtual ranks from here on, at the end of backward passes (collective)."""
+    """From now on, average the gradients of `module` over virtual ranks after each backward pass (collective)."""
     made, job = networks(), current()
     first, known = len(made.parameters), set(map(id, made.parameters))
     for name, parameter in module.named_parameters():
@@ -156,7 +156,7 @@ def _check_own(made: Networks, number: int) -> None:
 
 
 def _add_up(made: Networks, touched: list[set[int]]) -> None:
-    """Give all virtual ranks the mean of their gradients (collective)."""
+    """Set all virtual ranks' gradients to their mean (collective)."""
     here = world()
     assert here.options.exact is not None
     indices = sorted(_touched_anywhere(made, set().union(*touched), here))
@@ -179,7 +179,7 @@ def _add_up(made: Networks, touched: list[set[int]]) -> None:
 
 
 def _take_first_buffers(made: Networks, here: World) -> None:
-    """Make all virtual ranks' buffers those of the first one, as the main rank's are taken without the option."""
+    """Copy the first virtual rank's buffers to all others, as DDP copies the main rank's (collective)."""
     for of_virtual in zip(*made.modules):
         first = list(of_virtual[0].buffers())
         if here.world_size > 1 and first:
@@ -211,9 +211,9 @@ def _add_up_over_ranks(leaves: list[list[torch.Tensor]], here: World) -> None:
     for i, of_virtual in enumerate(leaves):
         torch.cat([gradient.reshape(-1) for gradient in of_virtual], out=flat[: sum(sizes)])
         sent[:, i] = flat.view(num, each)
-    came = torch.empty_like(sent)
-    dist.all_to_all_single(came, sent)
-    total = _mean([*in_order_of_numbers([list(of_rank) for of_rank in came])], here).clone()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    total = _mean([*in_order_of_numbers([list(of_rank) for of_rank in received])], here).clone()
     dist.all_gather(list(flat.view(num, each).unbind(0)), total)
     for of_virtual in leaves:
         for gradient, mean in zip(of_virtual, flat[: sum(sizes)].split(sizes)):
@@ -246,7 +246,7 @@ def _touched_anywhere(made: Networks, own: set[int], here: World) -> set[int]:
 
 
 def _messages(made: Networks, indices: Sequence[int]) -> Iterator[list[int]]:
-    """`indices` in groups of one type and device, of bounded size."""
+    """Yield `indices` in groups of one dtype and device and of bounded size."""
     filling: dict[Any, tuple[list[int], int]] = {}
     for index in indices:
         parameter = made.parameters[index]

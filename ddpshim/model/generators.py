@@ -1,4 +1,4 @@
-"""Looks at random generators beside torch's own: Python's, numpy's, and those that a program made itself."""
+"""Compares random generators other than torch's global ones: Python's, numpy's, and those that a program owns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpshim.job.say import say
 
 
 def states_of_others() -> list[int]:
-    """Of Python's and numpy's global generators a hash; this rank's number where there is no numpy. Local."""
+    """Return hashes of Python's and numpy's global generators; without numpy this rank's number. Local."""
     numpy, of_numpy = sys.modules.get("numpy"), dist.get_rank()
     if numpy is not None:
         _, key, *others = numpy.random.get_state()
@@ -26,10 +26,10 @@ def states_of_others() -> list[int]:
 
 
 class PrivateGenerators:
-    """Those that a network holds, or the program's main file, and that have drawn since they were looked at last.
+    """The generators in a network's or the main file's attributes that were used since the last look.
 
-    One that draws alike on all ranks gives other samples the same noise: ddpshim deals out what torch's functions and
-    numpy's global ones draw, and no more. It may be meant (to decide something alike), so that it is only named.
+    If one draws equally on all ranks, different samples get the same noise, because ddpshim divides only the draws of
+    torch's functions and numpy's global ones. This may be intended (an equal decision), so it is only reported.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class PrivateGenerators:
         self._is_named = False
 
     def states_if_used(self, module: nn.Module) -> int:
-        """A hash of the states that have changed since the last call; 0 where none has. Local."""
+        """Return a hash of the states that have changed since the last call; 0 if none has. Local."""
         now = {name: zlib.crc32(repr(_state(generator)).encode()) for name, generator in _found(module)}
         self._used = [name for name, state in now.items() if self._before.get(name, state) != state]
         self._before = now
         return zlib.crc32(repr([(name, now[name]) for name in self._used]).encode()) if self._used else 0
 
     def name_if_alike(self, of_ranks: list[int], is_main: bool) -> None:
-        """Say once, on the main rank, where ranks have the same states. Local."""
+        """Print once, on the main rank, if two ranks have the same states. Local."""
         is_alike = len(set(of_ranks)) < len(of_ranks) and of_ranks[0] != 0
         if is_alike and not self._is_named and is_main:
             self._is_named = True
@@ -69,7 +69,7 @@ def _found(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _state(generator: Any) -> Any:
-    """What its next draws depend on, as something that `repr` shows whole."""
+    """Return the state that determines its next draws, in a form that `repr` shows in full."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):

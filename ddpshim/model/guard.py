@@ -1,6 +1,6 @@
-"""Checks while it runs that ranks train one model: which optimizer steps on what, and when ranks are compared.
+"""Checks during training that ranks train one model: watches optimizer steps, and decides when to compare ranks.
 
-A check that fails raises. The option `guard` (DDPSHIM_GUARD=0) turns them off.
+A failed check raises SyncError. The option `guard` (DDPSHIM_GUARD=0) turns the checks off.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ddpshim.model.checksums import bits_of_rows, numbers_of
 from ddpshim.model.equality import OPT_OUT, Equality, first_difference
 
 _END_DEADLINE_S = 120.0
-_STEPS_DEADLINE_S = 120.0  # after a step that they made together ranks are seconds apart
-_MOST_WAYS_TO_WRITE = 16  # that are compared; where each step has another, the usual milestones must do
-_MARK = "_ddpshim_stepped"  # set on gradients that were there at a step after a reduction
+_STEPS_DEADLINE_S = 120.0  # after a common step ranks are only seconds apart
+_MOST_WAYS_TO_WRITE = 16  # each triggers a comparison; if every step differs, only milestones do
+_MARK = "_ddpshim_stepped"  # set on the gradients of the first step after a reduction
 
 
 class Reduced(Protocol):
-    """What the checks ask of a wrapper that reduces gradients."""
+    """The interface of a wrapper that reduces gradients, as the checks need it."""
 
     module: nn.Module
     has_unreduced_gradients: bool
@@ -52,19 +52,19 @@ class Reduced(Protocol):
 
 
 class Watched:
-    """What is watched in a job: `job.current().part(Watched)`."""
+    """The state of the checks in a job: `job.current().part(Watched)`."""
 
     def __init__(self) -> None:
         # Which wrapper reduces a parameter's gradient, by the parameter's id: tensors compare by element, and a
         # wrapper keeps its parameters alive until it disowns them.
         self.owners: dict[int, Reduced] = {}
-        self.num_changes = 1  # of owners, so far
-        self.companions: list[nn.Module] = []  # not reduced, and to be equal all the same
-        self.num_asked = 0  # how often this rank wanted weights compared
+        self.num_changes = 1  # of `owners`, so far
+        self.companions: list[nn.Module] = []  # not trained, but must be equal
+        self.num_asked = 0  # how often this rank requested a comparison of weights
         self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
-        self.hooks = contextlib.ExitStack()  # of optimizers, while they are registered
+        self.hooks = contextlib.ExitStack()  # removes the hooks of optimizers
         self.sees_optimizers = self.compares_in_the_end = False
-        self.is_alone = False  # a rank did not come to a meeting
+        self.is_alone = False  # a rank missed a meeting
 
     def unwatch_optimizers(self) -> None:
         self.hooks.close()
@@ -77,18 +77,18 @@ def _watched() -> Watched:
 
 
 class _Steps:
-    """What is remembered of an optimizer from its last step to the next."""
+    """A record of an optimizer's last step, for the checks of its next one."""
 
     def __init__(self) -> None:
-        self.at: dict[int, tuple[Reduced, int]] = {}  # the wrappers that it stepped, by id, and their num_reductions
-        self.owner: Optional[Reduced] = None  # the one that reduces all of its parameters, if there is one
+        self.at: dict[int, tuple[Reduced, int]] = {}  # wrappers stepped, by id, with their num_reductions
+        self.owner: Optional[Reduced] = None  # the wrapper of all its parameters, if one reduces them all
         self._params: list[Any] = []
         self._num_changes = 0
-        self._versions: dict[int, int] = {}  # of all gradients together, at the last step that had as many
-        self._writes: set[int] = set()  # by how much it was seen to grow from one step to the next
+        self._versions: dict[int, int] = {}  # sum of the gradients' versions, by their number
+        self._writes: set[int] = set()  # by how much that sum grew from step to step, so far
 
     def is_known(self, params: list[Any]) -> bool:
-        """Whether its parameters, and who reduces them, are those of the step before; takes note where not."""
+        """Whether its parameters and their wrappers are those of the previous step; records them if not."""
         watched = _watched()
         same = self._num_changes == watched.num_changes and len(params) == len(self._params)
         if same and all(map(is_, params, self._params)):
@@ -99,26 +99,27 @@ class _Steps:
         return False
 
     def look_at_writes(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Ask for a comparison where gradients were written in place otherwise than before. Local."""
+        """Request a comparison if gradients were written in place a new number of times. Local."""
         versions = list(map(attrgetter("_version"), gradients))
-        # They are views of buckets: a step that leaves some out is no other way to write, and has a sum of its own.
+        # They are views of buckets. A step that leaves some out changes the sum, but writes in no other way: so one sum
+        # is kept for each number of gradients.
         now, num = sum(versions), len(versions)
         written, self._versions[num] = now - self._versions.get(num, 0), now
         if written not in self._writes and len(self._writes) < _MOST_WAYS_TO_WRITE:
             self._writes.add(written)
-            if len(self._writes) > 2:  # the first two steps are compared in any case, and begin a habit
+            if len(self._writes) > 2:  # the first two steps are compared anyway, and show what is usual
                 ask()
 
 
 def own(wrapper: Reduced, parameters: Iterable[torch.Tensor]) -> None:
-    """Take note that `wrapper` reduces these gradients. Local."""
+    """Record that `wrapper` reduces the gradients of `parameters`. Local."""
     watched = _watched()
     watched.num_changes += 1
     watched.owners.update((id(p), wrapper) for p in parameters)
 
 
 def disown(parameters: Iterable[torch.Tensor]) -> None:
-    """Forget who reduces these gradients. Local."""
+    """Forget which wrappers reduce the gradients of `parameters`. Local."""
     watched = _watched()
     watched.num_changes += 1
     for p in parameters:
@@ -126,7 +127,7 @@ def disown(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def owner_of(parameter: torch.Tensor) -> Optional[Reduced]:
-    """The wrapper that reduces this parameter's gradient, if there is one. Local."""
+    """Return the wrapper that reduces this parameter's gradient, or None. Local."""
     return _watched().owners.get(id(parameter))
 
 
@@ -136,7 +137,7 @@ def is_owned(parameter: torch.Tensor) -> bool:
 
 
 def watch_optimizers() -> None:
-    """Have every optimizer step in this process checked, until `cleanup()`. Local."""
+    """Check every optimizer step of this process until `cleanup()`. Local."""
     watched = _watched()
     if not watched.sees_optimizers:
         watched.sees_optimizers = True
@@ -148,7 +149,7 @@ def watch_optimizers() -> None:
 
 
 def compare_in_the_end() -> None:
-    """Have `cleanup()` compare what has to be equal, before anything is taken back. Local."""
+    """Make `cleanup()` compare the ranks before it ends anything. Local."""
     watched = _watched()
     if not watched.compares_in_the_end:
         watched.compares_in_the_end = True
@@ -173,25 +174,25 @@ def watch(module: N) -> N:
 
 
 def ask() -> None:
-    """Have weights compared in the next backward pass: of all ranks, if one of them asks. Local."""
+    """Request a comparison of weights in the next backward pass; one rank's request is enough. Local."""
     _watched().num_asked += 1
 
 
 def num_asked() -> int:
-    """How often this rank has asked. Local."""
+    """Return how often this rank has called `ask`. Local."""
     return _watched().num_asked
 
 
 def optimizers_of(wrapper: Reduced) -> list[torch.optim.Optimizer]:
-    """Those that have stepped it, the first one first; none that hold a part of the states of all. Local."""
+    """Return optimizers that stepped `wrapper` first, the oldest first; none that shards its state. Local."""
     found = [optimizer for optimizer, steps in _watched().steps.items() if next(iter(steps.at), None) == id(wrapper)]
     shards = [optimizer for optimizer in found if type(optimizer).__module__.startswith("torch.distributed.optim")]
-    apart = [*map(id, shards), *(id(getattr(optimizer, "optim", None)) for optimizer in shards)]  # ZeRO's
+    apart = [*map(id, shards), *(id(getattr(optimizer, "optim", None)) for optimizer in shards)]  # inside ZeRO's
     return [optimizer for optimizer in found if id(optimizer) not in apart]
 
 
 def companions() -> dict[str, list[tuple[str, Optional[torch.Tensor]]]]:
-    """The tensors of all that `watch` was given, but for those that a wrapper reduces, by what they are. Local."""
+    """Return the tensors of each network given to `watch`, except those that a wrapper reduces, by title. Local."""
     return {
         f"network {number} of those that are not trained ({type(module).__name__})": [
             *((name, p) for name, p in module.named_parameters() if not is_owned(p)),
@@ -204,26 +205,26 @@ def companions() -> dict[str, list[tuple[str, Optional[torch.Tensor]]]]:
 def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLINE_S) -> None:
     """Raise SyncError if ranks made different numbers of backward passes, or hold different weights (collective).
 
-    For the end of an epoch, or before a save. `ddpshim.watch` says what is compared. A rank that is still in a step
-    would wait there until the group's timeout for gradients that no rank will send; if it does not get here within
-    `deadline_s`, the others end the job. Does nothing with one process or without guards.
+    Call it at the end of an epoch, or before a save. `ddpshim.watch` lists what is compared. A rank that is still in a
+    step would wait until the group's timeout for gradients that no rank will send; if it does not call this within
+    `deadline_s`, the others raise. Does nothing with one process or without guards.
 
     Args:
-        what: the error's name for what ends here.
+        what: the name of what has ended, for the error.
         deadline_s: how long ranks wait for each other, in seconds; default 120.
     """
     here = world()
     if here.world_size == 1 or not here.options.guard:
         return
     mine = sum(wrapped.num_reductions for wrapped in _wrappers())
-    came = here.meet("steps", [mine, _hash_of_all()], deadline_s)
-    counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in came.items())
+    of_ranks = here.meet("steps", [mine, _hash_of_all()], deadline_s)
+    counts = ", ".join(f"{number} on rank {rank}" for rank, (number, _) in of_ranks.items())
     cure = (
         "Give every rank the same number of batches (make_loader does), and skip no step on one rank alone "
         f"({OPT_OUT})."
     )
-    missing = [rank for rank in range(here.world_size) if rank not in came]
-    is_good = not missing and len({number for number, _ in came.values()}) == 1
+    missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
+    is_good = not missing and len({number for number, _ in of_ranks.values()}) == 1
     said = "" if is_good else f"{what}: {counts}"
     events.note("guard", check="steps", passed=is_good, said=said, reductions=mine)
     if missing:
@@ -237,15 +238,15 @@ def check_equal_steps(what: str = "the epoch", deadline_s: float = _STEPS_DEADLI
             f"ranks made different numbers of backward passes by the end of {what}: {counts}; gradients of "
             f"different steps were averaged with each other. {cure}"
         )
-    _refuse_unequal([facts for _, facts in came.values()], what)
+    _refuse_unequal([facts for _, facts in of_ranks.values()], what)
 
 
 def _refuse_unequal(hashes: list[int], what: str) -> None:
-    """Raise SyncError, on all ranks, where these hashes of what has to be equal differ."""
+    """Raise SyncError on all ranks if these hashes, one per rank, differ."""
     if len(set(hashes)) > 1:
         facts = {name: numbers_of(row) for name, row in _rows().items()}
         found = first_difference(world().meet("facts", {**_settings(), **facts}, _STEPS_DEADLINE_S))
-        if found is None:  # a NaN is as good as another
+        if found is None:  # only NaNs with different bits
             return
         raise SyncError(
             f"at the end of {what} ranks hold different weights: {found}. They have trained different models, and "
@@ -255,14 +256,14 @@ def _refuse_unequal(hashes: list[int], what: str) -> None:
 
 
 def _hash_of_all() -> int:
-    """A hash of all that has to be equal on all ranks of the job."""
+    """Return a hash of everything that must be equal on all ranks of the job."""
     rows = _rows()
     bits = bits_of_rows(list(rows.values()), torch.device("cpu"))
     return zlib.crc32(repr([_settings(), [*rows], bits.tolist()]).encode())
 
 
 def _rows() -> dict[str, Any]:
-    """All that has to be equal on all ranks of the job, by name."""
+    """Return the tensors that must be equal on all ranks of the job, by name."""
     of_networks = (
         (f"{name} of network {number}", row)
         for number, equality in enumerate(_compared())
@@ -285,19 +286,19 @@ def _compared() -> list[Equality]:
 
 
 def _compare_in_the_end() -> None:
-    """Raise SyncError where ranks that leave the job together do not hold the same."""
+    """Raise SyncError if ranks that leave the job together hold different weights."""
     here, wrappers = world(), _wrappers()
     if here.world_size == 1 or not here.options.guard or (wrappers and not any(w._equality.is_on for w in wrappers)):
         return
     if failure.on_the_way_out() or _watched().is_alone:
-        here.meet("the end", None, 0.0)  # nobody has to wait for this rank
+        here.meet("the end", None, 0.0)  # so that no rank waits for this one
         return
-    came = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
-    away = [rank for rank in range(here.world_size) if rank not in came]
-    if away and here.is_main:
-        say(f"ranks {away} did not reach cleanup(): the last weights were not compared")
-    if not away and None not in came.values():
-        _refuse_unequal(list(came.values()), "the job")
+    of_ranks = here.meet("the end", _hash_of_all(), _END_DEADLINE_S)
+    missing = [rank for rank in range(here.world_size) if rank not in of_ranks]
+    if missing and here.is_main:
+        say(f"ranks {missing} did not reach cleanup(): the last weights were not compared")
+    if not missing and None not in of_ranks.values():
+        _refuse_unequal(list(of_ranks.values()), "the job")
 
 
 def _asking(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,14 +315,14 @@ def _wrappers() -> list[Reduced]:
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A closure makes its gradients inside the step: look at them afterwards."""
+    """Check a step with a closure afterwards, because the closure computes gradients inside the step."""
     if len(args) > 1 or kwargs.get("closure") is not None:
         _check_step(optimizer, args, kwargs)
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before a step whose gradients were not reduced over the ranks."""
-    # Every line that goes through all parameters does so in C: policies have hundreds, and this is in every step.
+    """Raise SyncError before a step on gradients that were not reduced over the ranks."""
+    # Loops over all parameters run in C: policies have hundreds of parameters, and this runs in every step.
     params = list(chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)))
     gradients: list[Any] = list(map(attrgetter("grad"), params))
     rates = [rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))]
@@ -339,7 +340,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             wrapped._rates = rates
             before.look_at_writes(mine)
             deque(map(setattr, mine, repeat(_MARK), repeat(True)), maxlen=0)
-        # Nothing was reduced since this optimizer's last step. The same gradients again are no news; others are.
+        # Nothing was reduced since this optimizer's last step: the same gradients may be used again, others may not.
         elif not all(map(hasattr, mine, repeat(_MARK))):
             raise SyncError(
                 f"{type(optimizer).__name__}.step(): gradients of {type(wrapped.module).__name__} were replaced "
@@ -352,7 +353,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _by_owner(
     optimizer: torch.optim.Optimizer, before: _Steps, params: list[Any], gradients: list[Any]
 ) -> list[tuple[Reduced, Iterable[torch.Tensor]]]:
-    """Each wrapper that reduces some of the `gradients` (those that are there), and which."""
+    """Return each wrapper that reduces some of the `gradients` (None is skipped), with those that it reduces."""
     if before.is_known(params) and before.owner is not None and all(map(is_not, gradients, repeat(None))):
         return [(before.owner, gradients)]
     present = list(map(is_not, gradients, repeat(None)))
@@ -386,7 +387,7 @@ def _check_reduced(optimizer: torch.optim.Optimizer, wrapped: Reduced) -> None:
 
 
 def _alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> SyncError:
-    """The error for a gradient that no wrapper reduces."""
+    """Return the error for a gradient that no wrapper reduces."""
     groups = enumerate(group["params"] for group in optimizer.param_groups)
     number, position = next((i, j) for i, ps in groups for j, p in enumerate(ps) if p is parameter)
     return SyncError(
@@ -397,7 +398,7 @@ def _alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> SyncErr
 
 
 def _describe(parameter: torch.Tensor) -> str:
-    """The parameter's name where a wrapped module knows it, else its shape."""
+    """Return the parameter's name if a wrapped module has it, else its shape."""
     for wrapped in _wrappers():
         for name, other in wrapped.module.named_parameters():
             if other is parameter:

@@ -1,4 +1,4 @@
-"""Moves what a wrapped network is called with to the network's device."""
+"""Moves the arguments of a wrapped network to the network's device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """`value` with all tensors on `device`; the same object where they are there already. Local.
+    """Return `value` with all tensors on `device`; the same object if they already are. Local.
 
-    Looks into tuples, lists and dicts, however deep. A tensor that is there is not copied: the network may write into
-    it. Others follow in the order of the stream, gradients flow back through the move.
+    Covers nested tuples, lists and dicts. A tensor that is already on the device is not copied, because the network may
+    write into it. Others are moved in stream order, and gradients flow back through the move.
     """
     if isinstance(value, (torch.Tensor, PackedSequence)):
-        there = value.data.device  # which a packed sequence has not itself
+        there = value.data.device  # a PackedSequence itself has no `device`
         return value if there == device else value.to(device, non_blocking=True)  # type: ignore[arg-type]
     if isinstance(value, (tuple, list)):
         items = _moved_items(value, device)
@@ -37,6 +37,6 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def _moved_items(items: Sequence[Any], device: torch.device) -> Sequence[Any]:
-    """Each of `items` moved; `items` itself where nothing was."""
+    """Return `items` with each moved; `items` itself if none was."""
     new = [moved(item, device) for item in items]
     return new if any(one is not other for one, other in zip(new, items)) else items

@@ -1,12 +1,12 @@
 """Sends the gradients of networks that share a process group in one order on all ranks.
 
-A group adds up the messages of ranks in the order in which each rank sends them. Where two networks share a backward
-pass, and one rank leaves a branch out, their gradients are complete in another order there. So the networks of a pass
-have an order, the same on all ranks: one sends as soon as those before it have sent all but their last buckets, or when
-the pass ends; the last buckets leave then, in the same order.
+A group matches the messages of ranks by the order in which each rank sends them. If two networks share a backward
+pass and one rank leaves a branch out, their gradients are complete in another order there. So the networks of a pass
+have an order, the same on all ranks: a network sends as soon as those before it have sent all but their last buckets,
+or when the pass ends. The last buckets are sent at the end of the pass, in the same order.
 
-Which networks a pass has is expected from the passes before, which all ranks have made alike. Their order is that in
-which the main rank met them the first time.
+The networks of a pass are predicted from previous passes, which were the same on all ranks. Their order is the one in
+which the main rank reached them the first time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ddpshim.job.job import current
 from ddpshim.model import backward
 from ddpshim.model.equality import Equality
 
-_NUM_REMEMBERED = 3  # passes from which the next one is expected: a step of an actor and its critics has as many kinds
+_NUM_REMEMBERED = 3  # passes that predict the next one: a step of an actor and its critics has so many kinds
 
 Numbers = tuple[int, ...]
 
 
 class Network(Protocol):
-    """What is asked of a wrapper: its part in a pass, and how it ends."""
+    """The interface of a wrapper, as `Order` needs it."""
 
     _equality: Equality
     _device: torch.device
@@ -42,7 +42,7 @@ class Network(Protocol):
 
 
 class Orders:
-    """Of a job: the order of each process group."""
+    """The order of each process group in a job."""
 
     def __init__(self) -> None:
         self._of_groups: dict[Any, Order] = {}
@@ -52,18 +52,18 @@ class Orders:
 
 
 class Order:
-    """The backward passes of the networks that share a group."""
+    """The order of the networks that share a group, in each backward pass."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._networks: list[Any] = []  # in the order in which they were wrapped; None for one that was detached
-        self._met: list[int] = []  # the networks of the pass that goes on, as this rank met them
-        self._passes: tuple[Numbers, ...] = ()  # who took part in the last ones
-        self._after: dict[tuple[Numbers, ...], Numbers] = {}  # the order of the pass that came after these
-        self._of_all: dict[Numbers, Numbers] = {}  # for those who took part, their order on all ranks
+        self._networks: list[Any] = []  # in the order of wrapping; None for a detached one
+        self._met: list[int] = []  # the networks of this pass, in the order in which this rank reached them
+        self._passes: tuple[Numbers, ...] = ()  # the networks of the last passes
+        self._after: dict[tuple[Numbers, ...], Numbers] = {}  # the order of the pass after these passes
+        self._of_all: dict[Numbers, Numbers] = {}  # for the networks of a pass, their order
 
     def add(self, network: Network) -> int:
-        """Take `network` up; its number. Every rank does so in the same order. Local."""
+        """Add `network` and return its number. Local; every rank must add networks in the same order."""
         self._networks.append(network)
         return len(self._networks) - 1
 
@@ -72,9 +72,9 @@ class Order:
         self._networks[number] = None
 
     def join(self, number: int) -> bool:
-        """Whether network `number`, which takes part in the pass that goes on, sends its gradients at once.
+        """Add network `number` to this pass; return whether it may send its gradients at once.
 
-        The first one that joins has all networks' comparisons read before a message of this pass is sent.
+        The first network of a pass first makes all networks read their comparisons, before this pass sends a message.
         """
         if backward.at_outer_end(self._end):
             self._met.clear()
@@ -91,7 +91,7 @@ class Order:
         return (0,) if len(self._networks) == 1 else self._after.get(self._passes, ())
 
     def _end(self) -> None:
-        """The pass has computed all gradients: what was not sent leaves, and what comes next is learnt."""
+        """At the end of a pass, send all gradients that were not sent, and learn to predict this pass."""
         expected, took_part = self._expected(), tuple(sorted(self._met))
         numbers = [number for number in expected if number in took_part]
         numbers += [number for number in took_part if number not in expected]
@@ -106,12 +106,12 @@ class Order:
             backward.at_end(lambda: self._learn(before, took_part))
 
     def _learn(self, before: tuple[Numbers, ...], took_part: Numbers) -> None:
-        """Take the main rank's order for these networks, which share a pass for the first time (collective)."""
+        """Use the main rank's order for these networks, which share a pass for the first time (collective)."""
         met = torch.tensor(self._met, device=self._networks[took_part[0]]._device)
         dist.broadcast(met, dist.get_process_group_ranks(self._group)[0], group=self._group)
         self._of_all[took_part] = self._after[before] = tuple(met.tolist())
 
 
 def of(group: Any) -> Order:
-    """The order of the networks that share `group`. Local."""
+    """Return the `Order` of the networks that share `group`. Local."""
     return current().part(Orders).of(group)

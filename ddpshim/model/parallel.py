@@ -1,4 +1,4 @@
-"""Implements `wrap_parallel`: a DistributedDataParallel that reduces gradients whatever method trained."""
+"""Implements `wrap_parallel`: a DistributedDataParallel that reduces gradients whichever method computed the loss."""
 
 from __future__ import annotations
 
@@ -38,43 +38,43 @@ def wrap_parallel(
     shard: Union[bool, Sequence[str]] = False,
     world: Optional[World] = None,
 ) -> Any:
-    """Return `module` for parallel training: with DDP on several ranks, else with DataParallel, else bare.
+    """Return `module` in a wrapper for parallel training: DDP on several ranks, else DataParallel, else a plain one.
 
-    Collective in a world of several ranks: parameters and buffers become the main rank's; where ranks do not draw what
-    one process would, each gets random streams of its own (`ddpshim.split_random_streams`). DataParallel is used in one
-    process without a launcher that sees several GPUs and whose module is on a GPU. The result has `.module`;
-    attributes, methods and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not
-    changed and may be used beside the wrapper: its gradients are reduced too. Arguments that are not given come from
-    the world's `options`; with `precision`, forward in training mode runs under autocast.
+    Collective on several ranks: all get the main rank's parameters and buffers. Unless ranks draw what one process
+    would, each also gets its own random streams (`ddpshim.split_random_streams`). DataParallel is used without a
+    launcher, if the process sees several GPUs and the module is on one. The result has `.module`; attributes, methods
+    and indexing reach the module; `state_dict` keys are the bare module's. The module itself is not changed and may be
+    used beside the wrapper: its gradients are reduced too. Arguments that are not given are taken from the world's
+    `options`; with `precision`, forward in training mode runs under autocast.
 
     Args:
         module: on this rank's device (`World.device`), with the same parameters on every rank.
-        find_unused_parameters: True (default), parameters that a backward pass leaves out keep their gradient
-            (None stays None unless another rank used them). False, leaving one out is an error that
-            names it.
+        find_unused_parameters: True (default): parameters that a backward pass leaves out keep their gradient
+            (None stays None unless another rank used them). False: an error names a parameter that is left out.
         static_graph: a promise that every backward pass uses the same parameters; breaking it is an
-            error. (torch's own static_graph leaves methods that return torch.distributions unsynchronised.)
-        gradient_as_bucket_view: gradients live in the communication buckets (default); saves one copy of them.
+            error. (torch's own static_graph does not synchronise methods that return torch.distributions.)
+        gradient_as_bucket_view: gradients are views of the communication buckets (default); saves one copy of them.
         bucket_cap_mb: size of a bucket; default `best_bucket_cap_mb`.
-        broadcast_buffers: after each synchronised backward pass buffers become the main rank's (default).
-        sync_batchnorm: BatchNorm layers normalise by the batch of all ranks, as one process does (default). Their
-            forward in training mode is then collective. It holds for all networks of the process.
+        broadcast_buffers: copy the main rank's buffers to all ranks after each synchronised backward pass (default).
+        sync_batchnorm: BatchNorm layers normalise over the batch of all ranks, as in one process (default). Their
+            forward in training mode is then collective. Applies to all networks of the process.
         comm_hook: for `DistributedDataParallel.register_comm_hook`, with `comm_hook_state`.
         process_group: the ranks that share gradients; default all.
-        shard: True, each rank holds a part of the parameters, gradients and optimizer state, by torch's `fully_shard`
-            (from torch 2.6 on; for networks that do not fit). Optimizers are made afterwards; every forward pass and
-            `state_dict()` is collective (docs/sharding.md). Names of methods, as ["compute_loss"]: they train, too.
-        world: default the current one, as `setup()` made it.
+        shard: True: each rank holds a part of the parameters, gradients and optimizer state, through torch's
+            `fully_shard` (torch 2.6 or later; for networks that do not fit). Build optimizers afterwards; every forward
+            pass and `state_dict()` is collective (docs/sharding.md). Or names of methods that train beside forward:
+            ["compute_loss"].
+        world: default the one that `setup()` returned.
 
     Raises:
-        SyncError: parameters on another device than this rank's, or not the same ones on every rank; a module that
-            ranks cannot share: scripted, lazy, without values, distributed by somebody else.
+        SyncError: parameters are not on this rank's device, or differ between ranks in name, shape or dtype; ranks
+            cannot share the module: it is scripted, lazy, on the meta device, or distributed already.
     """
     here = world or current_or_new_world()
     if isinstance(module, Transparent):
         if (here.world_size == 1 and here.options.exact is None) or _nothing_to_reduce(module.module):
             return module
-        module = module.module  # wrapped before something was unfrozen, or in a world that is gone
+        module = module.module  # wrapped before a parameter was unfrozen, or in a world that has ended
     if isinstance(module, DataParallel):
         module = module.module
     check_kind(module, is_alone=here.world_size == 1 and here.options.exact is None)
@@ -146,17 +146,17 @@ def wrap_parallel(
 
 
 def _in_precision(wrapped: Any, here: World) -> Any:
-    """`wrapped`, whose forward computes in the precision of the options while it trains. Local."""
+    """Return `wrapped`; its forward in training mode now uses the option `precision`. Local."""
     if here.options.precision != "float32":
         wrapped.__dict__["_autocast"] = here.autocast
     return wrapped
 
 
 def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
-    """The size of a bucket that hides most of the communication behind backward; None for torch's 25 MB. Local.
+    """Return the bucket size that hides most of the communication behind backward; None for torch's 25 MB. Local.
 
-    gloo: a sixteenth of the model, 1 MB to 25 MB. Its messages cost little beside its bandwidth, and what is not sent
-    before backward ends is waited for: of 20M parameters 25 MB is a third (`python -m benchmarks.overlap`).
+    gloo: a sixteenth of the model, between 1 and 25 MB. A message has little overhead, and ranks wait for the last
+    bucket after backward: with 20M parameters, 25 MB is a third of all (`python -m benchmarks.overlap`).
     """
     if backend != "gloo":
         return None
@@ -164,12 +164,12 @@ def best_bucket_cap_mb(module: nn.Module, backend: str) -> Optional[float]:
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Of its gradients."""
+    """Return the bytes of the gradients of `module`."""
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def _count_steps(module: nn.Module, here: World, bucket_cap_mb: Optional[float], backend: str) -> Optional[float]:
-    """Have the steps that train `module` diagnosed, where that is asked for; the size of its buckets. Local."""
+    """Start to diagnose the steps that train `module`, if the option is on; return its bucket size. Local."""
     if bucket_cap_mb is None:
         bucket_cap_mb = best_bucket_cap_mb(module, backend)
     if here.is_launched and here.options.diagnose:
@@ -187,10 +187,10 @@ def _nothing_to_reduce(module: nn.Module) -> bool:
 
 
 class DataParallelModule(BareModule):
-    """One process on several GPUs: `forward` is spread over them, any other method runs on the first.
+    """A wrapper for one process on several GPUs: `forward` is spread over them, any other method runs on the first.
 
-    torch's DataParallel is kept beside the module rather than being a base class: it looks up `dim`, `gather` and
-    others on itself, and a module may have attributes of these names.
+    torch's DataParallel is an attribute and not a base class: it looks up `dim`, `gather` and others on itself, and a
+    module may have attributes of these names.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""Reduces gradients by torch's public API alone, where a torch lacks the private names that its DDP's reducer needs.
+"""Reduces gradients with torch's public API alone, if a torch lacks the private names that activate its reducer.
 
 Buckets, their order and the arithmetic are those of torch's reducer (torch/csrc/distributed/c10d/reducer.cpp), so the
-gradients are equal to the last bit. It is slower: its part of a step runs in Python.
+gradients are equal to the last bit. It is slower, because it runs in Python.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 
 from ddpshim.model import seams
 
-_FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first message leaves early
+_FIRST_BUCKET_BYTES = 1024 * 1024  # small, so that the first message is sent early
 
 
 class Bucket:
-    """One message: the gradients of some parameters, side by side. Its methods are those of torch's `dist.GradBucket`.
+    """The gradients of some parameters in one message. Has the methods of torch's `dist.GradBucket`.
 
     A sparse gradient has a bucket of its own.
     """
@@ -28,8 +28,8 @@ class Bucket:
     def __init__(self, index: int, parameters: Sequence[torch.Tensor], is_sparse: bool) -> None:
         self.number, self.is_the_last, self.is_sparse = index, False, is_sparse
         self._parameters = list(parameters)
-        self.missing: set[int] = set()  # the places of gradients that are yet to come
-        self.work: Any = None  # of the message on its way
+        self.missing: set[int] = set()  # the places of gradients that have not arrived
+        self.work: Any = None  # of the message being sent
         self.flat = torch.empty(0, device="cpu")
         self.views: list[torch.Tensor] = []
         if not is_sparse:
@@ -58,14 +58,14 @@ class Bucket:
 
 
 class PublicReducer:
-    """Has those methods of torch's reducer that `DistributedModule` calls.
+    """Has the methods of torch's reducer that `DistributedModule` calls.
 
     Args:
-        parameters: in the order in which their gradients come, nearly.
-        are_sparse: of each, whether its gradient is sparse.
+        parameters: all that are reduced, in the order in which DDP gives them to its reducer.
+        are_sparse: for each parameter, whether its gradient is sparse.
         group: the ranks that share gradients.
         bucket_cap_mb: size of a bucket; None for torch's 25 MB.
-        has_views: gradients live in the buckets.
+        has_views: gradients are views of the buckets.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class PublicReducer:
         ]
         self._buckets[-1].is_the_last = True
         self._places = {id(p): (b, i) for b in self._buckets for i, p in enumerate(b.parameters())}
-        self._next = len(self._buckets)  # the first bucket that has not been sent; none is on its way
+        self._next = len(self._buckets)  # the first bucket that was not sent yet; at first none is to be sent
 
     def _rebuild_buckets(self) -> None:
-        """Have buckets in the order in which the first rank's gradients came in the last pass (collective)."""
+        """Make buckets in the order in which the first rank's gradients arrived in the last pass (collective)."""
         order = torch.tensor(self._arrived, device=self._buckets[0].flat.device)
         dist.broadcast(order, dist.get_global_rank(self._group, 0) if self._group is not None else 0, self._group)
         self._make_buckets(assign(self._parameters, self._are_sparse, order.tolist(), self._limits))
@@ -107,7 +107,7 @@ class PublicReducer:
                     parameter.grad = view.copy_(parameter.grad)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """As DDP's: `hook(state, bucket)` gives a Future of what the bucket is to hold."""
+        """Use `hook(state, bucket)` for messages, as DDP does: it returns a Future of the bucket's new content."""
         self._hook, self._hook_state = hook, state
 
     def prepare_for_backward(self, outputs: Any) -> None:
@@ -118,7 +118,7 @@ class PublicReducer:
         self._next = 0
 
     def _autograd_hook(self, index: int) -> None:
-        """The gradient of the parameter `index` is complete, or it gets none: send what is full, in order."""
+        """Mark parameter `index` as ready, with or without a gradient; send buckets that are full, in order."""
         if self._next == len(self._buckets):
             return  # under no_sync()
         parameter = self._parameters[index]
@@ -129,7 +129,7 @@ class PublicReducer:
         if not bucket.is_sparse:
             view = bucket.views[place]
             if (parameter.dtype, parameter.device) != (view.dtype, view.device):
-                return  # converted after the wrap: `_check_reducer_finalized` refuses
+                return  # converted after the wrap: `_check_reducer_finalized` raises
             self._lay_down(parameter, view)
         bucket.missing.remove(place)
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
@@ -165,9 +165,9 @@ class PublicReducer:
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _check_reducer_finalized(self) -> None:
-        """Wait for all messages, and give each parameter its gradient. Raises RuntimeError where one was not sent."""
+        """Wait for all messages and set all gradients. Raises RuntimeError if a bucket was not sent."""
         if self._next < len(self._buckets):
-            raise RuntimeError(f"bucket {self._next} of {len(self._buckets)} was not reduced: a gradient did not come")
+            raise RuntimeError(f"bucket {self._next} of {len(self._buckets)} was not reduced: a gradient is missing")
         for bucket in self._buckets:
             if self._hook is not None and not bucket.is_sparse:
                 bucket.set_buffer(bucket.work.wait())
@@ -182,15 +182,16 @@ class PublicReducer:
                     parameter.grad.copy_(view)
 
     def _remove_autograd_hooks(self) -> None:
-        """They are `DistributedModule`'s, which removes them."""
+        """Do nothing: the hooks belong to `DistributedModule`, which removes them."""
 
 
 def assign(
     parameters: Sequence[torch.Tensor], are_sparse: Sequence[bool], order: Iterable[int], limits: Sequence[int]
 ) -> list[list[int]]:
-    """Which parameters share a bucket: by dtype and device, up to the next of `limits` bytes each, the last for all.
+    """Return the indices of the parameters of each bucket, as torch's `compute_bucket_assignment_by_size` does.
 
-    As torch's `compute_bucket_assignment_by_size` has it.
+    A bucket has one dtype and device. It is full at so many bytes: the first bucket of a kind at `limits[0]`, the next
+    at `limits[1]`, and so on; the last limit applies to all others.
     """
     done: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
@@ -212,7 +213,7 @@ def assign(
 
 
 def parameters_of(module: nn.Module, is_owned: Callable[[Any], bool]) -> tuple[list[nn.Parameter], list[bool]]:
-    """The parameters that train and that nobody else reduces, each once, and whether their gradients are sparse."""
+    """Return the trained parameters that no wrapper reduces, each once, and whether their gradients are sparse."""
     found: dict[int, tuple[nn.Parameter, bool]] = {}
     for part in module.modules():
         is_sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and bool(part.sparse)
@@ -223,7 +224,7 @@ def parameters_of(module: nn.Module, is_owned: Callable[[Any], bool]) -> tuple[l
 
 
 def _as_laid_out(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`part` in the shape of `parameter`, and in its strides where those leave no holes, as channels_last has them."""
+    """Return `part` in the shape of `parameter`, with its strides too if they leave no gaps (as in channels_last)."""
     order = sorted(range(parameter.dim()), key=lambda i: (parameter.stride(i), parameter.size(i)))
     expected = 1
     for i in order:

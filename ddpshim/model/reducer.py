@@ -1,15 +1,14 @@
-"""Reduces the gradients of one network over ranks: torch's DDP, whose reducer each backward pass arms.
+"""Reduces the gradients of one network over ranks with torch's DDP, whose reducer each backward pass activates.
 
-torch arms its reducer in the wrapper's `forward`, so a network that trains through another method, or
-runs two backward passes over one forward, is not synchronised, and nothing says so. Here the same
-reducer is armed when a backward pass reaches the first parameter of the network. The call that built
-the graph, and what it returned, do not matter any more; neither does whether it went through the
-wrapper. (The idea of hooking the parameters rather than the forward is that of torch's composable
-`replicate` and FSDP2; the reducer, its buckets and its overlap with backward are DDP's own.)
+torch activates (arms) its reducer in the wrapper's `forward`, so a network that trains through another method, or
+runs two backward passes over one forward, is not synchronised, and no error is raised. Here the same reducer is
+activated when a backward pass reaches the first parameter of the network. It no longer matters which call built the
+graph, what it returned, or whether it went through the wrapper. (Hooks on parameters instead of the forward are an
+idea of torch's composable `replicate` and FSDP2; the reducer, its buckets and its overlap with backward are DDP's.)
 
-Nothing in Python runs for each parameter of a step: its hooks are builtins, called from C. And the reducer does not
-look for unused parameters, for which it needs a message of its own and two lookups in a tensor for each parameter:
-which ones a rank used is one more gradient in the last bucket.
+No Python code runs for each parameter of a step: the hooks are builtins, called from C. torch's search for unused
+parameters is off, because it sends one more message and looks up a tensor twice for each parameter. Instead, one
+additional gradient in the last bucket lists the parameters that a rank used.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _HOLD_THE_GROUP = _OF_TORCH | {"_buffers_to_send", "_equality", "_order", "_unus
 
 
 class Wrapped(weakref.WeakSet["DistributedModule"]):
-    """The networks that are wrapped in a job."""
+    """The wrapped networks of a job."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.with_first_buckets: list[DistributedModule] = []  # after their first pass
+        self.with_first_buckets: list[DistributedModule] = []  # until they are rebuilt, after the first pass
 
     def unwrap_all(self) -> None:
         for wrapped in list(self):
@@ -54,10 +53,10 @@ class Wrapped(weakref.WeakSet["DistributedModule"]):
         self.clear()
 
     def rebuild_buckets(self) -> None:
-        """Give the networks whose first pass is over buckets in the order of its gradients (collective).
+        """Rebuild the buckets of networks after their first pass, in the order in which gradients arrived (collective).
 
-        torch does so before the second forward, which one rank alone may run. Here it is at the end of a backward pass,
-        of all its networks: ranks may have met them in different orders.
+        torch does so before the second forward, which one rank alone may run. Here it happens at the end of a backward
+        pass, for all its networks in one order, because ranks may have reached them in different orders.
         """
         if self.unfinished() is None:
             for wrapped in sorted(self.with_first_buckets, key=lambda wrapped: wrapped._number):
@@ -65,7 +64,7 @@ class Wrapped(weakref.WeakSet["DistributedModule"]):
             self.with_first_buckets.clear()
 
     def unfinished(self) -> Optional[str]:
-        """The network whose gradients are on their way in a backward pass that goes on, or was left."""
+        """Return a network whose gradients are being sent, in a running or an aborted backward pass; else None."""
         return next((type(w.module).__name__ for w in self if w.is_armed or w._is_completing), None)
 
 
@@ -75,9 +74,9 @@ def is_first() -> bool:
 
 
 class _Pass:
-    """Has `is_begun` while a backward pass goes on; asking for it before that begins one.
+    """Has the attribute `is_begun` during a backward pass; the first access begins the pass.
 
-    So a hook that asks needs no Python but for the first gradient of a pass.
+    So a hook that is `getattr` runs Python code only at the first gradient of a pass.
     """
 
     def __init__(self, begin: Callable[[], bool]) -> None:
@@ -88,8 +87,8 @@ class _Pass:
             raise AttributeError(name)
         try:
             if self._begin():
-                self.__dict__[name] = None  # and not for passes under no_sync(), of which each gradient asks
-        except AttributeError as error:  # `getattr` with a default, which the hooks call, would drop it
+                self.__dict__[name] = None  # not under no_sync(): there each gradient calls `_begin`
+        except AttributeError as error:  # the hooks' `getattr` has a default (the parameter) and would swallow it
             raise RuntimeError(f"while a backward pass began: {error}") from error
 
     @property
@@ -101,7 +100,7 @@ class _Pass:
 
 
 class DistributedModule(Transparent, DistributedDataParallel):
-    """DDP whose reducer is armed by the backward pass. Made by `wrap_parallel`."""
+    """DDP whose reducer is activated by the backward pass. Made by `wrap_parallel`."""
 
     def __init__(
         self,
@@ -140,32 +139,32 @@ class DistributedModule(Transparent, DistributedDataParallel):
         mine["_unused"] = Unused(len(reduced), self._device, process_group)
         needs = not lacking and refused.needs_default_stream(self._device, dist.get_backend(process_group))
         mine["_needs_default_stream"] = needs
-        # torch.compile then ends a graph where a bucket ends. It refuses buckets below DDP's first one.
+        # torch.compile then splits graphs where buckets end. It refuses buckets smaller than DDP's first one.
         mine["_splits_graphs"] = hasattr(module, "_orig_mod") and not lacking and self.bucket_bytes_cap >= 1024 * 1024
-        mine["_missed"] = []  # in the pass that ends
-        mine["_captured"] = []  # from where CUDA graphs copy
-        mine["_seen"] = []  # the parameters that got a gradient in the pass that goes on
+        mine["_missed"] = []  # indices of parameters without a gradient, in the pass that ends
+        mine["_captured"] = []  # memory that CUDA graphs copy from
+        mine["_seen"] = []  # the parameters that got a gradient in this pass
         mine["_pass"], mine["_sends_at_once"] = _Pass(self._arm), False
         mine["_is_completing"] = False  # between `_finish` and the end of `_complete`
-        mine["_versions"] = []  # of the parameters, in the first pass
+        mine["_versions"] = []  # of the parameters at the start of the first pass
         mine["has_unreduced_gradients"] = False  # a backward pass ran under no_sync()
-        mine["num_reductions"] = mine["_num_passes"] = 0  # the passes that ended, and all that were to be reduced
+        mine["num_reductions"] = mine["_num_passes"] = 0  # passes reduced, passes begun
         mine["_number"] = current().next_number("networks")
-        mine["_num_steps"], mine["_rates"] = 0, []  # of optimizers, and the learning rates of the last one
-        mine["_num_answered"] = guard.num_asked()  # of what this rank has asked for
-        mine["_at_steps"] = None  # how many there had been when weights were compared last
+        mine["_num_steps"], mine["_rates"] = 0, []  # optimizer steps; the last learning rates
+        mine["_num_answered"] = guard.num_asked()  # comparisons that this rank has requested
+        mine["_at_steps"] = None  # `_num_steps` at the last comparison of weights
         companions: Any = guard.companions if is_first() else dict
         optimizers = functools.partial(guard.optimizers_of, self)
         device = reduced[0].device
         mine["_equality"] = Equality(module, homes, process_group, device, is_guarded, optimizers, companions)
         mine["_accumulators"] = [_accumulator(p) for p in reduced]
-        # Builtins. Strong on purpose: a caller who drops the wrapper and goes on with the module stays synchronised.
+        # Builtins. Strong references: a caller who drops the wrapper and uses the module must stay synchronised.
         hooks = functools.partial(getattr, self._pass, "is_begun"), self._seen.append
         mine["_handles"] = [p.register_post_accumulate_grad_hook(hook) for p in reduced for hook in hooks]
         if lacking:
             for i, parameter in enumerate(reduced):
-                tell = functools.partial(_tell, self._reducer, i + 1)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(tell))
+                mark_ready = functools.partial(_mark_ready, self._reducer, i + 1)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(mark_ready))
         broadcast_state(module, process_group)
         guard.own(self, reduced)
         mine["_order"] = order.of(process_group)
@@ -177,9 +176,9 @@ class DistributedModule(Transparent, DistributedDataParallel):
         current().part(Wrapped).add(self)
 
     def _begin(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
-        """Be torch's DDP, with its reducer."""
+        """Run the constructor of torch's DDP, which makes its reducer."""
         signature = inspect.signature(DistributedDataParallel.__init__).parameters
-        # torch 2.13 renames the option; both spell "do not broadcast buffers in forward", which we never use.
+        # torch 2.13 renames the option. False: forward sends no buffers (`Buffers` does, after backward).
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature else "broadcast_buffers"
         options: dict[str, Any] = {**ddp_options, buffers: False}
         take_back = seams.ignore_in_wrapper(module, _names_of_owned(module))
@@ -189,7 +188,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
             take_back()
 
     def _begin_publicly(self, module: nn.Module, process_group: Any, ddp_options: dict[str, Any]) -> None:
-        """Look like torch's DDP, with a reducer of public API."""
+        """Set the attributes of torch's DDP, with a reducer that uses torch's public API alone."""
         from ddpshim.model import public_reducer
 
         nn.Module.__init__(self)
@@ -213,59 +212,59 @@ class DistributedModule(Transparent, DistributedDataParallel):
             )
 
     def _build_params_for_reducer(self) -> Any:
-        """What torch's constructor gives its reducer, which turns the order round: one more, then the parameters."""
+        """Return the parameters for torch's reducer, which reverses them: the additional one is first, so sent last."""
         parameters, are_sparse = DistributedDataParallel._build_params_for_reducer(self)
         mine = self.__dict__
         mine["_reduced"] = parameters
-        # Its gradient tells which parameters this rank used.
+        # Its gradient lists the parameters that this rank used, and the numbers of `agreement`.
         mine["_presence"] = nn.Parameter(parameters[0].new_zeros(len(parameters) + agreement.NUM))
         return [self._presence, *parameters], [False, *are_sparse]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
-        """What torch's reducer prints: it does not know the additional parameter."""
+        """Return the names that torch's reducer prints, with one for the additional parameter."""
         names = {id(p): name for name, p in self.module.named_parameters()}
         return {i: names.get(id(p), "presence") for i, p in enumerate(parameters)}
 
     def no_sync(self) -> Any:
-        """A context in which backward passes add up on each rank; the next one outside reduces the sum."""
+        """Return a context in which gradients accumulate on each rank; the next pass outside it reduces the sum."""
         return DistributedDataParallel.no_sync(self)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: ranks with different numbers of batches would train on different data."""
+        """Raise SyncError: ranks with different numbers of batches would weight samples unequally."""
         raise SyncError(
             "join() is for ranks that run out of batches at different times, which weights samples unequally. "
             "make_loader gives every rank the same number of steps."
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._device.type != "cpu":  # inputs follow, as under DataParallel
+        if self._device.type != "cpu":  # inputs are moved to the device, as by DataParallel
             args, kwargs = inputs.moved(args, self._device), inputs.moved(kwargs, self._device)
         with self._inside_ddp_forward() if self._splits_graphs else contextlib.nullcontext():
             return Transparent.forward(self, *args, **kwargs)
 
     def _detach(self) -> None:
-        """Stop reducing: the module is bare again. Local."""
+        """Stop reducing; the module then trains like a bare one. Local."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         guard.disown(self._reduced)
         self._reducer._remove_autograd_hooks()
         self._order.remove(self._place)
-        for name in _HOLD_THE_GROUP & self.__dict__.keys():  # whose threads cleanup() ends
+        for name in _HOLD_THE_GROUP & self.__dict__.keys():  # cleanup() ends the group's threads
             del self.__dict__[name]
 
     @property
     def has_sent(self) -> bool:
-        """Whether all buckets but the last one have left in the backward pass that goes on."""
+        """Whether the current backward pass has sent all buckets but the last one."""
         return self.is_armed and self._sends_at_once and len(self._seen) == len(self._reduced)
 
     @property
     def is_armed(self) -> bool:
-        """Between the first gradient of a backward pass that is to be reduced and its end."""
+        """Whether a backward pass that will be reduced has computed its first gradient and not ended."""
         return bool(self._pass.goes_on)
 
     def _arm(self) -> bool:
-        """Make torch's reducer expect every parameter in the backward pass that is running; False under no_sync()."""
+        """Begin a backward pass; activate the reducer if the pass may send at once. Return False under no_sync()."""
         self._seen.clear()
         if not self.require_backward_grad_sync:
             self.__dict__["has_unreduced_gradients"] = True
@@ -282,7 +281,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         return True
 
     def _finish(self) -> None:
-        """End of the pass: hand the reducer the parameters that it did not meet; all buckets but the last go out."""
+        """End the pass: mark parameters without a gradient as ready, so that all buckets but the last are sent."""
         mine, profiled = self.__dict__, events.running
         self._pass.end()
         if self._needs_default_stream:
@@ -304,12 +303,12 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if not self._sends_at_once:
             self._reducer.prepare_for_backward([])
             places = {id(p): i for i, p in enumerate(reduced)}
-            ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # as they came
+            ready = [places[key] for key in dict.fromkeys(map(id, self._seen))] + missed  # in order of arrival
         for index in ready:
             self._reducer._autograd_hook(index + 1)
 
     def _send_last(self) -> None:
-        """After that: send the last bucket, and the buffers."""
+        """Send the last bucket, then the buffers; called after `_finish`."""
         mine, profiled, missed = self.__dict__, events.running, self._missed
         self._tell_others([i for i in missed if self._reduced[i].grad is None])
         self._reducer._autograd_hook(0)
@@ -320,23 +319,23 @@ class DistributedModule(Transparent, DistributedDataParallel):
         if self._buffers_to_send is not None:
             if self.num_reductions == 1 and self._equality.is_on:
                 self._equality.look_at_own_buffers()
-            self._buffers_to_send.start()  # on every rank after its last bucket
-        # After the reducer's own last callback, which is queued by now.
+            self._buffers_to_send.start()  # after the last bucket on every rank: one order of messages
+        # Runs after the reducer's own last callback, which is already queued.
         backward.at_end(self._complete)
         if profiled is not None:
             backward.at_end(profiled.end)
 
     def _tell_others(self, unused: list[int]) -> None:
-        """Fill the additional gradient: `unused` parameters have none here."""
+        """Write into the additional gradient that `unused` parameters have no gradient on this rank."""
         presence = self._presence
         gradient = presence.grad if presence.grad is not None else torch.empty_like(presence)
-        # What travels to a GPU is copied from memory that is pinned: nobody waits for that.
+        # The copy to a GPU is from pinned memory, so the host does not wait for it.
         on_cpu = gradient.device.type == "cpu"
         pinned: Any = {"dtype": gradient.dtype, "device": "cpu", "pin_memory": gradient.is_cuda}
         row = gradient if on_cpu else torch.empty(len(gradient), **pinned)
         self._unused.tell(row, unused)
         if self._agreement is not None:
-            if asks := self._asks():  # once: on a GPU the answer comes some passes later
+            if asks := self._asks():  # noted now, to ask once: on a GPU the answer arrives some passes later
                 self.__dict__.update(_num_answered=guard.num_asked(), _at_steps=self._num_steps)
             self._agreement.fill(row, asks, self._num_steps, self._rates, bool(unused))
         if not on_cpu:
@@ -346,7 +345,7 @@ class DistributedModule(Transparent, DistributedDataParallel):
         presence.grad = gradient
 
     def _complete(self) -> None:
-        """After the reduction: what no rank used has no gradient, and buffers become the main rank's."""
+        """After the reduction: set grad=None for parameters that no rank used, and take the main rank's buffers."""
         try:
             self._reducer._check_reducer_finalized()
         except RuntimeError as error:
@@ -369,10 +368,10 @@ class DistributedModule(Transparent, DistributedDataParallel):
             all_wrapped.rebuild_buckets()
 
     def _asks(self) -> bool:
-        """Whether this rank wants weights compared after the backward pass that ends: before a step that is due."""
+        """Whether this rank requests a comparison of weights in this pass: after `guard.ask`, or before a milestone."""
         if self._num_answered != guard.num_asked():
             return True
-        if not self._num_steps:  # an update by hand, or none yet
+        if not self._num_steps:  # no optimizer step yet, or weights are updated by hand
             return is_milestone(self.num_reductions + 1)
         return is_milestone(self._num_steps + 1) and self._at_steps != self._num_steps
 
@@ -403,23 +402,23 @@ class DistributedModule(Transparent, DistributedDataParallel):
             )
 
     def check_equality(self) -> None:
-        """Raise SyncError where the last comparison found that ranks differ."""
+        """Raise SyncError if the last comparison found a difference between ranks."""
         if not devices.is_capturing(self._device):
             self._equality.finish()
 
 
-def _tell(reducer: Any, index: int, parameter: torch.Tensor) -> None:
+def _mark_ready(reducer: Any, index: int, parameter: torch.Tensor) -> None:
     reducer._autograd_hook(index)
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:
-    """The node of autograd that adds up the gradient of `parameter`."""
+    """Return the node of autograd that accumulates the gradient of `parameter`."""
     with torch.enable_grad():
         return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _names_of_owned(module: nn.Module) -> list[str]:
-    """The names of parameters that another wrapper reduces, each as torch's DDP spells it, twins included."""
+    """Return the names of parameters that another wrapper reduces, in all of DDP's spellings, duplicates included."""
     names = [name for name, p in module.named_parameters(remove_duplicate=False) if guard.is_owned(p)]
     for prefix, child in module.named_modules():
         names += [f"{prefix}.{name}" for name, p in child.named_parameters(recurse=False) if guard.is_owned(p)]
@@ -427,5 +426,5 @@ def _names_of_owned(module: nn.Module) -> list[str]:
 
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
+    """Return the mean of `tensor` over all ranks, without gradient (collective; not while a backward pass runs)."""
     return exchange.add_up(tensor, dist.group.WORLD, "a mean over all samples") / exchange.size(world())

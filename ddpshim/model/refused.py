@@ -1,4 +1,4 @@
-"""Refuses modules that ranks could not train together, and says what to give `wrap_parallel` instead."""
+"""Refuses modules that ranks cannot train together, with errors that say what to give `wrap_parallel` instead."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.model.transparent import Transparent
 
-# By name: most programs never import them. Each divides parameters over the ranks or reduces gradients by itself.
+# Names and not classes, because most programs never import them. Each shards parameters or reduces gradients itself.
 _OTHERS = ("FullyShardedDataParallel", "FSDP", "FSDPModule", "ReplicateModule", "DDP", "DistributedDataParallel")
 
 
 def check_kind(module: nn.Module, is_alone: bool) -> None:
-    """Refuse what has no gradients that could be reduced, or what somebody else reduces. Local.
+    """Refuse a module whose gradients cannot be reduced or are reduced by another wrapper. Local.
 
-    `is_alone`: nothing is to be reduced; only what could not be wrapped at all is refused.
+    If `is_alone`, nothing will be reduced, and only modules that cannot be wrapped at all are refused.
     """
     if torch.is_inference_mode_enabled() and not is_alone:
         raise SyncError(
@@ -59,11 +59,11 @@ def check_kind(module: nn.Module, is_alone: bool) -> None:
 
 
 def _other_way(module: nn.Module) -> Optional[str]:
-    """By what of torch's a module is distributed already; None where it is not."""
+    """Return the name of torch's wrapper that distributes this module already; None if there is none."""
     for kind in type(module).__mro__:
         if kind.__name__ in _OTHERS and kind.__module__.startswith(("torch.distributed", "torch.nn.parallel")):
             return kind.__name__
-    # torch before 2.2 leaves the class as it is, and writes down in the module what was applied to it.
+    # torch before 2.2 keeps the class, and stores in the module what was applied to it.
     applied = (held for key, held in vars(module).items() if "composable" in key and isinstance(held, dict))
     return next((name for held in applied for name in ("replicate", "fully_shard") if name in held), None)
 
@@ -92,7 +92,7 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
 
 
 class _Wrapping:
-    """Of a job: whether torch's own wrapper is watched."""
+    """Whether torch's DDP is watched in a job."""
 
     is_watched = False
 
@@ -120,16 +120,16 @@ def watch_wrapping() -> None:
 
 
 def needs_default_stream(device: torch.device, backend: str) -> bool:
-    """Whether gradients on `device` are right on its default stream alone. Local.
+    """Whether reduced gradients on `device` are only safe to use on its default stream. Local.
 
-    gloo copies them back on streams of its own, and torch's reducer waits for a future that knows no stream: only the
-    default one waits for the copies. Mended in torch 2.11 (https://github.com/pytorch/pytorch/pull/170812).
+    gloo copies them back on its own streams, and torch's reducer waits for a future that is bound to no stream, so only
+    the default stream waits for the copies. Fixed in torch 2.11 (https://github.com/pytorch/pytorch/pull/170812).
     """
     return device.type == "cuda" and backend == "gloo" and Version(torch.__version__).release < (2, 11)
 
 
 def check_stream(device: torch.device) -> None:
-    """Raise SyncError where a backward pass ends on another stream than the default one of `device`. Local."""
+    """Raise SyncError if a backward pass ends on a stream other than the default one of `device`. Local."""
     if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         raise SyncError(
             f"a backward pass on a CUDA stream of its own, through gloo, with torch {torch.__version__}: gradients "
@@ -140,7 +140,7 @@ def check_stream(device: torch.device) -> None:
 
 
 def check_device(module: nn.Module, here: World) -> None:
-    """Refuse parameters that are on another rank's GPU, or on the CPU where nccl moves gradients."""
+    """Refuse parameters that are on another rank's GPU, or on the CPU with nccl. Local."""
     for name, p in module.named_parameters():
         if p.is_cuda and here.device.type == "cuda" and p.device != here.device:
             raise SyncError(
@@ -155,10 +155,10 @@ def check_device(module: nn.Module, here: World) -> None:
 
 
 def check_same_structure(module: nn.Module, here: World) -> None:
-    """Refuse modules that differ between ranks by name; warn where their values did (collective)."""
+    """Refuse modules whose tensors differ between ranks; warn if weights had different values (collective)."""
     mine: dict[str, Any]
     mine = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()}
-    # A buffer that one rank lacks ends the process without a word, in torch's broadcast.
+    # A buffer that one rank lacks would end the process without an error, in torch's broadcast.
     mine.update((f"buffer {name}", (tuple(b.shape), str(b.dtype))) for name, b in module.named_buffers())
     with torch.no_grad():
         sums = {name: float(p.detach().abs().double().sum()) for name, p in module.named_parameters()}

@@ -1,7 +1,7 @@
-"""Adds up the gradients of the virtual ranks of a job's only process while their backward passes are made.
+"""Adds up the gradients of virtual ranks during their backward passes, in a job of one process.
 
-As gradient accumulation does, in one set of memory: the gradient of each virtual rank is added to the sum of those
-before it by torch itself, which is the order in which several processes add them.
+It works like gradient accumulation, in the memory of one gradient: torch adds each virtual rank's gradient to the sum
+of the previous ones, which is the order in which several processes add them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _NUM_COMPARED = 64  # numbers of a gradient
 
 
 class RunningSum:
-    """The sums of the parameters whose gradient was None before their backward passes; others are left alone.
+    """The sums for parameters whose gradient was None before the backward pass; other parameters are not covered.
 
-    Afterwards the first virtual rank has the mean in memory of its own, and the others share a copy of it. A step that
-    changes its gradients (it clips them) changes that copy once for each of them, so it is put back between them.
+    Afterwards the first virtual rank has the mean in its own memory, and the others share one copy of it. A step that
+    changes its gradients (clips them) would change that copy once for each of them, so it is restored between turns.
 
     Args:
-        copies: of each virtual rank, its parameters; the list changes with the virtual ranks.
+        copies: for each virtual rank, its parameters; the list grows and shrinks with the virtual ranks.
     """
 
     def __init__(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         self._copies = copies
         self._totals: dict[int, torch.Tensor] = {}
-        self._begins: list[tuple[int, set[int]]] = []  # of the passes that go on: whose, which sums it may begin
-        self._means: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one's, and that of the others
-        self._versions: dict[int, int] = {}  # of the first one's, at the start of its turn
-        self._before: dict[int, torch.Tensor] = {}  # what the others' were at the start of this round of turns
-        self._is_fresh = False  # since the means were made the first one has had one turn at most
+        self._begins: list[tuple[int, set[int]]] = []  # passes in progress: virtual rank, sums that it may begin
+        self._means: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first virtual rank's, the others'
+        self._versions: dict[int, int] = {}  # of the first virtual rank's mean, when its turn began
+        self._before: dict[int, torch.Tensor] = {}  # the others' means when their first turn began
+        self._is_fresh = False  # the first one had at most one turn since the means were made
 
     def before_backward(self, number: int) -> None:
-        """Let virtual rank `number` add to the sums, and begin those of parameters that have none. Local."""
+        """Let virtual rank `number` add to existing sums, and begin a sum for other parameters. Local."""
         if number == 0:
             self._totals.clear()
         begins: set[int] = set()
@@ -53,19 +53,19 @@ class RunningSum:
                     "for some samples. Clear them always, or never."
                 )
             if number and index in self._means and parameter.grad is self._means[index][1]:
-                parameter.grad = parameter.grad.clone()  # to which it adds its own
+                parameter.grad = parameter.grad.clone()  # so that its own gradient is added to a copy
         if number == 0:
             for index in begins & self._means.keys():
                 del self._means[index]
         self._begins.append((number, begins))
         if len(self._begins) > 1:
-            # Passes inside of one another (checkpointing), or that exchange something on the way (BatchNorm): they are
-            # not one after another.
+            # Passes overlap: nested ones (checkpointing), or ones that exchange values midway (BatchNorm). Their
+            # gradients would not be added one after another.
             for _, of_pass in self._begins:
                 of_pass.clear()
 
     def after_backward(self, number: int, touched: set[int]) -> None:
-        """Take note of the sums that virtual rank `number` began. Local."""
+        """Record the sums that virtual rank `number` began. Local."""
         latest = max(i for i, (of, _) in enumerate(self._begins) if of == number)
         for index in self._begins.pop(latest)[1] & touched:
             gradient = self._copies[number][index].grad
@@ -73,12 +73,12 @@ class RunningSum:
             self._totals[index] = gradient
 
     def take_mean(self, index: int, num: int, touched: Sequence[set[int]]) -> bool:
-        """Give all the mean over `num` of the sum of parameter `index`; False if there is no such sum. Local."""
+        """Set all gradients of parameter `index` to its sum / `num`; return False if there is no sum. Local."""
         total = self._totals.pop(index, None)
         if total is None or total.layout != torch.strided:
             return False
         if not all(index in own for own in touched):
-            total.add_(0.0)  # as processes do for a rank without a gradient: 0 and -0 are 0
+            total.add_(0.0)  # several processes add 0 for a rank without a gradient: -0 becomes 0
         total.div_(num)
         mean = total.clone() if len(self._copies) > 1 else total
         for parameters in self._copies[1:]:
@@ -89,7 +89,7 @@ class RunningSum:
         return True
 
     def begin_turn(self, number: int) -> None:
-        """Put back what the virtual rank before `number` has changed of the mean that both have. Local."""
+        """Restore the shared means that the virtual rank before `number` has changed. Local."""
         if number == 1 and len(self._copies) > 2:
             self._before = {index: self._means[index][1].clone() for index in self._means if self._is_changed(index)}
             self._is_fresh = False
@@ -101,7 +101,7 @@ class RunningSum:
             self._versions = {index: first._version for index, (first, _) in self._means.items()}
 
     def clear(self) -> None:
-        """Forget what there is, when virtual ranks end. Local."""
+        """Drop all sums and means, when virtual ranks end. Local."""
         self._begins.clear()
         for kept in (self._totals, self._means, self._before, self._versions):
             kept.clear()
@@ -110,7 +110,7 @@ class RunningSum:
         first, other = self._means[index]
         if self._copies[0][index].grad is not first:
             return False
-        if self._is_fresh and first._version == self._versions.get(index):  # what goes through .data counts no version
+        if self._is_fresh and first._version == self._versions.get(index):  # .data changes no version
             every = first.numel() // _NUM_COMPARED + 1
             return not torch.equal(first.reshape(-1)[::every], other.reshape(-1)[::every])
         return first._version != self._versions.get(index)

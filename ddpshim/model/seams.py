@@ -1,4 +1,4 @@
-"""Looks up the private names of torch that gradients are reduced with, and says what serves where one is missing."""
+"""Lists the private names of torch that reduce gradients, and finds those that this torch lacks."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ WRAPPER = (
     "_set_params_and_buffers_to_ignore_for_model",
 )
 CALLBACK = "queue_callback"
-BUCKET_CAP_MB = 25.0  # of torch's DDP, where it is given none
+BUCKET_CAP_MB = 25.0  # the default of torch's DDP
 
 
 def lacking() -> list[str]:
-    """The private names that torch's own reducer cannot be armed without, and that this torch has not. Local."""
+    """Return the private names that activating torch's reducer needs and this torch lacks. Local."""
     reducer = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     names = [f"Reducer.{name}" for name in REDUCER if not hasattr(getattr(reducer, "Reducer", None), name)]
     return names + [f"DistributedDataParallel.{n}" for n in WRAPPER if not hasattr(DistributedDataParallel, n)]
 
 
 def queue_of_engine() -> Any:
-    """What takes a callback for the end of the backward pass that goes on; None where the engine takes none. Local."""
+    """Return the function that queues a callback for the end of the current backward pass, or None. Local."""
     return getattr(getattr(torch.autograd.Variable, "_execution_engine", None), CALLBACK, None)
 
 
 def compiles_backward() -> bool:
-    """Whether torch compiles backward passes just now (compiled autograd): hooks then run when it traces. Local."""
+    """Whether torch compiles backward passes now (compiled autograd), so that hooks run at tracing. Local."""
     return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
 def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy each of `values` into its target; one call, where torch has it. Local."""
+    """Copy each of `values` into its target, in one call if this torch has it. Local."""
     if hasattr(torch, "_foreach_copy_"):
         torch._foreach_copy_(list(targets), list(values))
     else:
@@ -53,7 +53,7 @@ def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 
 
 def ignore_in_wrapper(module: nn.Module, names: Sequence[str]) -> Callable[[], None]:
-    """Have torch's DDP leave out the parameters of these names; returns what takes that back. Local."""
+    """Make torch's DDP ignore the parameters of these names; return a function that undoes it. Local."""
     if not names:
         return lambda: None
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)

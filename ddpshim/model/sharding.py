@@ -1,7 +1,7 @@
 """Divides a network's parameters, gradients and optimizer state over the ranks, by torch's `fully_shard` (FSDP2).
 
-For networks that do not fit a GPU together with Adam's state. What is saved is what a plain run saves: `state_dict` of
-the network and of its optimizers put the parts together, and `load_state_dict` divides what it is given.
+For networks that do not fit a GPU together with Adam's state. Files are the same as in a plain run: `state_dict` of the
+network and of its optimizers collect the parts, and `load_state_dict` divides them again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ddpshim.model.broadcasting import Buffers, broadcast_state
 from ddpshim.model.reducer import Wrapped
 from ddpshim.model.transparent import BareModule
 
-# The main rank may write a large file between two `state_dict()`; ranks that wait elsewhere are found long before.
+# The main rank may write a large file between two calls of `state_dict`. Ranks that hang are found much earlier.
 _DEADLINE_S = 3600.0
 
 
 class _Sharding:
-    """Of a job: the parameters that were there before networks were divided, and whether optimizers are watched."""
+    """The sharded networks of a job, their parameters before sharding, and whether optimizers are watched."""
 
     def __init__(self) -> None:
         self.former: dict[int, tuple[weakref.ref[Any], str]] = {}
@@ -44,7 +44,7 @@ class _Sharding:
 
 
 class ShardedModule(BareModule):
-    """A network of which each rank holds a part; made by `wrap_parallel(module, shard=True)`."""
+    """A network of which each rank holds one part; made by `wrap_parallel(module, shard=True)`."""
 
     def __init__(self, module: nn.Module, methods: Sequence[str], sync_buffers: bool) -> None:
         fsdp = _fsdp()
@@ -55,10 +55,10 @@ class ShardedModule(BareModule):
                     "methods that train beside forward."
                 )
         broadcast_state(module)
-        name_of_class = type(module).__name__  # fully_shard puts another one in its place
+        name_of_class = type(module).__name__  # fully_shard replaces the class
         before = dict(module.named_parameters())
         blocks = {id(child) for parent in module.modules() if isinstance(parent, nn.ModuleList) for child in parent}
-        # The inner ones first: each takes the parameters that none has taken.
+        # Inner blocks first: each takes the parameters that no other has taken.
         for child in reversed([child for child in module.modules() if id(child) in blocks]):
             if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters()):
                 fsdp.fully_shard(child)
@@ -69,8 +69,8 @@ class ShardedModule(BareModule):
         mine["_parts"] = dict(module.named_parameters())
         mine["has_unreduced_gradients"], mine["is_armed"], mine["num_reductions"] = False, False, 0
         mine["_num_steps"], mine["_rates"] = 0, []
-        mine["_equality"] = SimpleNamespace(is_on=False, covers_all=False)  # each rank holds other weights
-        mine["_has_run"], mine["_syncs"], mine["_told"] = False, True, None
+        mine["_equality"] = SimpleNamespace(is_on=False, covers_all=False)  # each rank holds different weights
+        mine["_has_run"], mine["_syncs"], mine["_sent"] = False, True, None
         mine["_buffers_to_send"] = Buffers(module, dist.group.WORLD) if sync_buffers and [*module.buffers()] else None
         module.register_forward_pre_hook(lambda *_: self._note_run())
         for name in methods:
@@ -88,7 +88,7 @@ class ShardedModule(BareModule):
         _watch_optimizers(sharding)
 
     def no_sync(self) -> Any:
-        """A context in which backward passes add up on each rank; the next one outside reduces the sum."""
+        """Return a context in which gradients accumulate on each rank; the next pass outside it reduces the sum."""
         return self._without_reduction()
 
     @contextlib.contextmanager
@@ -114,14 +114,14 @@ class ShardedModule(BareModule):
         )
 
     def check_equality(self) -> None:
-        """Nothing: no two ranks hold the same."""
+        """Do nothing, because ranks hold different parts."""
 
     def _note_run(self) -> None:
         if torch.is_grad_enabled():
             self.__dict__["_has_run"] = True
 
     def _after_pass(self) -> None:
-        """After a backward pass: check that gradients were reduced, and alike on all ranks (collective)."""
+        """After a backward pass, check that all ranks reduced the gradients of the same parameters (collective)."""
         mine = self.__dict__
         if not self._has_run:
             return
@@ -150,14 +150,14 @@ class ShardedModule(BareModule):
             self._compare_unused(device)
 
     def _compare_unused(self, device: torch.device) -> None:
-        """Raise SyncError where ranks used different parameters; on a GPU, for which nobody waits, a pass later."""
+        """Raise SyncError if ranks used different parameters. On a GPU a pass later, so that the host does not wait."""
         names = [name for name, p in self._parts.items() if p.requires_grad and p.grad is None]
         own = torch.tensor([zlib.crc32(repr(names).encode()), len(names)], device=device)
-        told = [torch.empty_like(own) for _ in range(world().world_size)]
-        work = dist.all_gather(told, own, async_op=True)
-        before, self.__dict__["_told"] = self._told, (told, work)
+        everyones = [torch.empty_like(own) for _ in range(world().world_size)]
+        work = dist.all_gather(everyones, own, async_op=True)
+        before, self.__dict__["_sent"] = self._sent, (everyones, work)
         if device.type == "cpu":
-            before, self.__dict__["_told"] = self._told, None
+            before, self.__dict__["_sent"] = self._sent, None
         if before is not None:
             rows, started = before
             started.wait()
@@ -172,7 +172,7 @@ class ShardedModule(BareModule):
 
 
 def check_shard(others: Sequence[str]) -> None:
-    """Refuse `shard` where torch lacks it, and beside what takes gradients another way. Local."""
+    """Refuse `shard` if torch lacks fully_shard, or with arguments that reduce gradients in another way. Local."""
     _fsdp()
     if others:
         raise SyncError(
@@ -182,7 +182,7 @@ def check_shard(others: Sequence[str]) -> None:
 
 
 def is_used() -> bool:
-    """Whether a network of this job is divided over the ranks: `state_dict()` is collective then. Local."""
+    """Whether a network of this job is sharded, so that `state_dict()` is collective. Local."""
     return bool(current().part(_Sharding).networks)
 
 
@@ -206,22 +206,22 @@ def _meet(what: str) -> None:
     here = world()
     if here.world_size == 1:
         return
-    came = here.meet(f"sharded/{what}", None, _DEADLINE_S)
-    if away := [rank for rank in range(here.world_size) if rank not in came]:
+    of_ranks = here.meet(f"sharded/{what}", None, _DEADLINE_S)
+    if missing := [rank for rank in range(here.world_size) if rank not in of_ranks]:
         raise SyncError(
-            f"ranks {away} did not call {what} of a sharded network (shard=True) within {_DEADLINE_S:g} s of rank "
+            f"ranks {missing} did not call {what} of a sharded network (shard=True) within {_DEADLINE_S:g} s of rank "
             f"{here.rank}: each rank holds a part of it. Call it on every rank, and write the file only on the main "
             "rank."
         )
 
 
 def _whole(value: Any) -> Any:
-    """The parts of all ranks in one tensor, on the CPU where they are on GPUs (collective)."""
+    """Return a sharded tensor as a whole, on the CPU; any other value unchanged (collective)."""
     return value.full_tensor().detach().cpu() if _is_part(value) else value
 
 
 def _part(value: Any, like: Any) -> Any:
-    """This rank's part of the main rank's `value` (collective)."""
+    """Return this rank's part of the main rank's `value`, divided as `like` (collective)."""
     if not isinstance(value, torch.Tensor) or _is_part(value) or not _is_part(like) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -252,7 +252,7 @@ def _after(note: Callable[[], None], method: Callable[..., Any]) -> Callable[...
 
 
 def _watch_optimizers(sharding: _Sharding) -> None:
-    """Have optimizers save whole states, and refuse those that hold what is no parameter any more. Local."""
+    """Make optimizers save whole states, and refuse steps of those made before their network was sharded. Local."""
     if sharding.is_watched:
         return
     sharding.is_watched = True

@@ -1,7 +1,7 @@
-"""Adds up tensors of several processes of one machine in memory that they share, in one order.
+"""Adds up tensors of several processes of one machine through shared memory, in one order.
 
-Sockets would carry every byte through the kernel twice; here a process writes its tensors, adds its part of all of
-them, and reads the sums.
+Sockets would copy every byte through the kernel twice. Here each process writes its tensors, adds up one part of the
+tensors of all processes, and reads the sums.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from ddpshim.job.world import World
 
-MESSAGE_BYTES = 4 * 1024 * 1024  # of one virtual rank
+MESSAGE_BYTES = 4 * 1024 * 1024  # per virtual rank
 
 
 class SharedSum:
-    """Memory for one message of each of `num_leaves` virtual ranks, twice: nobody writes where another may still read.
+    """Memory for one message of each of `num_leaves` virtual ranks, made by `make`.
 
-    Made by `make`.
+    There are two halves, used in turn, so that no process writes where another may still read.
     """
 
     def __init__(self, memory: torch.Tensor, num_leaves: int, here: World) -> None:
@@ -32,16 +32,17 @@ class SharedSum:
         self._here, self._num_sums = here, 0
 
     def means(self, leaves: Sequence[Sequence[torch.Tensor]], mean: Callable[[Sequence[torch.Tensor]], Any]) -> None:
-        """Put `mean` of all virtual ranks' tensors in the place of each of this process's (collective).
+        """Overwrite this process's tensors with `mean` of all virtual ranks' tensors (collective).
 
         Args:
-            leaves: of each virtual rank of this process, tensors of one type.
+            leaves: for each virtual rank of this process, its tensors, all of one dtype.
+            mean: writes the mean of a list of tensors into the first one.
         """
         flat = [[tensor.reshape(-1) for tensor in of_virtual] for of_virtual in leaves]
         for part in _parts([tensor.numel() for tensor in flat[0]], MESSAGE_BYTES // flat[0][0].element_size()):
             self._means_of([[of_virtual[i][start:end] for i, start, end in part] for of_virtual in flat], mean)
         for tensor, its in zip(chain.from_iterable(leaves), chain.from_iterable(flat)):
-            if tensor.data_ptr() != its.data_ptr():  # not in one piece, so this was a copy
+            if tensor.data_ptr() != its.data_ptr():  # not contiguous, so `its` is a copy
                 tensor.copy_(its.view(tensor.shape))
 
     def _means_of(self, leaves: Sequence[Sequence[torch.Tensor]], mean: Callable[..., Any]) -> None:
@@ -55,7 +56,7 @@ class SharedSum:
         each = -(-sum(sizes) // num)
         start, end = self._here.rank * each, min((self._here.rank + 1) * each, sum(sizes))
         if start < end:
-            mean(half[:, start:end].unbind(0))  # which puts it in the first one's place
+            mean(half[:, start:end].unbind(0))  # written into the first virtual rank's place
         self._wait()
         for of_virtual in leaves:
             for tensor, value in zip(of_virtual, half[0, : sum(sizes)].split(sizes)):
@@ -66,7 +67,7 @@ class SharedSum:
 
 
 def make(here: World, num_leaves: int) -> Optional[SharedSum]:
-    """Memory shared by the ranks, where all of them are on this machine's CPU; else None (collective)."""
+    """Return memory shared by the ranks if all of them are on this machine's CPU; else None (collective)."""
     if here.world_size == 1 or here.local_world_size != here.world_size or here.device.type != "cpu":
         return None
     size = 2 * num_leaves * MESSAGE_BYTES
@@ -74,12 +75,12 @@ def make(here: World, num_leaves: int) -> Optional[SharedSum]:
     memory = None if path is None else torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     here.barrier()
     if path is not None and here.is_main:
-        os.unlink(path)  # it lives as long as somebody has it open
+        os.unlink(path)  # the memory stays while a process has it mapped
     return None if memory is None else SharedSum(memory, num_leaves, here)
 
 
 def _parts(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
-    """(which, start, end) of tensors of these sizes, in groups of `limit` numbers at most."""
+    """Yield groups of (index of a tensor, start, end) that have at most `limit` numbers together."""
     group: list[tuple[int, int, int]] = []
     room = limit
     for i, size in enumerate(sizes):
@@ -97,7 +98,7 @@ def _parts(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, in
 
 
 def _allocate(size: int) -> Optional[str]:
-    """The path of a file in memory with so many bytes, which are there already; None where there is no room."""
+    """Return the path of a file in memory with `size` bytes allocated; None if there is no room."""
     with contextlib.suppress(OSError, AttributeError):
         handle, path = tempfile.mkstemp(prefix="ddpshim-sum-", dir="/dev/shm")
         try:

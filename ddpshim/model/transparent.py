@@ -14,16 +14,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpshim.job import events
 
-_PREFIXES = ("module", "_orig_mod")  # what DataParallel, DDP and torch.compile put before their child's keys
-# What a wrapper needs of its own instance attributes after torch's constructor; the rest must not hide the module's.
+_PREFIXES = ("module", "_orig_mod")  # which DataParallel, DDP and torch.compile put before their child's keys
+# A wrapper's instance attributes that stay after torch's constructor; the others must not hide the module's.
 _KEPT = {"module", "require_backward_grad_sync"}
 
 
 def portable_keys(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """`state_dict` with the keys that `module` has, whichever wrappers wrote or will read it. Local.
+    """Return `state_dict` with the keys that `module` has, whichever wrapper wrote it. Local.
 
-    Whole path segments are compared, never substrings, and a key that the module has is left alone: a
-    child that is called `module` survives. Unknown keys are kept, for torch to complain about.
+    Whole path segments are compared, never substrings, and a key that the module has is not changed, so a child named
+    `module` keeps its name. Unknown keys are kept, so that torch reports them.
 
     >>> list(portable_keys({"module.weight": 0, "module.bias": 0}, nn.Linear(1, 1)))
     ['weight', 'bias']
@@ -33,7 +33,7 @@ def portable_keys(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str,
 
 
 def _new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
-    """For each key the one that `module` knows it by, or itself."""
+    """Return for each key the one that `module` has for it, or the key itself."""
     keys, own = list(keys), module.state_dict()
     if all(key in own for key in keys):
         return {key: key for key in keys}
@@ -53,18 +53,18 @@ def _bare_key(key: str) -> str:
 
 
 def note_call() -> None:
-    """Have the clock count from here on to the forward pass, where one runs. Local; nothing while torch compiles."""
+    """Count time as the forward pass from here on, if a clock runs. Local; does nothing while torch compiles."""
     if not _is_compiling() and events.running is not None:
         events.running.call_network()
 
 
 def _is_compiling() -> bool:
-    ask = getattr(torch.compiler, "is_compiling", None)  # torch 2.1 lacks it, and breaks the graph of a wrapper here
+    ask = getattr(torch.compiler, "is_compiling", None)  # torch 2.1 lacks it, and has a graph break here
     return ask is not None and ask()
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The network inside any of ddpshim's or torch's parallel wrappers and torch.compile; itself if bare. Local."""
+    """Return the network inside ddpshim's and torch's parallel wrappers and torch.compile, or `module`. Local."""
     inner: Any = module
     while True:
         if isinstance(inner, (Transparent, DistributedDataParallel, DataParallel)):
@@ -78,16 +78,16 @@ def unwrap(module: nn.Module) -> nn.Module:
 class Transparent:
     """A wrapper that has its module's parameters, children, attributes and keys, under the same names.
 
-    It shares the module's dictionaries rather than holding it as a child, so no traversal
-    (`named_parameters`, an EMA, a parent's `state_dict`) finds another tree than that of the bare module.
+    It shares the module's dictionaries instead of holding it as a child, so every traversal (`named_parameters`, an
+    EMA, a parent's `state_dict`) finds the same tree as in the bare module.
     """
 
     module: nn.Module
-    _autocast: Any = None  # what makes the context of `forward` in training mode, with the option `precision`
+    _autocast: Any = None  # with the option `precision`: returns the context of `forward` in training mode
 
     def _show(self, module: nn.Module) -> None:
         mine = self.__dict__
-        # The hooks: a parent that loads runs those of its child, which is the wrapper.
+        # The hooks too: a parent that loads runs the hooks of its child, which is the wrapper.
         shared = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
         for name in shared:
             mine[name] = getattr(module, name)
@@ -108,10 +108,10 @@ class Transparent:
 
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__:
-            # While torch's own constructor runs: nn.Module's look-up in its own dictionaries.
+            # While torch's constructor runs, attributes are in the wrapper's own dictionaries.
             return nn.Module.__getattr__(self, name)  # type: ignore[arg-type]
         found = getattr(self.__dict__["module"], name)
-        if callable(found):  # a method that trains, perhaps
+        if callable(found):  # perhaps a method that trains
             note_call()
         return found
 
@@ -126,7 +126,7 @@ class Transparent:
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode; the module's own flag, not a second one."""
+        """Whether the module is in training mode; this is the module's flag, not a copy."""
         module = self.__dict__.get("module")
         return True if module is None else module.training
 
@@ -159,14 +159,14 @@ class Transparent:
         return self
 
     def no_sync(self) -> Any:
-        """A context in which backward passes only add up; nothing to leave out in one process."""
+        """Return a context in which gradients only accumulate; in one process it changes nothing."""
         return contextlib.nullcontext()
 
     def accumulate(self, is_last: bool) -> Any:
-        """A context for one of several backward passes before a step; only that of the last is reduced over the ranks.
+        """Return a context for one of several backward passes before a step; only the last one reduces gradients.
 
-        k equal parts of a batch, each with its loss divided by k, give the gradients of the whole batch, and
-        one reduction instead of k:
+        k equal parts of a batch, each with its loss divided by k, give the gradients of the whole batch with one
+        reduction instead of k:
         `for i, part in enumerate(parts): with net.accumulate(is_last=i == k - 1): (loss(part) / k).backward()`.
         """
         return contextlib.nullcontext() if is_last else self.no_sync()
@@ -176,15 +176,15 @@ class Transparent:
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The bare module's state, with its keys, however many ranks there are."""
+        """Return the bare module's state with its keys, on any number of ranks."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load keys as the bare module has them, or as DataParallel, DDP or torch.compile would write them."""
+        """Load a state_dict with the keys of the bare module, of DataParallel, of DDP or of torch.compile."""
         return self.module.load_state_dict(portable_keys(state_dict, self.module), *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Reached when a parent module loads: keys below `prefix` are ours, in the caller's own dict.
+        # Called when a parent module loads: keys below `prefix` belong to this module, in the caller's own dict.
         mine = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
         renamed = {old: new for old, new in _new_keys(mine, self.module).items() if new != old}
         values = {new: state_dict.pop(prefix + old) for old, new in renamed.items()}
@@ -209,7 +209,7 @@ class Transparent:
     def __bool__(self) -> bool:
         try:
             return bool(self.module)
-        except TypeError:  # torch.compile's module has a length in any case, and may raise
+        except TypeError:  # torch.compile's module always defines __len__, which may raise
             return True
 
     def __dir__(self) -> Iterable[str]:
@@ -225,12 +225,12 @@ class Transparent:
         return self.module  # for torch.jit.script
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Unpickles to the bare module, with nothing of ddpshim in the file.
+        # Unpickles to the bare module; the file does not refer to ddpshim.
         return operator.getitem, ([self.module], 0)
 
 
 class BareModule(Transparent, nn.Module):
-    """One process, or nothing to reduce: the module behind the interface of the other two."""
+    """The wrapper for one process, or for a module with nothing to reduce: the same interface, and no reduction."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)

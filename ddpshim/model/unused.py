@@ -1,8 +1,8 @@
-"""Finds out which parameters no rank used in a backward pass: they keep no gradient, as in one process.
+"""Finds the parameters that no rank used in a backward pass: they get no gradient, as in one process.
 
-Which ones a rank used travels with its last bucket of gradients. To read that, a host waits for its GPU, which then has
-nothing to do until the next kernel comes. So where some rank leaves a parameter out, the hosts tell each other in the
-passes from then on, and no host waits for a GPU.
+The last bucket of gradients carries which parameters a rank used. To read it, a host waits for its GPU, which is then
+idle until the next kernel. So once a rank leaves a parameter out, hosts send each other this information directly in
+all later passes, and no host waits for a GPU.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from ddpshim.job.job import current
 
 
 class _Hosts:
-    """Of a job: the group over which hosts tell each other, made with the first network on a GPU."""
+    """The group for messages between the hosts of a job, made with the first network on a GPU."""
 
     def __init__(self) -> None:
         self.group: Any = None
 
 
 class Unused:
-    """The parameters of one wrapper.
+    """The unused parameters of one wrapper.
 
     Attributes:
-        hosts_tell: hosts tell each other what their ranks used; set in the same pass on all ranks.
+        hosts_tell: whether hosts send each other what their ranks used; set in the same pass on all ranks.
     """
 
     def __init__(self, num: int, device: torch.device, group: Any) -> None:
-        """Of `num` parameters on `device`, whose gradients are reduced over `group` (collective)."""
+        """For `num` parameters on `device`, with gradients reduced over `group` (collective)."""
         self._num, self._device, self._hosts, self.hosts_tell = num, device, None, False
-        self._told: Any = None  # on its way: (work, what each rank used)
+        self._told: Any = None  # the message between hosts: (work, 1 for each parameter that a rank used)
         self._own: Sequence[int] = ()
         if device.type != "cpu" and group is dist.group.WORLD:
             hosts = current().part(_Hosts)
             hosts.group = self._hosts = hosts.group or new_group("gloo")
 
     def tell(self, row: torch.Tensor, own: Sequence[int]) -> None:
-        """Write a one for each parameter into `row`, a zero for those in `own`, without gradient here. Local."""
+        """Write 1 into `row` for each parameter, and 0 for those in `own`, unused here (collective, does not wait)."""
         self._own = own
         row.fill_(1)
         if own:
@@ -54,7 +54,7 @@ class Unused:
             self._told = dist.all_reduce(used, dist.ReduceOp.MAX, self._hosts, async_op=True), used
 
     def of_all(self, row: torch.Tensor) -> list[int]:
-        """Those of `own` that no rank used; `row` is the reduced one. The host may wait for other hosts."""
+        """Return those of `own` that no rank used, from the reduced `row`. The host may wait for other hosts."""
         if self._told is not None:
             (work, used), self._told = self._told, None
             work.wait()

@@ -1,7 +1,7 @@
-"""Implements `virtual_step`: a training step that is made by several virtual ranks in each process, one after another.
+"""Implements `virtual_step`: runs a training step for several virtual ranks in each process, one after another.
 
-Each but the first has copies of the objects that the step changes. What optimizers train is there once: the copies of
-a parameter share its memory, and an optimizer steps once for all.
+Each virtual rank but the first has copies of the objects that the step changes. Trained parameters exist once: their
+copies share memory, and an optimizer steps once for all.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ T = TypeVar("T")
 def virtual_step(step: Callable[..., Any], *objects: Any) -> Callable[..., Any]:
     """Return a callable that runs `step(*objects, *arguments)` for each virtual rank of this process (option `exact`).
 
-    Returns what takes the `arguments`: each virtual rank gets its rows of every tensor, array or list in them that has
-    a sample of the batch at hand in each row. The result is then the mean over all virtual ranks of what `step`
-    returns: a number, a tensor, a mapping of these, or None (collective). Without the option it is what `step` returns.
+    The callable takes the `arguments`: each virtual rank gets its rows of every tensor, array or list in them that has
+    one row per sample of the current batch. It returns the mean of the results of `step` over all virtual ranks: a
+    number, a tensor, a mapping of these, or None (collective). Without the option it returns the result of `step`.
 
     >>> import ddpshim
     >>> step = ddpshim.virtual_step(lambda net, x: float(net(x).mean()), nn.Flatten())
@@ -41,14 +41,14 @@ def virtual_step(step: Callable[..., Any], *objects: Any) -> Callable[..., Any]:
     1.0
 
     Args:
-        step: a training step: forward, backward, optimizer, averages of weights. What else it does (prints, counts) it
-            does once for each virtual rank. It enters autocast itself.
-        objects: all that it changes: networks (after `wrap_parallel`), optimizers, schedules, averages, counters. They
-            are copied together (copy.deepcopy), and again after a `load_state_dict` of a network among them.
+        step: a training step: forward, backward, optimizer, averages of weights. Anything else in it (prints, counts)
+            happens once for each virtual rank. Autocast must be entered inside it.
+        objects: everything that it changes: networks (after `wrap_parallel`), optimizers, schedules, averages,
+            counters. They are copied together (copy.deepcopy), and again after a `load_state_dict` of their networks.
 
     Raises:
-        SyncError: the step trains what is not among `objects`; virtual ranks do not draw alike, or not make the same
-            backward passes; a backward pass outside of a step.
+        SyncError: the step trains something that is not in `objects`; virtual ranks draw different amounts of random
+            numbers, or make different backward passes; a backward pass outside of a step.
         DataError: the virtual ranks of this process do not divide its batch.
     """
     made: list[Players] = []
@@ -73,11 +73,11 @@ def _mean_of_all(results: Sequence[Any]) -> Any:
 
 
 class Players:
-    """The virtual ranks of this process, and what each has of `objects`: the first one has the objects themselves.
+    """The virtual ranks of this process. The first one uses `objects` themselves, the others copies.
 
     Attributes:
-        size: how many there are.
-        copies: of each, what it has.
+        size: the number of virtual ranks.
+        copies: the objects of each virtual rank.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -88,12 +88,12 @@ class Players:
         self._turns = Turns(self.size, here.device, self._begin_turn)
         self._is_stale = True
         self._parts: list[shares.Share] = []
-        self._changed = contextlib.ExitStack()  # what of the objects is another while they are played with
+        self._changed = contextlib.ExitStack()  # undoes the changes to the objects, in `close`
         noise.share()
         on_cleanup(self.close)
 
     def play(self, step: Callable[[tuple[Any, ...], int], T]) -> list[T]:
-        """`step(own objects, number in this process)` of each virtual rank, in turns (collective)."""
+        """Return `step(own objects, number in this process)` of each virtual rank, run in turns (collective)."""
         at_hand = self._batch_at_hand()
         if self.size == 1:
             return [step(self.copies[0], 0)]
@@ -120,11 +120,10 @@ class Players:
             shares.play(at_hand)
 
     def divided(self, arguments: T) -> list[T]:
-        """`arguments` of each virtual rank of this process: its rows of whatever in them has the batch's. Local.
+        """Return the `arguments` of each virtual rank of this process: its rows of all batched values. Local.
 
-        In memory of their own, which is aligned alike on any number of ranks: some kernels round by it.
-
-        Raises DataError where nothing in them has.
+        Rows are copied to new memory, which is aligned equally on any number of ranks, because the rounding of some
+        kernels depends on alignment. Raises DataError if nothing in the arguments has the batch's rows.
         """
         sizes, found = self._batch_at_hand().sizes, [False]
 
@@ -152,13 +151,13 @@ class Players:
         return parts
 
     def refresh(self) -> None:
-        """Copy the objects anew. Local."""
+        """Make new copies of the objects. Local."""
         self.close()
         made, objects = exact.networks(), self.copies[0]
         for i in range(1, self.size):
             memo: dict[int, Any] = {}
             self.copies.append(copy.deepcopy(objects, memo))
-            copied = memo.get(id(memo), [])  # what copy.deepcopy keeps alive: all that it has copied
+            copied = memo.get(id(memo), [])  # copy.deepcopy keeps all objects that it has copied alive here
             for optimizer in [each for each in copied if isinstance(each, torch.optim.Optimizer)]:
                 self._share_memory(optimizer, memo[id(optimizer)], is_first=i == 1)
             if i == 1:
@@ -171,7 +170,7 @@ class Players:
         self._is_stale = False
 
     def close(self) -> None:
-        """Leave the objects alone, and forget their copies. Local."""
+        """Undo the changes to the objects, and drop their copies. Local."""
         made = exact.networks()
         self._turns.close()
         self._changed.close()
@@ -205,7 +204,7 @@ class Players:
                     "backward passes within the optimizer step. Use an optimizer without a closure."
                 )
             result = playing.meet("a step of an optimizer", None, lambda _: step_of_all())
-            # By one of its flags or numbers a schedule sees whether its optimizer has stepped.
+            # A schedule reads a flag or number of its optimizer to see whether it has stepped.
             vars(twin).update((name, flag) for name, flag in vars(optimizer).items() if isinstance(flag, int))
             return result
 
@@ -215,7 +214,7 @@ class Players:
 
     def _watch_loads(self, modules: Sequence[nn.Module]) -> None:
         def note(*_: Any) -> None:
-            self._is_stale |= self._turns.now is None  # in a step each virtual rank loads into its own
+            self._is_stale |= self._turns.now is None  # within a step each virtual rank loads into its own copy
 
         for module in modules:
             self._changed.callback(module.register_load_state_dict_post_hook(note).remove)

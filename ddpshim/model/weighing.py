@@ -1,8 +1,8 @@
-"""Weighs a backward pass by this rank's rows of a batch that the ranks do not divide.
+"""Weights a rank's backward pass by its number of rows, if a batch does not divide evenly over the ranks.
 
-Ranks average their gradients. Where one has more rows of a batch than another, its mean over them is to count for more:
-the gradient that the loss is given is the rank's weight (`ddpshim.job.shares.Share.weight`) in place of 1. So all that
-is linear in it is right as well: gradients that add up over batches, and those that cross ranks in BatchNorm.
+Ranks average their gradients, so a rank with more rows of a batch must count more. The gradient of the loss starts at
+the rank's weight (`ddpshim.job.shares.Share.weight`) instead of 1. Everything that is linear in it is then right too:
+gradients accumulated over batches, and those that BatchNorm exchanges between ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _WAYS_OUT = "Use drop_last=True, or a batch size and a number of samples that di
 
 
 def weighed(tensors: Any, gradients: Any = None, *more: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a torch.autograd.backward that begins, for this rank's rows of the batch at hand. Local.
+    """Return the arguments of torch.autograd.backward, weighted for this rank's rows of the current batch. Local.
 
-    Raises DataError where it is unknown which batch the loss is about, and that matters.
+    Raises DataError if a batch may not divide evenly and it is unknown which batch the loss was computed on.
     """
     sharing = current().part(shares.Sharing)
     sharing.num_passes += 1
@@ -62,5 +62,5 @@ def _times(tensors: Any, gradients: Any, weight: float) -> Any:
 def _scaled(loss: torch.Tensor, gradient: Any, weight: float) -> Any:
     if gradient is not None:
         return gradient * weight
-    # Of a loss that is no number torch says so.
+    # For a loss that is not a scalar torch raises its own error.
     return torch.full_like(loss, weight, requires_grad=False) if loss.numel() == 1 and loss.requires_grad else None
