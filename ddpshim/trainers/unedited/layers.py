@@ -42,10 +42,10 @@ class View:
         """Remove all that this rank has made."""
         shutil.rmtree(self.top, ignore_errors=True)
 
-    # Where things are
+    # Finding paths
 
     def find(self, path: str, follows: bool = True) -> str:
-        """Return the absolute path, without links, that the program means by `path`; `follows`: also resolve the last part."""
+        """Return the program's `path` as an absolute path without links; `follows`: also resolve its last part."""
         for _ in range(_MOST_LINKS):
             path = self._in_its_folder(path)
             target = self._target(path) if follows else None
@@ -83,7 +83,7 @@ class View:
         return own if _is_there(own) or self._is_hidden(path) else path
 
     def place_with_content(self, path: str) -> str:
-        """Return the `place` of a file to be read. Raises SyncError if this rank's content was overwritten."""
+        """Return the `place` of a file to be read. Raises SyncError if its earlier content is no longer known."""
         place = self.place(path)
         if path in self._unknown or self._saves.is_newer(path):
             raise SyncError(
@@ -112,7 +112,7 @@ class View:
         return own
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in `folder`, an existing folder: first names on disk in its order, then the others sorted."""
+        """Return the names in an existing folder: first those on the disk in its order, then the others, sorted."""
         own, found = self.top + folder, posix.listdir(folder) if _is_folder(folder) else []
         if not self._is_hidden(folder):
             self._look(folder)

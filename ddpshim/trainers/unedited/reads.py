@@ -208,9 +208,10 @@ class _Reads:
 
     def _say_mixed(self, line: FrameType) -> None:
         say_on_main(
-            f"{_place(line)} reads a loss whose terms are averaged over ranks in different ways (a mean over samples, a "
-            "sum over samples, a mean over unpadded entries). It reads the mean over the ranks; one process would have "
-            "read another number. Gradients are those of one process, and so are the terms if they are read one by one"
+            f"{_place(line)} reads a loss whose terms are averaged over ranks in different ways (a mean over samples, "
+            "a sum over samples, a mean over unpadded entries). It reads the mean over the ranks; one process would "
+            "have read another number. Gradients are those of one process, and so are the terms if they are read "
+            "one by one"
         )
 
     def _say(self, of_ranks: list[int], dtype: torch.dtype, line: FrameType) -> None:
