@@ -195,7 +195,7 @@ class Session:
         if self.recorder is not None:
             self.recorder.start_counting()
         if training is not None and validates:
-            batches = _Batches(loader, lambda: _with_looks(loader, training))
+            batches = _Batches(loader, lambda: _interruptible(loader, training))
         elif training is not None:
             number = epoch - self.first_epoch
             start = training.step if training.epoch == number else 0
@@ -320,7 +320,7 @@ class _Batches:
         return self._begin()
 
 
-def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
+def _interruptible(loader: Any, training: Resumable) -> Iterator[Any]:
     """Yield the batches of `loader`; between them ranks may save and exit."""
     for batch in loader:
         training.look()

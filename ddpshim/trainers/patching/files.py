@@ -91,8 +91,8 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
     fitting = [look for look in looks if look.state != "unknown"]
     journal_name = (looks[0].journal or {}).get("set")
     if not fitting:
-        said = _said_version(directory)
-        return max(looks, key=lambda s: (s.num_known, s.patch_set.name == journal_name, s.patch_set.version == said))
+        stated = _stated_version(directory)
+        return max(looks, key=lambda s: (s.num_known, s.patch_set.name == journal_name, s.patch_set.version == stated))
     recorded = [look for look in fitting if look.patch_set.name == journal_name]
     if not recorded and any(look.patch_set.files != fitting[0].patch_set.files for look in fitting):
         names = ", ".join(look.patch_set.name for look in fitting)
@@ -251,11 +251,11 @@ def _state(hashes: Hashes, found: str) -> str:
 
 def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
     """Return the message for a package that no set fits: every file with both hashes, and what to do."""
-    patch_set, said = look.patch_set, _said_version(look.directory)
+    patch_set, stated = look.patch_set, _stated_version(look.directory)
     lines = [
         f"{look.directory} is not a release that ddpshim knows; patching it would mix releases or overwrite "
         f"edits, so nothing was changed. Nearest set: {patch_set.name} ({look.num_known} of "
-        f"{len(look.files)} files match; the package calls itself {said or 'nothing'}).",
+        f"{len(look.files)} files match; the package calls itself {stated or 'nothing'}).",
     ]
     for file in look.files:
         expected = patch_set.files[file.name]
@@ -419,7 +419,7 @@ def _own_version() -> str:
         return "from a checkout"
 
 
-def _said_version(directory: Path) -> Optional[str]:
+def _stated_version(directory: Path) -> Optional[str]:
     """Return the package's own ``__version__``, read as text; only for messages and ties between near sets."""
     init = directory / "__init__.py"
     match = re.search(rb"^__version__\s*=\s*['\"]([^'\"]+)", read(init), re.M) if init.is_file() else None

@@ -115,10 +115,10 @@ class CLibraries:
                 if os.path.basename(os.fsdecode(args[0])).startswith("ffmpeg") and _is_a_file_name(args[-1]):
                     redirected[-1] = self._writes(args[-1])
                 else:
-                    _say_where(args[0], sys._getframe(1))
+                    _report_popen(args[0], sys._getframe(1))
                 args = redirected
             else:
-                _say_where(args, sys._getframe(1))
+                _report_popen(args, sys._getframe(1))
             if kwargs.get("cwd") is not None:
                 kwargs["cwd"] = self._reads(kwargs["cwd"])
             real(process, args, *more, **kwargs)
@@ -130,7 +130,7 @@ class CLibraries:
         return self._reads(part) if is_a_path and part and os.path.exists(part) else part
 
 
-def _say_where(command: Any, frame: FrameType) -> None:
+def _report_popen(command: Any, frame: FrameType) -> None:
     """Report that every rank runs this command, if a line of the program starts it without waiting."""
     place = line_of_the_program()
     if place == f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}":

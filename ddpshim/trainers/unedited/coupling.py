@@ -169,11 +169,11 @@ class Shadows:
                 raise
             except (RuntimeError, ValueError, IndexError):
                 return False
-        if any(x.shape != tensor.shape for there in found for x, tensor in zip(there, made)):
+        if any(x.shape != tensor.shape for results in found for x, tensor in zip(results, made)):
             return False
         for place, tensor in enumerate(made):
             if not self._has(tensor):
-                self._keep(tensor, [there[place] for there in found])
+                self._keep(tensor, [results[place] for results in found])
         return True
 
     def _follows(self, tensor: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from ddpshim.job.replaced import replaced
 
 # The import system, ddpshim and private modules keep the real functions.
-_NOT_LED = ("posix", "importlib", "zipimport", "ddpshim")
+_KEEP_REAL = ("posix", "importlib", "zipimport", "ddpshim")
 _KEEP_IN_CLASSES = ("pathlib", "glob", "tempfile")  # hold functions as class attributes or default arguments
 
 
@@ -22,7 +22,7 @@ def in_place(stand_ins: dict[int, Any]) -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             package = name.partition(".")[0]
             is_private = package.startswith("_") and package != "__main__"
-            if module is None or is_private or package in _NOT_LED:
+            if module is None or is_private or package in _KEEP_REAL:
                 continue
             held = list(getattr(module, "__dict__", {}).items())
             for attribute, value in held:

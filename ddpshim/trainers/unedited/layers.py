@@ -68,10 +68,10 @@ class View:
     def place(self, path: str) -> str:
         """Return where to read the file at `path`; a path where nothing exists if this rank sees nothing there."""
         own = self.top + path
-        if _is_there(own):
+        if _exists(own):
             return own
         if path in self._saves:
-            if not self._saves.wait_for(path) or _is_there(path):
+            if not self._saves.wait_for(path) or _exists(path):
                 return path
             # The main rank has removed it again, as this rank will: until then an empty file represents it.
             self._make_own(os.path.dirname(path))
@@ -80,7 +80,7 @@ class View:
             return own
         if not self._is_hidden(path):
             self._look(path)
-        return own if _is_there(own) or self._is_hidden(path) else path
+        return own if _exists(own) or self._is_hidden(path) else path
 
     def place_with_content(self, path: str) -> str:
         """Return the `place` of a file to be read. Raises SyncError if its earlier content is no longer known."""
@@ -96,16 +96,16 @@ class View:
         """Return where to write the file at `path`; `keeps`: with its content; `is_new`: it must not exist yet."""
         own = self.top + path
         self._make_folder_of(path)  # first, because it may take in news
-        there = None if path in self._saves else self.place(path)
-        if there is not None and _is_special(there):
-            return there
-        if is_new and (there is None or _is_there(there)):
+        place = None if path in self._saves else self.place(path)
+        if place is not None and _is_special(place):
+            return place
+        if is_new and (place is None or _exists(place)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         if keeps and path not in self._unknown:
             self._copy(path, self.place(path), own)
-        elif there is not None and _is_folder(there) and there != own:
+        elif place is not None and _is_folder(place) and place != own:
             posix.mkdir(own)
-        if there is not None and not _is_there(there) and not self._is_hidden(path):
+        if place is not None and not _exists(place) and not self._is_hidden(path):
             self._gone.add(path)  # hides the file that the main rank makes there
         self._saves.forget(path)
         self._unknown.discard(path)
@@ -150,7 +150,7 @@ class View:
             if is_folder != stat.S_ISDIR(mode):
                 number = errno.ENOTDIR if is_folder else errno.EISDIR
                 raise OSError(number, os.strerror(number), path)
-            if _is_there(self.top + path):  # news may have been taken in since `place`
+            if _exists(self.top + path):  # news may have been taken in since `place`
                 (posix.rmdir if is_folder else posix.unlink)(self.top + path)
             self._folders.clear()
         self._forget(path)
@@ -165,12 +165,12 @@ class View:
             for path in (source, to):
                 _remove_quietly(self.top + path)
         else:
-            there = posix.lstat(self.place(source))
-            self._check_target(source, stat.S_ISDIR(there.st_mode), to, keeps_source)
+            info = posix.lstat(self.place(source))
+            self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
             self._make_folder_of(to)
             self._make_folder_of(source)
             self._copy(source, self.place(source), self.top + source)
-            if _is_there(self.top + to) and stat.S_ISDIR(there.st_mode):
+            if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
                 posix.rmdir(self.top + to)
             (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
         self._unknown.discard(to)
@@ -213,7 +213,7 @@ class View:
             if len(self._folders) > _MOST_FOLDERS:
                 self._folders.clear()
             known = self.find(folder)
-            if _is_there(self.place(known)):
+            if _exists(self.place(known)):
                 self._folders[folder] = known
         return known
 
@@ -247,7 +247,7 @@ class View:
                 self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
                 self._gone.add(before.path)  # also if this rank has made something there: it stays visible on top
-            elif not (_is_there(self.top + before.path) or self._is_hidden(before.path)):
+            elif not (_exists(self.top + before.path) or self._is_hidden(before.path)):
                 self._restore(before)
 
     def _restore(self, before: Before) -> None:
@@ -282,7 +282,7 @@ class View:
         """Create the folder of `path` below `top`; raises OSError if this rank sees no such folder."""
         folder = os.path.dirname(path)
         if not _is_folder(self.place(folder)):
-            missing = not _is_there(self.place(folder))
+            missing = not _exists(self.place(folder))
             number = errno.ENOENT if missing else errno.ENOTDIR
             raise OSError(number, os.strerror(number), path)
         self._make_own(folder)
@@ -298,27 +298,27 @@ class View:
     def _copy(self, path: str, place: str, own: str) -> None:
         """Copy the file or folder at `place` to `own`, with its contents, as far as it is not there yet."""
         try:
-            there = posix.lstat(place)
+            info = posix.lstat(place)
         except OSError:
             return
-        if stat.S_ISDIR(there.st_mode):
+        if stat.S_ISDIR(info.st_mode):
             names = self.names(path)
-            if not _is_there(own):
-                posix.mkdir(own, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
+            if not _exists(own):
+                posix.mkdir(own, stat.S_IMODE(info.st_mode) | stat.S_IRWXU)
             for name in names:
                 inner = os.path.join(path, name)
                 if inner not in self._saves:
                     self._copy(inner, self.place(inner), self.top + inner)
-        elif place != own and stat.S_ISLNK(there.st_mode):
+        elif place != own and stat.S_ISLNK(info.st_mode):
             posix.symlink(posix.readlink(place), own)
         elif place != own:
             copy_file(place, own)
-            posix.utime(own, ns=(there.st_atime_ns, there.st_mtime_ns))
-            posix.chmod(own, stat.S_IMODE(there.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
+            posix.utime(own, ns=(info.st_atime_ns, info.st_mtime_ns))
+            posix.chmod(own, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
 
     def _check_target(self, source: str, is_folder: bool, to: str, must_be_new: bool) -> None:
         place = self.place(to) if to not in self._saves else ""
-        if to in self._saves or not _is_there(place):
+        if to in self._saves or not _exists(place):
             number = errno.EEXIST if must_be_new and to in self._saves else 0
         elif must_be_new:
             number = errno.EEXIST
@@ -342,7 +342,7 @@ def copy_file(source: str, to: str) -> None:
         posix.close(writing)
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         posix.lstat(path)
     except OSError:
@@ -374,5 +374,5 @@ def _target_at(path: str) -> Optional[str]:
 
 
 def _remove_quietly(path: str) -> None:
-    if _is_there(path):
+    if _exists(path):
         posix.unlink(path)

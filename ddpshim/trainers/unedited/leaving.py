@@ -22,7 +22,7 @@ from ddpshim.job.replaced import replaced
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 from ddpshim.trainers.unedited.program import Start
 
-_HEARS_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
+_LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None]) -> NoRe
     take_back()
     cleanup()
     if is_served_here:
-        time.sleep(_HEARS_S)
+        time.sleep(_LAST_ANSWER_S)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.chdir(start.folder)

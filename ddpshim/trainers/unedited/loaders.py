@@ -117,7 +117,7 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
 
 @contextlib.contextmanager
 def _kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """After this block, keep the share of the pass: the program may still evaluate a batch of it (a training error)."""
+    """After this block, remember the share of a batch: the program may still evaluate one, as for a training error."""
     is_left = True
     try:
         yield

@@ -15,7 +15,7 @@ from ddpshim.trainers.unedited.places import is_not_the_programs
 
 _WITHOUT_GRADIENTS = {"no_grad", "inference_mode"}
 _TRAINS = {"backward", "step", "zero_grad", "minimize"}
-_MOST_DEEP = 6
+_MAX_DEPTH = 6
 _UNKNOWN = object()
 _VALUES = {name for kind in (torch.Tensor, dict, list, str, set, float) for name in dir(kind)}
 
@@ -77,7 +77,7 @@ class _Names:
 
     def _follow(self, value: Any, depth: int) -> None:
         function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
-        if not isinstance(function, FunctionType) or depth == _MOST_DEEP or function.__code__ in self._seen:
+        if not isinstance(function, FunctionType) or depth == _MAX_DEPTH or function.__code__ in self._seen:
             return
         self._seen.add(function.__code__)
         inside = inspect.unwrap(function)

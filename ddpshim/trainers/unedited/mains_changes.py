@@ -1,8 +1,8 @@
 """Tells the other ranks the previous state of files that the main rank changes.
 
-Before the main rank changes a path for the first time, it stores the path's state; other ranks read it if a file on
-disk looks newer than the job. So each rank sees the files as they were when the job began, whichever rank is ahead, and
-`exists`, `glob` and `listdir` give the same answers.
+Before the main rank changes a path for the first time, it puts the path's state into the job's store; other ranks read
+it if a file on disk looks newer than the job. So each rank sees the files as they were when the job began, whichever
+rank is ahead, and `exists`, `glob` and `listdir` give the same answers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MainsChanges:
         """`started`: time before the ranks of this `world` met, by the clock of the file system."""
         self._world, self._since = world, started - _SLACK_S
         self._process, self._lock = os.getpid(), threading.RLock()
-        self._told: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
         self._num_read, self._num_apart = 0, 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,11 +81,11 @@ class MainsChanges:
         with self._lock:
             if self._num_apart:
                 before = Before(path, "shared")
-            elif path in self._told or self._is_new(path):
+            elif path in self._sent or self._is_new(path):
                 return
             else:
                 before = _before(path)
-                self._told[path] = before.kind
+                self._sent[path] = before.kind
             message = [before.path, before.kind, before.content, before.size, before.modified_ns, before.mode]
             number = self._world.count("files changed")
             self._world._job.store.set(f"files changed/{number}", messages.packed(message, False))
@@ -94,13 +94,13 @@ class MainsChanges:
     def tell_all(self, path: str) -> None:
         """`tell` for `path` and, if it is a folder, for everything in it. Call before it is moved."""
         self.tell(path)
-        if self._told.get(path) == "folder":
+        if self._sent.get(path) == "folder":
             for name in posix.listdir(path):
                 self.tell_all(os.path.join(path, name))
 
     def remove_new(self) -> None:
         """Remove what the main rank has made where nothing was: a restarted program would make it again. Local."""
-        for path in [path for path, kind in self._told.items() if kind == "nothing"]:
+        for path in [path for path, kind in self._sent.items() if kind == "nothing"]:
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -110,17 +110,17 @@ class MainsChanges:
     def states(self) -> dict[str, Any]:
         """Return {path: (mtime, size, inode)} of the paths that other ranks do not see as they are on disk."""
         with self._lock:
-            return {path: (there.st_mtime_ns, there.st_size, there.st_ino) for path, there in self._hidden()}
+            return {path: (info.st_mtime_ns, info.st_size, info.st_ino) for path, info in self._hidden()}
 
     def _hidden(self) -> Iterator[tuple[str, os.stat_result]]:
-        waiting = [*self._told]
+        waiting = [*self._sent]
         while waiting:
             path = waiting.pop()
             with contextlib.suppress(OSError):
-                there = posix.lstat(path)
-                if stat.S_ISDIR(there.st_mode) and (path not in self._told or self._told[path] == "nothing"):
+                info = posix.lstat(path)
+                if stat.S_ISDIR(info.st_mode) and (path not in self._sent or self._sent[path] == "nothing"):
                     waiting += [os.path.join(path, name) for name in posix.listdir(path)]
-                yield path, there
+                yield path, info
 
     def may_have_changed(self, path: str) -> bool:
         """Whether `path` may have changed since the job began, by the clock of its file system."""
@@ -128,13 +128,13 @@ class MainsChanges:
             return False
         while True:
             try:
-                there = posix.lstat(path)
+                info = posix.lstat(path)
             except OSError:
                 if path == os.path.dirname(path):
                     return False
                 path = os.path.dirname(path)  # if it was removed, its folder has changed
             else:
-                return max(there.st_ctime, there.st_mtime) >= self._since
+                return max(info.st_ctime, info.st_mtime) >= self._since
 
     def news(self) -> Iterator[Before]:
         """Yield the changes that the main rank has sent since the last call."""
@@ -150,29 +150,29 @@ class MainsChanges:
         """Whether `path` is in a folder that the main rank has made: other ranks do not see that folder."""
         while path != os.path.dirname(path):
             path = os.path.dirname(path)
-            if self._told.get(path) == "nothing":
+            if self._sent.get(path) == "nothing":
                 return True
         return False
 
 
 def _before(path: str) -> Before:
     try:
-        there = posix.lstat(path)
+        info = posix.lstat(path)
     except OSError:
         return Before(path, "nothing")
-    mode = stat.S_IMODE(there.st_mode)
-    if stat.S_ISDIR(there.st_mode):
+    mode = stat.S_IMODE(info.st_mode)
+    if stat.S_ISDIR(info.st_mode):
         return Before(path, "folder", mode=mode)
-    if stat.S_ISLNK(there.st_mode):
+    if stat.S_ISLNK(info.st_mode):
         return Before(path, "link", os.fsencode(posix.readlink(path)))
     content = None
-    if there.st_size <= _MOST_BYTES and stat.S_ISREG(there.st_mode):
+    if info.st_size <= _MOST_BYTES and stat.S_ISREG(info.st_mode):
         file = posix.open(path, os.O_RDONLY)
         try:
             content = posix.read(file, _MOST_BYTES)
         finally:
             posix.close(file)
-    return Before(path, "file", content, there.st_size, there.st_mtime_ns, mode)
+    return Before(path, "file", content, info.st_size, info.st_mtime_ns, mode)
 
 
 def stand_ins(changes: MainsChanges, saves: Saves, left: LeftAlone) -> dict[int, Any]:

@@ -144,7 +144,7 @@ class _Reads:
     def _of_all(self, tensor: torch.Tensor, line: FrameType, own: Optional[torch.Tensor] = None) -> torch.Tensor:
         """Return `own` (`tensor` on the CPU) if all ranks have the same number; else the common number (collective).
 
-        The common number of a sum over samples is the sum over all ranks.
+        That is the mean over ranks, the sum for a sum over samples, or the main rank's integer or bool.
         """
         reading = losses.reading_of(tensor) if tensor.is_floating_point() else losses.Reading()
         own = tensor.detach().cpu() if own is None else own

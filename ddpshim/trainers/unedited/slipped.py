@@ -37,10 +37,10 @@ def refused(is_private: Callable[[str, Any], bool]) -> Iterator[None]:
 
 @functools.cache
 def _listen() -> None:
-    sys.addaudithook(_hear)  # cannot be removed, so it is added once per process
+    sys.addaudithook(_on_event)  # cannot be removed, so it is added once per process
 
 
-def _hear(event: str, args: Any) -> None:
+def _on_event(event: str, args: Any) -> None:
     is_private = _is_private
     if is_private is None or (event != "open" and event not in _PATHS):
         return
@@ -53,7 +53,7 @@ def _hear(event: str, args: Any) -> None:
     for path in paths:
         if isinstance(path, (str, bytes, os.PathLike)):
             name = os.path.join(posix.getcwd(), os.fsdecode(path))
-            if not is_private(name, sys._getframe(1)) and _is_a_files(name):
+            if not is_private(name, sys._getframe(1)) and _is_file_or_absent(name):
                 raise SyncError(
                     f"{line_of_the_caller()} writes to {name} ({event}) through a function that ddpshim cannot "
                     "intercept, on a rank that is not main; all ranks would write there and corrupt the file. Use "
@@ -62,7 +62,7 @@ def _hear(event: str, args: Any) -> None:
                 )
 
 
-def _is_a_files(path: str) -> bool:
+def _is_file_or_absent(path: str) -> bool:
     """Whether `path` is a regular file or does not exist."""
     try:
         return stat.S_ISREG(posix.stat(path).st_mode)

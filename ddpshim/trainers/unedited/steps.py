@@ -89,7 +89,7 @@ class Steps:
             self.shadows.end()
 
     def compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch.compile (`original`) that turns following off: operations of compiled code are not seen."""
+        """Return torch.compile (`original`) that also turns following off: compiled operations cannot be followed."""
 
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
