@@ -347,7 +347,7 @@ def test_a_trainer_that_minds_ranks_itself_is_left_alone(tmp_path: Path, release
     (tmp_path / "program.py").write_text(program)
     code, printed = fork(tree, [str(tmp_path / "program.py")], tmp_path, None, {}, START_DEADLINE_S)
     assert code == 0, printed
-    said = "cpu not active: the trainer does by itself what the hooks are for True"
+    said = "cpu not active: the trainer itself does what the hooks do True"
     assert printed.strip().splitlines()[-1] == said
 
 

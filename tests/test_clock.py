@@ -125,7 +125,7 @@ def test_who_is_not_told() -> None:
         exec(compile("import time\nfound = time.time()", "tqdm/std.py", "exec"), library)
         assert abs(found[0] - library["found"]) < 5
         time.monotonic(), time.perf_counter()
-        with pytest.raises(WorldError, match=r"rank 1 came to .*test_clock\.py:\d+ \(time 1\)"):
+        with pytest.raises(WorldError, match=r"rank 1 reached .*test_clock\.py:\d+ \(call 1\)"):
             time.time()
 
 

@@ -135,8 +135,11 @@ def test_moved_lines_are_patched_where_they_stand_once(load: Load, capsys: pytes
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (FILES["areas/disc.py"].replace("radius", "r"), "line 4: 'def area(radius):' and what follows stand nowhere"),
-        (FILES["areas/disc.py"] * 2, "line 4: 'def area(radius):' and what follows stand at lines 4, 9"),
+        (
+            FILES["areas/disc.py"].replace("radius", "r"),
+            "line 4: 'def area(radius):' and the lines after it occur nowhere",
+        ),
+        (FILES["areas/disc.py"] * 2, "line 4: 'def area(radius):' and the lines after it occur at lines 4, 9"),
     ],
 )
 def test_a_file_that_no_set_fits_is_refused_by_the_line(load: Load, text: str, why: str) -> None:
@@ -246,7 +249,7 @@ def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: 
     code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
     assert code == 1
     assert re.search(
-        r"HookError: .*\n.*algo/td3_bc\.py, 03-model\.patch, line 289: '.*' and what follows stand nowhere", said
+        r"HookError: .*\n.*algo/td3_bc\.py, 03-model\.patch, line 289: '.*' and the lines after it occur nowhere", said
     )
     other = make_run_config(tree, RELEASE, "bc", tmp_path, 3, 1)
     code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(other))
@@ -257,7 +260,7 @@ def test_a_fork_is_patched_or_refused_and_its_trainers_copy_is_hooked(tmp_path: 
     code, said = _run(tree, tmp_path, "-m", "robomimic.scripts.train", "--config", str(config))
     assert code == 1
     assert re.search(
-        r"scripts/train\.py, 01-launch\.patch, line 350: 'device = .*' and what follows stand nowhere", said
+        r"scripts/train\.py, 01-launch\.patch, line 350: 'device = .*' and the lines after it occur nowhere", said
     )
 
     copy = tmp_path / "my_train.py"

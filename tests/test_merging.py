@@ -71,7 +71,7 @@ def test_three_ways(toy: Toy, tmp_path: Path) -> None:
                 merge(toy.target, base, patches_root=toy.patches)
             assert f"toybot/train.py, {place}\n=======\nimport ddpshim\n>>>>>>> toybot-1.0" in str(error.value)
         else:
-            with pytest.raises(PatchError, match="stand at lines 6, 11"):
+            with pytest.raises(PatchError, match="occur at lines 6, 11"):
                 merge(toy.target, patches_root=toy.patches)
             merge(toy.target, base, patches_root=toy.patches)
             assert_holds(toy.package, {**PATCHED, "train.py": TRAIN_PATCHED + twice})

@@ -29,12 +29,12 @@ def test_hunks_are_found_at_other_lines_if_they_stand_there_once() -> None:
     patched = b"# new\nimport torch\nimport ddpshim\nimport bot\n\n\n\ndef run():\n    ddpshim.fit()\n"
     assert apply_moved(diff, moved) == (patched, [])
     twice, odd = apply_moved(diff, moved + b"    fit()\n")
-    assert odd == ["line 5: 'fit()' and what follows stand at lines 9, 10"]
+    assert odd == ["line 5: 'fit()' and the lines after it occur at lines 9, 10"]
     assert twice.count(b"ddpshim.fit") == 0
     assert twice.count(b"import ddpshim") == 1
     assert apply_moved(diff, b"import torch\n")[1] == [
-        "line 1: 'import torch' and what follows stand nowhere",
-        "line 5: 'fit()' and what follows stand nowhere",
+        "line 1: 'import torch' and the lines after it occur nowhere",
+        "line 5: 'fit()' and the lines after it occur nowhere",
     ]
 
 

@@ -735,7 +735,7 @@ def test_lines_that_stand_twice_lend_no_patch(toy: Toy, tmp_path: Path) -> None:
     root, folder = write_package(tmp_path / "twice", twice), toy.patches / "toybot" / "1.1"
     folder.mkdir()
     lent = sorted((toy.patches / "toybot" / "1.0").glob("*.patch"))
-    with pytest.raises(PatchError, match=r"stand at lines .* the wrong code"):
+    with pytest.raises(PatchError, match=r"occur at lines .* the wrong code"):
         build_manifest(folder, root, "toybot 1.1", lent)
     assert not (folder / "manifest.json").exists()
 

@@ -165,7 +165,7 @@ def test_numbers_are_those_of_all_ranks() -> None:
         said_by_it.append(out.pop("said"))
         assert not out
     assert said_by_it[1] == ""
-    assert said_by_it[0].count("reads a loss that adds up terms of which ranks have shares that count differently") == 2
+    assert said_by_it[0].count("reads a loss whose terms are averaged over ranks in different ways") == 2
     said = [line for line in said_by_it[0].splitlines() if "differs between ranks" in line]
     assert len(said) == 2
     assert re.search(r"test_reads\.py:\d+ reads a whole number that differs between ranks \(1, 2\)", said[0])

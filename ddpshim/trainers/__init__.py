@@ -1,1 +1,1 @@
-"""Distributes trainers that know nothing of ddpshim: patches, stand-ins, import hooks, DataParallel scripts."""
+"""Distributes trainers that do not use ddpshim: patches, stand-ins, import hooks, DataParallel scripts."""

@@ -1,4 +1,4 @@
-"""Exchanges names in a trainer's modules when the trainer reads its config, and gives them back."""
+"""Replaces names in a trainer's modules when the trainer reads its config, and restores them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ddpshim.trainers.swapping import swap_back
 
 
 class ByItsConfig:
-    """Is a trainer's :class:`ddpshim.trainers.interface.StandIns`: one function of its config's module is swapped.
+    """A trainer's :class:`ddpshim.trainers.interface.StandIns` that swaps one function, which reads the config.
 
-    What that function finds to exchange, it gives to `put`.
+    That function's stand-in calls `put` for each name that it replaces.
     """
 
     def __init__(self, config: str, swap_in: Callable[[ModuleType], str]) -> None:
-        """`config`: the name of that module; `swap_in`: swaps its function, or raises HookError; a line about it."""
+        """`config`: name of the function's module; `swap_in`: swaps it and returns a line, or raises HookError."""
         self._config, self._swap_in = config, swap_in
-        self._before: list[tuple[dict[str, Any], str, Any]] = []  # the owner's names, the name, what it held
+        self._before: list[tuple[dict[str, Any], str, Any]] = []  # (names of a module, name, previous value)
 
     def begin(self) -> None:
-        """Before the first module of the package is loaded: nothing to do. Local."""
+        """Do nothing. Called before the first module of the package is loaded. Local."""
 
     def is_patched(self, name: str) -> bool:
-        """No module of the package is patched. Local."""
+        """Return False: no module of the package is patched. Local."""
         return False
 
     def concerns(self, name: str) -> bool:
@@ -32,30 +32,30 @@ class ByItsConfig:
         return name == self._config
 
     def hook(self, modules: Sequence[ModuleType]) -> list[str]:
-        """Be called when the trainer reads its config; a line for that. Local.
+        """Swap the function if its module is among `modules`; return a line for it. Local.
 
-        Raises HookError, with nothing changed, where the function is not the one that is known here.
+        Raises HookError, with nothing changed, if the function has other parameters than expected.
         """
         return [self._swap_in(module) for module in modules if module.__name__ == self._config]
 
     def put(self, names: dict[str, Any], name: str, value: Any) -> None:
-        """Exchange `name` among the `names` of a module. Local."""
+        """Replace `name` in `names`, the globals of a module. Local."""
         self._before.append((names, name, names[name]))
         names[name] = value
 
     def unhook(self) -> None:
-        """Give everything back. Local."""
+        """Restore everything. Local."""
         swap_back()
         while self._before:
             names, name, value = self._before.pop()
             names[name] = value
 
     def replaced_names(self) -> list[str]:
-        """A line for each name that was exchanged. Local."""
+        """Return a line for each name that was replaced. Local."""
         return [f"{names.get('__name__')}.{name}: on all ranks as in one process" for names, name, _ in self._before]
 
     def end(self) -> None:
-        """At the end of the program: leave the job. Raises nothing."""
+        """Leave the job. Called at the end of the program; raises nothing."""
         if self._before:
             from ddpshim.job.group import cleanup
 

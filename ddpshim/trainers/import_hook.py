@@ -1,7 +1,7 @@
-"""Distributes an unedited trainer: it runs patched in memory, or its calls are hooked where a program imports them.
+"""Distributes an unedited trainer: patches it in memory if it is the program, hooks its functions if one imports it.
 
-Imports nothing but the standard library until a program imports a package that an adapter is for; a program that does
-not is left alone.
+Imports nothing but the standard library until a program imports a package that has an adapter; other programs are left
+alone.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _state = _State()
 
 
 def activate() -> None:
-    """Hook the installed trainer that an adapter knows, now or when it is imported. Local.
+    """Hook installed trainers that have an adapter, now or when they are imported. Local.
 
-    Nothing in a data worker or another child of multiprocessing, nor with DDPSHIM_HOOKS=off. Raises HookError where
-    it has been imported and is not one that the hooks know.
+    Does nothing in a data worker or another child of multiprocessing, nor with DDPSHIM_HOOKS=off. Raises HookError if a
+    trainer is already imported and does not match its hooks.
     """
     if _state.finder is not None:
         return
@@ -55,7 +55,7 @@ def activate() -> None:
     if choice == "off":
         _state.reason = f"{HOOKS}=off"
         return
-    # A spawned worker executes the main module before it knows its parent.
+    # A spawned worker executes the main module before `parent_process()` returns its parent.
     is_inheriting = getattr(multiprocessing.current_process(), "_inheriting", False)
     if is_inheriting or multiprocessing.parent_process() is not None:
         _state.reason = "this is a child of multiprocessing, which does not train"
@@ -74,14 +74,14 @@ def activate() -> None:
             except BaseException:
                 deactivate()
                 raise
-    # Before threads are joined, for the job may have to be ended, and that takes one. (atexit would be too late.)
+    # Runs before threads are joined, because ending the job may need a thread; atexit would be too late.
     threading._register_atexit(_end)  # type: ignore[attr-defined]
 
 
 def deactivate() -> None:
-    """Give the trainer back as it was, but for modules loaded patched: in one process they do the same. Local.
+    """Restore the trainer, except modules that were loaded patched: in one process they do the same. Local.
 
-    Raises HookError in the middle of a training on several ranks.
+    Raises HookError during a training on several ranks.
     """
     for stand_ins in _begun():
         stand_ins.unhook()
@@ -99,7 +99,7 @@ def is_active() -> bool:
 
 
 def report() -> list[str]:
-    """A line for each symbol hooked and each module patched so far, and what that does; or why none is. Local."""
+    """Return a line for each function hooked and each module patched so far, or the reason why there is none. Local."""
     patched = [line for files in _state.files for line in files.report()]
     if _state.finder is None:
         return [*patched, f"not active: {_state.reason}"]
@@ -112,9 +112,9 @@ def _give_back() -> None:
     files, finder = [*_state.files], _state.finder
     at = sys.meta_path.index(finder) if finder in sys.meta_path else 0
     deactivate()
-    _state.files = files  # what the trainer imports has to be patched still
+    _state.files = files  # modules that the trainer imports later must still be patched
     sys.meta_path[at:at] = files
-    _state.reason = "the trainer does by itself what the hooks are for"
+    _state.reason = "the trainer itself does what the hooks do"
 
 
 def _end() -> None:
@@ -123,7 +123,7 @@ def _end() -> None:
 
 
 def program_in(path: str) -> Optional[str]:
-    """The name of the module that the file `path` is, where a patch set of its installed package changes it. Local."""
+    """Return the module name of the file `path` if a patch set of an installed package changes it; else None. Local."""
     file = Path(path).resolve()
     for package in adapters.packages() if _state.finder is not None else ():
         if package in file.parts and importlib.util.find_spec(package) is not None:
@@ -135,7 +135,7 @@ def program_in(path: str) -> Optional[str]:
 
 
 def refused(name: str) -> Optional[HookError]:
-    """Why the module of that name could not be patched in memory; None where it was, or need not be. Local."""
+    """Return the error if the module `name` could not be patched in memory; None if it was or need not be. Local."""
     module = sys.modules.get(name)
     found = (files.refuse(module) for files in _state.files if module is not None)
     return next((error for error in found if error is not None), None)
@@ -147,7 +147,7 @@ def _stand_ins(package: str) -> Optional[StandIns]:
 
 
 def _begin(package: str, folder: str) -> Optional[StandIns]:
-    """Before the first module of the package in `folder` is loaded, or at once where it was."""
+    """Prepare patches and stand-ins of the package in `folder`, before its modules are loaded if possible."""
     from ddpshim.trainers.patching.in_memory import PatchedFiles
 
     stand_ins = _stand_ins(package)
@@ -172,7 +172,7 @@ def _hook(stand_ins: StandIns, modules: Sequence[ModuleType]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Has modules found as ever, and hooks those that concern an adapter when they have been executed."""
+    """Lets the other finders find modules, and hooks those that concern an adapter after they were executed."""
 
     _is_looking = False
 

@@ -1,6 +1,6 @@
-"""Defines what an adapter for a codebase may offer; `ddpshim.adapters` finds it.
+"""Defines the functions that an adapter for a codebase may have; `ddpshim.adapters` finds the adapter.
 
-Every function is optional, and is looked up when it is needed. What is not offered is as for any codebase.
+Every function is optional and is looked up when needed. Without it, the codebase is treated as any other.
 """
 
 from __future__ import annotations
@@ -14,55 +14,59 @@ from ddpshim.data.fetching import Fetcher
 
 
 class StandIns(Protocol):
-    """What replaces functions of an installed trainer that nobody edits."""
+    """Replaces functions of an installed, unedited trainer."""
 
     def begin(self) -> None:
-        """Before the first module of the package is executed, or at once where it was."""
+        """Prepare. Called before the first module of the package is executed, or at once if it is imported already."""
 
     def is_patched(self, name: str) -> bool:
-        """Whether the module of that name is patched in memory, too, where a program of the user's own imports it."""
+        """Whether the module `name` is also patched in memory if a user's own program imports it."""
 
     def concerns(self, name: str) -> bool:
-        """Whether the module of that name has something to replace. Its own imports must be few: it is asked often."""
+        """Whether the module `name` has something to replace. Called often, so it should import little."""
 
     def hook(self, modules: Sequence[ModuleType]) -> list[str]:
-        """Replace what there is in these modules, all or nothing; a line for each symbol. Raises HookError."""
+        """Replace the functions in these modules, all or none; return a line for each. Raises HookError."""
 
     def unhook(self) -> None:
-        """Give everything back. Raises HookError in the middle of a training on several ranks."""
+        """Restore everything. Raises HookError during a training on several ranks."""
 
     def replaced_names(self) -> list[str]:
-        """A line for each name of the trainer's modules that was replaced beside the functions."""
+        """Return a line for each further name that was replaced in the trainer's modules."""
 
     def end(self) -> None:
-        """At the end of the program: leave the job. Raises nothing."""
+        """Leave the job. Called at the end of the program; raises nothing."""
 
 
 class Adapter(Protocol):
     """The functions of an adapter's module."""
 
     def fetcher(self, dataset: Any) -> Optional[Fetcher]:
-        """What gives whole batches of `dataset`, an object of the package; None where nothing does."""
+        """Return a `Fetcher` of whole batches for `dataset`, an object of the package; None if there is none."""
 
     def draws_by_weight(self, sampler: Any) -> bool:
-        """Whether `sampler`, a WeightedRandomSampler of the package's own, draws as torch's does."""
+        """Whether `sampler`, the package's own WeightedRandomSampler, draws as torch's does."""
 
     def trainer(self) -> list[tuple[str, str]]:
-        """The functions of the package that train, each with its module; without it every program that imports the
-        package is taken for its trainer."""
+        """Return (module, function) for each function of the package that trains.
+
+        Without it, every program that imports the package is taken for its trainer.
+        """
 
     def rollouts(self) -> list[tuple[str, str]]:
-        """The classes of the package, each with its module, whose subclasses make environments and play them in `run`:
-        in an unedited program on the main rank alone, while others wait for what `run` returns."""
+        """Return (module, class) for each class whose subclasses make environments and play them in `run`.
+
+        In an unedited program they play only on the main rank, while other ranks wait for the result of `run`.
+        """
 
     def stand_ins(self) -> StandIns:
-        """For trainers of the package that are installed and unedited."""
+        """Return the stand-ins for installed, unedited trainers of the package."""
 
     def patch_sets(self) -> Path:
-        """The folder of the package's patch sets, if ddpshim does not carry them: ``CODEBASE/VERSION/*.patch``."""
+        """Return the folder of patch sets that ddpshim does not contain: ``CODEBASE/VERSION/*.patch``."""
 
     def state_of_files(self) -> str:
-        """Whether the installed package is patched, in a few words for a bug report."""
+        """Return, in a few words for a bug report, whether the installed package is patched."""
 
     def new_release(self, tree: str) -> tuple[list[str], int]:
-        """A line for each thing that ddpshim relies on in a tree of the codebase; how many of them it lacks."""
+        """Return a line for each thing in `tree` that ddpshim relies on, and the number of those that are missing."""

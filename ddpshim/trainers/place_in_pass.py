@@ -1,4 +1,4 @@
-"""Keeps the place in the pass over the data beside a trainer's own checkpoint: it goes on with the next sample."""
+"""Saves the position in the data beside a trainer's own checkpoint, so that it resumes with the next sample."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from ddpshim.job.say import say
 
 
 def keep(loader: ShardedLoader, path: Path, *, with_streams: bool = False) -> None:
-    """Write to `path` what `enter` needs, and the random streams where the trainer keeps none. On the main rank."""
+    """Write the position to `path` for `enter`; `with_streams`: and the random streams, if the trainer saves none.
+
+    Call on the main rank.
+    """
     streams = rank_states(world().device) if with_streams else None
     place = {"facts": _facts(loader), "order": loader.order_state(), "streams": streams}
     checkpoint.save(plain_files.content(place, path, is_trusted=False), path)
 
 
 def enter(loader: ShardedLoader, path: Path, step: int) -> None:
-    """Have `loader` go on after `step` steps of all, with the streams that were kept at `path` (collective).
+    """Make `loader` continue after `step` steps of the whole training, with the streams saved at `path` (collective).
 
-    Where there is no such file, or it is of other data or another batch, a new pass begins, and a line says so.
+    If the file does not exist, or belongs to other data or another batch size, a new pass begins; reported.
     """
     here = world()
     found: Any = here.run_on_main(lambda: plain_files.read(path, is_trusted=False) if path.is_file() else None)
     facts = _facts(loader)
     if not isinstance(found, dict) or found.get("facts") != facts:
-        was = "is not there" if not isinstance(found, dict) else f"is of {found.get('facts')}, not of {facts}"
+        was = "does not exist" if not isinstance(found, dict) else f"is of {found.get('facts')}, not of {facts}"
         if here.is_main:
-            say(f"{path} {was}: a new pass over the data begins, as when the trainer resumes by itself")
+            say(f"{path} {was}: a new pass over the data begins, as when the trainer resumes without ddpshim")
         return
     number, first = divmod(step, len(loader))
     if number and not first:  # torch's sampler may draw once more at the end of a pass

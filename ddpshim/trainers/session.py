@@ -1,7 +1,7 @@
-"""Does what every trainer needs between its own lines on several ranks; an adapter or a patch set calls it.
+"""Does the work that every trainer needs on several ranks; an adapter or a patch set calls it.
 
-Same config and code on all ranks, each epoch's noise, equal numbers of steps, averaged metrics, records, and progress
-from which a later start goes on.
+Checks that ranks have the same config and code and make equally many steps, seeds each epoch's noise, averages metrics,
+writes records, and saves progress from which a later start resumes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ddpshim.trainers.same_experiment import check_same_experiment
 
 M = TypeVar("M", bound=Mapping[str, Any])
 
-FOLDER = "resume"  # of the progress, in that of the run
-STREAMS = "streams.pt"  # in it
+FOLDER = "resume"  # folder of the progress, in the folder of the run
+STREAMS = "streams.pt"  # random streams, in FOLDER
 
 
 def session() -> Session:
-    """The training of the job that this process is in, or would join. Local."""
+    """Return the training session of the current job. Local."""
     return current().part(Session)
 
 
 def wants_to_go_on(is_asked: bool = False) -> bool:
-    """Whether this start takes up what an earlier one left, if there is any: by the option `resume`. Local.
+    """Whether the option `resume` makes this start resume from saved progress, if there is any. Local.
 
-    With resume=auto it does where a launcher or scheduler started the job before, or the trainer's user asked for it.
+    With resume=auto it does if a launcher or scheduler has restarted the job, or if `is_asked`: the user requested it.
     """
     here = world()
     choice = here.options.resume
@@ -54,13 +54,13 @@ def wants_to_go_on(is_asked: bool = False) -> bool:
 
 
 class Session:
-    """One training, from `begin` to `end`. Without a launcher it changes nothing of what the trainer does.
+    """One training, from `begin` to `end`. Without a launcher it changes nothing in the trainer.
 
     Attributes:
         first_epoch: the trainer's number of its first epoch.
-        goes_on: whether the folder is that of an earlier start.
-        progress: what keeps the place in the training; None where none is kept.
-        recorder: what writes the records; None without.
+        goes_on: whether this start resumes from an earlier one.
+        progress: saves the position in the training; None if progress is not saved.
+        recorder: writes the records; None if there are none.
     """
 
     def __init__(self) -> None:
@@ -68,23 +68,23 @@ class Session:
         self.goes_on = False
         self.progress: Optional[Resumable] = None
         self.recorder: Optional[Recorder] = None
-        self._folder: Optional[Path] = None  # of the progress
+        self._folder: Optional[Path] = None  # folder of the progress
         self._loggers: list[Any] = []
         self._metrics, self._validation = _Metrics({}), _Metrics({})
         self._epoch = _Epoch(0, "training", None, None)
-        self._noted: tuple[Mapping[str, Any], ...] = ()  # of the last step, if nobody has looked at it yet
-        self._share: Optional[shares.Share] = None  # of the batch that they are about
+        self._noted: tuple[Mapping[str, Any], ...] = ()  # metrics of the last step that are not read yet
+        self._share: Optional[shares.Share] = None  # this rank's share of their batch
 
     def begin(self, config: Mapping[str, Any], package: str, seed: int, first_epoch: int = 0) -> None:
         """Compare the config and the code between ranks, then seed this one (collective, once, before networks).
 
         Args:
-            config: of the run, with mappings inside; every value is compared.
-            package: the trainer's; what is imported of it is compared.
-            seed: of all ranks, for networks and the order of samples.
+            config: config of the run, may be nested; every value is compared.
+            package: the trainer's package; its imported files are compared.
+            seed: the same on all ranks, for networks and the order of samples.
             first_epoch: the trainer's number of its first epoch.
 
-        Raises WorldError, on all ranks, where a value of the config or a file of the code is not the main rank's.
+        Raises WorldError, on all ranks, if a rank's config value or code file differs from the main rank's.
         """
         self.first_epoch = first_epoch
         if world().is_launched:
@@ -97,13 +97,13 @@ class Session:
         self._folder = Path(folder, FOLDER)
         if here.is_launched and here.options.record:
             self.recorder = Recorder(folder)
-            on_cleanup(self.recorder.stop_counting)  # of an epoch that raised
+            on_cleanup(self.recorder.stop_counting)  # if an epoch raises
         link_log(os.fspath(logs or folder))
 
     def look_for_progress(self, folder: checkpoint.PathLike) -> bool:
-        """Whether this start goes on in `folder`, where an earlier one has left its progress (collective).
+        """Whether this start resumes from the progress of an earlier one in `folder` (collective).
 
-        Where an earlier one has finished, it ends with exit code 0.
+        Exits with code 0 if the earlier start has finished.
         """
         progress = Path(folder, FOLDER)
         leave_if_finished(progress)
@@ -111,14 +111,14 @@ class Session:
         return self.goes_on
 
     def remember(self, logger: Any) -> None:
-        """Close `logger` before a signal ends the run, and keep with the progress what it has in `_data`. Local."""
+        """Close `logger` before a signal ends the run, and save its `_data` with the progress. Local."""
         self._loggers.append(logger)
 
     def resume(self, objects: Mapping[str, Stateful], start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
-        """(epoch to start with, *best_so_far) of the progress that an earlier start left, else as given (collective).
+        """Return (epoch to start with, *best_so_far) from the progress of an earlier start, else as given (collective).
 
-        From here on SIGTERM and SIGUSR1 have the ranks save and leave with exit code 75, and progress is saved now and
-        then (`ddpshim.Resumable`). Nothing without a launcher, or with the option resume=never.
+        From here on SIGTERM and SIGUSR1 make the ranks save and exit with code 75, and progress is saved regularly
+        (`ddpshim.Resumable`). Does nothing without a launcher, or with the option resume=never.
         """
         here = world()
         if not here.is_launched or self._folder is None or here.options.resume == "never":
@@ -133,7 +133,7 @@ class Session:
         return (start_epoch, *best_so_far)
 
     def _keep_streams(self, epoch: int) -> None:
-        """For a run that goes on from the trainer's own checkpoint: the streams with which `epoch` begins. Local."""
+        """Save the random streams at the start of `epoch`, for resuming from the trainer's own checkpoint. Local."""
         if self._folder is not None and world().is_main:
             partial = self._folder / f".{STREAMS}.partial"
             try:
@@ -141,11 +141,11 @@ class Session:
                 streams = {"epoch": epoch, "streams": rank_states(world().device)}
                 torch.save(plain_files.content(streams, partial, is_trusted=False), partial)
                 os.replace(partial, self._folder / STREAMS)
-            except (OSError, RuntimeError) as error:  # torch's, of a full disk: the training does not need it
+            except (OSError, RuntimeError) as error:  # RuntimeError: torch on a full disk. Training can continue
                 say_once(f"{partial} could not be written ({error}): a resumed run will draw different random numbers")
 
     def _restore_streams(self, epoch: int) -> None:
-        """Draw in `epoch` what the run that left its checkpoint would have drawn, where it is known (collective)."""
+        """Restore the random streams with which the earlier run began `epoch`; report if not saved (collective)."""
         here, path = world(), Path(self._folder or "", STREAMS)
         found = here.run_on_main(lambda: plain_files.read(path, is_trusted=False) if path.is_file() else {})
         if isinstance(found, dict) and found.get("epoch") == epoch:
@@ -155,7 +155,7 @@ class Session:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is kept with the progress beside the objects; the trainer may write to it. Empty where none is kept."""
+        """Values saved with the progress; the trainer may add some. Empty if no progress is saved."""
         return {} if self.progress is None else self.progress.values
 
     def begin_epoch(
@@ -167,15 +167,15 @@ class Session:
         validates: bool = False,
         best_so_far: tuple[Any, ...] = (),
     ) -> tuple[Any, Optional[int]]:
-        """What to iterate in place of `loader`, and how many of its `num_steps` steps are left (collective).
+        """Return an iterable to use instead of `loader`, and how many of its `num_steps` steps are left (collective).
 
-        Ranks meet here, for as long as the main rank rolls out or saves. The order of samples depends on `epoch`,
-        each rank's noise on `epoch` and the rank: a resumed run sees what the uninterrupted one would have seen.
-        An epoch that was left in the middle is made complete, and so are its metrics.
+        Ranks wait here until the main rank has finished rollouts and saving. The order of samples depends on `epoch`,
+        and each rank's noise on `epoch` and the rank, so a resumed run sees the samples and noise of an uninterrupted
+        one. An epoch that was interrupted is completed, and so are its metrics.
 
         Args:
-            validates: this is a pass over data that are not trained on; ranks may leave between its batches.
-            best_so_far: kept with the progress for `resume`.
+            validates: this is a pass over validation data; ranks may save and exit between its batches.
+            best_so_far: saved with the progress for `resume`.
         """
         here, training = world(), self.progress
         phase = "validation" if validates else "training"
@@ -195,7 +195,7 @@ class Session:
         if self.recorder is not None:
             self.recorder.start_counting()
         if training is not None and validates:
-            batches = _Batches(loader, lambda: _with_looks(loader, training))
+            batches = _Batches(loader, lambda: _interruptible(loader, training))
         elif training is not None:
             number = epoch - self.first_epoch
             start = training.step if training.epoch == number else 0
@@ -205,18 +205,18 @@ class Session:
                 self._keep_streams(epoch)
             if self.recorder is not None:
                 self.recorder.first_step = start
-            total = num_steps or 0  # a launched one has a number
+            total = num_steps or 0  # not None, since `progress` exists only in a launched job
             batches, num_steps = _Batches(loader, lambda: training.steps(loader, number, total)), total - start
         return batches, num_steps
 
     def note_step(self, metrics: M, *of_others: Mapping[str, Any]) -> M:
-        """Take note of the metrics of a step, and return them. Local.
+        """Record the metrics of a step, and return them. Local.
 
-        A mapping that is no dict is looked at in the next step, or where it is needed: its numbers may still be on
-        their way from a GPU.
+        A mapping other than a dict is read only at the next step, or when needed: its numbers may still be in
+        transfer from a GPU.
 
         Args:
-            of_others: of the further virtual ranks of this process, in their order (option exact).
+            of_others: metrics of the further virtual ranks of this process, in their order (option exact).
         """
         self._look_at_noted()
         self._noted, self._share = (metrics, *of_others), shares.at_hand()
@@ -233,10 +233,10 @@ class Session:
                 self.recorder.step_of(noted[0])
 
     def end_epoch(self, log: dict[str, float]) -> dict[str, float]:
-        """The metrics of the epoch in `log`, averaged over the ranks where it is time to (collective).
+        """Return the metrics of the epoch in `log`, averaged over ranks if they are due (collective).
 
-        Those of training as often as the option `metrics_every_n_epochs` says; of validation always, as ranks decide by
-        them which checkpoint is the best. Raises SyncError where ranks made different numbers of steps.
+        Training metrics are due every `metrics_every_n_epochs`; validation metrics always, because they decide which
+        checkpoint is the best. Raises SyncError if ranks made different numbers of steps.
         """
         here, epoch, own = world(), self._epoch, log
         trains = epoch.phase == "training"
@@ -261,8 +261,8 @@ class Session:
         return log
 
     def end(self) -> None:
-        """Take note that training is over: the main rank may be saving still, so all wait (collective)."""
-        preemption.heard()  # nothing is left to save: the main rank may take its time
+        """Wait until the main rank has saved, and record that training has finished (collective)."""
+        preemption.heard()  # the training now stops on its own: the last save may take as long as it needs
         checkpoint.flush()
         world().barrier()
         events.end("finished")
@@ -279,16 +279,16 @@ class Session:
 
 
 class _Epoch(NamedTuple):
-    """A pass over data that goes on: the trainer's number of it, and what it began with."""
+    """The current pass over data."""
 
-    number: int
+    number: int  # as the trainer counts
     phase: str
     num_steps: Optional[int]
     batch_size: Optional[int]
 
 
 class _Loggers:
-    """What loggers have recorded so far: robomimic's logs the mean and the maximum over all rollouts."""
+    """Saves the data of loggers with the progress: robomimic's logs mean and maximum over all rollouts."""
 
     def __init__(self, loggers: list[Any]) -> None:
         self._loggers = loggers
@@ -305,7 +305,7 @@ class _Loggers:
 
 
 class _Batches:
-    """What a trainer iterates in place of its loader, and sees as its loader."""
+    """Replaces a loader: iterates over other batches, has the loader's length and attributes."""
 
     def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
         self._loader, self._begin = loader, begin
@@ -320,8 +320,8 @@ class _Batches:
         return self._begin()
 
 
-def _with_looks(loader: Any, training: Resumable) -> Iterator[Any]:
-    """The batches of `loader`, between which ranks may leave."""
+def _interruptible(loader: Any, training: Resumable) -> Iterator[Any]:
+    """Yield the batches of `loader`; between them ranks may save and exit."""
     for batch in loader:
         training.look()
         yield batch
@@ -331,17 +331,17 @@ _SMALLEST = 1 << 1074
 
 
 class _Metrics:
-    """The metrics of an epoch's steps, those from before a break included."""
+    """The metrics of an epoch's steps, including those before an interruption."""
 
     def __init__(self, before: Mapping[str, tuple[Any, int]]) -> None:
-        self.before = before  # by an earlier start: mean over steps and ranks, and number of steps
-        self._now: list[dict[str, list[float]]] = []  # of this process's virtual ranks, or of the one rank that it is
-        self._counts: dict[str, list[int]] = {}  # of this rank's rows, in each step
-        self._weights: dict[str, list[float]] = {}  # of its mean over them
-        self.are_weighed = False  # since ranks did not divide a batch
+        self.before = before  # from an earlier start: (mean over steps and ranks, number of steps)
+        self._now: list[dict[str, list[float]]] = []  # of each virtual rank of this process; of its rank without any
+        self._counts: dict[str, list[int]] = {}  # number of this rank's rows in each step
+        self._weights: dict[str, list[float]] = {}  # weight of this rank's mean in each step
+        self.are_weighed = False  # True once the ranks did not divide a batch
 
     def take(self, *of_each: Mapping[str, Any], share: Optional[shares.Share] = None) -> None:
-        """Take note of the metrics of one step, on a `share` of a batch. Local."""
+        """Record the metrics of one step, on a `share` of a batch. Local."""
         self._now = self._now or [{} for _ in of_each]
         if share is not None:
             self.are_weighed |= bool(share.totals)
@@ -353,14 +353,14 @@ class _Metrics:
                 now.setdefault(key, []).append(float(value))
 
     def _of_all(self, keys: Sequence[str]) -> list[dict[str, list[float]]]:
-        """Of all ranks, or virtual ranks in the order of their numbers (collective)."""
+        """Return the values of all ranks, or virtual ranks, in the order of their numbers (collective)."""
         return in_order_of_numbers(world().gather([{key: own[key] for key in keys} for own in self._now]))
 
     def of_whole_batches(self, num_rows: Optional[int]) -> dict[str, list[float]]:
-        """Maxima, minima and deviations of the global batch, of each step, known by the end of their names.
+        """Return each step's maxima, minima and deviations of the global batch: metrics named ...max, min, std.
 
-        Collective. A deviation is made of the ranks' own (unbiased, as torch.std's) and of the metric that is named as
-        it with "mean" in place of "std", for one number a sample; `num_rows` is the rank's batch.
+        Collective. A deviation is computed from the ranks' deviations (unbiased, as torch.std) and from the metric with
+        "mean" in place of "std" in its name; assumes one number per sample. `num_rows`: batch size of this process.
         """
         own = self._now[0] if self._now else {}
         is_alone = world().world_size * len(self._now) <= 1
@@ -386,10 +386,10 @@ class _Metrics:
         return out
 
     def joined(self, num_rows: Optional[int]) -> dict[str, tuple[Any, int]]:
-        """Mean and number of steps so far of each metric of the global batch (collective).
+        """Return (mean, number of steps so far) of each metric of the global batch (collective).
 
-        With the option exact a mean is a fraction without rounding: it does not depend on the number of ranks, nor on
-        where the epoch was left.
+        With the option exact, a mean is a fraction without rounding: it depends neither on the number of ranks nor on
+        where the epoch was interrupted.
         """
         own = self._now[0] if self._now else {}
         whole: Mapping[str, Any] = self.of_whole_batches(num_rows)
@@ -413,20 +413,20 @@ class _Metrics:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean, of a sum that is rounded once."""
+    """Return the mean; the sum is rounded only once."""
     return math.fsum(values) / len(values)
 
 
 def _exact_mean(values: Sequence[float]) -> Any:
-    """The mean as a fraction; a float where there is none of infinities."""
+    """Return the mean as a fraction; as a float if a value is not finite."""
     if not all(map(math.isfinite, values)):
         return sum(values) / len(values)
-    ratios = map(float.as_integer_ratio, values)  # over powers of two, the smallest of which is that of 5e-324
+    ratios = map(float.as_integer_ratio, values)  # denominators are powers of two; the largest is that of 5e-324
     return Fraction(sum(number * (_SMALLEST // power) for number, power in ratios), _SMALLEST * len(values))
 
 
 def _deviation(deviations: Sequence[float], means: Sequence[float], counts: Sequence[int]) -> float:
-    """The deviation of all numbers together, of groups of so many."""
+    """Return the standard deviation of all numbers, from the deviation, mean and size of each group."""
     total = sum(counts)
     mean = math.fsum(mean * num for mean, num in zip(means, counts)) / total
     inside = math.fsum(deviation**2 * (num - 1) for deviation, num in zip(deviations, counts) if num > 1)

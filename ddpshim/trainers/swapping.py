@@ -1,7 +1,7 @@
-"""Replaces functions of other packages wherever they are held, and gives them back.
+"""Replaces functions of other packages for all modules that hold them, and restores them.
 
-A function keeps its identity; only what it does when it is called is exchanged. So it makes no difference whether
-a program said `from package import function` before or after. Imports nothing but the standard library.
+A function keeps its identity; only its code is exchanged. So `from package import function` may run before or after.
+Imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _at_stand_aside: list[Callable[[], None]] = []
 
 @dataclass(frozen=True)
 class Swap:
-    """`function` as it was, and what its callers get: `stand_in(original, *args, **kwargs)`.
+    """One replaced function: a copy of the original, and the `stand_in(original, *args, **kwargs)` that callers get.
 
-    `callers`: whether the module with these names (its globals) gets the stand-in; others get the original.
+    `callers(names)`: whether a calling module with these globals gets the stand-in; others get the original.
     """
 
     function: FunctionType
@@ -34,7 +34,7 @@ class Swap:
 
 
 def refuse_unknown(name: str, function: Any, required: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Raise HookError where `function` is not one with these parameters. Local."""
+    """Raise HookError if `function` is not a plain function with these parameters. Local."""
     if not isinstance(function, FunctionType) or function.__closure__:
         raise HookError(
             f"{name} is {function!r}, not a plain function: something else has replaced it, so ddpshim cannot hook "
@@ -58,7 +58,7 @@ def swap(
     stand_in: Callable[..., Any],
     callers: Callable[[dict[str, Any]], bool],
 ) -> None:
-    """From now on calls of `function` from `callers` run `stand_in`. Local; `name` is its full name, swapped once."""
+    """Make calls of `function` from `callers` run `stand_in`; once per `name`, its full name. Local."""
     if name in _swapped:
         return
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
@@ -71,7 +71,7 @@ def swap(
 
 
 def swap_back() -> None:
-    """Give all functions back what they were. Local."""
+    """Restore all swapped functions. Local."""
     while _swapped:
         _, made = _swapped.popitem()
         made.function.__code__ = made.original.__code__
@@ -81,10 +81,10 @@ def swap_back() -> None:
 
 
 def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call of the swapped function `name` does. Local."""
+    """Run the stand-in of the swapped function `name`, or the original. Local."""
     made = _swapped[name]
-    caller = sys._getframe(2)  # of the function that was swapped
-    # A stand-in calls what it stands for, perhaps through what somebody else has put around it.
+    caller = sys._getframe(2)  # frame 1 is the swapped function, frame 2 its caller
+    # A stand-in may call the function by its name, perhaps through another package's wrapper: run the original.
     if name in _running or not made.callers(caller.f_globals):
         return made.original(*args, **kwargs)
     _running.add(name)
@@ -95,13 +95,13 @@ def called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def stand_aside() -> None:
-    """Give all swapped functions back: the program does by itself what they are for. Local."""
+    """Restore all swapped functions, because the program itself does their work. Local."""
     while _at_stand_aside:
         _at_stand_aside.pop()()
 
 
 def at_stand_aside(give_back: Callable[[], None]) -> None:
-    """Make `stand_aside` call this, once. Local."""
+    """Make `stand_aside` call `give_back` once. Local."""
     _at_stand_aside.append(give_back)
 
 

@@ -1,1 +1,1 @@
-"""Applies patch sets to files, and to modules that are loaded."""
+"""Applies patch sets to files on disk, and to modules in memory."""

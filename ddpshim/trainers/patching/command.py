@@ -1,4 +1,4 @@
-"""Parses the sub-commands of `python -m ddpshim patch`, and prints what they return. Needs no torch."""
+"""Parses the sub-commands of `python -m ddpshim patch`, and prints their results. Needs no torch."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
 
 
 def _print_status(found: Status, as_json: bool, changed: tuple[str, ...] = ()) -> None:
-    """`changed`: the files that were changed; of a check, that would be."""
+    """Print a status; `changed`: the files that were changed, or for `check` would be."""
     if as_json:
         files = [{"name": file.name, "state": file.state, "sha256": file.sha256} for file in found.files]
         about = {"set": found.patch_set.name, "directory": str(found.directory), "state": found.state}

@@ -1,7 +1,6 @@
 """Chooses a patch set by the content of files; checks, applies, reverts and reports it.
 
-The content hash is the unit of trust: a version string is printed, and breaks ties between sets that do not
-fit, but never selects what is written.
+Only content hashes decide what is written. A version string is printed, and breaks ties between sets that do not fit.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _WORDS = {"original": "not applied", "patched": "applied"}
 
 @dataclass(frozen=True)
 class FileStatus:
-    """One target file: `state` is original, patched, unknown or missing; `path` has no symlinks left.
+    """One target file: `state` is original, patched, unknown or missing; `path` is without symlinks.
 
-    `before_merge`: the content that `merging.merge` has patched; None in a release.
+    `before_merge`: the content before `merging.merge` patched it; None in a release.
     """
 
     name: str
@@ -46,7 +45,7 @@ class FileStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """How one patch set and one package folder stand to each other."""
+    """The state of one package folder with respect to one patch set."""
 
     patch_set: PatchSet
     directory: Path
@@ -67,17 +66,17 @@ class Status:
 
 
 class Outcome(NamedTuple):
-    """The status after the work, and the files that were (for `check`: would be) changed."""
+    """The resulting status, and the files that were changed (for `check`: would be)."""
 
     status: Status
     changed: tuple[str, ...]
 
 
 def status(target: str = "robomimic", set_name: Optional[str] = None, patches_root: Optional[Path] = None) -> Status:
-    """The one set all of whose files match by content, or the nearest with state ``unknown``; reads only.
+    """Return the status of the only set whose files all match, or of the nearest with state ``unknown``; reads only.
 
-    `target` is the name of an installed package (not imported), or a folder that is the package or holds it.
-    `set_name` (``robomimic/0.3.0`` or ``0.3.0``) restricts the choice, it does not weaken the match.
+    `target` is the name of an installed package (not imported), or a folder that is the package or contains it.
+    `set_name` (``robomimic/0.3.0`` or ``0.3.0``) restricts the choice, but all files must still match.
     Raises PatchError if the target or the set is not found, or if two different sets match.
     """
     sets = load_sets(patches_root)
@@ -92,8 +91,8 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
     fitting = [look for look in looks if look.state != "unknown"]
     journal_name = (looks[0].journal or {}).get("set")
     if not fitting:
-        said = _said_version(directory)
-        return max(looks, key=lambda s: (s.num_known, s.patch_set.name == journal_name, s.patch_set.version == said))
+        stated = _stated_version(directory)
+        return max(looks, key=lambda s: (s.num_known, s.patch_set.name == journal_name, s.patch_set.version == stated))
     recorded = [look for look in fitting if look.patch_set.name == journal_name]
     if not recorded and any(look.patch_set.files != fitting[0].patch_set.files for look in fitting):
         names = ", ".join(look.patch_set.name for look in fitting)
@@ -102,7 +101,7 @@ def status(target: str = "robomimic", set_name: Optional[str] = None, patches_ro
 
 
 def check(target: str = "robomimic", set_name: Optional[str] = None, patches_root: Optional[Path] = None) -> Outcome:
-    """What `apply` would change, having tried everything but the writing. Raises as `apply` does."""
+    """Return what `apply` would change: does everything except writing. Raises as `apply` does."""
     look = status(target, set_name, patches_root)
     changes = _plan(look, "patched", patches_root)
     if changes:
@@ -111,17 +110,17 @@ def check(target: str = "robomimic", set_name: Optional[str] = None, patches_roo
 
 
 def apply(target: str = "robomimic", set_name: Optional[str] = None, patches_root: Optional[Path] = None) -> Outcome:
-    """Patch the package, all files or none; `changed` is empty if it already was. Completes a partial apply.
+    """Patch the package, all files or none; `changed` is empty if it already was patched. Completes a partial apply.
 
     Files are replaced through a temporary file, never written in place: package managers hard-link
-    installed files to a cache that other environments share. Safe against a second process doing the same.
-    Raises PatchError, with everything as it was, if a file is unknown, or cannot be replaced.
+    installed files to a cache that other environments share. Safe if a second process does the same.
+    Raises PatchError, with nothing changed, if a file is unknown or cannot be replaced.
     """
     return _turn("patched", target, set_name, patches_root)
 
 
 def revert(target: str = "robomimic", set_name: Optional[str] = None, patches_root: Optional[Path] = None) -> Outcome:
-    """Take the patches back out, byte for byte, by reversing the diffs. Otherwise as `apply`."""
+    """Restore the original files, byte for byte, by reversing the diffs. Otherwise like `apply`."""
     return _turn("original", target, set_name, patches_root)
 
 
@@ -129,7 +128,7 @@ Changes = list[tuple[FileStatus, bytes]]
 
 
 def write_merged(look: Status, changes: Changes, is_trial: bool) -> Outcome:
-    """Write what a merge made of the files that `look` saw, and the journal from which `revert` takes it back."""
+    """Write the merged content of the files in `look`, and the journal that `revert` needs."""
     changes = [(file, content) for file, content in changes if content != file.content]
     _require_writable(look, changes)
     if not is_trial:
@@ -181,16 +180,16 @@ def _turn(wanted: str, target: str, set_name: Optional[str], patches_root: Optio
 
 
 def _plan(look: Status, wanted: str, patches_root: Optional[Path]) -> Changes:
-    """The new content of every file that is not as wanted, each verified against the manifest."""
+    """Return the new content of every file not in the wanted state, each verified against the manifest."""
     if look.state == "unknown":
         raise PatchError(_refusal(look, load_sets(patches_root)))
     return [(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
 
 
 def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
-    """The content of `file` in the wanted state, with the line endings that the file has. Local.
+    """Return the content of `file` in the wanted state, with the file's line endings. Local.
 
-    Raises PatchError where the diffs do not make what the manifest says.
+    Raises PatchError if the result does not have the manifest's hash.
     """
     if file.state == wanted:
         return file.content
@@ -214,12 +213,12 @@ def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
 
 
 def look_at(patch_set: PatchSet, directory: Path) -> Status:
-    """How that set and the package in `directory` stand to each other. Local; reads only."""
+    """Return the state of the package in `directory` with respect to this set. Local; reads only."""
     files, journal = [], _read_journal(directory)
     merged = (journal or {}).get("files", {}) if (journal or {}).get("set") == patch_set.name else {}
     for name, hashes in patch_set.files.items():
-        # The folder stands for the first component: an editable install may call it anything. A symlink is
-        # followed so that its target is replaced and the link stays one.
+        # `directory` replaces the first component, since an editable install may have any folder name. A symlink is
+        # followed, so that its target is replaced and the link remains.
         path = Path(os.path.realpath(directory / name.split("/", 1)[1]))
         if not path.is_file():
             files.append(FileStatus(name, path, "missing", "missing"))
@@ -238,7 +237,7 @@ def look_at(patch_set: PatchSet, directory: Path) -> Status:
 
 
 def _before_merge(entry: Mapping[str, Any]) -> Optional[bytes]:
-    """The content that a journal keeps; None where it keeps none, or another one than it says."""
+    """Return the content in a journal entry; None if there is none, or if it does not match its hash."""
     try:
         content = base64.b64decode(entry["content"], validate=True)
     except (KeyError, TypeError, ValueError):
@@ -251,12 +250,12 @@ def _state(hashes: Hashes, found: str) -> str:
 
 
 def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
-    """The text for a package that no set fits: every file with both hashes, and what to do."""
-    patch_set, said = look.patch_set, _said_version(look.directory)
+    """Return the message for a package that no set fits: every file with both hashes, and what to do."""
+    patch_set, stated = look.patch_set, _stated_version(look.directory)
     lines = [
         f"{look.directory} is not a release that ddpshim knows; patching it would mix releases or overwrite "
         f"edits, so nothing was changed. Nearest set: {patch_set.name} ({look.num_known} of "
-        f"{len(look.files)} files match; the package calls itself {said or 'nothing'}).",
+        f"{len(look.files)} files match; the package calls itself {stated or 'nothing'}).",
     ]
     for file in look.files:
         expected = patch_set.files[file.name]
@@ -294,19 +293,19 @@ def _refusal(look: Status, sets: Sequence[PatchSet]) -> str:
 
 
 def _record(look: Status, state: str, files: Mapping[str, Any]) -> dict[str, Any]:
-    """What the journal notes; `files`: hashes before and after, and of a merge the content before."""
+    """Return the journal's content; `files`: hashes before and after, and for a merge the content before."""
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"set": look.patch_set.name, "state": state, "ddpshim": _own_version(), "time": when, "files": files}
 
 
 def _write(look: Status, changes: Changes, record: Mapping[str, Any]) -> None:
-    """Journal, then every file: all of them, or none with everything put back."""
+    """Write the journal and then every file; on an error, restore all of them."""
     journal = look.directory / JOURNAL
     before: dict[Path, Optional[bytes]] = {file.path: file.content for file, _ in changes}
     before[journal] = read(journal) if journal.exists() else None
     after = {journal: _as_json(record), **{file.path: new for file, new in changes}}
     try:
-        for file in look.files:  # what a killed run may have left
+        for file in look.files:  # remains of a killed run
             temporary(file.path).unlink(missing_ok=True)
         for path, content in after.items():
             stage(path, content)
@@ -355,7 +354,7 @@ def _require_writable(look: Status, changes: Changes) -> None:
 
 
 def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
-    """The package name and its folder, without importing it."""
+    """Return the package name and its folder, without importing it."""
     if target in packages:
         spec = importlib.util.find_spec(target)
         if spec is None:
@@ -383,7 +382,7 @@ def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
 
 
 def _read_journal(directory: Path) -> Optional[dict[str, Any]]:
-    """What the last apply noted. Information, not trust: a garbled journal is no reason to refuse."""
+    """Return the journal of the last apply; None if it is absent or damaged, which is no error: only hashes decide."""
     try:
         record = json.loads(read_bytes(directory / JOURNAL))
     except (OSError, ValueError, RecursionError):
@@ -420,8 +419,8 @@ def _own_version() -> str:
         return "from a checkout"
 
 
-def _said_version(directory: Path) -> Optional[str]:
-    """The package's own ``__version__``, read as text; for messages and ties between near sets only."""
+def _stated_version(directory: Path) -> Optional[str]:
+    """Return the package's own ``__version__``, read as text; only for messages and ties between near sets."""
     init = directory / "__init__.py"
     match = re.search(rb"^__version__\s*=\s*['\"]([^'\"]+)", read(init), re.M) if init.is_file() else None
     return match.group(1).decode(errors="replace") if match else None

@@ -1,7 +1,7 @@
-"""Patches the files of a package in memory, when Python loads them: nothing on disk changes.
+"""Patches the files of a package in memory when Python loads them; nothing on disk changes.
 
-A file that is run as a program is patched, and so is each file of its patch set that it imports. Where another program
-imports the package, its adapter names the files that are patched all the same.
+If a file of the package is run as a program, it is patched, and so is each file of its patch set that it imports. If
+another program imports the package, only the files that its adapter names are patched.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ddpshim.trainers.patching.patchset import PatchSet, load_sets, transform_mo
 
 
 class Patched(NamedTuple):
-    """The text of each module that the set `name` changes, where it is not that on disk.
+    """The patched text of each module that the set `name` changes, without those that are patched on disk.
 
-    `moved`: the files that are no release's, in which the lines of every hunk stand once, wherever they stand.
+    `moved`: files of no release, in which each hunk's lines occur exactly once, at any place.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Patched(NamedTuple):
 
 
 class PatchedFiles(importlib.abc.MetaPathFinder):
-    """Finds those modules of the package in `folder` that a patch set changes.
+    """Finds the modules of the package in `folder` that a patch set changes.
 
-    Those that `is_library` names are patched for every program, each by itself; where none of the sets fits such a file
-    it is loaded as it is, and `refused` says why, to those who use it. The others are patched together, once one of
-    them is run as a program.
+    Modules with `is_library(name)` are patched for every program, independently of each other; if no set fits such a
+    file, it is loaded unpatched and `refused` has the reason. The others are patched together, when one of them is run
+    as a program.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(name, found.origin, loader=_Loader(name, found.origin, self))
 
     def module_at(self, path: Path) -> Optional[str]:
-        """The name of the module in the file `path`, without symlinks, if a set changes it. Local."""
+        """Return the module name of the file `path` (without symlinks) if a set changes it; else None. Local."""
         names = {(self.folder / file.split("/", 1)[1]).resolve(): name for name, file in self._files.items()}
         return names.get(path)
 
     def begin_program(self) -> None:
-        """One of the modules is about to run as a program: patch every one that is loaded from now on. Local.
+        """Patch every module that is loaded from now on: one of them is about to run as a program. Local.
 
-        Raises HookError where no set fits, or another of them was loaded already.
+        Raises HookError if no set fits, or if one of the modules is already loaded.
         """
         libraries = {name for name in self._files if self._is_library(name)}
         try:
@@ -97,9 +97,9 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         self._program = found
 
     def source(self, name: str) -> Optional[bytes]:
-        """The patched text of the module of that name; None where it is to be loaded as it is on disk. Local.
+        """Return the patched text of the module `name`; None if it is loaded as it is on disk. Local.
 
-        Raises HookError where a set changes it, and its file is not one that the set fits.
+        Raises HookError if a set changes the module, but no set fits its file.
         """
         if self._program is not None:
             return self._program.sources.get(name)
@@ -110,7 +110,7 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         return found.sources.get(name)
 
     def refuse(self, module: ModuleType) -> Optional[HookError]:
-        """Why `module`, which has been loaded, is not patched as it would have to be; None where it is. Local."""
+        """Return the error if `module`, which is loaded, should be patched but is not; else None. Local."""
         name = module.__name__
         if name not in self.refused and name in self._files and patched_source(module) is None:
             try:
@@ -121,7 +121,7 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         return self.refused.get(name)
 
     def report(self) -> list[str]:
-        """A line for each module that was loaded patched. Local."""
+        """Return a line for each module that was loaded patched. Local."""
         loaders = [_loader_of(module) for module in [*sys.modules.values()]]
         return [f"{loader.name}: patched in memory" for loader in loaders if loader and loader.source is not None]
 
@@ -137,10 +137,10 @@ class PatchedFiles(importlib.abc.MetaPathFinder):
         return status(str(self.folder), patches_root=self._patches_root).patch_set
 
     def _fit(self, modules: set[str]) -> Patched:
-        """What the set that fits makes of these modules' files. Raises HookError where none does.
+        """Patch the files of these modules with the set that fits. Raises HookError if none does.
 
-        It is one whose release the files are; or else one whose hunks' lines stand in them once each, that of the
-        nearest release first.
+        A set fits if the files are those of its release, or else if each hunk's lines occur exactly once; the nearest
+        release is tried first.
         """
         nearest = self._nearest.name
         wanted = {name for name in self._nearest.files if _module_of(name) in modules}
@@ -172,7 +172,7 @@ _IMPORTED_TOO_EARLY = (
 
 
 def patched_source(module: Any) -> Optional[bytes]:
-    """The patched text that `module` was loaded from; None where it is that of its file. Local."""
+    """Return the patched text that `module` was loaded from; None if it was loaded from its file. Local."""
     loader = _loader_of(module)
     return loader.source if loader else None
 
@@ -188,7 +188,7 @@ def _module_of(name: str) -> str:
 
 
 def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched, list[str]]:
-    """What the set makes of these files, and a line for each hunk that has no place in them."""
+    """Return these files patched by the set, and a line for each hunk that has no place in them."""
     sources, moved, lacking = {}, [], []
     for file in files:
         if file.state == "missing":
@@ -196,7 +196,7 @@ def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched,
         elif file.state == "original":
             sources[_module_of(file.name)] = turned(patch_set, file, "patched")
         elif file.state == "unknown":
-            as_unix = file.content.replace(b"\r\n", b"\n")  # Python reads both
+            as_unix = file.content.replace(b"\r\n", b"\n")  # hunks have LF; Python reads both
             content, _, odd = transform_moved(patch_set.patches, file.name, as_unix)
             sources[_module_of(file.name)] = content
             moved.append(file.name)
@@ -205,7 +205,7 @@ def _patched(patch_set: PatchSet, files: Sequence[FileStatus]) -> tuple[Patched,
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module from its patched text, which tracebacks show: its code says that it is of another file."""
+    """Loads a module from its patched text; another file name in its code makes tracebacks show that text."""
 
     def __init__(self, name: str, path: str, files: PatchedFiles) -> None:
         super().__init__(name, path)
@@ -213,7 +213,7 @@ class _Loader(SourceFileLoader):
         self._files = files
 
     def get_code(self, fullname: str) -> Optional[CodeType]:
-        # Python asks for the code of what it runs as a program; what it imports it has executed.
+        # Python calls `get_code` for a module that it runs as a program, and `exec_module` for an imported one.
         self._files.begin_program()
         return self._code()
 
@@ -223,11 +223,11 @@ class _Loader(SourceFileLoader):
         exec(code, vars(module))
 
     def get_source(self, fullname: str) -> Optional[str]:
-        # A program's module has another name than its file.
+        # The module of a program is called __main__, so `fullname` may differ from `self.name`.
         return super().get_source(self.name) if self.source is None else decode_source(self.source)
 
     def _code(self) -> Optional[CodeType]:
-        with contextlib.suppress(HookError):  # whoever needs it asks what was refused
+        with contextlib.suppress(HookError):  # users of the module get this error from `refuse`
             self.source = self._files.source(self.name)
         if self.source is None:
             return super().get_code(self.name)

@@ -1,4 +1,4 @@
-"""Merges a patch set into a package that is no release, as a fork is: all files or none, and back byte for byte."""
+"""Merges a patch set into a package that is no release, such as a fork: all files or none, revertible byte for byte."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def merge(
     *,
     is_trial: bool = False,
 ) -> Outcome:
-    """Patch a package whose files are no release's; `changed` are the files. With `is_trial` nothing is written.
+    """Patch a package whose files match no release; `changed` names the files. With `is_trial`, write nothing.
 
-    A hunk goes where its lines stand, if they stand in the file exactly once. With `base`, the release that the package
-    was forked from, the other files are merged three ways by `git merge-file`. The files as they were are kept in the
-    journal, for `revert`. Raises PatchError with each conflict, everything as it was.
+    A hunk is applied where its lines are, if they occur in the file exactly once. With `base`, the release that the
+    package was forked from, the other files are merged three ways by `git merge-file`. The journal keeps the previous
+    files for `revert`. Raises PatchError with all conflicts, and nothing changed.
     """
     look = status(target, set_name, patches_root)
     if look.state != "unknown":
@@ -65,7 +65,7 @@ def merge(
 
 
 def _merged(look: Status, base: Optional[Status]) -> tuple[Changes, list[str]]:
-    """The new content of each file, and a line for each place where the set has none."""
+    """Return the new content of each file, and a line for each conflict."""
     changes, conflicts = [], []
     for number, file in enumerate(look.files):
         if file.state == "missing":

@@ -1,6 +1,6 @@
 """Reads patch sets from disk: ``patches/<codebase>/<version>/`` with unified diffs and their manifest.
 
-``manifest.json`` holds the sha256 of every target file before and after; nothing here looks at a target.
+``manifest.json`` has the sha256 of every target file before and after. No function here reads an installed target.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class PatchSet:
 
 
 def default_patches_root() -> Path:
-    """The folder of patch sets: package data of a wheel, else beside the package in a checkout."""
+    """Return the folder of patch sets: package data of a wheel, else beside the package in a checkout."""
     here = Path(__file__).resolve().parents[2]  # of ddpshim
     return here / "patches" if (here / "patches").is_dir() else here.parent / "patches"
 
 
 def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
-    """Every patch set under `patches_root`, by name; without one ddpshim's own, and those that adapters offer.
+    """Return every patch set under `patches_root`, by name; by default ddpshim's own and those of adapters.
 
     Raises PatchError if one is malformed, or a root has none.
     """
@@ -69,12 +69,11 @@ def load_sets(patches_root: Optional[Path] = None) -> tuple[PatchSet, ...]:
 def build_manifest(
     patch_dir: Path, source_root: Path, base: str, borrowed: Optional[Sequence[Path]] = None
 ) -> dict[str, Any]:
-    """Write and return ``manifest.json`` for the diffs in `patch_dir`, from a pristine tree.
+    """Write and return ``manifest.json`` for the diffs in `patch_dir`, from an unpatched tree. For maintainers.
 
-    `source_root` contains the package folder. For maintainers: `base` is free text that names the commit
-    or release. `borrowed`: patches of another set that this release takes, too, its lines at other places; default
-    those that the manifest names already. Raises PatchError if a diff does not fit the tree, or a file cannot be read
-    or written.
+    `source_root` contains the package folder. `base` is free text that names the commit or release. `borrowed`: patches
+    of another set that also fit this release, at other lines; default: those that the manifest already names. Raises
+    PatchError if a diff does not fit the tree, or a file cannot be read or written.
     """
     where = patch_dir / "manifest.json"
     if borrowed is None:
@@ -112,7 +111,7 @@ def build_manifest(
 
 
 def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes, wanted: str) -> bytes:
-    """`content` of the file `name` with all its diffs applied (`wanted` patched) or taken out (original)."""
+    """Return `content` of the file `name` with all its diffs applied (`wanted` patched) or reversed (original)."""
     diffs = [diff for patch in patches.values() for diff in patch if diff.path == name]
     for diff in diffs if wanted == "patched" else reversed(diffs):
         content = apply_diff(diff, content, reverse=wanted == "original")
@@ -122,8 +121,9 @@ def transform(patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: b
 def transform_moved(
     patches: Mapping[str, tuple[FileDiff, ...]], name: str, content: bytes
 ) -> tuple[bytes, int, list[str]]:
-    """`content` of the file `name` with each hunk applied whose lines stand in it exactly once; how many hunks there
-    are, and a line for each that has no place (`unidiff.apply_moved`). Local.
+    """Return (content, number of hunks, a line for each hunk that was not applied). Local.
+
+    Applies each hunk whose lines occur exactly once in the file `name` (`unidiff.apply_moved`).
     """
     num_hunks, odd = 0, []
     for patch, diffs in patches.items():
@@ -161,7 +161,10 @@ def _load_set(folder: Path) -> PatchSet:
 
 
 def _read_patches(folder: Path, borrowed: Sequence[str]) -> dict[str, tuple[FileDiff, ...]]:
-    """By file name, or for one of another set by its path from here; in the order of the file names."""
+    """Return the diffs of each patch, in the order of file names.
+
+    Keys: the file name, or the relative path for a patch of another set.
+    """
     names = [*(path.name for path in folder.glob("*.patch")), *borrowed]
     patches = {}
     for name in sorted(names, key=lambda name: name.rpartition("/")[2]):
@@ -176,7 +179,7 @@ def _targets(patches: Mapping[str, tuple[FileDiff, ...]]) -> list[str]:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file; raises PatchError if it cannot be read."""
+    """Return the content of a file; raises TargetError if it cannot be read."""
     try:
         return read_bytes(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Replaces files all or none: staged on disk, renamed into place, by one process at a time.
+"""Replaces all files or none: staged on disk, then renamed into place, by one process at a time.
 
 Never in place: package managers hard-link installed files to a cache that other environments share.
 """
@@ -23,13 +23,13 @@ _LOCK_TIMEOUT_S = 10.0
 
 
 def temporary(path: Path) -> Path:
-    """Where `stage` puts the new content of `path`."""
-    # A fixed name: the lock keeps others away, and the next run clears what a killed one left.
+    """Return the path where `stage` writes the new content of `path`."""
+    # A fixed name: the lock keeps other processes away, and the next run removes the file of a killed one.
     return path.with_name(f".{path.name}.ddpshim-tmp")
 
 
 def stage(path: Path, content: bytes) -> None:
-    """Write `content` beside `path`, on disk, with the mode and owner of `path` if that exists."""
+    """Write `content` to a synced file beside `path`, with the mode and owner of `path` if that exists."""
     temporary(path).unlink(missing_ok=True)
     handle = os.open(temporary(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     with os.fdopen(handle, "wb") as stream:
@@ -38,7 +38,7 @@ def stage(path: Path, content: bytes) -> None:
         if path.exists():
             like = path.stat()
             if hasattr(os, "geteuid") and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
-                # Only root may give files away; for others the replaced file becomes theirs.
+                # Only root may change the owner; for other users the replaced file becomes their own.
                 with contextlib.suppress(PermissionError):
                     os.chown(temporary(path), like.st_uid, like.st_gid)
             os.chmod(temporary(path), like.st_mode & 0o7777)
@@ -46,13 +46,13 @@ def stage(path: Path, content: bytes) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """`stage` and rename: the file `path` is as it was, or has this `content`."""
+    """Replace the file `path` by `stage` and rename: it has its previous content or all of `content`."""
     stage(path, content)
     os.replace(temporary(path), path)
 
 
 def drop_bytecode(*sources: Path) -> None:
-    """Remove every interpreter's cached bytecode: a ``.pyc`` is checked by second and size only."""
+    """Remove every interpreter's cached bytecode of `sources`: Python checks a ``.pyc`` by time (s) and size only."""
     for source in sources:
         if source.suffix == ".py":
             cached = Path(importlib.util.cache_from_source(str(source))).parent
@@ -63,7 +63,7 @@ def drop_bytecode(*sources: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the package's lock file; waits for a live owner, takes over from a dead one on this host.
+    """Hold the package's lock file; wait for a live owner, replace that of a dead one on this host.
 
     Raises PatchError after ten seconds, and at once if the folder is not writable.
     """
@@ -100,16 +100,16 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _drop_stale_lock(path: Path) -> bool:
-    """True if the lock of a dead process was removed or has gone meanwhile."""
+    """Remove the lock of a dead process; return whether the lock is gone now."""
     if os.name != "posix":  # os.kill(pid, 0) ends the process on Windows
         return False
     import fcntl
 
     try:
-        # Without waiting for whoever might write to a pipe.
+        # O_NONBLOCK: a pipe would wait for a writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), errors="replace") as stream:
-            # Of several that find it stale only one may remove it: the others would remove the winner's new
-            # lock. They wait here, then see that the path is another file.
+            # If several processes find it stale, only one may remove it: the others would remove its new lock.
+            # They wait here, then see that the path is another file.
             fcntl.flock(stream, fcntl.LOCK_EX)
             pid, _, host = stream.read(_LONGEST_OWNER).strip().partition(" ")
             if not (pid.isascii() and pid.isdigit()) or host != platform.node() or _is_alive(int(pid)):
@@ -117,9 +117,9 @@ def _drop_stale_lock(path: Path) -> bool:
             if os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
                 path.unlink()
     except FileNotFoundError:
-        return not path.is_symlink()  # one to nowhere stays
+        return not path.is_symlink()  # a dangling symlink remains
     except OSError:
-        # No flock on this file system, or not ours to read: whoever waits is told of it at the deadline.
+        # No flock on this file system, or no permission to read: `locked` raises at its deadline.
         return False
     return True
 
@@ -127,7 +127,7 @@ def _drop_stale_lock(path: Path) -> bool:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except PermissionError:  # somebody else's
+    except PermissionError:  # a process of another user
         return True
     except (ProcessLookupError, OverflowError):
         return False

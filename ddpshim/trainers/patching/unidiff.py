@@ -1,7 +1,7 @@
 """Reads unified diffs strictly and applies them exactly: no fuzz, no offset, both directions.
 
-Works on bytes, so that no encoding or line ending is touched on the way. GNU patch and ``git apply`` are
-not used: the first moves a hunk to where it happens to fit, the second can exit 0 having done nothing.
+Works on bytes, so that encodings and line endings stay unchanged. GNU patch and ``git apply`` are not used: the first
+moves a hunk to another place where it fits, the second can exit 0 without changing anything.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class Hunk(NamedTuple):
-    """Lines `old` that begin at index `old_at` (from 0) become `new`, which begin at `new_at`."""
+    """Replaces the lines `old`, from index `old_at` (from 0), by `new`, which begin at `new_at`."""
 
     old_at: int
     old: tuple[bytes, ...]
     new_at: int
     new: tuple[bytes, ...]
-    num_same: int  # lines of both: context
+    num_same: int  # context lines, in both `old` and `new`
 
 
 @dataclass(frozen=True)
 class FileDiff:
     """All hunks of one patch file for one target file; `path` is without the ``a/`` and ``b/``.
 
-    `is_at_home`: it was made from that file; else its hunks stand at other lines there, each exactly once.
+    `is_at_home`: the diff was made from that file; else the lines of each hunk occur there once, at other places.
     """
 
     path: str
@@ -38,10 +38,10 @@ class FileDiff:
 
 
 def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> bytes:
-    """The content after `diff`, or before it with `reverse`. Local; rewrites nothing of the caller's.
+    """Return the content after `diff`, or before it with `reverse`. Local.
 
-    Raises PatchError when a line is not exactly where the diff says, or when a line without a newline would
-    be followed by another.
+    Raises PatchError if a line is not exactly where the diff says, or if a line without a newline would be
+    followed by another.
     """
     if not diff.is_at_home:
         moved, odd = apply_moved(diff, content, reverse=reverse)
@@ -80,8 +80,9 @@ def apply_diff(diff: FileDiff, content: bytes, *, reverse: bool = False) -> byte
 
 
 def apply_moved(diff: FileDiff, content: bytes, *, reverse: bool = False) -> tuple[bytes, list[str]]:
-    """The content with each hunk whose old lines stand in it exactly once, at whatever line; and a line for each other
-    one, which is left out. With `reverse` it is taken back. Local.
+    """Apply each hunk whose old lines occur exactly once, at any place; with `reverse`, take it back. Local.
+
+    Returns the content, and a line for each hunk that was not applied.
     """
     lines, odd = _split(content), []
     for hunk in diff.hunks:
@@ -95,15 +96,15 @@ def apply_moved(diff: FileDiff, content: bytes, *, reverse: bool = False) -> tup
         else:
             first = next(line for line in [*old, b""] if line.strip() or not line)
             where = f"at lines {', '.join(str(at + 1) for at in places)}" if places else "nowhere"
-            odd.append(f"line {hunk.old_at + 1}: {_show(first.strip())} and what follows stand {where}")
+            odd.append(f"line {hunk.old_at + 1}: {_show(first.strip())} and the lines after it occur {where}")
     return b"".join(lines), odd
 
 
 def parse_diff(text: bytes, name: str) -> tuple[FileDiff, ...]:
-    """The file diffs of one patch file in order; free text (a DEP-3 header) may precede the first.
+    """Return the file diffs of one patch file in order; free text (a DEP-3 header) may precede the first.
 
-    A patch file whose every line ends in CRLF (a checkout with ``core.autocrlf``) is read as if it had LF.
-    `name` is for messages. Raises PatchError with the line number when the text is not a well-formed diff
+    A patch file in which every line ends in CRLF (a checkout with ``core.autocrlf``) is read as if it had LF.
+    `name` is for messages. Raises PatchError with the line number if the text is not a well-formed diff
     of existing files: wrong counts, hunks out of order, a path that leaves the tree, a rename or mode change.
     """
     if b"\n" in text and text.count(b"\r\n") == text.count(b"\n"):
@@ -148,8 +149,8 @@ class _Parser:
         hunks: list[Hunk] = []
         while self.peek().startswith(b"@@"):
             hunk = self.hunk()
-            # Positions in the new file follow from the old ones; without this check a revert, which goes
-            # by the new ones, would look elsewhere than the apply wrote.
+            # Positions in the new file follow from the old ones. Without this check, a revert, which uses the new
+            # ones, could look at other lines than apply wrote.
             new_at = hunk.old_at + sum(len(before.new) - len(before.old) for before in hunks)
             if hunk.new_at != new_at:
                 self.fail(
@@ -176,7 +177,7 @@ class _Parser:
         while (len(old), len(new)) != (num_old, num_new):
             line = self.peek()
             tag, body = line[:1], line[1:]
-            # A body without its newline is a patch file that was cut off, not a "\\ No newline" line.
+            # A body without newline means that the patch file was cut off, not a "\\ No newline" line.
             is_line = tag in (b" ", b"-", b"+") and body.endswith(b"\n")
             if not is_line or len(old) > num_old or len(new) > num_new:
                 self.fail(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
@@ -191,7 +192,7 @@ class _Parser:
             num_same += tag == b" "
         if num_same == len(old) == len(new):
             self.fail("the hunk changes nothing")
-        # With a count of 0 the header names the line *before* the gap, else the first line itself.
+        # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
         old_at = old_start - 1 if num_old else old_start
         new_at = new_start - 1 if num_new else new_start
         return Hunk(old_at, tuple(old), new_at, tuple(new), num_same)
@@ -217,7 +218,7 @@ class _Parser:
 
 
 def _split(content: bytes) -> list[bytes]:
-    """Lines with their newline, split at LF only: `bytes.splitlines` would also cut at a lone CR."""
+    """Return lines with their newline, split at LF only: `bytes.splitlines` would also split at a lone CR."""
     return re.findall(rb"[^\n]*\n|[^\n]+", content)
 
 

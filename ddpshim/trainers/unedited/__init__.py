@@ -1,1 +1,1 @@
-"""Distributes a program for one process that nobody edited, while it runs as a rank."""
+"""Distributes an unedited program for one process while it runs as a rank."""

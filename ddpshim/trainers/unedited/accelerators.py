@@ -1,6 +1,6 @@
-"""Shows a program that uses Hugging Face's accelerate one process, which ddpshim distributes like any other's.
+"""Makes Hugging Face's accelerate see one process, so that ddpshim distributes its programs like any other.
 
-So the batch size is that of the program's loader, and what is written is written once. What divides the model itself
+So the batch size is that of the program's loader, and files are written once. A program that divides its model
 (DeepSpeed, FSDP, Megatron, tensor parallelism) is left to accelerate.
 """
 
@@ -25,7 +25,7 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_p
 
 @contextlib.contextmanager
 def in_one_process() -> Iterator[None]:
-    """In it accelerate finds no launcher, and makes no process group. Local."""
+    """Within this block, accelerate finds no launcher and makes no process group. Local."""
     hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHERS)}
     for name in hidden:
         del os.environ[name]
@@ -36,16 +36,16 @@ def in_one_process() -> Iterator[None]:
 
 
 def strategies() -> list[str]:
-    """The variables by which accelerate is asked to divide the model. Local."""
+    """Return the names of the environment variables that make accelerate divide the model. Local."""
     names = [f"ACCELERATE_USE_{name}" for name in _STRATEGIES]
     return [name for name in names if os.environ.get(name, "false").lower() in ("1", "true")]
 
 
 @contextlib.contextmanager
 def shown_one_process(leave_alone: Callable[[str], Any]) -> Iterator[None]:
-    """In it accelerate, once it is imported, is that of one process on each rank.
+    """Within this block, accelerate behaves on each rank as in one process, also if it is imported later.
 
-    `leave_alone` is called with the reason where a program asks it to divide the model.
+    If the program makes accelerate divide the model, `leave_alone` is called with the reason.
     """
     with contextlib.ExitStack() as until:
 
@@ -80,9 +80,9 @@ def shown_one_process(leave_alone: Callable[[str], Any]) -> Iterator[None]:
 
 
 def _batches(shard: Any, send_to_device: Callable[..., Any]) -> Iterator[Any]:
-    """A pass of accelerate's DataLoaderShard that fetches no batch before the step of the one before is over.
+    """Yield the batches of accelerate's DataLoaderShard, each fetched only after the step on the previous one.
 
-    What is drawn in a step belongs to the rows of the batch that was fetched last.
+    accelerate fetches one batch ahead, but random draws in a step must be for the rows of the batch fetched last.
     """
     shard.begin()
     shard.set_epoch(shard.iteration)

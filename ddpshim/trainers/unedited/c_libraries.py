@@ -15,7 +15,7 @@ from ddpshim.trainers.unedited.holders import in_place
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
 _HDF5_WRITES, _HDF5_MADE_NEW = 1 | 2 | 4, 2  # h5f.ACC_RDWR, ACC_TRUNC, ACC_EXCL
-# What reads, and what writes anew: module, name in it, position and keyword of the path.
+# Functions that read, and functions that write a new file: (module, name in it, position and keyword of the path).
 _READING = (
     *(("cv2", "imread", 0, "filename"), ("cv2", "VideoCapture", 0, "filename")),
     *(("imageio_ffmpeg", "read_frames", 0, "path"), ("safetensors", "safe_open", 0, "filename")),
@@ -29,21 +29,24 @@ _WRITING = (
 
 
 class CLibraries:
-    """`reads(path)` and `writes(path, keeps, is_new)` say where; on the main rank they say the path itself. Local."""
+    """Redirects paths: `reads(path)` and `writes(path, keeps, is_new)` return the path to use. Local.
+
+    On the main rank they return `path` itself.
+    """
 
     def __init__(self, reads: Callable[[Any], Any], writes: Callable[..., Any]) -> None:
         self._reads, self._writes, self._undo = reads, writes, contextlib.ExitStack()
 
     def install(self) -> Callable[[], None]:
-        """Lead those that are imported, and those that will be; returns what ends that."""
+        """Redirect libraries that are imported now or later; return a function that undoes it."""
         made: list[tuple[str, str, Callable[[Any], Any]]] = []
-        for places, lead in ((_READING, self._reads), (_WRITING, self._writes)):
+        for places, redirect in ((_READING, self._reads), (_WRITING, self._writes)):
             for module, name, position, keyword in places:
-                made.append((module, name, functools.partial(_led, lead, position, keyword)))
+                made.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
         made += [("h5py", "h5f.open", self._h5_open), ("h5py", "h5f.create", self._h5_create)]
         made += [("lmdb", "open", self._lmdb_open), ("av", "open", self._av_open)]
         made += [("sqlite3", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)]
-        held: dict[int, Any] = {}  # functions that other modules may have imported by now
+        held: dict[int, Any] = {}  # functions that other modules may already have imported
         for module, name, make in made:
             real = getattr(sys.modules.get(module), name, None)
             if real is not None:
@@ -104,18 +107,18 @@ class CLibraries:
         return stand_in
 
     def _popen(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Of ffmpeg, which is how videos are written, the output; of all programs, files that this rank has made."""
+        """Redirect ffmpeg's output, which is how videos are written, and for all programs files this rank has made."""
 
         def stand_in(process: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
             if isinstance(args, (list, tuple)) and args:
-                led = [self._argument(part) for part in args]
+                redirected = [self._argument(part) for part in args]
                 if os.path.basename(os.fsdecode(args[0])).startswith("ffmpeg") and _is_a_file_name(args[-1]):
-                    led[-1] = self._writes(args[-1])
+                    redirected[-1] = self._writes(args[-1])
                 else:
-                    _say_where(args[0], sys._getframe(1))
-                args = led
+                    _report_popen(args[0], sys._getframe(1))
+                args = redirected
             else:
-                _say_where(args, sys._getframe(1))
+                _report_popen(args, sys._getframe(1))
             if kwargs.get("cwd") is not None:
                 kwargs["cwd"] = self._reads(kwargs["cwd"])
             real(process, args, *more, **kwargs)
@@ -127,8 +130,8 @@ class CLibraries:
         return self._reads(part) if is_a_path and part and os.path.exists(part) else part
 
 
-def _say_where(command: Any, frame: FrameType) -> None:
-    """That every rank runs this command, if a line of the program starts it and does not wait for it."""
+def _report_popen(command: Any, frame: FrameType) -> None:
+    """Report that every rank runs this command, if a line of the program starts it without waiting."""
     place = line_of_the_program()
     if place == f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}":
         say_on_main(
@@ -137,22 +140,24 @@ def _say_where(command: Any, frame: FrameType) -> None:
         )
 
 
-def _led(lead: Callable[[Any], Any], position: int, keyword: str, real: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(
+    redirect: Callable[[Any], Any], position: int, keyword: str, real: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(real, updated=())
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         if keyword in kwargs:
-            kwargs[keyword] = _place(lead, kwargs[keyword])
+            kwargs[keyword] = _place(redirect, kwargs[keyword])
         elif len(args) > position:
-            args = (*args[:position], _place(lead, args[position]), *args[position + 1 :])
+            args = (*args[:position], _place(redirect, args[position]), *args[position + 1 :])
         return real(*args, **kwargs)
 
     return stand_in
 
 
-def _place(lead: Callable[[Any], Any], path: Any) -> Any:
+def _place(redirect: Callable[[Any], Any], path: Any) -> Any:
     if not isinstance(path, (str, bytes, os.PathLike)):
-        return path  # a number of a camera, a file that is open
-    place = lead(path)
+        return path  # the number of a camera, or an open file
+    place = redirect(path)
     return os.fsencode(place) if isinstance(path, bytes) else str(place)
 
 

@@ -1,6 +1,6 @@
-"""Gives a rank's view of the files to the processes that it starts afresh: data workers by spawn or forkserver.
+"""Gives a rank's view of the files to its child processes that start by spawn or forkserver, such as data workers.
 
-Forked ones have it by themselves.
+Forked processes inherit it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddpshim.trainers.unedited.stand_ins import Files
 
 
 class _Passed:
-    """Puts `files` in the place of Python's functions in the process in which it is unpickled, while it lives."""
+    """Replaces Python's functions by those of `files` in the process that unpickles it, while that process lives."""
 
     def __init__(self, files: Files) -> None:
         self.files, self.until = files, contextlib.ExitStack()
@@ -33,7 +33,7 @@ class _Passed:
 
 @contextlib.contextmanager
 def inherited(files: Files) -> Iterator[None]:
-    """In this block processes that are made see `files`."""
+    """Within this block, new child processes see `files`."""
     passed, made = _Passed(files), BaseProcess.__init__
 
     def init(process: BaseProcess, *args: Any, **kwargs: Any) -> None:

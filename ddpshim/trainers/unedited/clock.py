@@ -1,7 +1,7 @@
-"""Gives all ranks the main rank's clock and entropy where the program asks: one time stamp, one name, one decision.
+"""Gives the program the main rank's clock and entropy on all ranks: the same time stamps, names and decisions.
 
-The n-th call from a line of the program gets, on every rank, what the main rank's n-th call from that line got. The
-main rank waits for nobody; another rank waits until the main rank has been at that line as often.
+The n-th call from a line of the program returns, on every rank, the value of the main rank's n-th call from that line.
+The main rank never waits; another rank waits until the main rank has made the same call.
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ from ddpshim.trainers.unedited.holders import in_place
 
 T = TypeVar("T")
 
-_NUM_KEPT = (
-    1 << 16
-)  # values of each line that stay in the store: a rank may ask for one that the main rank had long ago
-# Libraries that ask for themselves: progress bars, loggers and networks of threads have clocks of their own.
+# Values of each line that stay in the store: a rank may be that many calls behind the main rank.
+_NUM_KEPT = 1 << 16
+# Libraries that read the clock for their own purposes (progress bars, loggers, thread pools): not replaced.
 _LIBRARIES = {
     *("ddpshim", "torch", "torchvision", "numpy", "tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "matplotlib"),
     *("PIL", "requests", "urllib3", "huggingface_hub", "filelock", "fsspec", "tensorflow", "ray", "numba", "triton"),
     *("h5py", "zarr", "psutil", "pkg_resources", "setuptools", "pluggy", "mlflow", "comet_ml", "clearml"),
 }
-_PASS_ON = {__name__, "uuid", "secrets", "random"}  # ask for somebody else
+_PASS_ON = {__name__, "uuid", "secrets", "random"}  # call on behalf of their callers
 
 
 class Clock:
-    """Stands in for Python's clocks, entropy and prompts in what the program calls in its main thread. Local."""
+    """Replaces Python's clocks, entropy and prompts for calls of the program in its main thread. Local."""
 
     def __init__(self, world: World, is_apart: Callable[[], bool]) -> None:
-        """`is_apart`: whether this rank does just now what other ranks do not: its share of a pass, a rollout."""
+        """`is_apart`: whether this rank now does something that others do not: fetch its samples, play a rollout."""
         self._world, self._is_apart = world, is_apart
         self._process = os.getpid()
-        self._is_asking = False  # what Python's own functions ask for in turn
-        self._numbers: dict[str, int] = {}  # of the calls from each line
-        self._are_programs: dict[str, bool] = {}  # files
+        self._is_asking = False  # inside a real function, whose own calls of replaced functions must not be shared
+        self._numbers: dict[str, int] = {}  # number of the last call from each line
+        self._are_programs: dict[str, bool] = {}  # whether a file belongs to the program
         self._stdlib = tuple(f"{os.path.dirname(path)}{os.sep}" for path in (os.__file__, contextlib.__file__))
         self._packages = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In this block the program's calls come here. Nothing with one rank."""
+        """Within this block, the program's calls use the stand-ins. Does nothing with one rank."""
         if self._world.world_size == 1:
             yield
             return
@@ -67,7 +66,7 @@ class Clock:
             yield
 
     def _stand_ins(self) -> list[tuple[Any, Any]]:
-        """(a function, what takes its place)"""
+        """Return pairs of a function and its stand-in."""
         of_main: Any = (time.time, time.time_ns, posix.urandom, input)
         made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in of_main]
         made += [(real, self._at_moment(real, 0)) for real in (time.localtime, time.gmtime, time.ctime)]
@@ -82,7 +81,7 @@ class Clock:
         return made
 
     def _of_main(self, real: Callable[..., T]) -> Callable[..., T]:
-        """`real`, whose result is the main rank's."""
+        """Return `real` with the main rank's result."""
 
         def stand_in(*args: Any, **kwargs: Any) -> T:
             line = self.line_of_program(sys._getframe(1))
@@ -93,7 +92,10 @@ class Clock:
         return stand_in
 
     def _at_moment(self, real: Callable[..., Any], position: int, convert: Any = None) -> Callable[..., Any]:
-        """`real`, which takes now where its argument at `position` is missing; `convert`: what it takes of seconds."""
+        """Return `real` with the main rank's current time as its argument at `position`, if that is missing.
+
+        `convert`: turns seconds into that argument.
+        """
 
         def stand_in(*args: Any) -> Any:
             if len(args) > position and (args[position] is not None or convert is not None):
@@ -107,7 +109,7 @@ class Clock:
         return stand_in
 
     def _seeded(self, real: Callable[..., Any], keyword: str) -> Callable[..., Any]:
-        """`real`, with a seed of the main rank's where it would draw one."""
+        """Return `real` with a seed from the main rank if the caller gives none."""
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             line = None
@@ -131,7 +133,7 @@ class Clock:
         return _time() if line is None else self.hand_out(line, _time)
 
     def line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
-        """ "train.py:12" where the program asks for what all ranks ask for; None for anybody else."""
+        """Return "train.py:12", the calling line of the program; None if another caller, thread or process asks."""
         if self._is_asking:
             return None
         while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
@@ -152,7 +154,10 @@ class Clock:
         return known
 
     def hand_out(self, line: str, ask: Callable[[], T]) -> T:
-        """What `ask` returned on the main rank."""
+        """Return the main rank's result of `ask`. Other ranks wait for it.
+
+        Raises WorldError if the main rank has not made this call in time, or has made 2**16 more from this line.
+        """
         number = self._numbers[line] = self._numbers.get(line, -1) + 1
         store, key = self._world._job.store, messages.key(f"clock/{line}/{number % _NUM_KEPT}")
         if self._world.is_main:
@@ -173,7 +178,7 @@ class Clock:
                 break
             time.sleep(0.001)
         raise WorldError(
-            f"rank {self._world.rank} came to {line} (time {number + 1}), which reads the time or random bytes, but "
+            f"rank {self._world.rank} reached {line} (call {number + 1}), which reads the time or random bytes, but "
             f"the main rank {'ran it more often' if found > number else 'did not run it, or has left'} (waited up to "
             f"{patience_s:g} s); they would continue with different values. Run this line equally often on every "
             "rank."
@@ -185,7 +190,7 @@ _time, _localtime = time.time, time.localtime
 
 @contextlib.contextmanager
 def _exchanged(kind: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """In this block a type that is written in C has another class method: whoever holds the type calls it."""
+    """Within this block, replace a class method of a type written in C, for all holders of the type."""
     names: Any = next(held for held in gc.get_referents(kind.__dict__) if isinstance(held, dict))
     real = names[name]
     names[name] = classmethod(lambda *args, **kwargs: method(*args, **kwargs))

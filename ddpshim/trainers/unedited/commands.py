@@ -1,6 +1,7 @@
 """Runs the commands that a program starts on the main rank only; all ranks get their exit codes and output.
 
-A command writes files past Python; with each rank running it, `git rev-parse HEAD >> log` would write several lines.
+Files that a command writes cannot be redirected: if each rank ran `git rev-parse HEAD >> log`, log would get several
+lines.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _run, _system, _popen = subprocess.run, os.system, os.popen
 
 
 class Commands:
-    """Stands in for subprocess's functions that wait for a command, for os.system and os.popen. Local."""
+    """Replaces os.system, os.popen and the functions of subprocess that wait for a command. Local."""
 
     def __init__(self, clock: Clock, files: PrivateFiles) -> None:
         self._clock, self._files = clock, files
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In this block the program's calls come here."""
+        """Within this block, the program's calls use the stand-ins."""
         made: dict[Any, Any] = {subprocess.run: self._stand_in(_run, self._completed), os.system: self._system}
         made[subprocess.call] = self._stand_in(subprocess.call, self._code)
         made[subprocess.check_call] = self._stand_in(subprocess.check_call, self._checked_code)
@@ -49,7 +50,7 @@ class Commands:
         return stand_in
 
     def _handed_out(self, line: str, run: Callable[[], Any]) -> Any:
-        """What `run` returns on the main rank, whose files are then there for all."""
+        """Return the main rank's result of `run`; then all ranks see the files that it wrote."""
         result = self._clock.hand_out(line, lambda: self._files.shown_to_all(run))
         self._files.see_what_is_shared()
         return result
@@ -59,7 +60,7 @@ class Commands:
         return _system(command) if line is None else self._handed_out(line, lambda: _system(command))
 
     def _completed(self, line: str, *args: Any, check: bool = False, **kwargs: Any) -> Any:
-        """subprocess.run. Where output goes to an open file, each rank writes it to its own."""
+        """subprocess.run. If the output goes to an open file, each rank writes it to its own file."""
         files = {name: kwargs[name] for name in ("stdout", "stderr") if _is_a_file(kwargs.get(name))}
         kwargs |= dict.fromkeys(files, subprocess.PIPE)
         command = args[0] if args else kwargs.get("args")
@@ -100,7 +101,7 @@ class Commands:
 
 
 class _Stream(io.StringIO):
-    """What os.popen returns, of a command that has ended."""
+    """The stream that os.popen returns, of a command that has ended."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -116,7 +117,7 @@ def _is_a_file(given: Any) -> bool:
 
 
 def _outcome(args: Any, kwargs: Any) -> list[Any]:
-    """What became of the command, in values that can be sent."""
+    """Run the command and return its outcome as values that can be sent to other ranks."""
     try:
         done = _run(*args, **kwargs)
     except subprocess.TimeoutExpired as error:

@@ -1,9 +1,9 @@
-"""Finds out by computation whether a loss couples the samples of a batch, as negatives from the batch do.
+"""Finds by computation whether a loss couples the samples of a batch, as negatives from the batch do.
 
-Where a loss is a mean over samples, it does not matter which other samples are in the batch: of two batches A and B,
-and of two that have some rows of A and the others of B, the losses of each pair add up to the same. Here B is A with
-its rows in another order. While a program computes on A, each of torch's operations that depends on the batch is
-computed on the other three, too. What is drawn meanwhile, and what crosses the ranks, is the same in all four.
+If a loss is a mean over samples, rows of two batches A and B can be exchanged without changing the sum of the two
+losses. Here B is A with its rows in another order, and two more batches have some rows of A and the others of B. While
+a program computes on A, each torch operation that depends on the batch is also computed on the other three. Random
+draws and results of collectives are the same for all four.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddpshim.errors import SyncError
 
-_NUM = 3  # batches beside the program's own: B, and two of rows of both
-_EACH = 256  # operations after which it forgets what is gone
-# Of rows that these select, as many as values want it, those of the program's own batch are taken in all four. Of what
-# else makes tensors of other shapes (a packed sequence) nothing is known.
-_WITHOUT_VALUES = ("aten::empty", "aten::new_empty")  # what is written there later says what it holds
+_NUM = 3  # batches beside the program's own: B, and two with rows of both
+_EACH = 256  # operations after which storages of freed tensors are dropped
+_WITHOUT_VALUES = ("aten::empty", "aten::new_empty")  # followed only once something is written to the result
+# The number of rows that these select depends on values. All four batches then take the rows that the program's own
+# selects. After any other operation whose result has another shape (a packed sequence), nothing is followed.
 _SELECTING = ("aten::nonzero", "aten::index.Tensor", "aten::masked_select")
-_OF_ROUNDING = 64.0  # times the precision of the loss
-_OF_THE_ROWS = 1e-3  # of what other rows make of the loss
+_OF_ROUNDING = 64.0  # tolerance, in units of the loss's precision
+_OF_THE_ROWS = 1e-3  # tolerance, as a fraction of the differences between the four losses
 
 
 class _NotFollowed(Exception):
-    """A tensor is a part of one that is not followed."""
+    """A tensor is a part of a storage that is not followed."""
 
 
 class Shadows:
-    """What a program's tensors would hold for three other batches, while it computes on one. Local.
+    """Computes a program's tensors for three other batches while the program computes on one. Local.
 
-    Kept by storages, so that views and writes in place are followed. What is not followed is as for the batch itself.
+    Kept by storage, so that views and in-place writes are followed. A tensor that is not followed has the same values
+    for all batches.
     """
 
     def __init__(self) -> None:
-        self._mode: Any = None  # in which torch hands each operation to `_called`
+        self._mode: Any = None  # a dispatch mode: torch calls `_called` for each operation
         self._is_on = self._is_aside = False
         self._of: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage]]] = {}
         self._num_seen = 0
@@ -49,7 +50,7 @@ class Shadows:
     def begin(self, batch: Any, num_rows: int, number: int) -> None:
         """Follow what is computed from `batch`, if all its tensors have `num_rows` rows.
 
-        `number`: of the batch; which rows are exchanged depends on it.
+        `number`: the batch's number, which seeds the choice of exchanged rows.
         """
         tensors = list(_tensors_in(batch))
         if num_rows < 2 or not tensors or any(not _is_plain(x) or x.shape[:1] != (num_rows,) for x in tensors):
@@ -67,7 +68,7 @@ class Shadows:
             self._mode.__enter__()
 
     def end(self) -> None:
-        """Follow nothing any more."""
+        """Stop following."""
         self._of.clear()
         if self._is_innermost():
             self._is_on = False
@@ -75,7 +76,7 @@ class Shadows:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """In this block nothing is followed."""
+        """Within this block, follow no operation."""
         is_innermost = self._is_innermost()
         before, self._is_aside = self._is_aside, True
         if is_innermost:
@@ -88,34 +89,34 @@ class Shadows:
                 self._mode.__enter__()
 
     def _is_innermost(self) -> bool:
-        """Whether no mode of the program's own was entered since."""
+        """Whether the program has entered no dispatch mode since `begin`."""
         from torch.utils._python_dispatch import _get_current_dispatch_mode
 
         return self._is_on and _get_current_dispatch_mode() is self._mode
 
     def differs(self, number: Any) -> bool:
-        """Whether `number`, a tensor, would be another one for one of the other batches."""
+        """Whether the number in this tensor differs for any of the other batches."""
         return self._follows(number) and any(float(other) != float(number) for other in self._others(number))
 
     def excess(self, loss: Any) -> Optional[tuple[float, float]]:
-        """(the sum of this batch's and B's `loss`, that of the other two), where they differ by more than rounding."""
+        """Return (loss of A + loss of B, sum of the other two) if they differ by more than rounding; else None."""
         if not self._follows(loss):
             return None
         own, other, one, two = values = [float(x.detach().double()) for x in (loss, *self._others(loss))]
-        apart = abs(own + other - one - two)
-        by_rows = max(values) - min(values)
-        by_rounding = torch.finfo(loss.dtype).eps * max(map(abs, values)) if loss.is_floating_point() else 0.0
-        is_more = math.isfinite(apart) and apart > max(_OF_ROUNDING * by_rounding, _OF_THE_ROWS * by_rows)
+        difference = abs(own + other - one - two)
+        spread = max(values) - min(values)
+        rounding = torch.finfo(loss.dtype).eps * max(map(abs, values)) if loss.is_floating_point() else 0.0
+        is_more = math.isfinite(difference) and difference > max(_OF_ROUNDING * rounding, _OF_THE_ROWS * spread)
         return (own + other, one + two) if is_more else None
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The program calls `func`: what it returns."""
+        """Run `func` for the program and return its result; compute it for the other batches if it depends on them."""
         given = [] if self._is_aside or not self._of else _plain_tensors_in((args, kwargs))
         if not isinstance(func, torch._ops.OpOverload) or not any(map(self._has, given)):
             return func(*args, **kwargs)
         if func.name().startswith(_WITHOUT_VALUES):
             return func(*args, **kwargs)
-        if func.namespace.strip("_").startswith("c10d"):  # what crosses the ranks is the same for all, once it is there
+        if func.namespace.strip("_").startswith("c10d"):  # the result of a collective is the same for all batches
             for tensor in given:
                 self._of.pop(tensor.untyped_storage()._cdata, None)
             return func(*args, **kwargs)
@@ -128,13 +129,13 @@ class Shadows:
             for tensor in written:
                 if not self._has(tensor):
                     self._keep_written(tensor)
-        except RuntimeError:  # no memory, or a GPU whose operations are recorded
+        except RuntimeError:  # out of memory, or a CUDA graph is being captured
             self._of.clear()
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         made = _plain_tensors_in(result)
-        if made and (written or not all(map(self._has, made))):  # else it is a number, or a view
-            with contextlib.suppress(Exception):  # the program has its own result
+        if made and (written or not all(map(self._has, made))):  # else the result is a number or a view
+            with contextlib.suppress(Exception):  # must not fail the program, which has its result
                 is_drawn = not torch.equal(before, _random_state(given))
                 if not is_drawn and self._follow(func, args, kwargs, made):
                     return result
@@ -145,20 +146,20 @@ class Shadows:
         return result
 
     def _take_over(self, written: list[torch.Tensor]) -> None:
-        """These hold the same for all batches from here on."""
+        """Give these tensors the program's values for all batches."""
         for tensor in written:
             for other in self._others(tensor):
                 other.copy_(tensor)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> bool:
-        """Compute what `func` makes of the other batches; False where it fails, or makes tensors of other shapes."""
+        """Compute `func` for the other batches; return False if it fails or the results have other shapes."""
         found = []
         for number in range(_NUM):
 
             def other(x: Any, number: int = number) -> Any:
                 if not _is_plain(x):
                     return x
-                # BatchNorm writes to running statistics, which its schema does not say.
+                # BatchNorm writes to its running statistics although its schema does not declare it.
                 return self._other(x, number) if self._has(x) else x.clone() if "batch_norm" in func.name() else x
 
             changed, named = _each(other, args), _each(other, kwargs)
@@ -168,11 +169,11 @@ class Shadows:
                 raise
             except (RuntimeError, ValueError, IndexError):
                 return False
-        if any(x.shape != tensor.shape for there in found for x, tensor in zip(there, made)):
+        if any(x.shape != tensor.shape for results in found for x, tensor in zip(results, made)):
             return False
         for place, tensor in enumerate(made):
             if not self._has(tensor):
-                self._keep(tensor, [there[place] for there in found])
+                self._keep(tensor, [results[place] for results in found])
         return True
 
     def _follows(self, tensor: Any) -> bool:
@@ -182,15 +183,15 @@ class Shadows:
         return tensor.untyped_storage()._cdata in self._of
 
     def _keep(self, tensor: torch.Tensor, others: list[torch.Tensor]) -> None:
-        """`others` are to `tensor` what the three batches are to the program's."""
+        """Follow `tensor`; `others` are its values for the three other batches."""
         if tensor.storage_offset():
-            raise _NotFollowed("a part of what was not followed")
+            raise _NotFollowed("a part of a storage that is not followed")
         storage = tensor.untyped_storage()
         laid_out = [_laid_out_as(tensor, other).untyped_storage() for other in others]
         self._of[storage._cdata] = StorageWeakRef(storage), laid_out
 
     def _keep_written(self, tensor: torch.Tensor) -> None:
-        """The program writes to `tensor`, which was the same for all batches so far."""
+        """Follow `tensor`, to which the program writes; so far it was the same for all batches."""
         storage = tensor.untyped_storage()
         self._of[storage._cdata] = StorageWeakRef(storage), [storage.clone() for _ in range(_NUM)]
 
@@ -204,7 +205,7 @@ class Shadows:
 
 
 def refuse(found: str, place: str, num_ranks: int) -> None:
-    """Raise SyncError: the loss at `place` couples samples, as is `found`."""
+    """Raise SyncError: the loss at `place` couples samples. `found`: how this was found."""
     raise SyncError(
         f"{place}: the loss couples the samples of a batch: {found}. (Negatives, batch statistics and normalisation "
         f"do that.) Each rank would compute it over 1/{num_ranks} of the batch, unlike one process. Train in one "
@@ -217,7 +218,7 @@ def _mode(called: Callable[[Any, Any, Any], Any]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
-        supports_higher_order_operators = True  # handed over as well, and not followed
+        supports_higher_order_operators = True  # `_called` gets these too, and does not follow them
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return called(func, args, kwargs or {})
@@ -226,7 +227,7 @@ def _mode(called: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 def _each(change: Callable[[Any], Any], given: Any) -> Any:
-    """`given`, with all that is in its lists, tuples and dictionaries changed."""
+    """Return `given` with `change` applied to each value, also inside lists, tuples and dicts."""
     if isinstance(given, dict):
         return {key: _each(change, part) for key, part in given.items()}
     if isinstance(given, (list, tuple)):
@@ -243,7 +244,7 @@ def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _orders(num_rows: int, number: int) -> list[list[int]]:
-    """The rows of the batch that B has, and those of the two that have rows of both."""
+    """Return the row numbers of A that make up B, and those of the two mixed batches."""
     own = [*range(num_rows)]
     other = own[1:] + own[:1]
     draw = random.Random(number)
@@ -256,7 +257,7 @@ def _orders(num_rows: int, number: int) -> list[list[int]]:
 
 
 def _laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`other` with the strides of `tensor`, in a storage of its own."""
+    """Return `other` with the strides of `tensor`, in a separate storage."""
     num_bytes = tensor.untyped_storage().nbytes()
     is_alone = not other.storage_offset() and other.untyped_storage().nbytes() == num_bytes
     if other.stride() == tensor.stride() and is_alone:
@@ -275,7 +276,7 @@ def _plain_tensors_in(given: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that this call writes to in place."""
+    """Return the tensors that this call writes to in place."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -17,7 +17,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def see_one(local_rank: int) -> None:
-    """Leave this process one GPU: what a script calls "cuda:0" is then this rank's. Before CUDA starts. Local."""
+    """Make one GPU visible to this process, so that "cuda:0" is this rank's. Call before CUDA starts. Local."""
     visible = os.environ.get(VISIBLE)
     if visible is None:
         os.environ[VISIBLE] = str(local_rank)
@@ -28,9 +28,9 @@ def see_one(local_rank: int) -> None:
 
 @contextlib.contextmanager
 def shown(num_gpus: int) -> Iterator[None]:
-    """In it the program, but not torch, sees `num_gpus`, and cannot choose another one. Local.
+    """Within this block, `device_count()` is `num_gpus` for the program, but not for torch. Local.
 
-    Many wrap their network only if there are several.
+    Many programs wrap their network only if there are several. Changes of CUDA_VISIBLE_DEVICES are ignored.
     """
     count, kind = torch.cuda.device_count, type(os.environ)
     set_one = kind.__setitem__

@@ -1,4 +1,4 @@
-"""Replaces functions of Python's wherever they are held: where they are defined, and where they were imported to."""
+"""Replaces Python functions in all modules that hold them: where they are defined, and where they were imported."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from ddpshim.job.replaced import replaced
 
-# Python's own imports, and ours, use what they always used; so do its private modules.
-_NOT_LED = ("posix", "importlib", "zipimport", "ddpshim")
-_KEEP_IN_CLASSES = ("pathlib", "glob", "tempfile")  # as attributes, or as default arguments of methods
+# The import system, ddpshim and private modules keep the real functions.
+_KEEP_REAL = ("posix", "importlib", "zipimport", "ddpshim")
+_KEEP_IN_CLASSES = ("pathlib", "glob", "tempfile")  # hold functions as class attributes or default arguments
 
 
 @contextlib.contextmanager
 def in_place(stand_ins: dict[int, Any]) -> Iterator[None]:
-    """In this block they are found, by the identity of a function, in the place of that function."""
+    """Within this block, replace each function by its stand-in; `stand_ins` is keyed by the function's id."""
     with contextlib.ExitStack() as undo:
         for name, module in list(sys.modules.items()):
             package = name.partition(".")[0]
             is_private = package.startswith("_") and package != "__main__"
-            if module is None or is_private or package in _NOT_LED:
+            if module is None or is_private or package in _KEEP_REAL:
                 continue
             held = list(getattr(module, "__dict__", {}).items())
             for attribute, value in held:

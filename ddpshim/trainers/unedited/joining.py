@@ -1,8 +1,8 @@
 """Runs a program for one process as a rank: joins the job, and replaces names of torch until the program ends.
 
-Networks are wrapped when a pass that may train begins; a pass over a DataLoader is that of `make_loader` where it
-trains, and whole on every rank where it evaluates, since what a program adds up there it takes for the whole. The rest
-is in docs/any_trainer.md.
+Networks are wrapped when a pass that may train begins. A training pass over a DataLoader uses `make_loader`; an
+evaluation is complete on every rank, because the program takes its sums and means for those of the whole data. See
+docs/any_trainer.md.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ddpshim.trainers.unedited.steps import Steps
 
 @contextlib.contextmanager
 def joined(start: Start) -> Iterator[None]:
-    """In it, a program that is imported finds the replaced names; joins the job and leaves it (collective)."""
+    """Join the job; within this block, imported programs find the replaced names; then leave the job (collective)."""
     gpus.see_one(int(os.environ.get("LOCAL_RANK", 0)))
-    # A script without a seed is another run each time, but the same on all ranks: weights, splits of the data.
+    # A script without a seed differs in each run, but must be equal on all ranks: weights, data splits.
     seed = setup().broadcast(secrets.randbits(62))
     here = setup(seed=seed)
     if not draws_alike():
@@ -57,7 +57,7 @@ def joined(start: Start) -> Iterator[None]:
         return rollouts.is_playing or is_reading()
 
     def is_reading() -> bool:
-        # Of the thread that asks a loader: what another one saves meanwhile is a checkpoint, not a dataset's cache.
+        # Only in the main thread: a file that another thread saves meanwhile is a checkpoint, not a dataset's cache.
         return steps.is_reading and threading.current_thread() is threading.main_thread()
 
     undo = contextlib.ExitStack()
@@ -89,7 +89,7 @@ def joined(start: Start) -> Iterator[None]:
         undo.enter_context(gpus.shown(here.local_world_size))
     try:
         yield
-        here.barrier()  # peers may still ask for what the main rank has saved, and rank 0 may be who answers
+        here.barrier()  # other ranks may still query the store for saved files, and rank 0 may host it
     except SystemExit as error:
         if not error.code:
             here.barrier()
@@ -116,10 +116,10 @@ def _optimizers_seen() -> Iterator[None]:
 
 
 class DataParallel(torch_parallel.DataParallel[Any]):
-    """torch's, on this rank's device alone; the gradients of `module` are reduced over the ranks (collective).
+    """torch's DataParallel on this rank's device only; gradients of `module` are reduced over ranks (collective).
 
-    Keys, attributes and forward are torch's own. `device_ids`, `output_device` and `dim` say how GPUs divide a batch;
-    here loaders have divided it.
+    Keys, attributes and forward are torch's. `device_ids` and `output_device`, which divide a batch among GPUs, are
+    ignored: the loader has divided it.
     """
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
@@ -128,5 +128,5 @@ class DataParallel(torch_parallel.DataParallel[Any]):
         current().part(Steps).networks.take(module)
 
 
-# So that a model which was saved whole is one of torch's where it is loaded.
+# A model that was saved whole is then unpickled as torch's class, also without ddpshim.
 DataParallel.__module__, DataParallel.__qualname__ = torch_parallel.DataParallel.__module__, "DataParallel"

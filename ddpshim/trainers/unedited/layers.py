@@ -1,7 +1,7 @@
-"""One rank's view of the files: what it has made and removed lies over what was there when the job began.
+"""One rank's view of the files: its own changes, on top of the files that existed when the job began.
 
-Paths of this file are absolute, and no folder in them is a link: `View.find` makes them so. What a rank has made is at
-the same path below a folder of its own, `View.top`.
+Paths in this file are absolute and contain no folder that is a link; `View.find` returns such paths. A file that a rank
+has made is at the same path below the rank's private folder, `View.top`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from ddpshim.trainers.unedited.saves import Saves
 from ddpshim.variables import RUN_DIR
 
 _MOST_LINKS = 40
-_MOST_FOLDERS = 10_000  # that are known to be no links
+_MOST_FOLDERS = 10_000  # folders whose path without links is cached
 
 
 class View:
-    """The files as this rank sees them. Local, but that it waits to read what the main rank alone saves (`saves`)."""
+    """The files as this rank sees them. Local, except that reading a file in `saves` waits for the main rank."""
 
     def __init__(self, changes: MainsChanges, saves: Saves) -> None:
         self.top = os.path.realpath(tempfile.mkdtemp(prefix="ddpshim-files-", dir=os.environ.get(RUN_DIR)))
         self.folder = posix.getcwd()
         self._changes, self._saves = changes, saves
-        self._gone: set[str] = set()  # with all that is in them: removed, or not there when the job began
-        self._shown: set[str] = set()  # with all that is in them: what the main rank has made for all
+        # Both sets stand for their paths and everything below them.
+        self._gone: set[str] = set()  # removed, or absent when the job began
+        self._shown: set[str] = set()  # made by the main rank for all ranks
         self._num_news = 0
         self._to_be_shown: list[str] = []
-        self._unknown: set[str] = set()  # too large to be sent, and changed by the main rank
+        self._unknown: set[str] = set()  # files that the main rank has changed and whose content is too large to send
         self._folders: dict[str, str] = {}
 
     def remove_all(self) -> None:
-        """Remove what this rank has made."""
+        """Remove all that this rank has made."""
         shutil.rmtree(self.top, ignore_errors=True)
 
-    # Where things are
+    # Finding paths
 
     def find(self, path: str, follows: bool = True) -> str:
-        """The path of what `path` means, as the program has it; `follows`: of what it points to, where it is a link."""
+        """Return the program's `path` as an absolute path without links; `follows`: also resolve its last part."""
         for _ in range(_MOST_LINKS):
             path = self._in_its_folder(path)
             target = self._target(path) if follows else None
@@ -54,7 +55,7 @@ class View:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
     def locate(self, path: str, follows: bool = True) -> tuple[str, str]:
-        """`find`, and the `place` of what it found."""
+        """Return `find(path)` and the `place` of that path."""
         for _ in range(_MOST_LINKS):
             path = self._in_its_folder(path)
             place = self.place(path)
@@ -65,23 +66,24 @@ class View:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
     def place(self, path: str) -> str:
-        """Where to read what is at `path`; a place where nothing is, if there is nothing."""
+        """Return where to read the file at `path`; a path where nothing exists if this rank sees nothing there."""
         own = self.top + path
-        if _is_there(own):
+        if _exists(own):
             return own
         if path in self._saves:
-            if not self._saves.wait_for(path) or _is_there(path):
+            if not self._saves.wait_for(path) or _exists(path):
                 return path
-            self._make_own(os.path.dirname(path))  # the main rank has removed it, where this rank will come
+            # The main rank has removed it again, as this rank will: until then an empty file represents it.
+            self._make_own(os.path.dirname(path))
             posix.close(posix.open(own, os.O_WRONLY | os.O_CREAT))
             self._unknown.add(path)
             return own
         if not self._is_hidden(path):
             self._look(path)
-        return own if _is_there(own) or self._is_hidden(path) else path
+        return own if _exists(own) or self._is_hidden(path) else path
 
     def place_with_content(self, path: str) -> str:
-        """`place`, of a file that is read. Raises SyncError where it cannot be known any more."""
+        """Return the `place` of a file to be read. Raises SyncError if its earlier content is no longer known."""
         place = self.place(path)
         if path in self._unknown or self._saves.is_newer(path):
             raise SyncError(
@@ -91,48 +93,48 @@ class View:
         return place
 
     def place_to_write(self, path: str, keeps: bool, is_new: bool = False) -> str:
-        """Where to write what is to be at `path`; `keeps`: what is there stays; `is_new`: nothing may be there."""
+        """Return where to write the file at `path`; `keeps`: with its content; `is_new`: it must not exist yet."""
         own = self.top + path
-        self._make_folder_of(path)  # first: it may find news
-        there = None if path in self._saves else self.place(path)
-        if there is not None and _is_special(there):
-            return there
-        if is_new and (there is None or _is_there(there)):
+        self._make_folder_of(path)  # first, because it may take in news
+        place = None if path in self._saves else self.place(path)
+        if place is not None and _is_special(place):
+            return place
+        if is_new and (place is None or _exists(place)):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         if keeps and path not in self._unknown:
             self._copy(path, self.place(path), own)
-        elif there is not None and _is_folder(there) and there != own:
+        elif place is not None and _is_folder(place) and place != own:
             posix.mkdir(own)
-        if there is not None and not _is_there(there) and not self._is_hidden(path):
-            self._gone.add(path)  # what the main rank will have made there
+        if place is not None and not _exists(place) and not self._is_hidden(path):
+            self._gone.add(path)  # hides the file that the main rank makes there
         self._saves.forget(path)
         self._unknown.discard(path)
         return own
 
     def names(self, folder: str) -> list[str]:
-        """What is in `folder`, which is one, in the order of the disk as far as it is there."""
+        """Return the names in an existing folder: first those on the disk in its order, then the others, sorted."""
         own, found = self.top + folder, posix.listdir(folder) if _is_folder(folder) else []
         if not self._is_hidden(folder):
             self._look(folder)
-        mine = {*(posix.listdir(own) if _is_folder(own) else ())}
-        mine |= {*self._saves.in_folder(folder)}
+        own_names = {*(posix.listdir(own) if _is_folder(own) else ())}
+        own_names |= {*self._saves.in_folder(folder)}
         gone = {os.path.basename(path) for path in self._gone if os.path.dirname(path) == folder}
         shared = {*found} - gone if not self._is_hidden(folder) else set()
         shared |= {os.path.basename(path) for path in self._shown if os.path.dirname(path) == folder}
-        return [name for name in found if name in mine or name in shared] + sorted(mine.difference(found))
+        return [name for name in found if name in own_names or name in shared] + sorted(own_names.difference(found))
 
     def has_own(self, folder: str) -> bool:
-        """Whether this rank sees anything else in `folder` than what is there."""
+        """Whether this rank sees `folder` differently from the disk."""
         if self._is_hidden(folder) or _is_folder(self.top + folder):
             return True
         self._look(folder)
         has_gone = any(os.path.dirname(path) == folder for path in self._gone)
         return has_gone or _is_folder(self.top + folder) or bool(self._saves.in_folder(folder))
 
-    # What changes
+    # Changing files
 
     def leave_to_main(self, path: str) -> None:
-        """The main rank saves what is to be at `path`."""
+        """Record that the main rank saves the file at `path`, and drop this rank's own."""
         _remove_quietly(self.top + path)
         self._unknown.discard(path)
         self._saves.note(path)
@@ -148,13 +150,13 @@ class View:
             if is_folder != stat.S_ISDIR(mode):
                 number = errno.ENOTDIR if is_folder else errno.EISDIR
                 raise OSError(number, os.strerror(number), path)
-            if _is_there(self.top + path):  # by now: there may have been news
+            if _exists(self.top + path):  # news may have been taken in since `place`
                 (posix.rmdir if is_folder else posix.unlink)(self.top + path)
             self._folders.clear()
         self._forget(path)
 
     def move(self, source: str, to: str, keeps_source: bool = False) -> None:
-        """os.rename, or os.link where it `keeps_source`; of files in `saves` as well."""
+        """os.rename, or os.link with `keeps_source`; also of files in `saves`."""
         if source == to:
             return
         if not _is_folder(self.place(os.path.dirname(to))):
@@ -163,19 +165,19 @@ class View:
             for path in (source, to):
                 _remove_quietly(self.top + path)
         else:
-            there = posix.lstat(self.place(source))
-            self._check_target(source, stat.S_ISDIR(there.st_mode), to, keeps_source)
+            info = posix.lstat(self.place(source))
+            self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
             self._make_folder_of(to)
             self._make_folder_of(source)
             self._copy(source, self.place(source), self.top + source)
-            if _is_there(self.top + to) and stat.S_ISDIR(there.st_mode):
+            if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
                 posix.rmdir(self.top + to)
             (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
         self._unknown.discard(to)
         self._saves.move(source, to, keeps_source)
         if not keeps_source:
             self._forget(source)
-            self._gone.add(to)  # what was there, with all that was in it
+            self._gone.add(to)  # hides the previous file or folder there
         self._folders.clear()
 
     def link_to(self, target: str, path: str) -> None:
@@ -184,13 +186,13 @@ class View:
         self._folders.clear()
 
     def catch_up(self) -> bool:
-        """Whether the main rank has changed anything since this rank looked; from here on that is known."""
+        """Take in the main rank's changes; return whether there were new ones."""
         known = self._num_news
         self._take_in_news()
         return self._num_news > known
 
     def see_what_is_shared(self) -> None:
-        """From here on: what the main rank has made for all so far."""
+        """Show what the main rank has made for all ranks so far."""
         self._take_in_news()
         for path in self._to_be_shown:
             self._gone.discard(path)
@@ -201,7 +203,7 @@ class View:
                 _remove_quietly(self.top + path)
         self._to_be_shown.clear()
 
-    # What is below
+    # Internals
 
     def _without_links(self, folder: str) -> str:
         known = self._folders.get(folder)
@@ -211,14 +213,14 @@ class View:
             if len(self._folders) > _MOST_FOLDERS:
                 self._folders.clear()
             known = self.find(folder)
-            if _is_there(self.place(known)):
+            if _exists(self.place(known)):
                 self._folders[folder] = known
         return known
 
     def _in_its_folder(self, path: str) -> str:
-        """Absolute, its folder without links."""
+        """Return `path` as an absolute path whose folder contains no links."""
         path = os.path.normpath(os.path.join(self.folder, path))
-        if f"{path}/".startswith(f"{self.top}/"):  # the name of a file that was opened
+        if f"{path}/".startswith(f"{self.top}/"):  # a private path that the program got from an open file's name
             path = path[len(self.top) :] or "/"
         folder, name = os.path.split(path)
         return os.path.join(self._without_links(folder), name)
@@ -234,7 +236,7 @@ class View:
         return False
 
     def _look(self, path: str) -> None:
-        """Take in what the main rank has changed, if it may have changed what is at `path`."""
+        """Take in the main rank's changes, if it may have changed the file at `path`."""
         if self._changes.may_have_changed(path):
             self._take_in_news()
 
@@ -242,14 +244,14 @@ class View:
         for before in self._changes.news():
             self._num_news += 1
             if before.kind == "shared":
-                self._to_be_shown.append(before.path)  # when this rank comes there
+                self._to_be_shown.append(before.path)  # until `see_what_is_shared`
             elif before.kind == "nothing":
-                self._gone.add(before.path)  # also below what this rank has made there
-            elif not (_is_there(self.top + before.path) or self._is_hidden(before.path)):
+                self._gone.add(before.path)  # also if this rank has made something there: it stays visible on top
+            elif not (_exists(self.top + before.path) or self._is_hidden(before.path)):
                 self._restore(before)
 
     def _restore(self, before: Before) -> None:
-        """Let this rank see what was at a path before the main rank came there, which it has not touched itself."""
+        """Recreate, for this rank, what was at a path before the main rank changed it."""
         own = self.top + before.path
         if before.path in self._saves:
             return
@@ -277,10 +279,10 @@ class View:
         self._gone.add(path)
 
     def _make_folder_of(self, path: str) -> None:
-        """The folder of `path` among this rank's own; fails as ever if there is none."""
+        """Create the folder of `path` below `top`; raises OSError if this rank sees no such folder."""
         folder = os.path.dirname(path)
         if not _is_folder(self.place(folder)):
-            missing = not _is_there(self.place(folder))
+            missing = not _exists(self.place(folder))
             number = errno.ENOENT if missing else errno.ENOTDIR
             raise OSError(number, os.strerror(number), path)
         self._make_own(folder)
@@ -294,29 +296,29 @@ class View:
             posix.mkdir(self.top + folder)
 
     def _copy(self, path: str, place: str, own: str) -> None:
-        """Copy what is at `place`, if it is not this rank's own yet, with all that is in it."""
+        """Copy the file or folder at `place` to `own`, with its contents, as far as it is not there yet."""
         try:
-            there = posix.lstat(place)
+            info = posix.lstat(place)
         except OSError:
             return
-        if stat.S_ISDIR(there.st_mode):
+        if stat.S_ISDIR(info.st_mode):
             names = self.names(path)
-            if not _is_there(own):
-                posix.mkdir(own, stat.S_IMODE(there.st_mode) | stat.S_IRWXU)
+            if not _exists(own):
+                posix.mkdir(own, stat.S_IMODE(info.st_mode) | stat.S_IRWXU)
             for name in names:
                 inner = os.path.join(path, name)
                 if inner not in self._saves:
                     self._copy(inner, self.place(inner), self.top + inner)
-        elif place != own and stat.S_ISLNK(there.st_mode):
+        elif place != own and stat.S_ISLNK(info.st_mode):
             posix.symlink(posix.readlink(place), own)
         elif place != own:
             copy_file(place, own)
-            posix.utime(own, ns=(there.st_atime_ns, there.st_mtime_ns))
-            posix.chmod(own, stat.S_IMODE(there.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
+            posix.utime(own, ns=(info.st_atime_ns, info.st_mtime_ns))
+            posix.chmod(own, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
 
     def _check_target(self, source: str, is_folder: bool, to: str, must_be_new: bool) -> None:
         place = self.place(to) if to not in self._saves else ""
-        if to in self._saves or not _is_there(place):
+        if to in self._saves or not _exists(place):
             number = errno.EEXIST if must_be_new and to in self._saves else 0
         elif must_be_new:
             number = errno.EEXIST
@@ -329,7 +331,7 @@ class View:
 
 
 def copy_file(source: str, to: str) -> None:
-    """The bytes of a file in another one, by nothing that a program sees replaced."""
+    """Copy a file's bytes. Calls no function that is replaced in the program."""
     reading, writing = posix.open(source, os.O_RDONLY), posix.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         while block := posix.read(reading, 1 << 20):
@@ -340,7 +342,7 @@ def copy_file(source: str, to: str) -> None:
         posix.close(writing)
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         posix.lstat(path)
     except OSError:
@@ -356,7 +358,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _is_special(path: str) -> bool:
-    """A pipe, a socket, a device."""
+    """Whether it is a pipe, a socket or a device."""
     try:
         mode = posix.lstat(path).st_mode
     except OSError:
@@ -372,5 +374,5 @@ def _target_at(path: str) -> Optional[str]:
 
 
 def _remove_quietly(path: str) -> None:
-    if _is_there(path):
+    if _exists(path):
         posix.unlink(path)

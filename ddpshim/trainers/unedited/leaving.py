@@ -1,4 +1,4 @@
-"""Leaves a program alone that turns out to distribute itself: each rank restarts without ddpshim's changes."""
+"""Restarts each rank without ddpshim's changes if a program turns out to distribute itself."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ddpshim.job.replaced import replaced
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 from ddpshim.trainers.unedited.program import Start
 
-_HEARS_S = 0.2  # peers read the last answer of the store that the main rank serves
+_LAST_ANSWER_S = 0.2  # time for other ranks to read the last answer of the store, which the main rank hosts
 
 
 @contextlib.contextmanager
 def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
-    """In it, a program that joins a group of its own, calls ddpshim or runs a trainer that is known starts again.
+    """Within this block, restart a program that creates a process group, calls ddpshim or runs an adapter's trainer.
 
-    `take_back`: puts back what was replaced for it, and removes what it has made.
+    `take_back`: restores the replaced names and removes the files that the program has made.
     """
     is_initialized = dist.is_initialized
     with contextlib.ExitStack() as until:
@@ -42,7 +42,7 @@ def noticed(start: Start, take_back: Callable[[], None]) -> Iterator[None]:
             put(sys.modules[module], function, f"it calls {module}.{function}")
 
         def is_shown() -> bool:
-            """To a program for one process there is no group: many ask, and would each do the main rank's work."""
+            """False for the program, which would otherwise divide work or writing among ranks by itself."""
             asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
             return asks in ("torch", "ddpshim") and is_initialized()
 
@@ -77,7 +77,7 @@ def _stand_in(
 
 
 def leave_alone(start: Start, found: str, take_back: Callable[[], None]) -> NoReturn:
-    """Start this rank again, and leave the program alone (collective: all ranks come here). Raises after a step."""
+    """Restart this rank without changes to the program (collective). Raises SyncError if networks were wrapped."""
     here = world()
     if current().has_networks:
         raise SyncError(
@@ -94,7 +94,7 @@ def leave_alone(start: Start, found: str, take_back: Callable[[], None]) -> NoRe
     take_back()
     cleanup()
     if is_served_here:
-        time.sleep(_HEARS_S)
+        time.sleep(_LAST_ANSWER_S)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.chdir(start.folder)

@@ -1,4 +1,4 @@
-"""Tells which files do not belong to a trainer: devices, caches, temporary files, those of libraries."""
+"""Decides which files do not belong to a trainer: devices, caches, temporary files, files of libraries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Optional
 
 from ddpshim import variables
 
-# Wherever these write, it is their own (for each process, or safe among several).
+# Files that these write are never redirected: they have one per process, or are safe with several processes.
 _LIBRARIES = ("ddpshim", "multiprocessing", "importlib", "triton", "numba", "torch._inductor", "torch._dynamo")
-# These call for somebody else.
+# These write on behalf of their callers.
 _PASS_ON = ("pathlib", "os", "posixpath", "genericpath", "shutil", "io", "codecs", "gzip", "tempfile", "contextlib")
 _OURS = __name__.rpartition(".")[0]
 _VARIABLES = (
@@ -24,11 +24,11 @@ _IN_HOME = (".cache", ".config", ".triton", ".nv")
 
 
 class LeftAlone:
-    """The places and callers whose files go where they always went."""
+    """The places and callers whose files are not redirected."""
 
     def __init__(self) -> None:
         self._temporary = os.path.realpath(tempfile.gettempdir())
-        self._made: set[str] = set()  # by the module tempfile: no other process has their names
+        self._made: set[str] = set()  # by the module tempfile, so the names are unique to this process
         folders = ["/dev", "/proc", "/sys", *(os.path.expanduser(f"~/{name}") for name in _IN_HOME)]
         folders += [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
         folders += [os.environ[name] for name in _VARIABLES if os.path.isabs(os.environ.get(name, ""))]
@@ -44,7 +44,7 @@ class LeftAlone:
         return path[: (path + "/").index("/", len(self._temporary) + 1)] in self._made
 
     def takes_note(self, path: str, frame: Optional[FrameType]) -> bool:
-        """Whether `path` is a new temporary file or folder: `frame`, which makes it, is in the module tempfile."""
+        """Record `path` and return True if it is a new temporary file: `frame`, which makes it, is in `tempfile`."""
         if frame is None or frame.f_globals.get("__name__") != "tempfile":
             return False
         folder, name = os.path.split(os.path.join(posix.getcwd(), path))
@@ -54,7 +54,7 @@ class LeftAlone:
         return True
 
     def is_asked_by(self, frame: Optional[FrameType]) -> bool:
-        """Whether a library writes for itself: it called `frame`, or had it called."""
+        """Whether a library writes for its own purposes: it calls `frame`, directly or through `_PASS_ON`."""
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))
             if not (name.startswith(_OURS) or name.partition(".")[0] in _PASS_ON):

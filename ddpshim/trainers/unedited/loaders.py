@@ -1,4 +1,4 @@
-"""Splits the passes over a DataLoader that train, and leaves all others whole on every rank."""
+"""Splits training passes over a DataLoader among ranks, and leaves all other passes complete on every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PASSED_ON = (
 
 
 class DataLoader(torch_data.DataLoader[T_co]):
-    """torch's, in all that it shows; its passes are split over the ranks where they train in an order that is drawn.
+    """torch's DataLoader with the same attributes; training passes in a drawn order are split over the ranks.
 
     A pass trains if it begins with gradients enabled and a network of the program in training mode, unless its loop
     turns gradients off and trains nothing.
@@ -56,26 +56,28 @@ class DataLoader(torch_data.DataLoader[T_co]):
         if is_split and self._split is None:
             self._split = _split(self, steps)
         if is_split and self._split is not None:
-            self._split.has_begun |= self._iterator is not None  # its workers, if they stay, are one process's as well
+            # In one process, persistent workers of a whole pass also serve this one, and draw no new seed.
+            self._split.has_begun |= self._iterator is not None
             batches = self._split.__iter__
         else:
             batches = self._whole
         return batches() if world().world_size == 1 else _pass(self, batches, is_split, trains)
 
     def _whole(self) -> Any:
-        """A pass as torch makes it."""
-        stay = self.persistent_workers and self._split is not None and self._split.has_begun
-        if not stay or self._iterator is not None:
+        """Begin a pass as torch does."""
+        persist = self.persistent_workers and self._split is not None and self._split.has_begun
+        if not persist or self._iterator is not None:
             return super().__iter__()
-        with replaced(self, "generator", torch.Generator()):  # one process's stay from a pass that trained: no new seed
+        # In one process, workers persist from the training pass and draw no new seed from the global generator.
+        with replaced(self, "generator", torch.Generator()):
             return super().__iter__()
 
 
 def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split: bool, trains: bool) -> Iterator[Any]:
-    """The batches of one pass over `loader`; collective at its end where it trains.
+    """Yield the batches of one pass over `loader`. Collective at the end of a training pass.
 
-    What is drawn for a batch that is split is each rank's rows of what one process would draw. All else is drawn alike
-    on all ranks: whole passes, also where they shuffle or augment, splits of the data, networks that are built.
+    For a split batch, each rank draws its rows of one process's random numbers. Everything else draws the same on all
+    ranks: whole passes, even if they shuffle or augment, data splits, and the initial weights of networks.
     """
     steps, batches = current().part(Steps), None
     num_passes = steps.num_passes
@@ -95,13 +97,13 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
                     break
                 if trains:
                     steps.training.add(loader)
-                if trains or not steps.training:  # else it is a look at other data between a batch and its step
+                if trains or not steps.training:  # else an evaluation between a training batch and its step
                     steps.source, steps.is_split = loader, is_split
                 if is_split:
                     steps.follow(loader, batch)
                 yield batch
     finally:
-        # A pass that is left is over here on every rank. Python up to 3.10 keeps this frame until it collects garbage.
+        # Ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame until garbage collection.
         batches = None
     if is_split and steps.num_passes == num_passes:
         raise SyncError(
@@ -115,7 +117,7 @@ def _pass(loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], is_split:
 
 @contextlib.contextmanager
 def _kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """After it the program may still hold a batch of this pass, and look at it: a policy's error in training."""
+    """After this block, remember the share of a batch: the program may still evaluate one, as for a training error."""
     is_left = True
     try:
         yield
@@ -127,7 +129,7 @@ def _kept(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 def is_drawn(loader: Any) -> bool:
-    """Whether the order of `loader` is anything but 0, 1, 2, ..."""
+    """Whether the order of `loader` is other than 0, 1, 2, ..."""
     if isinstance(loader.dataset, torch_data.IterableDataset):
         return False
     batches = loader.batch_sampler
@@ -137,7 +139,7 @@ def is_drawn(loader: Any) -> bool:
 
 
 def _split(loader: DataLoader[Any], steps: Steps) -> ShardedLoader:
-    """`loader`, split over the ranks (collective)."""
+    """Return `loader`, split over the ranks (collective)."""
     here = world()
     _check_same_indices(loader, here)
     batching: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -148,7 +150,7 @@ def _split(loader: DataLoader[Any], steps: Steps) -> ShardedLoader:
     else:
         batching["sampler"] = loader.sampler
     seed = torch.initial_seed() if loader.generator is None else loader.generator.initial_seed()
-    steps.num_split += 1  # two datasets of one size are not to be met in one order
+    steps.num_split += 1  # part of the seed, so that two datasets of equal size have different orders
     made: Any = make_loader(
         loader.dataset,
         **batching,
@@ -172,12 +174,12 @@ def _is_plain_shuffle(loader: Any) -> bool:
 
 
 def _check_same_indices(loader: DataLoader[Any], here: World) -> None:
-    """Raise DataError where ranks hold different parts of the data (collective)."""
-    inner, mine = loader.dataset, []
+    """Raise DataError if ranks hold different parts of the data (collective)."""
+    inner, own = loader.dataset, []
     while isinstance(inner, torch_data.Subset):
-        mine.append(hash(tuple(int(index) for index in inner.indices)))
+        own.append(hash(tuple(int(index) for index in inner.indices)))
         inner = inner.dataset
-    everyones = here.gather(mine)
+    everyones = here.gather(own)
     odd = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
     if odd is not None:
         raise DataError(

@@ -15,7 +15,7 @@ from ddpshim.trainers.unedited.places import is_not_the_programs
 
 _WITHOUT_GRADIENTS = {"no_grad", "inference_mode"}
 _TRAINS = {"backward", "step", "zero_grad", "minimize"}
-_MOST_DEEP = 6
+_MAX_DEPTH = 6
 _UNKNOWN = object()
 _VALUES = {name for kind in (torch.Tensor, dict, list, str, set, float) for name in dir(kind)}
 
@@ -23,8 +23,8 @@ _VALUES = {name for kind in (torch.Tensor, dict, list, str, set, float) for name
 def evaluates(frame: Optional[FrameType]) -> bool:
     """Whether the loop that begins in `frame` turns gradients off, and reaches nothing that trains. Local.
 
-    Read from the names in the bytecode of the loop and of the functions that it calls. A call that cannot be followed
-    says no. A wrong yes costs speed alone: the pass is whole on every rank, with the result of one process.
+    Decided from the names in the bytecode of the loop and of the functions that it calls; False if a call cannot be
+    followed. A wrong True costs only speed: the pass is complete on every rank, with the result of one process.
     """
     if frame is None:
         return False
@@ -35,11 +35,11 @@ def evaluates(frame: Optional[FrameType]) -> bool:
 
 
 def _body(frame: FrameType) -> list[dis.Instruction]:
-    """Of the `for` statement that this line of `frame` begins; nothing where it begins none."""
+    """Return the instructions of the `for` loop that begins on the current line of `frame`; empty if none does."""
     instructions = [*dis.get_instructions(frame.f_code)]
     line = None
     for instruction in instructions:
-        starts: Any = getattr(instruction, "line_number", instruction.starts_line)  # from Python 3.13 on the former
+        starts: Any = getattr(instruction, "line_number", instruction.starts_line)  # line_number: Python 3.13 and later
         line = line if starts is None else starts
         if instruction.opname == "FOR_ITER" and instruction.offset >= frame.f_lasti:
             if line != frame.f_lineno:
@@ -50,7 +50,7 @@ def _body(frame: FrameType) -> list[dis.Instruction]:
 
 
 class _Names:
-    """The names that code uses, and those of methods at its first level of which nobody knows whose they are."""
+    """The names that code uses (`found`), and at its first level the methods of unknown objects (`lost`)."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -77,7 +77,7 @@ class _Names:
 
     def _follow(self, value: Any, depth: int) -> None:
         function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
-        if not isinstance(function, FunctionType) or depth == _MOST_DEEP or function.__code__ in self._seen:
+        if not isinstance(function, FunctionType) or depth == _MAX_DEPTH or function.__code__ in self._seen:
             return
         self._seen.add(function.__code__)
         inside = inspect.unwrap(function)
@@ -91,17 +91,17 @@ class _Names:
 
 
 def _of_closure(function: FunctionType) -> set[str]:
-    """The kinds of what a decorator holds: of `@torch.no_grad()` it is `no_grad`."""
+    """Return the class names of the objects in a decorator's closure; for `@torch.no_grad()`, `no_grad`."""
     found = set()
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty yet
+        with contextlib.suppress(ValueError):  # the cell is still empty
             value = cell.cell_contents
             found.add(type(getattr(value, "__self__", value)).__name__)
     return found
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """`value.name`, without running any code of it; a method is bound."""
+    """Return `value.name` without running its code; methods are bound."""
     if value is _UNKNOWN:
         return _UNKNOWN
     if isinstance(value, torch.nn.Module) and name in value._modules:

@@ -1,8 +1,8 @@
-"""Makes averaged gradients those of the whole batch, where a loss is no mean over a rank's rows.
+"""Scales the gradients of a loss that is not a mean over rows, so that their mean over ranks is the global batch's.
 
-A sum over samples wants gradients added. A mean over something of which ranks have different numbers (tokens that are
-not padding) weighs ranks by these. A loss may add up terms of several kinds: so the gradient is scaled where it goes
-into a term, by hooks on the nodes of the graph, and the loss keeps its value.
+For a sum over samples, gradients must be added. For a mean over entries of which ranks have different numbers (tokens
+without padding), ranks must be weighted by these numbers. One loss may have terms of several kinds, so hooks on nodes
+of the graph scale the gradient of each term. The loss keeps its value.
 """
 
 from __future__ import annotations
@@ -21,66 +21,66 @@ from ddpshim.job.group import world
 from ddpshim.job.job import current
 from ddpshim.trainers.unedited.places import line_of_the_program, say_on_main
 
-# Between a loss and the sum that it was computed from, the graph may have these nodes.
+# Nodes that the graph may have between a loss and its terms.
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0", "ToCopyBackward0"}
 _SCALING = {"MulBackward0", "DivBackward0"}
 _STACKED, _COMPILED = "StackBackward0", "CompiledFunctionBackward"
 _MOST_SCALES = 16
 _SELECTED = {"IndexBackward0", "MaskedSelectBackward0"}
 _ROUNDING = 1e-6
-_MEAN, _SUM = 1, 2  # as at::Reduction has it
-# What labels are ignored by if the program says nothing: -100. Not looked for where a sample has one label.
+_MEAN, _SUM = 1, 2  # values of at::Reduction
+# torch's default ignore_index, -100, as torch stores it. With one label a sample, it is assumed not to occur.
 _IGNORED_INDEX = 2**64 - 100
 _MOST_KEPT = 8  # losses
-_KEY = "ddpshim: what makes it that of the batch"  # in the metadata of a node
+_KEY = "ddpshim: what makes it that of the batch"  # the key of a `Reading` in a node's metadata
 
 
 class Term(NamedTuple):
-    """What a loss was added up from."""
+    """One term of the sum that makes up a loss."""
 
-    name: str  # of the node that computed it
+    name: str  # class name of the node that computed it
     is_sum: bool
-    num: Optional[float]  # by what it is divided, in all; None: by what needs gradients itself
-    is_counted: bool  # whether that may differ between ranks
-    is_constant: bool  # whether it looks like a number of the program's own: no tensor of a mask's
-    is_plain: bool  # whether it looks like none that the program has read out of a mask
-    is_by_rows: bool  # whether one such number looks like that of the rank's samples
-    num_rows: int  # of what was summed; 0 where that is not known
+    num: Optional[float]  # product of its divisors, or entries of its mean; None: unknown (a divisor with gradients)
+    is_counted: bool  # whether `num` may differ between ranks
+    is_constant: bool  # whether all divisors are Python numbers, not tensors such as mask.sum()
+    is_plain: bool  # whether all divisors are probably constants, not counts read from a mask
+    is_by_rows: bool  # whether a divisor is probably the number of this rank's samples
+    num_rows: int  # first size of the summed tensor; 0 if unknown
     own: Any  # its node
-    node: Any  # which its gradient leaves as that of an input; or its own, where the loss is this term alone
-    number: int  # of that input
+    node: Any  # the node above, whose gradient for input `number` goes to this term; `own` if the loss is this term
+    number: int
 
 
 class Reading(NamedTuple):
-    """What makes the mean over the ranks of a number that of the whole batch."""
+    """How to average a number over ranks to get the number of the global batch."""
 
-    times: float = 1.0  # by what a rank's number is multiplied
-    weight: Optional[float] = None  # by what it counts; None: by the rank's rows
-    is_sure: bool = True
-    is_mixed: bool = False  # its terms want different ones: nothing makes it that of the whole batch
+    times: float = 1.0  # factor for a rank's number, before averaging
+    weight: Optional[float] = None  # a rank's weight in the mean; None: its number of rows
+    is_sure: bool = True  # False: derived from this rank's graph only
+    is_mixed: bool = False  # terms need different factors or weights, so no average gives the global batch's number
 
 
 @contextlib.contextmanager
 def of_the_batch(given: Sequence[Any]) -> Iterator[None]:
-    """In this block a backward pass of the losses `given`, of a rank's share of a batch, gives this rank's gradients.
+    """Within this block, a backward pass of the losses `given` scales the gradient of each term of a loss.
 
-    Their mean over the ranks is the gradient of the whole batch. Collective where a term of a loss may be a mean over
-    different numbers on each rank.
+    The mean of the gradients over ranks is then the gradient of the global batch. Collective if a term's divisor may
+    differ between ranks.
 
     Raises:
-        SyncError: a term is divided by different numbers in one loss.
+        SyncError: a term occurs twice, with divisors that need different factors.
     """
-    into: dict[Any, dict[int, float]] = {}
+    by_node: dict[Any, dict[int, float]] = {}
     for loss in given:
         factors, reading = _factors(loss)
         for term, factor in factors.items():
-            known = into.setdefault(term.node, {}).setdefault(term.number, factor)
+            known = by_node.setdefault(term.node, {}).setdefault(term.number, factor)
             if abs(known - factor) > _ROUNDING * abs(factor):
                 _refuse_twice(term)
         _note(loss, reading)
     handles = []
     try:
-        for node, of_inputs in into.items():
+        for node, of_inputs in by_node.items():
             if any(factor != 1 for factor in of_inputs.values()):
                 is_above = _name(node) in _ELEMENTWISE or _name(node) == _STACKED
                 register = node.register_hook if is_above else node.register_prehook
@@ -92,7 +92,7 @@ def of_the_batch(given: Sequence[Any]) -> Iterator[None]:
 
 
 def _scaled(by: dict[int, float], gradients: Sequence[Any], *_: Any) -> tuple[Any, ...]:
-    # Where nothing counts on this rank, it has divided by 0.
+    # A factor of 0 means that this rank divided by 0: its gradient is nan, so it is replaced, not multiplied.
     scaled = {number: by.get(number, 1.0) for number, x in enumerate(gradients) if x is not None}
     return tuple(
         x if x is None else x * scaled[number] if scaled[number] else torch.zeros_like(x)
@@ -101,14 +101,14 @@ def _scaled(by: dict[int, float], gradients: Sequence[Any], *_: Any) -> tuple[An
 
 
 def _factors(loss: Any) -> tuple[dict[Term, float], Reading]:
-    """By what to multiply the gradient that goes into each term of `loss` (collective where one is counted)."""
+    """Return the factor of each term's gradient, and how to read `loss`. Collective if a term `is_counted`."""
     share = shares.at_hand()
     found = terms(loss.grad_fn)
     if share is None or not found:
         return {}, Reading()
-    mine = _counts(found, share)
-    of_ranks = world().gather(mine) if any(count is not None for count in mine) else [mine] * share.world_size
-    factors = {term: _factor_of(term, [there[i] for there in of_ranks], share) for i, term in enumerate(found)}
+    own = _counts(found, share)
+    of_ranks = world().gather(own) if any(count is not None for count in own) else [own] * share.world_size
+    factors = {term: _factor_of(term, [counts[i] for counts in of_ranks], share) for i, term in enumerate(found)}
     of_samples = [term for term in found if term.is_sum and not term.is_counted and factors[term] != 1]
     if any(_name(term.own) == _COMPILED for term in found):
         say_on_main(
@@ -128,42 +128,43 @@ def _factors(loss: Any) -> tuple[dict[Term, float], Reading]:
 
 
 def _counts(found: list[Term], share: shares.Share) -> list[Optional[float]]:
-    # Of rows that another rank has as well nothing counts: the backward pass weighs them by 0.
+    # A rank that repeats another rank's rows counts 0: the backward pass weights its gradients by 0.
     return [(term.num if share.weight else 0.0) if term.is_counted else None for term in found]
 
 
 def _refuse_twice(term: Term) -> None:
     raise SyncError(
         f"{line_of_the_program()}: a part of the loss ({term.name}) is in it several times, divided by different "
-        "numbers, of which one is that of the rank's samples or of what is not padding, and another is not. Its "
-        "gradients would be right for one of them alone. Compute it once for each: (x * mask).sum() / mask.sum() + "
-        "x.mean(), in place of a sum that is kept."
+        "numbers: one is the number of the rank's samples or of unpadded entries, another is not. Its gradient would "
+        "be right for only one of them. Compute it once for each: (x * mask).sum() / mask.sum() + x.mean(), instead "
+        "of reusing one sum."
     )
 
 
 def refuse_ragged(given: Any) -> None:
-    """Raise SyncError where a mean in a loss is over other numbers of entries a row on other ranks (collective)."""
+    """Raise SyncError if the entries per row of a mean in a loss differ between ranks (collective)."""
     share = shares.at_hand()
     if share is None:
         return
     means = [term for loss in given for term in terms(loss.grad_fn) if not term.is_sum and not term.is_counted]
     of_ranks = world().gather([share.num_rows, *(_num_averaged(term.own) for term in means)])
-    if len({len(there) for there in of_ranks}) > 1:
+    if len({len(found) for found in of_ranks}) > 1:
         return
-    for term, *numbers in zip(means, *(there[1:] for there in of_ranks)):
-        a_row = {number / there[0] for number, there in zip(numbers, of_ranks)}
-        if len({*numbers}) > 1 and len(a_row) > 1:
-            told = " and ".join(f"{number:,g}" for number in numbers)
+    for term, *numbers in zip(means, *(found[1:] for found in of_ranks)):
+        per_row = {number / found[0] for number, found in zip(numbers, of_ranks)}
+        if len({*numbers}) > 1 and len(per_row) > 1:
+            entries = " and ".join(f"{number:,g}" for number in numbers)
             raise SyncError(
-                f"{line_of_the_program()}: a mean in the loss ({term.name}) is over {told} numbers on the ranks, for "
-                f"{' and '.join(str(there[0]) for there in of_ranks)} samples: these are padded to the longest of a "
-                "rank, or are of different sizes. Gradients are averaged over samples, and one process would average "
-                "over all numbers. Divide a sum over what counts by its count: (loss * mask).sum() / mask.sum()."
+                f"{line_of_the_program()}: a mean in the loss ({term.name}) is over {entries} entries on the ranks, "
+                f"for {' and '.join(str(found[0]) for found in of_ranks)} samples: each rank pads to its longest "
+                "sample, or samples differ in size. Gradients are averaged over samples, but one process would "
+                "average over all entries. Divide the sum of unmasked entries by their number: "
+                "(loss * mask).sum() / mask.sum()."
             )
 
 
 def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """By which tensors without gradients terms of `loss` are multiplied, and by which they are divided. Local."""
+    """Return the one-element tensors without gradients that multiply terms of `loss`, and those that divide. Local."""
     share, multipliers = shares.at_hand(), list[torch.Tensor]()
     num_rows = 2 if share is None else max(share.num_rows, 2)
     divisors: list[torch.Tensor] = []
@@ -183,21 +184,22 @@ def scales(loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
                 path += tuple(numbers)
             waiting += [(inner, path) for inner, _ in (stacked or node).next_functions]
         else:
-            # A temperature, of a few entries, that is multiplied by a mean of the batch is linear in that one.
+            # A term of few entries (a learned temperature) may be multiplied by a mean over the batch: the loss is
+            # linear in that mean, so it couples no samples.
             multipliers += path if _is_sum(node) or _num_entries(node) >= num_rows else ()
             divisors += [] if weight is None else [weight]
     return multipliers, divisors
 
 
 class _Losses:
-    """Those of the last backward passes that are more than a mean, by where their number lies."""
+    """The losses of the last backward passes that are not read as a plain mean, by the address of their data."""
 
     def __init__(self) -> None:
         self.by_place: dict[int, tuple[torch.Tensor, Reading]] = {}
 
 
 def _note(loss: torch.Tensor, found: Reading) -> None:
-    """Keep what is known of a loss for who reads it, or parts of it, once its graph is freed. Local."""
+    """Record how to read a loss and its parts: reads may happen after its graph is freed. Local."""
     waiting: list[tuple[Any, Optional[Reading]]] = [(loss.grad_fn, found)]
     while waiting:
         node, reading = waiting.pop()
@@ -214,9 +216,9 @@ def _note(loss: torch.Tensor, found: Reading) -> None:
 
 
 def reading_of(tensor: torch.Tensor) -> Reading:
-    """How to read a number out of `tensor`. Local.
+    """Return how to read the number in `tensor`. Local.
 
-    A sum over samples is known by its graph, before the backward pass and after it; a loss also without a graph.
+    A sum over samples is recognised by its graph, before and after the backward pass; a loss also once detached.
     """
     node: Any = tensor.grad_fn
     if node is None:
@@ -225,7 +227,7 @@ def reading_of(tensor: torch.Tensor) -> Reading:
 
 
 def _reading_by_graph(node: Any) -> Reading:
-    """Of what this node computed, as far as its graph says it on this rank."""
+    """Return how to read the result of `node`, from this rank's graph only."""
     share = shares.at_hand()
     try:
         found = terms(node)
@@ -237,8 +239,8 @@ def _reading_by_graph(node: Any) -> Reading:
 
 
 def _reading(found: list[Term], of_ranks: list[list[Optional[float]]], share: shares.Share) -> Reading:
-    """Of what is added up from these terms; `of_ranks`: the `_counts` of each."""
-    counts = [[there[i] for there in of_ranks] for i in range(len(found))]
+    """Return how to read the sum of these terms; `of_ranks`: the `_counts` of each rank."""
+    counts = [[of_rank[i] for of_rank in of_ranks] for i in range(len(found))]
     are_weighed = [_is_weighed(term, of_term) for term, of_term in zip(found, counts)]
     if all(are_weighed):
         weights = [of_term[share.rank] for of_term in counts]
@@ -246,7 +248,8 @@ def _reading(found: list[Term], of_ranks: list[list[Optional[float]]], share: sh
             return Reading(weight=weights[0])
     if any(are_weighed):
         is_number = all(of_term[share.rank] for of_term, is_weighed in zip(counts, are_weighed) if is_weighed)
-        return Reading(weight=float(share.num_counted if is_number else 0), is_mixed=True)  # else it divided by 0
+        # A rank that divided by 0 gets the weight 0: its number is nan.
+        return Reading(weight=float(share.num_counted if is_number else 0), is_mixed=True)
     factors = [_factor_of(term, of_term, share) for term, of_term in zip(found, counts)]
     return Reading(factors[0]) if _is_one(factors) else Reading(is_mixed=True)
 
@@ -256,26 +259,26 @@ def _is_one(numbers: list[Any]) -> bool:
 
 
 def _factor_of(term: Term, counts: list[Any], share: shares.Share) -> float:
-    """For this term alone; `counts`: of each rank."""
+    """Return the factor of this term's gradient; `counts`: of each rank."""
     if term.is_sum and term.num_rows and share.num_samples(term.num_rows) is None:
-        return 1.0  # over no samples
+        return 1.0  # a sum over something other than samples
     if _is_weighed(term, counts):
         return float(counts[share.rank] / sum(counts)) * _whole(share) if sum(counts) else 1.0
     return _whole(share) if term.is_sum and term.num is not None and not term.is_by_rows else 1.0
 
 
 def _is_weighed(term: Term, counts: list[Any]) -> bool:
-    """Whether ranks weigh by what they divide by; `counts`: of each."""
+    """Whether each rank is weighted by its divisor of this term; `counts`: of each rank."""
     return term.is_counted and not (term.is_plain and len({*counts}) == 1)
 
 
 def _whole(share: shares.Share) -> float:
-    """What makes an average over ranks a sum, beside the weight that the backward pass gives this rank's rows."""
+    """Return the factor that turns the mean over ranks into a sum; undoes `share.weight` of the backward pass."""
     return share.world_size / share.weight if share.weight else 1.0
 
 
 def terms(node: Any) -> list[Term]:
-    """The terms of a loss with this `grad_fn`. Local."""
+    """Return the terms of a loss with this `grad_fn`. Local."""
     found: dict[Term, None] = {}
     waiting: list[tuple[Any, tuple[Any, int], _Divided]] = [(node, (node, 0), _Divided())]
     seen, share = set(), shares.at_hand()
@@ -301,16 +304,17 @@ def terms(node: Any) -> list[Term]:
         elif name != "AccumulateGrad":
             averaged = _count(node, name)
             if averaged is None and divided.is_counted and num is not None and not divided.is_constant and share:
-                averaged = num * share.weight  # by another mean: of a mask
+                averaged = num * share.weight  # a mean divided by another mean, such as mask.mean()
             found[Term(name, False, averaged, averaged is not None, False, False, False, 0, node, *place)] = None
     return [*found]
 
 
 def _stacked(node: Any, name: str) -> Any:
-    """The node that stacked the losses of which this one is the sum or the mean; None where it is of something else."""
+    """Return the torch.stack node if this node is the sum or mean of stacked losses; else None."""
     share = shares.at_hand()
     sizes: Any = getattr(node, "_saved_self_sym_sizes", ()) if name in ("SumBackward0", "MeanBackward0") else ()
-    if len(sizes) != 1 or share is None or share.num_samples(int(sizes[0])) is not None:  # it may be one for a sample
+    # A stack as long as the batch may have one loss per sample.
+    if len(sizes) != 1 or share is None or share.num_samples(int(sizes[0])) is not None:
         return None
     inner = node.next_functions[0][0]
     return inner if inner is not None and _name(inner) == _STACKED else None
@@ -321,7 +325,7 @@ def _name(node: Any) -> str:
 
 
 def _is_sum(node: Any) -> bool:
-    """Whether it may be a sum over samples. Of nothing but weights of the sizes that are summed it is a penalty."""
+    """Whether `node` may be a sum over samples. Computed only from parameters of the summed shape, it is a penalty."""
     if _name(node) != "SumBackward0":
         return getattr(node, "_saved_reduction", None) == _SUM
     waiting, seen = [node], {None}
@@ -336,10 +340,10 @@ def _is_sum(node: Any) -> bool:
 
 
 def _count(node: Any, name: str) -> Optional[float]:
-    """Over how many numbers it is a mean, where that is not by shape the same on all ranks; else None."""
+    """Return the number of entries of a mean if it may differ between ranks with the same shapes; else None."""
     weight, target = getattr(node, "_saved_total_weight", None), getattr(node, "_saved_target", None)
     share, reduction = shares.at_hand(), getattr(node, "_saved_reduction", None)
-    if reduction == _MEAN and weight is not None and target is not None:  # without what ignore_index leaves out
+    if reduction == _MEAN and weight is not None and target is not None:  # `weight` excludes ignored labels
         is_counted = node._saved_weight is not None or node._saved_ignore_index != _IGNORED_INDEX
         return float(weight) if share is not None and (is_counted or target.numel() > share.num_rows) else None
     is_mean = name == "MeanBackward0" or reduction == _MEAN
@@ -350,7 +354,7 @@ def _count(node: Any, name: str) -> Optional[float]:
 
 
 def _num_averaged(node: Any) -> float:
-    """Over how many numbers it is a mean; 0 where that is not known."""
+    """Return the number of entries of a mean; 0 if unknown."""
     weight = getattr(node, "_saved_total_weight", None)
     return _num_entries(node) if weight is None else float(weight)
 
@@ -361,7 +365,7 @@ def _num_entries(node: Any) -> int:
 
 
 class _Divided(NamedTuple):
-    """By what a part of a loss is divided; see `Term`."""
+    """The divisors of a part of a loss. Fields: see `Term`."""
 
     num: Optional[float] = 1.0
     is_counted: bool = False
@@ -370,8 +374,8 @@ class _Divided(NamedTuple):
     is_by_rows: bool = False
 
     def by(self, node: Any, name: str) -> _Divided:
-        """What is divided by `node`, too."""
-        # A weight of 0.1 is none of ten samples: a sum that is multiplied by 1 / len(batch) is taken for a sum.
+        """Return these divisors together with that of `node`."""
+        # Multiplications do not count: 0.1 is a weight, not 1 / 10 samples. So sum * (1 / len(batch)) remains a sum.
         if name != "DivBackward0" or self.num is None:
             return self
         other, share = getattr(node, "_saved_other", None), shares.at_hand()
@@ -391,13 +395,13 @@ class _Divided(NamedTuple):
 
 
 def _is_of_python(number: torch.Tensor) -> bool:
-    """Whether this is a number of Python's: it does not decide which dtype a result has, as one of a tensor's does."""
+    """Whether this was a Python number: unlike a tensor, it does not determine the dtype of a result."""
     other = torch.empty((), dtype=torch.float16 if number.is_floating_point() else torch.int8, device="cpu")
     return torch.result_type(number, other) != number.dtype
 
 
 def _is_plain(number: float, share: shares.Share) -> bool:
-    """Whether a number is rather the program's own than the sum of a mask, which would be large."""
+    """Whether a divisor is probably a constant, not the sum of a mask, which would be large."""
     total = share.total(share.num_rows)
-    most = -(-total // share.world_size)  # rows of a rank
-    return number <= most or number % most == 0 or number == total
+    most_rows = -(-total // share.world_size)  # of any rank
+    return number <= most_rows or number % most_rows == 0 or number == total

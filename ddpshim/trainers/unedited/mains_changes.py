@@ -1,7 +1,8 @@
-"""Tells the other ranks what the main rank changes in the files that were there when the job began.
+"""Tells the other ranks the previous state of files that the main rank changes.
 
-The main rank says what was at a path before it changes it the first time; others ask where a file looks new. So each
-rank sees the files as they were, whichever rank is ahead, and `exists`, `glob` and `listdir` answer alike.
+Before the main rank changes a path for the first time, it puts the path's state into the job's store; other ranks read
+it if a file on disk looks newer than the job. So each rank sees the files as they were when the job began, whichever
+rank is ahead, and `exists`, `glob` and `listdir` give the same answers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ddpshim.job.world import World
 from ddpshim.trainers.unedited.left_alone import LeftAlone
 from ddpshim.trainers.unedited.saves import Saves
 
-_MOST_BYTES = 64 << 10  # of a file, that are sent; of a larger one others know only that it was there
-_SLACK_S = 60.0  # by which the clock of a file server may be behind
+_MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
+_SLACK_S = 60.0  # the clock of a file server may be behind by this
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TEMPORARY = getattr(os, "O_TMPFILE", 0)
 _CHANGING = ("mkdir", "rmdir", "unlink", "remove", "mkfifo", "mknod", "truncate")
@@ -33,11 +34,11 @@ _CHANGING = ("mkdir", "rmdir", "unlink", "remove", "mkfifo", "mknod", "truncate"
 
 @dataclass(frozen=True)
 class Before:
-    """What was at `path` before the main rank changed it: `kind` is "nothing", "folder", "link" or "file".
+    """The state of `path` before the main rank changed it: `kind` is "nothing", "folder", "link" or "file".
 
-    Or "shared": whatever is there from now on is for all.
+    The kind "shared" means that all ranks see the main rank's file at `path` from now on.
 
-    `content`: of a link its target, of a file its bytes; None of a large file.
+    `content`: a link's target or a file's bytes; None for a large file.
     """
 
     path: str
@@ -49,24 +50,24 @@ class Before:
 
 
 class MainsChanges:
-    """`tell` on the main rank, `news` on the others. Local: nobody waits.
+    """Sends changes with `tell` on the main rank, receives them with `news` on the others. Local: never waits.
 
-    Nothing of it is true in children of a rank: they share its connection to the store, and may not use it.
+    Inactive in child processes: they share their rank's connection to the store and must not use it.
     """
 
     def __init__(self, world: World, started: float) -> None:
-        """`started`: a moment before the ranks of this `world` met, by the clock of files."""
+        """`started`: time before the ranks of this `world` met, by the clock of the file system."""
         self._world, self._since = world, started - _SLACK_S
         self._process, self._lock = os.getpid(), threading.RLock()
-        self._told: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
         self._num_read, self._num_apart = 0, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_process": None}  # a child process tells the other ranks nothing
+        return {"_process": None}  # inactive in a child process
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """In this block the main rank works for all: they see what it changes."""
+        """Within this block, all ranks see what the main rank changes."""
         self._num_apart += 1
         try:
             yield
@@ -74,32 +75,32 @@ class MainsChanges:
             self._num_apart -= 1
 
     def tell(self, path: str) -> None:
-        """Before the main rank changes what is at `path` (absolute, its folder without links)."""
+        """Send the state of `path` (absolute, its folder without links). Call before the main rank changes it."""
         if os.getpid() != self._process:
             return
         with self._lock:
             if self._num_apart:
                 before = Before(path, "shared")
-            elif path in self._told or self._is_new(path):
+            elif path in self._sent or self._is_new(path):
                 return
             else:
                 before = _before(path)
-                self._told[path] = before.kind
+                self._sent[path] = before.kind
             message = [before.path, before.kind, before.content, before.size, before.modified_ns, before.mode]
             number = self._world.count("files changed")
             self._world._job.store.set(f"files changed/{number}", messages.packed(message, False))
-            self._world.count("files changed", 1)  # now: who has seen the number looks for the message
+            self._world.count("files changed", 1)  # last: a rank that sees the new number reads the message
 
     def tell_all(self, path: str) -> None:
-        """`tell`, for all that is in a folder as well: before it is moved."""
+        """`tell` for `path` and, if it is a folder, for everything in it. Call before it is moved."""
         self.tell(path)
-        if self._told.get(path) == "folder":
+        if self._sent.get(path) == "folder":
             for name in posix.listdir(path):
                 self.tell_all(os.path.join(path, name))
 
     def remove_new(self) -> None:
-        """What the main rank has made where there was nothing; it starts again, and would leave it twice. Local."""
-        for path in [path for path, kind in self._told.items() if kind == "nothing"]:
+        """Remove what the main rank has made where nothing was: a restarted program would make it again. Local."""
+        for path in [path for path, kind in self._sent.items() if kind == "nothing"]:
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -107,36 +108,36 @@ class MainsChanges:
                     posix.unlink(path)
 
     def states(self) -> dict[str, Any]:
-        """What is at the paths that others do not see as they are on the disk: by path, when it changed last."""
+        """Return {path: (mtime, size, inode)} of the paths that other ranks do not see as they are on disk."""
         with self._lock:
-            return {path: (there.st_mtime_ns, there.st_size, there.st_ino) for path, there in self._hidden()}
+            return {path: (info.st_mtime_ns, info.st_size, info.st_ino) for path, info in self._hidden()}
 
     def _hidden(self) -> Iterator[tuple[str, os.stat_result]]:
-        waiting = [*self._told]
+        waiting = [*self._sent]
         while waiting:
             path = waiting.pop()
             with contextlib.suppress(OSError):
-                there = posix.lstat(path)
-                if stat.S_ISDIR(there.st_mode) and (path not in self._told or self._told[path] == "nothing"):
+                info = posix.lstat(path)
+                if stat.S_ISDIR(info.st_mode) and (path not in self._sent or self._sent[path] == "nothing"):
                     waiting += [os.path.join(path, name) for name in posix.listdir(path)]
-                yield path, there
+                yield path, info
 
     def may_have_changed(self, path: str) -> bool:
-        """Whether anything has changed at `path` since the job began, by the clock of its file system."""
+        """Whether `path` may have changed since the job began, by the clock of its file system."""
         if os.getpid() != self._process:
             return False
         while True:
             try:
-                there = posix.lstat(path)
+                info = posix.lstat(path)
             except OSError:
                 if path == os.path.dirname(path):
                     return False
-                path = os.path.dirname(path)  # removed, perhaps: then the folder has changed
+                path = os.path.dirname(path)  # if it was removed, its folder has changed
             else:
-                return max(there.st_ctime, there.st_mtime) >= self._since
+                return max(info.st_ctime, info.st_mtime) >= self._since
 
     def news(self) -> Iterator[Before]:
-        """What the main rank has told since the last time."""
+        """Yield the changes that the main rank has sent since the last call."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -146,36 +147,36 @@ class MainsChanges:
                 yield Before(*message)
 
     def _is_new(self, path: str) -> bool:
-        """Whether it is in a folder that was not there before."""
+        """Whether `path` is in a folder that the main rank has made: other ranks do not see that folder."""
         while path != os.path.dirname(path):
             path = os.path.dirname(path)
-            if self._told.get(path) == "nothing":
+            if self._sent.get(path) == "nothing":
                 return True
         return False
 
 
 def _before(path: str) -> Before:
     try:
-        there = posix.lstat(path)
+        info = posix.lstat(path)
     except OSError:
         return Before(path, "nothing")
-    mode = stat.S_IMODE(there.st_mode)
-    if stat.S_ISDIR(there.st_mode):
+    mode = stat.S_IMODE(info.st_mode)
+    if stat.S_ISDIR(info.st_mode):
         return Before(path, "folder", mode=mode)
-    if stat.S_ISLNK(there.st_mode):
+    if stat.S_ISLNK(info.st_mode):
         return Before(path, "link", os.fsencode(posix.readlink(path)))
     content = None
-    if there.st_size <= _MOST_BYTES and stat.S_ISREG(there.st_mode):
+    if info.st_size <= _MOST_BYTES and stat.S_ISREG(info.st_mode):
         file = posix.open(path, os.O_RDONLY)
         try:
             content = posix.read(file, _MOST_BYTES)
         finally:
             posix.close(file)
-    return Before(path, "file", content, there.st_size, there.st_mtime_ns, mode)
+    return Before(path, "file", content, info.st_size, info.st_mtime_ns, mode)
 
 
 def stand_ins(changes: MainsChanges, saves: Saves, left: LeftAlone) -> dict[int, Any]:
-    """What tells `changes` and does what it always did, by the identity of what it stands for."""
+    """Return functions that call `changes.tell` and then the real function, by the id of the real function."""
 
     def tell(path: Any, follows: bool, frame: Optional[FrameType], with_all: bool = False) -> Optional[str]:
         if isinstance(path, int):

@@ -1,7 +1,7 @@
-"""Finds the networks that a program trains by its optimizers, and wraps them where they are.
+"""Finds the networks that a program trains through its optimizers, and wraps them in place.
 
 A network is the outermost nn.Module that holds parameters of an optimizer. Copies of it (an EMA, a target network) are
-not wrapped; they are watched, as they have to stay equal on all ranks.
+not wrapped, but compared between ranks.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Networks:
     """The networks of one program.
 
     Attributes:
-        wrapped: the outermost ones.
+        wrapped: the outermost modules.
     """
 
     def __init__(self) -> None:
         self.wrapped: list[weakref.ref[nn.Module]] = []
-        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # the first one that was made first
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order in which they were made
         self._places: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
-        self._is_stale = False  # an optimizer got parameters since `wrap` looked
+        self._is_stale = False  # an optimizer got parameters since the last `wrap`
         self._before_forward: Any = None
-        self._trained: list[weakref.ref[nn.Module]] = []  # the modules that hold the parameters themselves
+        self._trained: list[weakref.ref[nn.Module]] = []  # the modules that hold trained parameters directly
 
     def take_note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of an optimizer that got parameters just now. Local."""
+        """Record an optimizer that just got parameters, so that its networks are wrapped. Local."""
         if optimizer not in self._places:
             self._places[optimizer] = line_of_the_program()
             self._optimizers.append(weakref.ref(optimizer))
@@ -52,13 +52,13 @@ class Networks:
             self._before_forward = register_module_forward_pre_hook(self._wrap_before_forward)
 
     def forget(self) -> None:
-        """Take back what watches the forward passes of all modules. Local."""
+        """Remove the hook on the forward passes of all modules. Local."""
         if self._before_forward is not None:
             self._before_forward.remove()
             self._before_forward = None
 
     def _wrap_before_forward(self, module: nn.Module, inputs: Any) -> None:
-        # In a backward pass it would be late: weights that become the main rank's are not those of the graph.
+        # The backward pass would be too late: wrapping sends the main rank's weights, but the graph has the old ones.
         if (
             torch.is_grad_enabled()
             and threading.current_thread() is threading.main_thread()
@@ -67,7 +67,7 @@ class Networks:
             self.wrap()
 
     def _is_trained(self, module: nn.Module) -> bool:
-        """Whether `module` has parameters of an optimizer itself, and is in training mode."""
+        """Whether `module` directly holds parameters of an optimizer and is in training mode."""
         if not module.training or not any(p is not None for p in module._parameters.values()):
             return False
         optimizers = (optimizer for reference in self._optimizers if (optimizer := reference()) is not None)
@@ -79,7 +79,7 @@ class Networks:
         return any(module.training for reference in self._trained if (module := reference()) is not None)
 
     def wrap(self) -> None:
-        """Wrap the networks of all optimizers that there are (collective where one has new parameters)."""
+        """Wrap the networks of all optimizers (collective if one has new parameters)."""
         if not self._is_stale:
             return
         self._is_stale = False
@@ -99,7 +99,7 @@ class Networks:
         missing = [p for p in params if not guard.is_owned(p)]
         if not missing or (world().world_size == 1 and self._are_known(missing)):
             return
-        gc.collect()  # what is garbage is not the same on every rank
+        gc.collect()  # ranks collect garbage at different times, so dead modules would differ between ranks
         modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
         modules = [
             module for module in modules if "_modules" in module.__dict__ and not isinstance(module, Transparent)
@@ -135,7 +135,10 @@ class Networks:
         self._trained += map(weakref.ref, holders)
 
     def _watch_copies(self, roots: list[nn.Module]) -> None:
-        """Have networks compared over the ranks that look like a part of a wrapped one, and are none (collective)."""
+        """Watch copies: networks with the shapes of a wrapped module, but other parameters (collective).
+
+        Copies that already differ between ranks are reported instead.
+        """
         wrapped = [module for reference in self.wrapped if (module := reference()) is not None]
         known = {shapes_of(module) for root in wrapped for module in root.modules()} - {()}
         owned = {id(p) for root in wrapped for p in root.parameters()}
@@ -146,7 +149,7 @@ class Networks:
         ]
         facts = [(type(copy).__name__, shapes_of(copy), _sum_of(copy)) for copy in copies]
         of_ranks = world().gather(facts)
-        counts = [Counter(map(repr, there)) for there in of_ranks]
+        counts = [Counter(map(repr, found)) for found in of_ranks]
         for fact, copy in sorted(zip(facts, copies), key=lambda pair: repr(pair[0])):
             if all(count[repr(fact)] == counts[0][repr(fact)] for count in counts):
                 guard.watch(copy)
@@ -158,7 +161,7 @@ class Networks:
 
 
 class TensorsOfNoModule(nn.Module):
-    """Holds what an optimizer steps beside networks: the temperature of an actor-critic, a latent."""
+    """Holds an optimizer's tensors that are in no module: the temperature of an actor-critic, a latent."""
 
     def __init__(self, tensors: list[Any]) -> None:
         super().__init__()
@@ -167,9 +170,9 @@ class TensorsOfNoModule(nn.Module):
 
 
 def choose(roots: Iterable[nn.Module], params: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-    """The modules among `roots` that hold `params`, and those of `params` that none holds. Local.
+    """Return the modules of `roots` that hold `params`, and the parameters that no module holds. Local.
 
-    Where several hold one, the one that holds most of them; then the largest. Alike on all ranks.
+    If several modules hold a parameter, the one with most of `params`, then the largest: the same on all ranks.
     """
     wanted = {id(p) for p in params}
     held = [(root, {id(p) for p in root.parameters()}) for root in roots]
@@ -184,7 +187,7 @@ def choose(roots: Iterable[nn.Module], params: list[Any]) -> tuple[list[nn.Modul
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    """The names and shapes of its parameters."""
+    """Return the names and shapes of a module's parameters."""
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 

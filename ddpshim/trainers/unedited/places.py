@@ -1,4 +1,4 @@
-"""Says on which line of the program something happens."""
+"""Finds the line of the program that is running, for messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_THE_PROGRAMS = (_OURS, os.path.dirname(torch.__file__), os.path.dirname(os.
 
 
 def line_of_the_program() -> str:
-    """file:line of `frame_of_the_program`. Local."""
+    """Return "file:line" of `frame_of_the_program`. Local."""
     frame = frame_of_the_program()
     if frame is None:
         return "a line of torch"
@@ -25,7 +25,7 @@ def line_of_the_program() -> str:
 
 
 def frame_of_the_program() -> Optional[FrameType]:
-    """The innermost frame of the program's own; of an installed package, if there is none. Local."""
+    """Return the innermost frame of the program's own files; if there is none, of an installed package. Local."""
     frame: Optional[FrameType] = sys._getframe(1)
     installed = None
     while frame is not None:
@@ -39,7 +39,7 @@ def frame_of_the_program() -> Optional[FrameType]:
 
 
 def is_not_the_programs(path: str) -> bool:
-    """Whether the file is ours, torch's or Python's. Local."""
+    """Whether the file is ddpshim's, torch's or Python's. Local."""
     return path.startswith(_NOT_THE_PROGRAMS)
 
 

@@ -1,7 +1,7 @@
-"""Lets only the main rank write, in a program that does not know of ranks.
+"""Lets only the main rank write, in a program for one process.
 
-What another rank opens for writing, makes, removes, moves or links is its own, below a temporary folder, and it alone
-sees it; under that it sees the files as they were when the job began. docs/one_writer.md says what goes where.
+Files that another rank opens for writing, makes, removes, moves or links go to a private temporary folder that only
+this rank sees, on top of the files that existed when the job began. See docs/one_writer.md.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ T = TypeVar("T")
 
 
 class PrivateFiles:
-    """Puts its own in the place of `open`, of os's functions, `torch.save` and `torch.load`. Local.
+    """Replaces `open`, functions of os, `torch.save` and `torch.load`. Local.
 
-    Ranks wait only to read what the main rank alone saves: checkpoints, which are not written on each rank. What a
-    dataset keeps for its samples (`is_reading`, and data workers) is each rank's own, checkpoints or not.
+    Ranks wait only to read checkpoints, which the main rank alone writes. Files that a dataset saves for its samples
+    (`is_reading`, and in data workers) are each rank's own, even if torch.save writes them.
     """
 
     def __init__(self, world: World, started: float, is_reading: Callable[[], bool]) -> None:
-        """`started`: a moment before the ranks of this `world` met, by the clock of files."""
+        """`started`: time before the ranks of this `world` met, by the clock of the file system.
+
+        `is_reading`: whether a loader is producing a batch.
+        """
         self._world, self._is_reading = world, is_reading
         self._process = os.getpid()
         self._save, self._load = torch.save, torch.load
@@ -53,7 +56,7 @@ class PrivateFiles:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In this block the program's calls come here; what it has made on ranks that are not main is removed then."""
+        """Within this block, the program's calls use the stand-ins; afterwards private files are removed."""
         with contextlib.ExitStack() as undo:
             libraries = CLibraries(lambda path: path, self._tell)
             if self._world.is_main:
@@ -77,23 +80,23 @@ class PrivateFiles:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """In this block the main rank alone is at work (a rollout), and others wait; then they see what it wrote."""
+        """Within this block, only the main rank works (a rollout); afterwards other ranks see the files it wrote."""
         with self._changes.apart():
             yield
         self.see_what_is_shared()
 
     def see_what_is_shared(self) -> None:
-        """From here on: what the main rank has made for all so far."""
+        """Show this rank what the main rank has made for all ranks so far."""
         if self._view is not None:
             self._view.see_what_is_shared()
 
     def remove_new(self) -> None:
-        """On the main rank: what the program has made so far where there was nothing. Local."""
+        """On the main rank, remove the files and folders that the program has made so far. Local."""
         if self._world.is_main:
             self._changes.remove_new()
 
     def shown_to_all(self, run: Callable[[], T]) -> T:
-        """What `run` returns on the main rank; what a process that it starts changes is there for all."""
+        """Return the result of `run` on the main rank; files that its processes change are shown to all ranks."""
         before = self._changes.states()
         result = run()
         after = self._changes.states()
@@ -104,7 +107,7 @@ class PrivateFiles:
         return result
 
     def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        """torch.save; to a path or an open file, the main rank's alone. To a path, the file is whole or absent."""
+        """torch.save; to a path or an open file only on the main rank. A file at a path is complete or absent."""
         path = self._path_of(f)
         if path is None:
             if self._files is not None and isinstance(f, (str, os.PathLike)):
@@ -123,17 +126,17 @@ class PrivateFiles:
         self._saves.note(path)
 
     def _save_partial(self, obj: Any, partial: str, *args: Any, **kwargs: Any) -> None:
-        self._changes.tell(partial)  # else another rank finds it in its folder meanwhile
+        self._changes.tell(partial)  # else another rank would see the partial file in the folder
         self._save(obj, partial, *args, **kwargs)
 
     def load(self, f: Any, *args: Any, **kwargs: Any) -> Any:
-        """torch.load; of a path that the program has saved to, when the main rank has written it."""
+        """torch.load; if the program has saved to the path, waits until the main rank has written the file."""
         if self._files is not None and isinstance(f, (str, os.PathLike)):
             f = self._files.place_to_read(f)
         return self._load(f, *args, **kwargs)
 
     def _tell(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
-        """The main rank writes to `path` by other means than Python's."""
+        """Report to the other ranks that the main rank writes to `path` through a C library; return `path`."""
         found = os.path.realpath(os.path.abspath(os.fsdecode(path)))
         if not self._left.has(found):
             self._changes.tell(found)
@@ -141,7 +144,7 @@ class PrivateFiles:
         return path
 
     def _path_of(self, f: Any) -> Optional[str]:
-        """Where all ranks mean to save one checkpoint by `f`; None where it is each rank's own."""
+        """Return the path of the checkpoint that all ranks save to `f`; None if each rank saves its own file."""
         if os.getpid() != self._process or self._is_reading():
             return None
         if not isinstance(f, (str, os.PathLike)):
@@ -159,7 +162,7 @@ class PrivateFiles:
 
 
 def _switch_loggers_off() -> None:
-    """Loggers that talk to a server: each rank would be a run of its own. Only the main rank's talks."""
+    """Disable loggers that use a server, on ranks other than the main one: each rank would create a run."""
     switches = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns"}
     os.environ.update({**switches, "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled"})
     after_import("wandb", _disable_wandb)
@@ -169,4 +172,5 @@ def _disable_wandb() -> None:
     wandb: Any = sys.modules["wandb"]
     if hasattr(wandb, "init"):
         init = wandb.init
-        wandb.init = lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"})  # an argument says otherwise
+        # An argument `mode` overrides WANDB_MODE.
+        wandb.init = lambda *args, **kwargs: init(*args, **{**kwargs, "mode": "disabled"})

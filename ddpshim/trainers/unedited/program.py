@@ -1,4 +1,4 @@
-"""Decides whether to distribute an unedited program, and begins that when torch is imported. Imports no torch."""
+"""Decides whether to distribute an unedited program, and joins the job when it imports torch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpshim.trainers.unedited.sources import Sources
 
 @dataclass(frozen=True)
 class Start:
-    """How this rank began, so that it can begin again."""
+    """How this rank was started, so that it can be restarted."""
 
     argv: Sequence[str]
     folder: str = field(default_factory=os.getcwd)
@@ -33,9 +33,9 @@ class Start:
 
 @contextlib.contextmanager
 def distributed(argv: Sequence[str]) -> Iterator[bool]:
-    """In it the program `argv` is distributed as it is, if nobody else does that; yields whether (then collective).
+    """Within this block, the program `argv` is distributed, unless it distributes itself; yields whether it is.
 
-    The job is joined when the program imports torch, at once if its files say that it does.
+    If so, collective: the job is joined when the program imports torch, or at once if its files import it.
     """
     if not is_launched() or not _is_wanted():
         yield False
@@ -70,7 +70,7 @@ def is_launched() -> bool:
     try:
         return read_launch_env(os.environ).is_launched
     except LaunchError:
-        return False  # said by `setup`, where the program calls it
+        return False  # `setup` raises this error if the program calls it
 
 
 def _is_wanted() -> bool:
@@ -83,7 +83,7 @@ def _is_wanted() -> bool:
 
 
 def _file_of(argv: Sequence[str]) -> Optional[str]:
-    """The file of the program; found without importing anything of it."""
+    """Return the file of the program, found without importing any of it; None if there is none."""
     if argv[0] != "-m":
         return argv[0]
     first, *rest = argv[1].split(".")

@@ -1,8 +1,8 @@
 """Makes a program read the same numbers on all ranks, so that its logs and decisions are those of one process.
 
-Ranks share a batch, so a loss is that of a rank's rows. When the program takes a number out of a tensor, the ranks
-exchange it in one small message: a floating-point number becomes the mean over the rows of all ranks, any other the
-main rank's. A number that all ranks have in common stays what it is, to the last bit. See docs/numbers_read.md.
+Each rank has a part of the batch, so its loss covers only its rows. When the program reads a number from a tensor, the
+ranks exchange it in one small message: a floating-point number becomes the mean over the rows of all ranks, any other
+number the main rank's. A number that is equal on all ranks stays unchanged, bitwise. See docs/numbers_read.md.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ddpshim.trainers.unedited.places import say_on_main
 
 _NUMBERS = ("item", "__float__", "__int__", "__index__", "__bool__")
 _ARRAYS = ("tolist", "numpy", "__array__")
-# What these read, they read for their own purposes: alike on all ranks, or at other times on each (a progress bar).
+# These read for their own purposes: the same on all ranks, or at different times on each (a progress bar).
 _NOT_THE_PROGRAM = ("torch", "torchvision", "functorch", "ddpshim", "tqdm", "wandb")
-# What these read, they were given by who calls them.
+# These read on behalf of their callers.
 _ON_BEHALF = ("numpy", "logging", "statistics", "json", "string", "contextlib", "functools", "pprint", "reprlib", "csv")
 _TORCHS_ON_BEHALF = (
     *("torch.optim.lr_scheduler", "torch.optim.lbfgs", "torch.utils.tensorboard"),
@@ -46,16 +46,16 @@ _MODULE_CALL = "torch.nn.modules.module"
 
 @contextlib.contextmanager
 def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
-    """Meanwhile a number that the program reads out of a tensor is the same on all ranks (each such read: collective).
+    """Within this block, the program reads the same number from a tensor on all ranks. Each such read is collective.
 
-    In the thread that enters, and where one of its own lines reads: not torch's, nor a library's for itself. An
-    integer or bool that a network reads while it computes stays the rank's own: it is about the rank's rows.
+    Only reads by the program's lines in the thread that entered count, not those of torch, or of a library for itself.
+    An integer or bool that a network reads while it computes stays the rank's own: it describes the rank's rows.
 
     Args:
-        is_local: whether this rank does just now what others do not: it asks a dataset for a sample, or plays alone.
+        is_local: whether this rank now does something that others do not: fetch a sample, or play a rollout alone.
 
     Raises:
-        WorldError: ranks read at different lines, or one reads where another is in a collective of World's.
+        WorldError: ranks read at different lines, or one reads while another is in a collective of `World`.
     """
     if here.world_size == 1:
         yield
@@ -71,17 +71,17 @@ def equal_reads(here: World, is_local: Callable[[], bool]) -> Iterator[None]:
 
 
 class _Reads:
-    """What the program reads in a job."""
+    """The reads of a program in one job."""
 
     def __init__(self, here: World, is_local: Callable[[], bool]) -> None:
         self._here, self._is_local = here, is_local
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._item: Callable[[torch.Tensor], Any] = torch.Tensor.item
-        self._named: set[str] = set()  # the lines that were told of
+        self._named: set[str] = set()  # the lines that were reported
         self._num_reads = 0
 
     def number(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The stand-in for a method that returns a number of Python's."""
+        """Return the stand-in for a method that returns a Python number."""
 
         def read(tensor: torch.Tensor) -> Any:
             line = self._line(tensor, sys._getframe(1))
@@ -90,18 +90,18 @@ class _Reads:
         return read
 
     def array(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The stand-in for a method that returns all numbers of a tensor, of which it has one and no dimensions."""
+        """Return the stand-in for a method that converts a whole tensor; it acts on zero-dimensional tensors only."""
 
         def read(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             line = None if tensor.dim() else self._line(tensor, sys._getframe(1))
             if line is None or ((tensor.requires_grad or tensor.is_cuda) and original.__name__ != "tolist"):
-                return original(tensor, *arguments, **options)  # torch may refuse it
+                return original(tensor, *arguments, **options)  # torch may raise its own error
             return original(self._of_all(tensor, line), *arguments, **options)
 
         return read
 
     def formatted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The stand-in for what f"{loss:.3f}" calls."""
+        """Return the stand-in for the method that f"{loss:.3f}" calls."""
 
         def read(tensor: torch.Tensor, *arguments: Any) -> Any:
             line = None if tensor.dim() else self._line(tensor, sys._getframe(1))
@@ -110,7 +110,7 @@ class _Reads:
         return read
 
     def text(self, original: Callable[..., str]) -> Callable[..., str]:
-        """The stand-in for what print(loss) calls."""
+        """Return the stand-in for the method that print(loss) calls."""
 
         def read(tensor: torch.Tensor, **options: Any) -> str:
             line = None if tensor.dim() else self._line(tensor, sys._getframe(1))
@@ -118,19 +118,19 @@ class _Reads:
             own = original(tensor, **options)
             if alike is tensor:
                 return own
-            num = len(original(tensor.detach(), **options)) - 1  # of what comes before grad_fn
+            num = len(original(tensor.detach(), **options)) - 1  # characters before grad_fn
             return original(alike, **options)[:-1] + own[num:]
 
         return read
 
     def _alike(self, tensor: torch.Tensor, line: FrameType) -> torch.Tensor:
-        """`tensor` where all ranks have one number in it, else one like it."""
+        """Return `tensor` if its number is equal on all ranks, else a tensor with the common number (collective)."""
         own = tensor.detach().cpu()
         of_all = self._of_all(tensor, line, own)
         return tensor if of_all is own else of_all.to(tensor.device)
 
     def _line(self, tensor: torch.Tensor, caller: Optional[FrameType]) -> Optional[FrameType]:
-        """The frame of the program that reads `tensor`; None where the number is to stay this rank's. Local."""
+        """Return the program's frame that reads `tensor`; None if the number stays this rank's own. Local."""
         is_number = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() == 1
         if not is_number or tensor.is_complex() or tensor.is_meta:
             return None
@@ -142,9 +142,9 @@ class _Reads:
         return line
 
     def _of_all(self, tensor: torch.Tensor, line: FrameType, own: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """`own`, `tensor` on the CPU, where all ranks have one number in it; else one of its kind (collective).
+        """Return `own` (`tensor` on the CPU) if all ranks have the same number; else the common number (collective).
 
-        Of a sum over samples the sum over those of all ranks.
+        That is the mean over ranks, the sum for a sum over samples, or the main rank's integer or bool.
         """
         reading = losses.reading_of(tensor) if tensor.is_floating_point() else losses.Reading()
         own = tensor.detach().cpu() if own is None else own
@@ -152,7 +152,7 @@ class _Reads:
         bits = _bits(value) if own.is_floating_point() else int(value)
         everyones = self._exchange(bits, reading.weight, own.dtype, line)
         if all(other == bits for other, _ in everyones) and (reading.times == 1 or not reading.is_sure):
-            return own  # what looks like a sum over samples is one over weights
+            return own  # a sum that is equal on all ranks is over weights, not over samples
         if own.is_floating_point():
             self._say_of_kept(line)
             if reading.is_mixed:
@@ -164,9 +164,9 @@ class _Reads:
     def _exchange(
         self, bits: int, weight: Optional[float], dtype: torch.dtype, line: FrameType
     ) -> list[tuple[int, float]]:
-        """(number, by what it counts) of each rank (collective).
+        """Return (number, its weight) of each rank (collective).
 
-        That is `weight`, where all ranks have one, else how many rows of the batch the number is about.
+        The weights are the ranks' `weight` if all ranks have one, else their numbers of rows of the batch.
         """
         self._num_reads += 1
         sharing = current().part(shares.Sharing)
@@ -186,32 +186,32 @@ class _Reads:
 
     def _refuse(self, line: FrameType, last: Any) -> None:
         step = "" if last is None else f", in step {last.step} of epoch {last.epoch}"
-        own = f"reads a number out of a tensor at {_place(line)}{step} (read {self._num_reads})"
+        own = f"reads a number from a tensor at {_place(line)}{step} (read {self._num_reads})"
         where = self._here.meet("crossed", own, CROSSED_DEADLINE_S)
-        told = "; ".join(f"rank {rank} {said}" for rank, said in where.items())
+        lines = "; ".join(f"rank {rank} {said}" for rank, said in where.items())
         raise WorldError(
-            f"ranks are at different lines: {told}. Their numbers would be mixed up, and ranks would train "
+            f"ranks are at different lines: {lines}. Their numbers would be mixed up, and ranks would train "
             "differently. They diverged earlier: by a decision on something that is not a tensor (a clock, a file, "
             "entropy, the length of a rank's share of the batch), or in code that one rank runs alone."
         )
 
     def _say_of_kept(self, line: FrameType) -> None:
-        """Name a mean over ranks whose rows may be unequally many."""
+        """Report a plain mean over ranks that may have different numbers of rows."""
         sharing = current().part(shares.Sharing)
         kept = sharing.kept
         if sharing.share is None and kept is not None and kept.totals and not kept.looked_at:
             say_on_main(
                 f"{_place(line)} reads a number that differs between ranks, after the pass over a loader whose last "
-                f"batch ({kept.totals[0]} samples) the ranks do not divide: all take the mean of their numbers. If it "
-                "is about that batch, one process would weigh each sample alike"
+                f"batch ({kept.totals[0]} samples) the ranks do not divide: all ranks take the mean of their numbers. "
+                "If the number describes that batch, one process would weight each sample equally"
             )
 
     def _say_mixed(self, line: FrameType) -> None:
         say_on_main(
-            f"{_place(line)} reads a loss that adds up terms of which ranks have shares that count differently (a mean "
-            "over samples, a sum over samples, a mean over what is not padding). It reads the mean over the ranks; one "
-            "process would have read another number. Gradients are those of one process, and so are the terms, where "
-            "they are read one by one"
+            f"{_place(line)} reads a loss whose terms are averaged over ranks in different ways (a mean over samples, "
+            "a sum over samples, a mean over unpadded entries). It reads the mean over the ranks; one process would "
+            "have read another number. Gradients are those of one process, and so are the terms if they are read "
+            "one by one"
         )
 
     def _say(self, of_ranks: list[int], dtype: torch.dtype, line: FrameType) -> None:
@@ -238,7 +238,7 @@ def _number(bits: int) -> float:
 
 
 def _mean(values: list[float], weights: Sequence[float]) -> float:
-    """The mean of the ranks' means, of a sum that is rounded once."""
+    """Return the weighted mean of `values`. Finite values are summed exactly and rounded once."""
     if not sum(weights):
         weights = [1] * len(values)
     pairs = [(value, weight) for value, weight in zip(values, weights) if weight]
@@ -252,7 +252,7 @@ def _sum(values: list[float]) -> float:
 
 
 def _of_the_program(frame: Optional[FrameType]) -> Optional[FrameType]:
-    """The frame on whose behalf this one reads; None where that is no line of the program's. Local."""
+    """Return the frame on whose behalf this one reads; None if it is not the program's. Local."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         package = name.partition(".")[0]
@@ -264,7 +264,7 @@ def _of_the_program(frame: Optional[FrameType]) -> Optional[FrameType]:
 
 
 def _is_in_a_network(frame: Optional[FrameType]) -> bool:
-    """Whether this line runs inside of a call of a module. Local."""
+    """Whether this line runs inside a module's call. Local."""
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE_CALL:
             return True

@@ -1,7 +1,7 @@
 """Makes and plays a trainer's environments on the main rank only; the other ranks wait for its results.
 
-Which classes play is for an adapter to say. Each rank would need as many simulators as one process, and where one of
-them is not deterministic ranks would decide differently.
+An adapter names the classes that play. Otherwise each rank would need as many simulators as one process, and if a
+simulator is not deterministic, ranks would decide differently.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ddpshim.job.world import World
 
 
 class Rollouts:
-    """What plays in a job.
+    """The rollouts of a job.
 
     Attributes:
-        is_playing: whether this rank plays just now, and the others wait.
+        is_playing: whether this rank is playing while the others wait.
     """
 
     def __init__(self, world: World) -> None:
@@ -36,9 +36,9 @@ class Rollouts:
 
     @contextlib.contextmanager
     def on_main(self, apart: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """In it, classes that adapters name are made, and their `run` is called, on the main rank alone.
+        """Within this block, classes that adapters name are made, and their `run` is called, only on the main rank.
 
-        `apart`: a block in which the main rank's files are for all.
+        `apart`: makes a context in which the files that the main rank writes are shown to all ranks.
         """
         with contextlib.ExitStack() as until:
 
@@ -54,7 +54,7 @@ class Rollouts:
             yield
 
     def _hook(self, base: Any, apart: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
-        """The `__init_subclass__` of `base`."""
+        """Return the `__init_subclass__` of `base` that replaces `__init__` and `run` of each subclass."""
 
         def made(kind: Any, /, **arguments: Any) -> None:
             super(base, kind).__init_subclass__(**arguments)
@@ -67,7 +67,7 @@ class Rollouts:
         return classmethod(made)
 
     def _make(self, method: Callable[..., None], base: Any, apart: Any) -> Callable[..., None]:
-        """`__init__`, that of `base` on other ranks: they have no environments."""
+        """Return the stand-in for `__init__`. Other ranks run only that of `base`, so they make no environments."""
         play = self._play(method, base, apart)
 
         @functools.wraps(method)
@@ -105,13 +105,13 @@ class Rollouts:
         return play
 
     def _is_for_all(self) -> bool:
-        """Whether all ranks are here, and have not begun to play."""
+        """Whether all ranks make this call, and none is playing yet."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         return self._world.world_size > 1 and is_main_thread and os.getpid() == self._process and not self.is_playing
 
 
 def _portable(value: Any) -> Any:
-    """`value` as other ranks get it: numbers, text, tensors and arrays; None for a video, which the main rank logs."""
+    """Return `value` with only numbers, text, tensors and arrays; None replaces others, such as a video to log."""
     if isinstance(value, Mapping):
         return {key: _portable(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -25,7 +25,7 @@ _is_private: Optional[Callable[[str, Any], bool]] = None
 
 @contextlib.contextmanager
 def refused(is_private: Callable[[str, Any], bool]) -> Iterator[None]:
-    """In this block SyncError for a path that is written by the caller of a frame, if not `is_private(path, frame)`."""
+    """Within this block, raise SyncError if the caller in `frame` writes to a path that is not `is_private`."""
     global _is_private
     _listen()
     before, _is_private = _is_private, is_private
@@ -37,23 +37,23 @@ def refused(is_private: Callable[[str, Any], bool]) -> Iterator[None]:
 
 @functools.cache
 def _listen() -> None:
-    sys.addaudithook(_hear)  # for as long as the process lives: there is no way back
+    sys.addaudithook(_on_event)  # cannot be removed, so it is added once per process
 
 
-def _hear(event: str, args: Any) -> None:
+def _on_event(event: str, args: Any) -> None:
     is_private = _is_private
     if is_private is None or (event != "open" and event not in _PATHS):
         return
     if event == "open":
         paths = [args[0]] if isinstance(args[2], int) and args[2] & WRITES else []
     else:
-        # Names in a folder that is given by its descriptor were led where the folder was opened.
+        # Names relative to an open folder are already redirected: opening the folder was.
         is_by_descriptor = event != "os.truncate" and args[-1] >= 0
         paths = [] if is_by_descriptor else [args[at] for at in _PATHS[event]]
     for path in paths:
         if isinstance(path, (str, bytes, os.PathLike)):
             name = os.path.join(posix.getcwd(), os.fsdecode(path))
-            if not is_private(name, sys._getframe(1)) and _is_a_files(name):
+            if not is_private(name, sys._getframe(1)) and _is_file_or_absent(name):
                 raise SyncError(
                     f"{line_of_the_caller()} writes to {name} ({event}) through a function that ddpshim cannot "
                     "intercept, on a rank that is not main; all ranks would write there and corrupt the file. Use "
@@ -62,8 +62,8 @@ def _hear(event: str, args: Any) -> None:
                 )
 
 
-def _is_a_files(path: str) -> bool:
-    """Whether a file is there, or nothing."""
+def _is_file_or_absent(path: str) -> bool:
+    """Whether `path` is a regular file or does not exist."""
     try:
         return stat.S_ISREG(posix.stat(path).st_mode)
     except OSError:

@@ -1,6 +1,6 @@
-"""Reads, before a program runs, whether it distributes itself: its file, and what it imports that is not installed.
+"""Finds out before a program runs whether it distributes itself: reads its file and the local modules it imports.
 
-What cannot be read there (a module that is named in a configuration) is found while it runs: `leaving.py`.
+Modules that only a configuration names are found while the program runs: `leaving.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Optional
 from ddpshim import adapters
 
 _MOST_FILES = 2000
-# Whose ranks are distributed by the package, if the program's own file imports it.
+# Packages that distribute a program, if its own file imports them.
 _DISTRIBUTORS = {
     *("lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "horovod", "colossalai"),
     *("composer", "mpi4py", "torch_xla"),
@@ -26,24 +26,24 @@ _JOINS = {"init_process_group", "init_device_mesh"}
 
 @dataclass
 class Source:
-    """What one file says."""
+    """The imports and names of one file."""
 
     path: str
-    imports: list[tuple[str, int]] = field(default_factory=list)  # names of modules, and the lines
-    names: set[str] = field(default_factory=set)  # of functions and attributes that it uses
+    imports: list[tuple[str, int]] = field(default_factory=list)  # (name of a module, line)
+    names: set[str] = field(default_factory=set)  # functions and attributes that it uses
 
 
 class Sources:
     """The files of a program.
 
     Attributes:
-        own_way: how the program distributes itself, with file and line; None where it does not seem to.
-        by_ddpshim: whether that is by ddpshim, or by a trainer that one of its adapters is for.
-        imports_torch: whether it imports torch by a statement.
+        own_way: how the program distributes itself, with file and line; None if it does not seem to.
+        by_ddpshim: whether it does so through ddpshim, or through a trainer that has an adapter.
+        imports_torch: whether an import statement imports torch.
     """
 
     def __init__(self, program: Optional[str]) -> None:
-        """`program`: its file; None where there is none to read."""
+        """`program`: its file; None if there is no file to read."""
         self.own_way: Optional[str] = None
         self.by_ddpshim = False
         self.imports_torch = False
@@ -71,7 +71,7 @@ class Sources:
                         pending += self._files_of(name)
 
     def _files_of(self, name: str) -> Iterator[str]:
-        """Those that `import name` executes, of what is not installed."""
+        """Return the files that `import name` executes, without installed packages."""
         for root in self._roots:
             found = [*_files_below(root, name.split("."))]
             if found:
@@ -100,7 +100,7 @@ def _is_installed(folder: str) -> bool:
 
 
 def read(path: str) -> Optional[Source]:
-    """What the file says; None where it is not Python. Local."""
+    """Return the imports and names of a file; None if it is not Python. Local."""
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read())
@@ -120,7 +120,7 @@ def read(path: str) -> Optional[Source]:
 
 
 def _absolute(path: str, node: ast.ImportFrom) -> str:
-    """The module of a `from` import, by its path below the folder that is no package where it is relative."""
+    """Return the module of a `from` import; a relative one is resolved from the outermost folder with __init__.py."""
     if not node.level:
         return node.module or ""
     parts: list[str] = []
@@ -155,7 +155,7 @@ def _by_others(source: Source) -> Optional[str]:
 
 
 def _trains(package: str, name: str, source: Source) -> bool:
-    """Whether a file that imports `name` of a package that an adapter knows runs that package's own trainer."""
+    """Whether a file that imports `name` of `package`, which has an adapter, runs that package's own trainer."""
     trainer = adapters.function(package, "trainer")
     if trainer is None:
         return True

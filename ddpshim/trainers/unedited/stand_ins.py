@@ -21,17 +21,17 @@ T = TypeVar("T")
 _READING = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
 _ATTRIBUTES = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 _MAKING = ("mkdir", "mkfifo", "mknod")
-_DELETED = " (deleted)"  # as Linux ends the names of what is removed
+_DELETED = " (deleted)"  # Linux appends this in /proc to the path of a removed file
 
 
 class Files:
-    """Python's functions over a `View`. Named as in os, and called as there."""
+    """Python's file functions for a `View`, with the names and arguments of os."""
 
     def __init__(self, view: View, left: LeftAlone) -> None:
         self._view, self._left = view, left
 
     def stand_ins(self) -> dict[int, Any]:
-        """By the identity of what they stand for."""
+        """Return the stand-ins by the id of the function that each replaces."""
         made = {name: getattr(self, name) for name in ("readlink", "listdir", "scandir", "chdir", "getcwd", "getcwdb")}
         made |= {name: getattr(self, name) for name in ("open", "lstat", "symlink", "link")}
         made |= {"rename": self.rename, "replace": self.rename}
@@ -41,17 +41,17 @@ class Files:
         return {**{id(getattr(posix, name)): made[name] for name in made}, id(_io.open): self.open_file}
 
     def place_to_read(self, path: Any) -> Any:
-        """For whoever opens a file by other means than Python's: the path to give to it."""
+        """Return the path that a library should read instead of `path`. For libraries that open files in C."""
         found = self._path(path)
         return path if found is None else self._view.place_with_content(self._view.find(found))
 
     def place_to_write(self, path: Any, keeps: bool = False, is_new: bool = False) -> Any:
-        """The same; `keeps`: it goes on writing what is there."""
+        """Return the path that a library should write to; `keeps`: the file starts with its earlier content."""
         found = self._path(path, is_written=True)
         return path if found is None else self._view.place_to_write(self._view.find(found), keeps, is_new)
 
     def is_private(self, path: str, frame: Optional[FrameType]) -> bool:
-        """Whether `path`, where the caller of `frame` writes past all this, is for no other rank to see."""
+        """Whether the caller of `frame` may write to `path` directly: no other rank sees it, or it is left alone."""
         path = os.path.normpath(path)
         return path.startswith(self._view.top) or self._left.has(path) or self._left.is_asked_by(frame)
 
@@ -103,7 +103,7 @@ class Files:
             folder, place = self._view.locate(found)
             if not _is_folder(place):
                 return posix.scandir(place)
-            if isinstance(path, int):  # entries have no path, and are asked for more
+            if isinstance(path, int):  # entries show only their name, but need a path for stat
                 return Listing(Entry(name, os.path.join(found, name), name) for name in self._view.names(folder))
             if self._view.folder == posix.getcwd() and not self._view.has_own(folder):
                 return posix.scandir(path)
@@ -228,7 +228,7 @@ class Files:
             self._do(move, src, dst)
             return
 
-        # Out of the rank's own files, or into them: what is left alone is elsewhere.
+        # Between this rank's files and those that are not redirected: these may be on different file systems.
         def copy() -> None:
             place = src if source is None else self._view.place_with_content(self._view.find(source, follows=False))
             if not stat.S_ISREG(posix.lstat(place).st_mode):
@@ -261,16 +261,16 @@ class Files:
         self._do(lambda: self._view.link_to(os.fsdecode(src), self._view.find(found, follows=False)), src, dst)
 
     def _folder(self, path: Any) -> Optional[str]:
-        """`_path`, also of a folder that is open."""
+        """`_path`, also for the descriptor of an open folder."""
         return self._path(_path_of(path) if isinstance(path, int) else path)
 
     def _path(self, path: Any, dir_fd: Optional[int] = None, is_written: bool = False) -> Optional[str]:
-        """The absolute path of what is given; None where it is not for the view."""
+        """Return `path` as an absolute path; None if the view does not handle it."""
         if isinstance(path, int):
             return None
-        path = os.fsdecode(path)  # of a Path, too
+        path = os.fsdecode(path)  # accepts a Path too
         if not path:
-            return None  # an error, as ever
+            return None  # the real function raises its error
         if dir_fd is not None and not os.path.isabs(path):
             path = os.path.join(_path_of(dir_fd), path)
         path = os.path.normpath(os.path.join(self._view.folder, path))
@@ -281,14 +281,14 @@ class Files:
         return None if self._left.has(path) and not path.startswith(self._view.top) else path
 
     def _do(self, call: Callable[[], T], path: Any, to: Any = None) -> T:
-        """What `call` returns, which may do it twice; its errors name the path that the program gave."""
+        """Return the result of `call`, which may be called twice; errors name the path that the program gave."""
         try:
             try:
                 return call()
             except FileNotFoundError:
-                if not self._view.catch_up():  # else the main rank has removed it just now
+                if not self._view.catch_up():
                     raise
-                return call()
+                return call()  # the main rank has just removed the file, and this rank knows that now
         except OSError as error:
             if error.filename is not None:
                 error.filename, error.filename2 = path, to
@@ -296,16 +296,16 @@ class Files:
 
 
 def _path_of(descriptor: int) -> str:
-    """Of a file or folder that is open, also where the main rank has removed it since."""
+    """Return the path of an open file or folder, also if the main rank has removed it since."""
     path = posix.readlink(f"/proc/self/fd/{descriptor}")
     return path[: -len(_DELETED)] if path.endswith(_DELETED) and not posix.fstat(descriptor).st_nlink else path
 
 
 class Entry:
-    """As os.DirEntry."""
+    """Stands in for os.DirEntry."""
 
     def __init__(self, name: Any, place: Any, path: Any = None) -> None:
-        """`place`: the path by which it is asked about; `path`: the one that it shows, if that is another."""
+        """`place`: the path for stat; `path`: the path to show, if different."""
         self.name, self.path, self._place = name, place if path is None else path, place
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
@@ -340,7 +340,7 @@ class Entry:
 
 
 class Listing:
-    """As what os.scandir returns."""
+    """Stands in for the iterator that os.scandir returns."""
 
     def __init__(self, entries: Iterator[Entry]) -> None:
         self._entries = entries

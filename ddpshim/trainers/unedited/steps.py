@@ -1,4 +1,4 @@
-"""Checks backward passes and steps of a program for one process, by the batch that they are made on."""
+"""Checks the backward passes and optimizer steps of a program for one process; what is checked depends on the batch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _DEADLINE_S = 600.0
 
 
 class Steps:
-    """What the replaced names of one program share.
+    """State of one program that its replaced functions share.
 
     Attributes:
-        networks: that it trains.
+        networks: the networks that it trains.
         training: the loaders whose training pass has not ended.
-        source: the loader that gave the last batch.
-        is_split: whether that batch is a share of one process's.
-        is_reading: whether a loader is asked for a batch just now.
+        source: the loader of the last batch; None if no loader gave one.
+        is_split: whether that batch is only this rank's share.
+        is_reading: whether a loader is producing a batch now.
         is_compiled: whether the program compiles a network.
-        num_split: how many loaders were split.
+        num_split: number of loaders that were split.
         num_passes: backward passes so far.
-        shadows: what the program would compute on other batches than the one at hand.
+        shadows: computes on three more batches beside the current one.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Steps:
         self.num_split = self.num_passes = 0
         self.shadows = coupling.Shadows()
         self._followed: list[DataLoader[Any]] = []
-        self._is_looked_at = False  # the batch at hand
+        self._is_looked_at = False  # whether the current batch is one of those that are checked
         self._num_whole = 0  # backward passes on a whole batch
-        self._has_said = False  # that no DataLoader gives batches
+        self._has_said = False  # whether it was reported that no DataLoader gives batches
 
     def checked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.autograd.backward, which wraps what is not wrapped yet and looks at the loss."""
+        """Return torch.autograd.backward (`original`) that first wraps new networks and checks the loss."""
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class Steps:
         return backward
 
     def follow(self, loader: DataLoader[Any], batch: Any) -> None:
-        """Now and then, what is computed on `batch`, this rank's share of one of `loader`. Local."""
+        """Follow computations on `batch`, this rank's share of a batch of `loader`, if it is to be checked. Local."""
         at_hand = shares.at_hand()
         loader.num_given += 1
         self._is_looked_at = is_milestone(loader.num_given) and world().options.guard
@@ -83,13 +83,13 @@ class Steps:
             self.shadows.begin(batch, at_hand.num_rows, loader.num_given)
 
     def leave(self, loader: DataLoader[Any]) -> None:
-        """The batch of `loader` that was followed. Local."""
+        """Stop following a batch of `loader`. Local."""
         if any(loader is followed for followed in self._followed):
             self._followed.clear()
             self.shadows.end()
 
     def compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.compile, which compiles nothing while operations are followed."""
+        """Return torch.compile (`original`) that also turns following off: compiled operations cannot be followed."""
 
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class Steps:
         return compile
 
     def _check_coupling(self, given: Any) -> None:
-        """Raise SyncError where a loss is no mean over samples, nor a sum. Local."""
+        """Raise SyncError if a loss is neither a mean nor a sum over samples. Local."""
         if current().part(shares.Sharing).is_permuted:
             return
         for loss in given:
@@ -119,7 +119,7 @@ class Steps:
                 coupling.refuse(found, line_of_the_program(), world().world_size)
 
     def check_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Say, once, where a step has nothing to gain from the peers of this rank. Local."""
+        """Report once if a step used a batch that every rank computes whole, so without speed-up. Local."""
         if self.is_split:
             return
         if self.source is None and self._has_said:
@@ -139,9 +139,9 @@ class Steps:
             )
 
     def _check_alike(self, given: Any) -> None:
-        """Raise SyncError where ranks computed different losses on what each takes for the whole (collective)."""
-        mine = [float(loss.detach().double().sum()) for loss in given]
-        found = world().meet("losses of whole batches", mine, _DEADLINE_S)
+        """Raise SyncError if ranks computed different losses on a batch that should be the same (collective)."""
+        own = [float(loss.detach().double().sum()) for loss in given]
+        found = world().meet("losses of whole batches", own, _DEADLINE_S)
         expected = next(iter(found.values()))
         for rank, theirs in found.items():
             if not all(_is_close(x, y) for x, y in zip(expected, theirs)) or len(expected) != len(theirs):
@@ -153,7 +153,7 @@ class Steps:
                 )
         if len(found) < world().world_size:
             raise SyncError(
-                f"{line_of_the_program()}: of {world().world_size} ranks only {[*found]} came to backward pass "
+                f"{line_of_the_program()}: of {world().world_size} ranks only {[*found]} reached backward pass "
                 f"{self.num_passes} within {_DEADLINE_S:g} s; the others do something else. The decision must be the "
                 "same on all ranks: it must not depend on a clock or on entropy."
             )
