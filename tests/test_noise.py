@@ -650,7 +650,7 @@ def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> No
     assert torch.equal(state, other_state)
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], first[1])
-    assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, and none of these is the batch (4);") == 1
+    assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, but no dimension is the batch (4);") == 1
 
 
 def _rank_augments(data_draws: str) -> Any:

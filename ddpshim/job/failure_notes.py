@@ -72,7 +72,7 @@ def forget(run_dir: str) -> None:
 
 
 def first(seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[Path] = None) -> tuple[int, int]:
-    """Return the rank that failed first, and its exit code, from the agent's and the ranks' accounts. Local.
+    """Return the rank that failed first, and its exit code, from what torch's agent saw and the ranks' notes. Local.
 
     Args:
         seen: torch's `ProcessFailure` of each rank that failed.

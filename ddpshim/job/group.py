@@ -335,7 +335,7 @@ def _join(
     backend = backend or backend_of(bound)
     if backend is None:
         backend = agree_on_backend(store, env.rank, env.world_size, bound)
-    # torch's DDP imports this module, whose default arguments keep the group that exists then: import it before.
+    # The default arguments of this module keep the group that exists at its import (by torch's DDP): import it before.
     importlib.import_module("torch.distributed.nn.functional")
     if backend == "nccl" and is_watched:
         # torch's watchdog kills the process without naming the missing rank: `watch` must end the job earlier.

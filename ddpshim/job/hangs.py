@@ -14,7 +14,7 @@ _NUM_REMEMBERED = 64  # waits that are kept for each line of the program
 _NOTEWORTHY_S = 1.0
 _DECLARED_S = 600.0  # work that one rank is known to do alone is not reported before
 _MOVES_S = 3.0  # a rank that made progress within this time is working
-_LATE_S = 5.0  # if a look is later than this, the process itself was stopped
+_LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 _IDLE_SHARE = 0.02  # of a core: a process that uses less, with its children, does nothing
 _ASLEEP_S = 0.0005  # core seconds: a thread that wakes up now and then uses more
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"

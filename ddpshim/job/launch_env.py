@@ -49,7 +49,7 @@ class LaunchEnv:
     is a single process although a scheduler's variables are set, so ``reason`` should be printed.
     """
 
-    launcher: str  # "explicit" | "torchrun" | "openmpi" | "pmi" | "slurm" | "none"
+    launcher: str  # "explicit" | "torchrun" | "openmpi" | "pmi" | "submitit" | "slurm" | "none"
     rank: int
     local_rank: int
     world_size: int
@@ -147,7 +147,7 @@ def read_launch_env(
     The first that applies decides: the arguments (``rank`` and ``world_size`` together); DDPSHIM_LAUNCHER =
     torchrun, slurm, mpi, submitit or none; torchrun's variables; Open MPI's; PMI's (MPICH, Intel MPI, MVAPICH);
     those of submitit's local executor; a SLURM step of several tasks. Else it is a single process, also inside a
-    SLURM allocation: only SLURM_JOB_ID and SLURM_NTASKS=4 give rank 0 of 1, and ``reason`` says why.
+    SLURM allocation: SLURM_JOB_ID and SLURM_NTASKS=4 without a step give rank 0 of 1, and ``reason`` says why.
 
     Raises LaunchError if variables are missing, are not numbers or contradict each other.
     """

@@ -272,7 +272,7 @@ def _recurrent(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., 
             return original(self, input, hidden)
         place = 0 if self.batch_first else 1
         if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] not in at_hand.sizes:
-            _name(sharing, "drops units between RNN layers, for packed or different rows", "alike on all ranks")
+            _name(sharing, "drops units between RNN layers, for packed or different rows", "equal on all ranks")
             return original(self, input, hidden)
         states = () if hidden is None else hidden if isinstance(hidden, tuple) else (hidden,)
         wide = tuple(at_hand.among_others(state, (1, 1)) for state in states)
@@ -333,7 +333,7 @@ def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[...
             _name(
                 sharing,
                 "permutes the batch: on several ranks only samples of the same rank are mixed",
-                "alike on all ranks",
+                "equal on all ranks",
             )
         return original(n, *arguments, **options)
 
@@ -401,7 +401,7 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
         return drawn
     assert sharing.of_draws is not None
     sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
-    _name(sharing, f"draws {sizes} numbers, and none of these is the batch ({num_rows})", "each rank's own")
+    _name(sharing, f"draws {sizes} numbers, but no dimension is the batch ({num_rows})", "each rank's own")
     with shared_random_streams(derive_seed(sharing.of_draws.rank, str(drawn.reshape(-1)[:4].tolist()))):
         return draw()
 
@@ -414,19 +414,19 @@ def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
         if at_hand.is_of_it(shape) is None:
             _say_of_line(
                 sharing,
-                f"draws for {sizes} numbers, alike on all ranks, as in a rollout. If they are for a batch kept from "
+                f"draws for {sizes} numbers, equal on all ranks, as in a rollout. If they are for a batch kept from "
                 f"an earlier pass ({at_hand.num_rows} rows on a rank), one process would draw different ones",
             )
     elif at_hand is not None and math.prod(shape) >= LARGE:
-        what = f"draws for {sizes} numbers, and none of these is the batch ({at_hand.num_rows})"
-        _name(sharing, what, "alike on all ranks")
+        what = f"draws for {sizes} numbers, but no dimension is the batch ({at_hand.num_rows})"
+        _name(sharing, what, "equal on all ranks")
     else:
         small_draws.count(sharing)
 
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
     """Report once the line of code of a draw that one process would make differently."""
-    _say_of_line(sharing, f"{what}; that is {whose}, and one process would draw differently (option noise)")
+    _say_of_line(sharing, f"{what}; these draws are {whose}, and one process would draw differently (option noise)")
 
 
 def _say_of_line(sharing: Sharing, text: str) -> None:

@@ -79,9 +79,9 @@ def check_first_step(options: Options, job: Job) -> None:
         if not entered.is_so:
             raise OptionsError(
                 f"precision={options.precision}, but this step was computed without it: the run would be no faster, "
-                "and its records would name the wrong precision. What wrap_parallel returns uses it in its forward "
-                "in training mode; compute a loss of another method in `with ddpshim.world().autocast():`, or leave "
-                "the option out if the program has its own autocast."
+                "and its records would name the wrong precision. The module that wrap_parallel returns uses it in its "
+                "forward in training mode; if a loss calls other methods, compute it in `with "
+                "ddpshim.world().autocast():`. Leave the option out if the program has its own autocast."
             )
         if options.precision == "fp16" and not entered.is_scaled:
             raise OptionsError(

@@ -128,7 +128,7 @@ def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Option
             if worst > 0:
                 slow = tuple(rank for rank, cost in costs.items() if 2 * cost > worst)
                 if phase == "data" and _all_load_alike([loads_s[rank] for rank in slow], loads_s):
-                    slow = ()  # while these ranks wait, the others' workers, equally slow, continue
+                    slow = ()  # all workers are equally slow: the others' continue while these ranks wait
                 found.append(Finding(phase, slow, worst, step_s))
     most = max(found, key=lambda finding: finding.cost_s)
     is_much = most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) and most.cost_s >= _LEAST_COST_S

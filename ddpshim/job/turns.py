@@ -199,7 +199,7 @@ class Turns:
     def _wait_for_steps(self, i: int) -> None:
         from ddpshim.job.group import settle_rounding
 
-        torch.set_num_threads(self._num_threads)  # torch has this number for each thread
+        torch.set_num_threads(self._num_threads)  # torch keeps this number per thread
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         settle_rounding()

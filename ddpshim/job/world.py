@@ -99,8 +99,8 @@ class World:
     def only_main(self, obj: T) -> T:
         """Return `obj` on the main rank; on the others a stand-in that accepts every call and does nothing. Local.
 
-        For objects that print or write: loggers, W&B runs, top-k managers, context managers. Pass the factory, because
-        every rank would create the object: `run = world.only_main(wandb.init)(project="lift")`, `with
+        For objects that print or write: loggers, W&B runs, top-k managers, context managers. Pass the factory, or else
+        every rank creates the object: `run = world.only_main(wandb.init)(project="lift")`, `with
         world.only_main(JsonLogger)(path) as log: ...`. The stand-in is false and empty, so a loop over it ends at once:
         loop over the loader itself, and give a progress bar `disable=not world.is_main`.
 
@@ -213,7 +213,7 @@ class World:
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
     def mean_over(self, total: torch.Tensor, count: Any) -> torch.Tensor:
-        """Return a loss: the mean over the entries of all ranks, given the sum `total` of this rank's (collective).
+        """Return a loss: the mean over the entries of all ranks; `total` is the sum over this rank's (collective).
 
         A mean over valid entries (padding masks, sample weights, valid steps) divides by a number that differs between
         ranks; if each rank took its own mean, entries on ranks with few would weigh more. The result on each rank is

@@ -2,7 +2,7 @@
 last.
 
 torchrun's agent runs in this process, and starts and watches the ranks (for a single rank: `alone`). Exit code: 0 if
-every rank succeeded; that of the rank that failed first, or 128 + N if signal N ended it; 2 if a check failed.
+every rank succeeded; the code of the first rank to fail, or 128 + N if signal N ended it; 2 if a check failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ddpshim.launch import alone, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 
-_NUM_LOGS = 50  # of runs in one folder
+_NUM_LOGS = 50  # runs whose logs are kept in a folder
 
 
 @dataclass(frozen=True)

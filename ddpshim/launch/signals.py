@@ -41,7 +41,7 @@ class Passing:
             signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else self._pass_on)
 
     def catch_up(self) -> None:
-        """Send the signals received so far to the ranks, which have started now. Local."""
+        """Send the signals received before the ranks started, now that they run. Local."""
         for signum in self._too_early:
             self._send(signum)
 
@@ -107,7 +107,7 @@ def passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
 
         def listen_and_launch() -> None:
             running.append(context)
-            passing.begin()  # over the agent's own handlers, which it has just set
+            passing.begin()  # replaces the handlers that the agent has just set
             launch()  # a signal during this would make the agent abandon the ranks that it has started
             passing.catch_up()
 

@@ -97,7 +97,7 @@ def spawn(
             return process  # type: ignore[no-any-return]
 
         def started() -> None:
-            # After the forks, so that no rank has its thread. Not in rank 0: if it dies, the others read here who failed.
+            # After the forks, so that no rank has its thread. Not in rank 0: the others read who failed if it dies.
             timeout = timedelta(seconds=_STORE_S)
             store = listening.stores(is_one_node=True)("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
             meanwhile.callback(lambda: store)  # keeps it until the ranks have ended
