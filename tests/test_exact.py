@@ -385,9 +385,9 @@ def _refused(kind: str) -> tuple[str, str]:
         (
             "another backward",
             SyncError,
-            "came to a step of an optimizer, virtual rank 3 to the end of a backward pass",
+            "reached a step of an optimizer, virtual rank 3 the end of a backward pass",
         ),
-        ("one backward less", SyncError, "came to the end of a backward pass, virtual rank 1 to the end of its step"),
+        ("one backward less", SyncError, "reached the end of a backward pass, virtual rank 1 the end of its step"),
         ("raises", ZeroDivisionError, "of the step itself"),
     ],
 )

@@ -220,7 +220,7 @@ def test_what_is_drawn_for_a_kept_batch_in_rows_of_batch_and_time(capsys: pytest
     with noise.names_replaced(sharing), torch.no_grad():
         assert len(of_either(torch.ones(4, 2), torch.ones(20, 2))) == 20
         assert "test_noise.py" in (said := capsys.readouterr().err)
-        assert "draws for 20 x 2 numbers, alike on all ranks" in said
+        assert "draws for 20 x 2 numbers, equal on all ranks" in said
         _predict(torch.ones(4, 2), lambda rows: torch.multinomial(rows, 1))
         assert not capsys.readouterr().err
         torch.manual_seed(1)
@@ -650,7 +650,7 @@ def test_a_large_draw_without_the_batch_is_named_once_and_each_ranks_own() -> No
     assert torch.equal(state, other_state)
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], first[1])
-    assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, and none of these is the batch (4);") == 1
+    assert said.count("test_noise.py") == said.count("draws 30 x 31 numbers, but no dimension is the batch (4);") == 1
 
 
 def _rank_augments(data_draws: str) -> Any:

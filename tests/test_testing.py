@@ -46,7 +46,7 @@ def test_spawn_returns_what_the_function_returns(capfd: pytest.CaptureFixture[st
     assert len({os.getpid(), *(each["pid"] for each in found)}) == 3
     said = capfd.readouterr()
     assert said.out == "rank 0 prints\n"
-    assert said.err.count("torch.set_num_threads(4) is left out: this rank was forked") == 1
+    assert said.err.count("torch.set_num_threads(4) is ignored: this rank was forked") == 1
     assert "rank 1 prints\n" in Path(logs, "rank_1.log").read_text()
     assert ddpshim.spawn(lambda: ddpshim.setup().world_size, 1, deadline_s=patience(DEADLINE_S)) == 1
 
@@ -73,8 +73,8 @@ def _fail() -> None:
             _fail,
             r"(?s)^rank 1 of 2 failed first:\n.*in _fail\n.*ValueError: on purpose\n.*printed:\nwhat rank 1 printed$",
         ),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"^rank 1 of 2 failed first:\n.*without a word \(SIGKILL\)$"),
-        (lambda: os._exit(3), r"^rank 1 of 2 failed first:\n.*without a word \(exit code 3\)$"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"^rank 1 of 2 failed first:\n.*an error message \(SIGKILL\)$"),
+        (lambda: os._exit(3), r"^rank 1 of 2 failed first:\n.*without an error message \(exit code 3\)$"),
     ],
 )
 def test_the_rank_that_failed_first_is_named(act: Callable[[], Any], text: str) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Callable, Optional
 
 
 def after_import(name: str, call: Callable[[], None]) -> Callable[[], None]:
-    """Call `call` once the module `name` has been executed: now, if it is there already. Local.
+    """Call `call` once the module `name` has been executed; now, if it has been imported already. Local.
 
-    Returns a function after which it is not called any more.
+    Returns a function that cancels this.
     """
     if name in sys.modules:
         call()
@@ -28,9 +28,9 @@ def after_import(name: str, call: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds its module as before; is removed when the module is executed. Many look for a module and do not import it.
+    """Finds its module as Python would. It stays until the module is executed: many find a module and never import it.
 
-    One for each name: several would look for it through each other.
+    One for each name: several would find the module through each other.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Makes a rank's results independent of the number of ranks: what the option `exact` sets up in a process."""
+"""Sets up a process for the option `exact`, so that a rank's results do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.job.world import World
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_ALLOWED = (":4096:8", ":16:8")  # with which cuBLAS adds in one order, by NVIDIA's and torch's notes
+_ALLOWED = (":4096:8", ":16:8")  # cuBLAS then adds in a fixed order, as NVIDIA's and torch's pages say
 
 
 def compute_alike(here: World, exact: int) -> None:
     """Fix threads and kernels for `exact` virtual ranks (collective).
 
-    On the CPU OMP_NUM_THREADS threads, else one; on GPUs deterministic algorithms.
+    Uses OMP_NUM_THREADS threads (default 1) on the CPU, and deterministic algorithms on GPUs.
 
     Raises OptionsError if the number of ranks does not divide `exact`, or no launcher started this process, and
     LaunchError, on all ranks, if their devices differ or cuBLAS may choose its order.
@@ -48,7 +48,7 @@ def compute_alike(here: World, exact: int) -> None:
 
 
 def computes_on(here: World) -> dict[str, Any]:
-    """The hardware and software that rounding depends on: machines with equal ones compute the same bits. Local."""
+    """Return the hardware and software that determine rounding: where they are equal, so are all bits. Local."""
     if here.device.type == "cuda":
         return {"GPU": torch.cuda.get_device_name(here.device), "torch": torch.__version__}
     capability: Any = getattr(torch.backends.cpu, "get_cpu_capability", lambda: "unknown")()

@@ -10,7 +10,7 @@ _VARIABLES = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_SH
 
 
 def tell_all() -> None:
-    """Set what NCCL and torch read before there is a group; what the user has set stays. Local."""
+    """Set the variables that NCCL and torch read when a group is made; keeps those that the user has set. Local."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
     dist.set_debug_level_from_env()

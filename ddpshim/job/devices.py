@@ -15,7 +15,7 @@ from ddpshim.job.say import say
 
 
 def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
-    """The backend for ranks that compute on these GPUs (identity, or None for the CPU), and why not nccl.
+    """Return the backend for ranks on these GPUs (identity, or None for the CPU), and why it is not nccl. Local.
 
     >>> choose_backend(["a:0", "a:1"])
     ('nccl', None)
@@ -33,7 +33,7 @@ def choose_backend(gpus: list[Optional[str]]) -> tuple[str, Optional[str]]:
 
 
 def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.device) -> str:
-    """Exchange the ranks' GPUs through the store, so that all choose the same backend (collective)."""
+    """Return the backend that all ranks choose, after they exchange their GPUs through the store (collective)."""
     store.set(f"gpu/{rank}", messages.to_store(_gpu_identity(device)))
     keys = [f"gpu/{other}" for other in range(world_size)]
     gpus = [messages.from_store(store.get(key), key, lambda gpu: gpu is None or isinstance(gpu, str)) for key in keys]
@@ -44,14 +44,14 @@ def agree_on_backend(store: Any, rank: int, world_size: int, device: torch.devic
 
 
 def backend_of(device: torch.device) -> Optional[str]:
-    """The backend for an accelerator other than CUDA, from torch's own list; None for CPUs and CUDA. Local.
+    """Return the backend for an accelerator other than CUDA, from torch's own list; None for CPUs and CUDA. Local.
 
-    Raises LaunchError if torch has none for its memory.
+    Raises LaunchError if torch has no backend for its memory.
     """
     if device.type in ("cpu", "cuda", "meta"):
         return None
     listed: Optional[str] = getattr(dist.Backend, "default_device_backend_map", {}).get(device.type)
-    if listed in (None, "gloo"):  # which moves the memory of CPUs and of CUDA's GPUs
+    if listed in (None, "gloo"):  # gloo handles the memory of CPUs and CUDA GPUs only
         raise LaunchError(
             f"several ranks on {device.type}, for which this torch has no backend: the first collective would fail. "
             f"Train in one process on {device.type}, or call setup(device='cpu'), or setup(backend=...) with a "
@@ -61,20 +61,20 @@ def backend_of(device: torch.device) -> Optional[str]:
 
 
 def _gpu_identity(device: torch.device) -> Optional[str]:
-    """A name for the physical GPU that is the same in every process that sees it."""
+    """Return a name for the physical GPU, the same in every process that sees it; None for the CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    if " MIG " in properties.name:  # nccl refuses two parts of one GPU, and which are of one is not said
+    if " MIG " in properties.name:  # nccl refuses two parts of one GPU, and torch does not tell which parts are
         return f"{socket.gethostname()}/MIG"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{visible}[{device.index}]')}"
 
 
 def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, None] = None) -> torch.device:
-    """This rank's device, made current before anything else uses CUDA. Local.
+    """Return this rank's device, and make it current before anything else uses CUDA. Local.
 
-    Raises LaunchError where `device` is a GPU and torch sees none.
+    Raises LaunchError if `device` is a GPU and torch sees none.
     """
     wanted = torch.device(device) if device is not None else None
     if wanted is not None and wanted.type != "cuda":
@@ -93,7 +93,7 @@ def bind_device(rank: int, local_rank: int, device: Union[str, torch.device, Non
 
 
 def single_device(device: Union[str, torch.device, None] = None) -> torch.device:
-    """The device of a program without a launcher: the first GPU, if there is one. Local."""
+    """Return the device of a program without a launcher: the first GPU if one exists, else the CPU. Local."""
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -117,6 +117,6 @@ def limit_memory(device: torch.device, most_gb: float) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on `device`, so that nothing may be read from it. Local."""
-    # A torch without CUDA has the function, too, and it raises.
+    """Return whether a CUDA graph is being captured on `device`, so that nothing may be read from it. Local."""
+    # A torch built without CUDA has the function too, but it raises.
     return device.type == "cuda" and torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()

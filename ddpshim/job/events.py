@@ -1,4 +1,4 @@
-"""Passes events of a training on to whatever records or measures them; does nothing if nothing does."""
+"""Passes events of a training to the recorder and the clock, if they exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Optional, Protocol
 
 
 class Records(Protocol):
-    """The recorder of a run: `ddpshim.observe.records`, once it has begun."""
+    """The recorder of a run: `ddpshim.observe.records`, once recording has begun."""
 
     def note(self, kind: str, **values: Any) -> None: ...
 
@@ -29,19 +29,19 @@ running: Optional[Clock] = None  # while time is counted
 
 
 def record_to(records: Optional[Records]) -> None:
-    """Pass `note` and `end` on to `records` from now on; None: to nothing. Local."""
+    """Pass `note` and `end` to `records` from now on; None stops recording. Local."""
     global _records
     _records = records
 
 
 def measure_by(clock: Optional[Clock]) -> None:
-    """Pass `counted` on to `clock` from now on; None: to nothing. Local."""
+    """Pass `counted` to `clock` from now on; None stops measuring. Local."""
     global running
     running = clock
 
 
 def is_recorded() -> bool:
-    """Whether `note` is recorded. Local."""
+    """Return whether this run is recorded. Local."""
     return _records is not None
 
 
@@ -58,7 +58,7 @@ def end(how: str, **values: Any) -> None:
 
 
 def counted(phase: str) -> Any:
-    """A context whose time counts to `phase` (of `ddpshim.job.meter.PHASES`), if time is measured."""
+    """Return a context whose time counts as `phase` (of `ddpshim.job.meter.PHASES`), if time is measured. Local."""
     return contextlib.nullcontext() if running is None else _counted(running, phase)
 
 

@@ -20,27 +20,27 @@ from ddpshim.job.world import World
 
 
 def turns() -> Optional[Turns]:
-    """The turns of the current step; None if each rank is one virtual rank, or no step is being made. Local."""
+    """Return the turns of the current step; None if each rank is one virtual rank, or between steps. Local."""
     return current().part(Playing).turns
 
 
 def size(here: World) -> int:
-    """The number of ranks, or virtual ranks, that `gather` covers. Local."""
+    """Return the number of ranks, or virtual ranks, that `gather` covers. Local."""
     playing = turns()
     return here.world_size * (1 if playing is None else playing.size)
 
 
 def number(here: World) -> int:
-    """Which of them this is. Local."""
+    """Return this rank's, or virtual rank's, number among them. Local."""
     playing = turns()
     return here.rank if playing is None or playing.now is None else here.rank + playing.now * here.world_size
 
 
 def gather(own: torch.Tensor, group: Any, what: str) -> list[torch.Tensor]:
-    """The tensors of all ranks, of one shape, in rank order (collective).
+    """Return the tensors of all ranks, of one shape, in rank order (collective).
 
     Args:
-        group: for messages between processes; unused where there is one.
+        group: for messages between processes; unused with one process.
         what: the name of these tensors, for messages.
     """
     playing = turns()
@@ -50,7 +50,7 @@ def gather(own: torch.Tensor, group: Any, what: str) -> list[torch.Tensor]:
 
 
 def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
-    """The sum of all ranks' tensors, a new tensor (collective)."""
+    """Return the sum of all ranks' tensors, as a new tensor (collective)."""
     here = current().world
     if here is None or here.options.exact is None:
         total = own.detach().clone()
@@ -61,7 +61,7 @@ def add_up(own: torch.Tensor, group: Any, what: str) -> torch.Tensor:
 
 
 def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of `parts`, added from the first to the last: a new tensor. Local."""
+    """Return the sum of `parts`, added from first to last, as a new tensor. Local."""
     total = parts[0].clone()
     for part in parts[1:]:
         total.add_(part)

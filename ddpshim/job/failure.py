@@ -38,93 +38,93 @@ _TIMEOUTS_APART_S = 3.0
 
 @dataclass
 class Watched:
-    """This rank, and the store in which it finds failures: from `arm` on, past the end of the process group."""
+    """This rank and the store in which ranks report failures; exists from `arm` on, longer than the process group."""
 
     rank: int
     world_size: int
     store: Any
-    previous_hook: Any  # of Python, for exceptions that nobody catches
-    is_told_to_end: bool = False  # a SIGTERM came
-    watch: Any = None  # ddpshim.job.watch.Watch, where there is one
+    previous_hook: Any  # sys.excepthook before `arm`
+    is_told_to_end: bool = False  # a SIGTERM has arrived
+    watch: Any = None  # ddpshim.job.watch.Watch, with the option guard
     ending: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that ends this rank
 
 
 def arm(rank: int, store: Any, world_size: int = 1) -> None:
-    """From now on an uncaught exception ends the job. `store`: the job's own key-value store. Local."""
+    """Make an uncaught exception end the job from now on. `store`: the job's own key-value store. Local."""
     job = current()
     previous = job.watched.previous_hook if job.watched is not None else sys.excepthook
     job.watched, sys.excepthook = Watched(rank, world_size, store, previous), _excepthook
 
 
 def disarm(job: Job) -> None:
-    """Leave exceptions to Python again. Local."""
+    """Restore the previous sys.excepthook. Local."""
     if job.watched is not None and sys.excepthook is _excepthook:
         sys.excepthook = job.watched.previous_hook
     job.watched = None
 
 
 def is_there(store: Any, key: str) -> bool:
-    """Whether `store` holds `key`. Local."""
+    """Return whether `store` holds `key`. Local."""
     with contextlib.suppress(RuntimeError, ValueError):
         if hasattr(store, "check"):
             return bool(store.check([key]))
-        store.wait([key], timedelta(seconds=0.1))  # torch 2.1: a busy store's late answer is taken for a no
+        store.wait([key], timedelta(seconds=0.1))  # torch 2.1 has no check(); a late answer counts as no
         return True
     return False
 
 
 def claim(store: Any, key: str, value: str) -> str:
-    """Set `key` of `store` to `value` unless another process has set it; the value it then holds. Local."""
-    import torch  # not above: the self-test's ranks import it while this process does
+    """Set `key` of `store` to `value` unless another process has set it; returns the value it then holds. Local."""
+    import torch  # not at the top: the self-test's ranks import torch while this process imports it
 
-    # torch before 2.4 makes compare_set's answer without Python's lock in its hand. One of a single character, as most
-    # ranks are, ends Python 3.10 with a segmentation fault; with other threads about, no Python is safe.
+    # torch before 2.4 creates compare_set's result without holding Python's lock (GIL). A result of one character, as
+    # most ranks are, crashes Python 3.10 (segmentation fault); while other threads run, no version of Python is safe.
     if Version(torch.__version__).release >= (2, 4):
         return str(store.compare_set(key, "", value).decode(errors="replace"))
     if store.add(f"{key}/claims", 1) == 1:
         store.set(key, value)
-    return str(store.get(key).decode(errors="replace"))  # waits for the first to have set it
+    return str(store.get(key).decode(errors="replace"))  # waits until the first process has set it
 
 
 def rank() -> int:
-    """This process's. Local."""
+    """Return this process's rank; 0 without a job. Local."""
     job = current()
     known = job.watched or job.world or job.left
     return 0 if known is None else known.rank
 
 
 def first() -> Optional[int]:
-    """The rank that failed first, if one has reported it. Local; any thread may ask."""
+    """Return the rank that failed first; None if none has reported a failure. Local; safe in any thread."""
     claimed = _ask_store(lambda store: store.get("first_failure") if is_there(store, "first_failure") else None)
     return None if claimed is None else _rank_in(claimed)
 
 
 def told_to_end() -> None:
-    """Note that a launcher is ending this rank, so that `abort` does not wait for that. Local; for signal handlers."""
+    """Record that a launcher is ending this rank, so that `abort` need not wait for it. Local; for signal handlers."""
     watched = current().watched
     if watched is not None:
         watched.is_told_to_end = True
 
 
 def on_the_way_out() -> bool:
-    """Whether this rank is failing now, for code in a `finally`; if so, it claims the failure. Local."""
+    """Return whether an exception is ending this rank, for code in a `finally`; if so, claims the failure. Local."""
     error = sys.exc_info()[1]
     if current().watched is None or error is None or (isinstance(error, SystemExit) and not error.code):
         return False
-    # Now, because peers fail as soon as this rank's connections close, and would claim to be the first.
+    # Claim it now: peers fail as soon as this rank's connections close, and would claim to be the first.
     _claim(error)
     return True
 
 
 def note(error: BaseException) -> int:
-    """Record in the store and the records that `error` ends this rank; returns the rank that failed first. Local."""
+    """Record in the store and the run's records that `error` ends this rank; returns the first rank to fail. Local."""
     first = _claim(error)
     events.end("failed", error=f"{type(error).__name__}: {error}", first=first, lost_a_peer=lost_a_peer(error))
     return first
 
 
 def caused_by(rank: int, error: Exception) -> Exception:
-    """`error`, marked as a consequence of the failure of `rank`. Local."""
+    """Return `error`, marked as a consequence of the failure of `rank`. Local."""
     error.__dict__["first_failure"] = rank
     return error
 
@@ -134,29 +134,29 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
 
     The first rank to fail prints its traceback (also into torchrun's error file); ranks that fail because of it, or
     after it, print one line. Exit handlers get five seconds, so that a logger's thread cannot keep other ranks waiting.
-    Without other ranks it ends the process.
+    With one process it ends that process.
 
     Args:
         error: the error to report, with its traceback.
-        exit_code: of this process, not 0.
+        exit_code: this process's exit code, not 0.
     """
     me, watched = rank(), current().watched
     if watched is not None and not watched.ending.acquire(blocking=False):
-        threading.Event().wait()  # another thread ends this rank, and says why
+        threading.Event().wait()  # another thread is ending this rank and reports the reason
     try:
-        _tell(error, exit_code, me, watched)
-    except BaseException:  # whatever it is, peers would wait for a rank that stays
+        _report(error, exit_code, me, watched)
+    except BaseException:  # exit even so: peers would wait for a rank that stays
         traceback.print_exc(file=sys.__stderr__)
     os._exit(exit_code)
 
 
-def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watched]) -> None:
-    """Tell the job, the launcher and the screen of `error`, and run exit handlers."""
-    told: list[int] = []
+def _report(error: BaseException, exit_code: int, me: int, watched: Optional[Watched]) -> None:
+    """Report `error` to the job, the launcher and stderr, and run exit handlers."""
+    sigterms: list[int] = []
     with contextlib.suppress(ValueError):  # not the main thread
-        # A launcher that has seen another rank end sends this: only the records are still to be written.
-        signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-        # torch raises here when a data worker ends, and a launcher may have ended them with this rank.
+        # A launcher that has seen another rank end sends SIGTERM: delay it until the records are written.
+        signal.signal(signal.SIGTERM, lambda number, frame: sigterms.append(number))
+        # torch's handler raises when a data worker ends, and a launcher may end the workers together with this rank.
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _ask_store(lambda store: store.set(f"failed/{me}", "1"))
@@ -164,11 +164,11 @@ def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watch
     first = note(error)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if told:
+        if sigterms:
             os.kill(os.getpid(), signal.SIGTERM)
     stream = sys.__stderr__ or sys.stderr
     if first == me and lost_a_peer(error):
-        # It was killed and could not say so. A launcher knows, blames it and ends this rank within seconds.
+        # The peer was killed and could not report it. A launcher sees that, blames it and ends this rank in seconds.
         say(f"rank {me} lost a peer ({type(error).__name__})", directly=True)
         if watched is not None and watched.is_told_to_end:
             os._exit(exit_code)
@@ -195,7 +195,7 @@ def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watch
         line = f"rank {me} stops because rank {first} failed first{_why(first)}; rank {me}'s own error: {said}"
         say(f"rank {me} was interrupted" if isinstance(error, KeyboardInterrupt) else line, directly=True)
         # A launcher kills all other ranks when it sees one end, and torchrun blames the one that ended in
-        # the earliest second: not before the first has told its traceback and left.
+        # the earliest second: exit only after the first rank has printed its traceback and exited.
         _ask_store(lambda store: store.wait(["left"], timedelta(seconds=2 * _EXIT_HANDLERS_DEADLINE_S)))
         time.sleep(1.1)
     handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
@@ -209,7 +209,7 @@ def _tell(error: BaseException, exit_code: int, me: int, watched: Optional[Watch
 
 
 def _with_who_left(error: BaseException) -> BaseException:
-    """`error`, or what to say in its place where a rank is gone because its program has ended well."""
+    """Return `error`, or a SyncError in its place if a rank is missing because its program has ended normally."""
     watched = current().watched
     left = "" if watched is None or watched.watch is None else watched.watch.describe_left()
     if watched is None or not left:
@@ -221,7 +221,7 @@ def _with_who_left(error: BaseException) -> BaseException:
 
 
 def _claim(error: BaseException) -> int:
-    """The rank that failed first: this one, unless another has said so in the store."""
+    """Return the rank that failed first: this one, unless another is named in the store already."""
     if "first_failure" in error.__dict__:
         return int(error.__dict__["first_failure"])
     why = f"{type(error).__name__} in {place(error)}".encode(errors="backslashreplace").decode()
@@ -231,24 +231,24 @@ def _claim(error: BaseException) -> int:
         _ask_store(lambda store: store.set("left", "1"))  # it has no traceback for the others to wait for
     if claimed is not None:
         return claimed
-    # Where no agent serves the store (torchrun up to 2.2, mpirun), it is gone with rank 0.
+    # If no agent serves the store (torchrun up to 2.2, mpirun), it ends with rank 0, which has then failed first.
     return 0 if current().watched is not None and lost_a_peer(error) else rank()
 
 
 def _rank_in(claimed: Union[str, bytes]) -> Optional[int]:
-    """The rank that wrote this; None where no rank did: any process that reaches the store can write to it."""
+    """Return the rank in `claimed`; None if no rank wrote it: any process that reaches the store can write to it."""
     text = claimed if isinstance(claimed, str) else claimed.decode(errors="replace")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _why(rank: int) -> str:
-    """Where `rank` failed, for the line of another rank."""
+    """Return where `rank` failed, in parentheses, for the line of another rank; "" if unknown."""
     told = _ask_store(lambda store: store.get(f"why/{rank}").decode() if is_there(store, f"why/{rank}") else None)
     return f" ({told})" if told else ""
 
 
 def _silent_ranks(watched: Watched) -> list[int]:
-    """The ranks that do not fail as well within a moment: those that wait together give up at about the same time."""
+    """Return the ranks that do not fail within 3 s: ranks that wait together time out at about the same time."""
     others = [rank for rank in range(watched.world_size) if rank != watched.rank]
     end = time.monotonic() + _TIMEOUTS_APART_S
     while others and time.monotonic() < end:
@@ -258,7 +258,7 @@ def _silent_ranks(watched: Watched) -> list[int]:
 
 
 def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:
-    """The store's answer, or None where it died with its host: nobody can be asked any more."""
+    """Return `ask(store)`; None without a store, or if the process that serves it has ended."""
     watched = current().watched
     if watched is None:
         return None
@@ -270,7 +270,7 @@ def _ask_store(ask: Callable[[Any], T]) -> Optional[T]:
 
 
 def _record_for_torchrun(error: Exception) -> None:
-    """Tell torchrun's agent the traceback, so that its summary names the root cause."""
+    """Write the traceback for torchrun's agent, so that its summary names the root cause."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -278,7 +278,7 @@ def _record_for_torchrun(error: Exception) -> None:
         handler.initialize()
         try:
             raise error
-        except Exception:  # torch writes down the exception that is being handled
+        except Exception:  # torch records the exception that is being handled
             handler.record_exception(error)
 
 

@@ -19,7 +19,7 @@ from ddpshim.job.peer_errors import lost_a_peer, meaning_of
 from ddpshim.job.say import say
 
 _NUM_LINES_SHOWN = 20
-_NUM_LINES_OF_WATCHDOG = 200  # nccl's says what it found before it prints some stacks
+_NUM_LINES_OF_WATCHDOG = 200  # nccl's watchdog prints stacks after its message
 
 
 class Note(NamedTuple):
@@ -27,7 +27,7 @@ class Note(NamedTuple):
 
     Attributes:
         moment: in seconds since 1970.
-        exit_code: of the process.
+        exit_code: the process's exit code.
         lost_a_peer: whether the error only says that another rank is gone.
         traceback: as Python prints it; empty for a SystemExit.
     """
@@ -39,10 +39,9 @@ class Note(NamedTuple):
 
 
 def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
-    """Write this rank's note, if `run` started it, unless there is one already that is as good; see `knows_cause`.
-    Local.
+    """Write this rank's note, if `run` started it; only with `knows_cause` it replaces an earlier note. Local.
 
-    Raises nothing if it cannot be written: the rank must end anyway, and `run` then goes by its exit code.
+    Raises nothing if it cannot be written: the rank must end anyway, and `run` then uses its exit code.
     """
     folder = os.environ.get(variables.RUN_DIR)
     if folder is None or "RANK" not in os.environ:
@@ -52,8 +51,8 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
     if note.exists() and not knows_cause:
         return
     lines = [] if isinstance(error, SystemExit) else traceback.format_exception(type(error), error, error.__traceback__)
-    # torch's agent goes by the end of the process, in whole seconds: ranks that fail because of this one may end
-    # earlier, and then the agent ends this one, perhaps while it writes.
+    # torch's agent compares when processes ended, in whole seconds: ranks that fail because of this one may end
+    # earlier, and then the agent ends this one, perhaps while it writes. So the note appears only when complete.
     try:
         partial.write_text(json.dumps(Note(time.time(), exit_code, lost_a_peer(error), "".join(lines))))
         partial.replace(note)
@@ -62,7 +61,7 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
 
 
 def read(run_dir: str) -> dict[int, Note]:
-    """The notes of the ranks that wrote one, by rank. Local."""
+    """Return the notes that ranks wrote, by rank. Local."""
     return {int(file.suffix[1:]): Note(*json.loads(file.read_text())) for file in Path(run_dir).glob("failed.*")}
 
 
@@ -73,7 +72,7 @@ def forget(run_dir: str) -> None:
 
 
 def first(seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[Path] = None) -> tuple[int, int]:
-    """The rank that failed first, and its exit code, from what the agent saw and what the ranks wrote. Local.
+    """Return the rank that failed first, and its exit code, from what torch's agent saw and the ranks' notes. Local.
 
     Args:
         seen: torch's `ProcessFailure` of each rank that failed.
@@ -81,14 +80,14 @@ def first(seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[
     """
 
     def order(rank: int) -> tuple[int, int, bool, float]:
-        # Whichever moment is known: last the ranks that the agent ended because of another one, and before them those
-        # that only lost another, perhaps before the agent saw that end. The agent's moments are whole seconds: in the
-        # same one it was the rank that had something to say.
+        # First ranks with an error of their own, then those that only lost a peer (perhaps before the agent saw the
+        # peer end), last those that the agent ended because of another one. Among them the earliest; the agent's times
+        # are whole seconds, and within one second a rank with a note counts as first.
         own = notes.get(rank)
         if own is not None:
             return int(own.lost_a_peer), int(own.moment), False, own.moment
         code = seen[rank].exitcode
-        # nccl's watchdog: torch ends a process that waits for another one by SIGABRT.
+        # nccl's watchdog ends a process that waits for another one by SIGABRT: it only lost a peer.
         waited = code == -signal.SIGABRT and (log_dir is None or _ends_with_a_sign(log_dir / f"rank_{rank}.log"))
         return 2 if code == -signal.SIGTERM else int(waited), int(seen[rank].timestamp), True, 0.0
 
@@ -101,7 +100,7 @@ def _ends_with_a_sign(log: Path) -> bool:
 
 
 def end_of(log: Path, num_lines: int = _NUM_LINES_SHOWN) -> str:
-    """The last lines of `log`; empty where there is none. Local."""
+    """Return the last lines of `log`; "" if it does not exist. Local."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_MMAP_ABOVE_BYTES = 32 * 2**20  # older releases of glibc take no more
+_MMAP_ABOVE_BYTES = 32 * 2**20  # older releases of glibc accept no more
 _MOST_KEPT_BYTES = 512 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""Makes this job's process group once, in `setup()`, and describes it by a frozen `World`.
+"""Creates the job's process group, once, in `setup()`, and returns it as a frozen `World`.
 
 Other modules use torch's process group only for networks: gradients, weights, buffers.
 """
@@ -32,20 +32,20 @@ from ddpshim.job.say import count, say
 from ddpshim.job.world import World
 from ddpshim.options import Options, names
 
-# torch before 2.8 joins gloo's threads with Python's lock in its hand, and one of them that lets go of its last message
-# waits for that lock: `cleanup` would hang. There groups are kept, and their threads live as long as the process.
+# torch before 2.8 joins gloo's threads while it holds Python's lock (GIL), and a thread that frees its last message
+# waits for that lock: `cleanup` would hang. With these versions groups are kept until the process ends.
 ENDS_THREADS = Version(torch.__version__).release >= (2, 8)
 _kept: list[Any] = []
-_worlds = itertools.count(1)  # of this process
+_worlds = itertools.count(1)  # numbers of this process's worlds
 _LAST_MESSAGE_S = 0.05
 _ORDER = "the order of a set of strings"
 
 
 def world() -> World:
-    """The current World: the one that `setup()` made, else that of a single process. Local; starts nothing.
+    """Return the current World: the one that `setup()` made, else that of a single process. Local; starts nothing.
 
-    After `cleanup()` it still has the rank. Raises WorldError if a launcher started several processes and `setup()` was
-    not called: each would act as the only one.
+    After `cleanup()` it is the last World, so the rank stays known. Raises WorldError if a launcher started this
+    process and `setup()` was not called: each rank would act as the only one.
     """
     job = current()
     if job.world is not None or job.left is not None:
@@ -59,12 +59,12 @@ def world() -> World:
 
 
 def has_world() -> bool:
-    """Whether `setup` was called here, without a later `cleanup`. Local."""
+    """Return whether `setup` was called in this process, without a later `cleanup`. Local."""
     return current().world is not None
 
 
 def current_or_new_world() -> World:
-    """The current World; calls `setup()` if nothing has yet (then collective)."""
+    """Return the current World; calls `setup()` if nothing has yet (then collective)."""
     return current().world or setup()
 
 
@@ -83,7 +83,7 @@ def setup(
     seed: Optional[int] = None,
     options: Optional[Options] = None,
 ) -> World:
-    """The World of this process; joins the job that the launcher's variables (or arguments) describe.
+    """Return the World of this process; joins the job that the launcher's variables (or arguments) describe.
 
     Collective under a launcher; in a plain `python train.py` it starts nothing. Reads the environment once and never
     changes it (except for the option debug). Uses an existing process group if the program made one. Calling it again
@@ -167,7 +167,7 @@ def settle_rounding() -> None:
     cores in 26 of 500 processes (`python -m tests.first_rounding`). Without MKL nothing changes.
     """
     for dtype in (torch.float32, torch.float64):
-        torch.tanh(torch.zeros(16, dtype=dtype, device="cpu"))  # whatever the default device is
+        torch.tanh(torch.zeros(16, dtype=dtype, device="cpu"))  # the default device may be another
 
 
 def cleanup() -> None:
@@ -196,20 +196,21 @@ def cleanup() -> None:
         return
     if not failing:
         failure.disarm(ended)
-    # In an adopted group the control group goes with the group that the user destroys.
+    # In an adopted group the control group ends with the user's group, which the user destroys.
     if ended.group is not None and _has_group() and dist.group.WORLD is ended.group:
         if not ENDS_THREADS:
             _kept.extend((ended.group, ended.control))
-            time.sleep(_LAST_MESSAGE_S)  # they have the lock meanwhile
+            time.sleep(_LAST_MESSAGE_S)  # so that gloo's threads get the GIL to free their last messages
         dist.destroy_process_group()
-        # gloo's threads end with the last reference to their group. One that lets go of its last message while Python
-        # ends wants the interpreter's lock, and aborts the process ("terminate called without an active exception").
+        # gloo's threads end with the last reference to their group, so drop it now: a thread that frees its last
+        # message while Python shuts down needs the GIL, and aborts the process ("terminate called without an active
+        # exception").
         ended.control = None
     ended.group = None
 
 
 def draws_alike() -> bool:
-    """Whether ranks draw what one process would draw, because their batches are shares of its batches. Local."""
+    """Return whether ranks draw what one process would, because their batches are shares of its batches. Local."""
     here = world()
     return _wants_one_process(here.options) and (here.world_size == 1 or not current().has_own_batches)
 
@@ -230,15 +231,15 @@ def split_random_streams() -> None:
         return
     job.is_split = True
     if _wants_one_process(here.options) and here.is_main:
-        return  # it goes on as one process would
+        return  # the main rank keeps the streams of one process
     base = here.seed if here.seed is not None else torch.initial_seed()
     seed_own_streams(derive_seed(base, "rank", here.rank))
 
 
 def use_own_batches() -> None:
-    """Note that ranks train on batches that are not shares of one process's: each gets its own random streams. Local.
+    """Record that ranks train on batches that are not shares of one process's: each gets its own random streams. Local.
 
-    At once if networks are wrapped, else when the first is.
+    It gets them now if a network is wrapped already, else when the first one is.
     """
     job = current()
     job.has_own_batches = True
@@ -247,7 +248,7 @@ def use_own_batches() -> None:
 
 
 def new_group(backend: Optional[str] = None) -> Any:
-    """A further process group of all ranks, with the first one's timeout and, if not given, backend (collective)."""
+    """Return another process group of all ranks, with the first one's timeout and default backend (collective)."""
     timeout = current().timeout
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     return dist.new_group(backend=backend, **options)
@@ -263,7 +264,7 @@ def _has_group() -> bool:
 
 
 def _reuse(job: Job, made: World, asked: dict[str, Any]) -> World:
-    """The World that is there already, unless the caller asks for another one."""
+    """Return the existing World, with `seed` if it had none; raise WorldError if the arguments contradict it."""
     seed = asked["seed"]
     if seed is None or made.seed is not None:
         _check_same(made, asked)
@@ -281,22 +282,22 @@ def _reuse(job: Job, made: World, asked: dict[str, Any]) -> World:
 
 
 def _check_same(made: World, asked: dict[str, Any]) -> None:
-    """Raise WorldError where arguments of `setup` contradict the world that is there."""
+    """Raise WorldError if arguments of `setup` contradict the existing world."""
     for name, value in asked.items():
-        there = getattr(made, name)
+        existing = getattr(made, name)
         if name == "device" and value is not None:
             value = torch.device(value)
-            there = there if value.index is not None else torch.device(there.type)
-        if None not in (value, there) and value != there:
+            existing = existing if value.index is not None else torch.device(existing.type)
+        if None not in (value, existing) and value != existing:
             raise WorldError(
-                f"setup({name}={str(value)!r}), but there is a world with {name}={str(there)!r} already: one part "
+                f"setup({name}={str(value)!r}), but there is a world with {name}={str(existing)!r} already: one part "
                 "of the program would rely on the one, another part on the other. Call setup once, or cleanup() "
                 "before the second call."
             )
 
 
 def _check_same_options(made: World) -> None:
-    """Raise OptionsError, on all ranks, where they were given different options (collective)."""
+    """Raise OptionsError, on all ranks, if they were given different options (collective)."""
     everyones = made.gather({**{name: getattr(made.options, name) for name in names()}, _ORDER: hash(_ORDER)})
     for name in names():
         values = [options.get(name) for options in everyones]
@@ -322,25 +323,25 @@ def _join(
     side_timeout_s: float,
     is_watched: bool,
 ) -> World:
-    """Bind the device, meet the others, agree on a backend, and make the two groups."""
+    """Bind the device, join the store, agree on a backend, and create the two groups (collective)."""
     bound = bind_device(env.rank, env.local_rank, device)
     if backend == "nccl" and bound.type != "cuda":
         raise LaunchError(
             f"backend='nccl' but rank {env.rank} computes on {bound}; nccl only handles GPU memory, so the first "
             "collective would fail. Leave backend= out, or give the rank a GPU."
         )
-    # A second world finds the first one's keys in the store, and must not take them for its own.
+    # The store still holds the keys of an earlier world of this process: each world has its own prefix.
     store = rendezvous.meet(env, f"ddpshim/{next(_worlds)}", timeout_s)
     backend = backend or backend_of(bound)
     if backend is None:
         backend = agree_on_backend(store, env.rank, env.world_size, bound)
-    # Its default arguments are the group that is there when it is imported (by torch's DDP, for one), for good.
+    # The default arguments of this module keep the group that exists at its import (by torch's DDP): import it before.
     importlib.import_module("torch.distributed.nn.functional")
     if backend == "nccl" and is_watched:
-        # torch's watchdog kills the process without a word of who did not come: `watch` ends the job before.
+        # torch's watchdog kills the process without naming the missing rank: `watch` must end the job earlier.
         timeout_s += watch.NCCL_GRACE_S
-    # Of the rank's device nccl makes its communicator now: what cannot work (two ranks on one GPU, no way between them)
-    # is an error of `setup` and not of the first collective. Other groups are split from it, which saves memory.
+    # With device_id, nccl creates its communicator now: if that cannot work (two ranks on one GPU, no connection),
+    # `setup` fails and not the first collective. Other groups are split from this communicator, which saves memory.
     takes_device = "device_id" in inspect.signature(dist.init_process_group).parameters  # torch 2.3 and later
     options: dict[str, Any] = {"device_id": bound} if backend == "nccl" and takes_device else {}
     dist.init_process_group(
@@ -352,7 +353,7 @@ def _join(
         **options,
     )
     job.group, job.timeout, job.store = dist.group.WORLD, timedelta(seconds=timeout_s), store
-    if env.world_size > 1:  # one rank has nobody to talk to, and a thread of gloo's wakes it 100 times a second
+    if env.world_size > 1:  # a single rank needs none, and a thread of gloo would wake up 100 times a second
         job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
     return World(
         rank=env.rank,
@@ -368,7 +369,7 @@ def _join(
 
 
 def _adopt(job: Job, device: Union[str, torch.device, None], side_timeout_s: float) -> World:
-    """A World around the group that the user made; only the control group is ours."""
+    """Return a World for the process group that the user made; only the control group is ddpshim's (collective)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
     hosts = messages.gather(socket.gethostname(), size, job.control, False, "setup")
@@ -376,7 +377,7 @@ def _adopt(job: Job, device: Union[str, torch.device, None], side_timeout_s: flo
     first_seen = list(dict.fromkeys(hosts))
     backend = str(dist.get_backend())
     if device is None and torch.cuda.is_available() and (backend == "nccl" or torch.cuda.is_initialized()):
-        device = torch.device("cuda", torch.cuda.current_device())  # the user has bound one
+        device = torch.device("cuda", torch.cuda.current_device())  # the program has chosen it
     job.store = dist.PrefixStore(f"ddpshim/{next(_worlds)}", dist.distributed_c10d._get_default_store())
     return World(
         rank=rank,

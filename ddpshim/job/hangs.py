@@ -10,13 +10,13 @@ from ddpshim.job.say import count, ranks_called
 
 FLOOR_S = 30.0
 _FACTOR = 3.0
-_NUM_REMEMBERED = 64  # waits, at each line of the program
+_NUM_REMEMBERED = 64  # waits that are kept for each line of the program
 _NOTEWORTHY_S = 1.0
-_DECLARED_S = 600.0  # before that nothing is said of work that one rank is known to do alone
-_MOVES_S = 3.0  # who has moved within this time is at work
-_LATE_S = 5.0  # a look that comes this late: the process itself stood still
+_DECLARED_S = 600.0  # work that one rank is known to do alone is not reported before
+_MOVES_S = 3.0  # a rank that made progress within this time is working
+_LATE_S = 5.0  # a longer time between two looks means that the process itself was stopped
 _IDLE_SHARE = 0.02  # of a core: a process that uses less, with its children, does nothing
-_ASLEEP_S = 0.0005  # of a core: less than a thread uses that wakes up now and then
+_ASLEEP_S = 0.0005  # core seconds: a thread that wakes up now and then uses more
 OPT_OUT = "DDPSHIM_GUARD=0 turns this check off"
 
 
@@ -24,7 +24,7 @@ class Standing(NamedTuple):
     """A rank's state, as it reports it; see `progress.Place` and `progress.Progress`.
 
     Attributes:
-        num_passes: None if another rank of its node reports for it.
+        num_passes: backward passes so far; None if another rank of its node reports for it.
         still_s: seconds without progress.
         cpu_s: core seconds that it and its child processes have used; None if the system does not say.
         thread_s: the same for the training thread alone.
@@ -48,9 +48,9 @@ Standings = Mapping[int, Optional[Standing]]  # by rank; None: it gave no answer
 
 
 class Waits:
-    """How long this rank waits, and how long it may: three times its longest wait at that line, at least 30 s.
+    """How long this rank has waited, and how long it may: three times its longest wait at that line, at least 30 s.
 
-    Never longer than half of `timeout_s`, at which torch ends a collective, and nccl's watchdog the process.
+    At most half of `timeout_s`, after which torch ends a collective, and nccl's watchdog the process.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -62,9 +62,10 @@ class Waits:
         self._factor = 1.0
 
     def look(self, now: float, state: Hashable, site: Optional[str]) -> bool:
-        """Whether this rank has waited for too long, at `now`. Local.
+        """Return whether this rank has waited too long. Local.
 
         Args:
+            now: the time in seconds.
             state: a different value if the rank has made progress.
             site: the line at which it waits; None if it does not wait.
         """
@@ -86,7 +87,7 @@ class Waits:
         return self._last_look - self._since
 
     def deadline_s(self, site: str) -> float:
-        """How long this rank may wait at that line before it asks. Local."""
+        """Return how many seconds this rank may wait at that line before it asks the others. Local."""
         longest = max(self._seen.get(site, ()), default=0.0)
         return min(max(FLOOR_S, _FACTOR * longest), self._most_s) * self._factor
 
@@ -110,10 +111,10 @@ class Verdict(NamedTuple):
 
 
 def judge(now: Standings, asker: int, before: Optional[Standings] = None, window_s: float = 0.0) -> Optional[Verdict]:
-    """Which ranks are missing when rank `asker` has waited too long; None if nothing is wrong.
+    """Return which ranks are missing if rank `asker` has waited too long; None if nothing is wrong. Local.
 
-    With `before`, the ranks' states `window_s` earlier, also whether to end the job: if waiting is useless, since all
-    ranks wait in different places or have left, or if the missing ranks do nothing at all.
+    With `before`, the ranks' states `window_s` earlier, it also decides whether to end the job: if waiting is useless,
+    because all ranks wait in different places or have left, or if the missing ranks do nothing at all.
     """
     mine = now[asker]
     if mine is None or mine.waits_in is None:
@@ -134,7 +135,7 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
     if before is None:
         return verdict
     patient = mine.waits_in.startswith("World.")  # one rank may work alone for side_timeout_s
-    if not all(_never_comes(rank, now, before, window_s, patient, bool(elsewhere)) for rank in named):
+    if not all(_never_arrives(rank, now, before, window_s, patient, bool(elsewhere)) for rank in named):
         return verdict
     have_left = [rank for rank in named if (theirs := now[rank]) is not None and theirs.has_left]
     if have_left:
@@ -148,7 +149,7 @@ def judge(now: Standings, asker: int, before: Optional[Standings] = None, window
     )
 
 
-def _never_comes(
+def _never_arrives(
     rank: int, now: Standings, before: Standings, window_s: float, patient: bool, is_deadlock: bool
 ) -> bool:
     first, last = before.get(rank), now[rank]
@@ -159,13 +160,13 @@ def _never_comes(
         return True
     if patient or last.section is not None or first.cpu_s is None or last.cpu_s is None:
         return False
-    if last.num_passes is not None:  # it answers: a loop that paces itself by short sleeps is no standing still
+    if last.num_passes is not None:  # it answers: a loop with short sleeps between its rounds is not idle
         same = same and first.thread_s is not None is not last.thread_s and last.thread_s - first.thread_s < _ASLEEP_S
     return same and last.cpu_s - first.cpu_s < max(0.05, _IDLE_SHARE * window_s)
 
 
 def _apart(now: Standings) -> list[int]:
-    """The ranks that wait in another collective than most; of equally many, those that made fewer backward passes."""
+    """Return the ranks that wait in another collective than most; in a tie, those with fewer backward passes."""
     by_place: dict[Optional[str], list[int]] = {}
     for rank, theirs in now.items():
         by_place.setdefault(theirs and theirs.waits_in, []).append(rank)
@@ -179,12 +180,12 @@ def _apart(now: Standings) -> list[int]:
 
 
 def describe(standings: Standings, named: Sequence[int]) -> str:
-    """A line for each rank (one line for ranks in the same place), and the stacks of the named ranks."""
-    lines, told = [], dict[str, list[int]]()
+    """Return a line for each rank (one line for ranks in the same place), and the stacks of the named ranks. Local."""
+    lines, ranks_at = [], dict[str, list[int]]()
     for rank, theirs in standings.items():
         if rank not in named:
-            told.setdefault(_where(theirs), []).append(rank)
-    lines += [f"  {ranks_called(ranks)}: {where}" for where, ranks in told.items()]
+            ranks_at.setdefault(_where(theirs), []).append(rank)
+    lines += [f"  {ranks_called(ranks)}: {where}" for where, ranks in ranks_at.items()]
     for rank in named:
         theirs = standings[rank]
         lines += [f"  rank {rank}: {_where(theirs)}", *(f"    {line}" for line in (theirs.lines if theirs else []))]

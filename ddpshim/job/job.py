@@ -22,17 +22,17 @@ class Job:
     """A job, from before `setup()` to `cleanup()`.
 
     Attributes:
-        world: what `setup` made; None before.
-        left: the world of the job before this one: its rank is still true.
+        world: the World that `setup` made; None before.
+        left: the World of the previous job; its rank remains valid.
         store: keys and values that all ranks of this world, and no other world, see; None without other ranks.
         group: the default process group, if `setup` made it.
         control: the CPU group of World's own collectives.
-        timeout: of training collectives, if `setup` made the group.
+        timeout: how long training collectives wait, if `setup` made the group.
         has_networks: whether `wrap_parallel` was called, so that all ranks have the main rank's weights.
         has_own_batches: whether ranks train on batches that are not shares of one process's, each with its own noise.
         is_split: whether ranks have random streams of their own.
-        watched: what `failure.arm` has put in place.
-        before_end, at_end: what `end` calls, in reverse order.
+        watched: set by `failure.arm`.
+        before_end, at_end: callbacks that `end` calls, each stack in reverse order.
         progress: what this rank has done so far.
     """
 
@@ -51,21 +51,21 @@ class Job:
         self._parts: dict[type, Any] = {}
 
     def part(self, kind: type[P]) -> P:
-        """This job's one object of that class, made on first use: a module's state in a job. Local."""
+        """Return this job's one object of class `kind`, made on first use. It holds a module's state. Local."""
         made: Optional[P] = self._parts.get(kind)
         if made is None:
             made = self._parts[kind] = kind()
         return made
 
     def end(self) -> None:
-        """Call everything registered for the end, and drop the modules' state. Local."""
+        """Call the callbacks of `before_end`, then of `at_end`, and drop the modules' state. Local."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._parts.clear)
             stack.callback(self.at_end.close)
             self.before_end.close()
 
     def next_number(self, name: str) -> int:
-        """How often this was called for `name` before: equal on ranks that call it equally often. Local."""
+        """Return how often this was called for `name` before; equal on ranks that call it equally often. Local."""
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
         return number
 
@@ -74,12 +74,12 @@ _current = Job()
 
 
 def current() -> Job:
-    """The job that this process is in, or would join. Local."""
+    """Return the job that this process is in, or that `setup` would join. Local."""
     return _current
 
 
 def begin_next() -> Job:
-    """Put an empty job in the place of the current one, which is returned. Local."""
+    """Replace the current job with an empty one; returns the old one. Local."""
     global _current
     ended, _current = _current, Job()
     return ended

@@ -1,4 +1,4 @@
-"""Reads from a launcher's variables which process of which job this is."""
+"""Reads this process's place in its job (rank, world size, address) from the launcher's variables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import NamedTuple, NoReturn, Optional
 from ddpshim.errors import LaunchError
 from ddpshim.variables import LAUNCHER
 
-EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved and left because it was asked to; whoever launched it may start it again
+EXIT_REQUEUE = 75  # EX_TEMPFAIL: the run was asked to stop, and saved; the launcher may start it again
 
-# What names a job, and what counts its restarts; the first that counts is asked.
+# The variable that names a job: the variable that counts its restarts.
 _JOB_NAMES = {"SLURM_JOB_ID": "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT"}
 
 HANG = "torch would wait for missing ranks until its timeout"
 
 
 class Names(NamedTuple):
-    """A launcher's names of the four numbers."""
+    """A launcher's variables for a process's place in its job."""
 
     rank: str
     world_size: str
@@ -29,7 +29,7 @@ class Names(NamedTuple):
 
 _TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ARGUMENTS = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
-PLACE = (*_ARGUMENTS, "GROUP_RANK")  # by which torchrun tells a process where it is in its job
+PLACE = (*_ARGUMENTS, "GROUP_RANK")  # torchrun's variables for a process's place in its job
 _SIGNS = {
     "torchrun": _TORCHRUN[:3],
     "mpi": tuple(f"{of}_{what}" for of in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI") for what in ("RANK", "SIZE")),
@@ -45,11 +45,11 @@ class LaunchEnv:
     ``master_addr`` and ``master_port`` are None without a launcher, and may be None with one rank. ``node_rank`` is
     only a label: SLURM and torchrun state it; elsewhere it assumes that ranks fill equal nodes in order, and is -1 if
     they visibly do not. ``agent_store``: torchrun's agent already serves the store at ``master_port``, so rank 0 must
-    not. ``reason``: one line, which variables decided, or why a scheduler's were ignored. ``in_allocation``: one
-    process alone, although a scheduler's variables are set; worth printing.
+    not. ``reason``: which variables decided, or why a scheduler's were ignored, in one line. ``in_allocation``: this
+    is a single process although a scheduler's variables are set, so ``reason`` should be printed.
     """
 
-    launcher: str  # "explicit" | "torchrun" | "openmpi" | "pmi" | "slurm" | "none"
+    launcher: str  # "explicit" | "torchrun" | "openmpi" | "pmi" | "submitit" | "slurm" | "none"
     rank: int
     local_rank: int
     world_size: int
@@ -142,15 +142,14 @@ def read_launch_env(
     master_addr: Optional[str] = None,
     master_port: Optional[int] = None,
 ) -> LaunchEnv:
-    """This process's place in the job. Local: reads ``environ`` only, opens no socket, writes nothing.
+    """Return this process's place in the job. Local: reads ``environ`` only, opens no socket, writes nothing.
 
     The first that applies decides: the arguments (``rank`` and ``world_size`` together); DDPSHIM_LAUNCHER =
     torchrun, slurm, mpi, submitit or none; torchrun's variables; Open MPI's; PMI's (MPICH, Intel MPI, MVAPICH);
-    submitit's, of its local executor; a SLURM step of several tasks. Else one process. Inside a SLURM allocation
-    but outside such a step the process is alone: SLURM_JOB_ID and SLURM_NTASKS=4 by themselves give rank 0 of 1;
-    ``reason`` says why.
+    those of submitit's local executor; a SLURM step of several tasks. Else it is a single process, also inside a
+    SLURM allocation: SLURM_JOB_ID and SLURM_NTASKS=4 without a step give rank 0 of 1, and ``reason`` says why.
 
-    Raises LaunchError where variables are missing, are no numbers or contradict each other.
+    Raises LaunchError if variables are missing, are not numbers or contradict each other.
     """
     arguments = (rank, world_size, local_rank, local_world_size, master_addr, master_port)
     given = {name: str(value) for name, value in zip(_ARGUMENTS, arguments) if value is not None}
@@ -189,19 +188,19 @@ def read_num_restarts(environ: Mapping[str, str]) -> int:
 
 
 def read_job_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """The names by which SLURM and torchrun know this job in all its starts, by variable. Local."""
+    """Return SLURM's and torchrun's names of this job, by variable; a restart keeps them. Local."""
     return {name: environ.get(name, "") for name in _JOB_NAMES}
 
 
 def is_start_of(names: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether this is a later start of the job with these names, as far as is known. Local."""
+    """Return False if this is a restart of a job with another name, else True, also if that is unknown. Local."""
     counts = _read_counts(environ)
     name = next((name for name in _JOB_NAMES if counts[name]), "")
     return names.get(name, "") in ("", environ.get(name, "")) or not environ.get(name)
 
 
 def _read_counts(environ: Mapping[str, str]) -> dict[str, int]:
-    """How often each has started the job before, by the variable that names the job."""
+    """Return how often each launcher has restarted the job, by the variable that names the job."""
     counts = {name: environ.get(count, "") for name, count in _JOB_NAMES.items()}
     return {name: int(count) if re.fullmatch("[0-9]{1,9}", count) else 0 for name, count in counts.items()}
 
@@ -212,13 +211,13 @@ def _read_explicit(environ: Mapping[str, str], given: Mapping[str, str]) -> Laun
     overridden = [name for name in given if environ.get(name, given[name]) != given[name]]
     if overridden:
         found += f" (not {Variables(environ).shown(*overridden)})"
-    # A world of one has nobody to meet, least of all at the address of the job around it.
+    # A world of one needs no address, and must not use that of the job in which it runs.
     inherited = [] if given.get("WORLD_SIZE") == "1" else ["MASTER_ADDR", "MASTER_PORT"]
-    # LOCAL_RANK and its kind belong to the rank that they were set for. Where the arguments only repeat
-    # RANK and WORLD_SIZE they hold; next to another rank they would select another process's GPU.
+    # LOCAL_RANK and the like belong to the rank that they were set for: use them only if the arguments repeat
+    # RANK and WORLD_SIZE. With another rank they would select another process's GPU.
     if all(environ.get(name) == given.get(name, "") for name in ("RANK", "WORLD_SIZE")):
         inherited += ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
-    # The agent serves its own address only; at any other, rank 0 has to.
+    # torchrun's agent serves the store at its own address only; at any other, rank 0 must serve it.
     master = {name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in given}
     if master == {name: environ.get(name) for name in master}:
         inherited += ["TORCHELASTIC_USE_AGENT_STORE"]
@@ -242,8 +241,8 @@ def _read_torchrun(variables: Variables, launcher: str, found: str) -> LaunchEnv
 
 
 def read_local(variables: Variables, names: Names, rank: int, world_size: int, found: str) -> tuple[int, int, int]:
-    """(local_rank, local_world_size, node_rank); derived only from NNODES, or if all ranks are surely on one machine.
-    Local."""
+    """Return (local_rank, local_world_size, node_rank); derives missing ones only from NNODES, or if all ranks are
+    certainly on one machine. Local."""
     local_rank, size = variables.number(names.local_rank), variables.number(names.local_world_size)
     num_nodes = variables.number("NNODES")
     if size is None and num_nodes and world_size % num_nodes == 0:  # started by hand, on equal nodes

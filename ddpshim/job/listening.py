@@ -1,4 +1,4 @@
-"""Has the job's store listen at the address under which ranks look for it, where torch's listens on all interfaces."""
+"""Makes the job's store listen only at the address to which ranks connect; torch's own listens on all interfaces."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BACKLOG = 4096
 
 
 def stores(is_one_node: bool) -> type[dist.TCPStore]:
-    """torch's TCPStore, whose server listens no wider than it must; where that is everywhere, it says so.
+    """Return torch's TCPStore with a server that listens no wider than it must; it warns if that is everywhere. Local.
 
     Args:
-        is_one_node: whether all who look for it are on this machine. Others may know a name by another address.
+        is_one_node: whether all clients are on this machine. On others a name may have another address.
     """
 
     class Store(dist.TCPStore):
@@ -45,7 +45,7 @@ def stores(is_one_node: bool) -> type[dist.TCPStore]:
                 try:
                     super().__init__(host_name, port, world_size, is_master, *more, **named)
                     spare.close()
-                except NotImplementedError:  # torch 2.4: its newer server can listen at no socket that it is given
+                except NotImplementedError:  # torch 2.4: its libuv server cannot use an existing socket
                     named.update(master_listen_fd=spare.detach(), use_libuv=False)
                     super().__init__(host_name, port, world_size, is_master, *more, **named)
             if is_master and listening is None:
@@ -59,9 +59,9 @@ def stores(is_one_node: bool) -> type[dist.TCPStore]:
 
 @contextlib.contextmanager
 def narrowed(is_one_node: bool) -> Iterator[None]:
-    """Meanwhile the stores of torch's agent in this process are such stores. Local.
+    """Within the block, torch's agent in this process makes its stores from `stores`. Local.
 
-    On one node the ranks' gloo groups listen at the loopback interface as well, unless GLOO_SOCKET_IFNAME says where.
+    On one node it also makes the ranks' gloo groups listen on loopback, unless GLOO_SOCKET_IFNAME is set.
     """
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 
@@ -75,7 +75,7 @@ def narrowed(is_one_node: bool) -> Iterator[None]:
 
 
 def addresses(host: str, is_one_node: bool) -> list[tuple[int, str]]:
-    """The families and addresses under which all will look for `host`; none where that is not known. Local."""
+    """Return (family, address) pairs to which all clients of `host` connect; none if these are unknown. Local."""
     with contextlib.suppress(ValueError):
         number = ipaddress.ip_address(host)
         return [(socket.AF_INET if number.version == 4 else socket.AF_INET6, host)]
@@ -85,12 +85,12 @@ def addresses(host: str, is_one_node: bool) -> list[tuple[int, str]]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    # torch's clients look for those of IPv6 first, and warn where nobody answers.
+    # torch's clients try IPv6 first, and warn if nobody answers.
     return sorted(((int(each[0]), str(each[4][0])) for each in found), key=lambda at: at[0] != socket.AF_INET6)
 
 
 def _listen(host: str, port: int, is_one_node: bool) -> Optional[socket.socket]:
-    """A socket that listens at such an address; None where this machine has none, or torch is to say what is wrong."""
+    """Return a socket that listens at such an address; None if it cannot: then torch listens, or reports the error."""
     for family, at in addresses(host, is_one_node):
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
             listening = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))

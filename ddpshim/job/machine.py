@@ -18,7 +18,7 @@ _ROOT = Path("/")
 
 
 class Memory(NamedTuple):
-    """Bytes of main memory; `limit_bytes` is that of the containers around this process, if it is below `total`."""
+    """Bytes of main memory; `limit_bytes` is the limit of this process's containers, if below `total_bytes`."""
 
     total_bytes: Optional[int]
     available_bytes: Optional[int]  # without swapping, and without reaching the limit
@@ -26,14 +26,14 @@ class Memory(NamedTuple):
 
 
 def cores() -> frozenset[int]:
-    """The cores that this process's affinity allows: a launcher may bind each rank to its own."""
+    """Return the cores that this process's affinity allows: a launcher may bind each rank to its own."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def core_quota(root: Path = _ROOT) -> Optional[float]:
-    """The cores' worth of CPU time that a container grants all its processes together; None without a quota."""
+    """Return a container's limit of CPU time for all its processes together, in cores; None without a limit."""
     quotas = []
     for folder in _cgroups(root, "cpu"):
         of_v2 = (_read(folder / "cpu.max") or "").split()
@@ -45,7 +45,7 @@ def core_quota(root: Path = _ROOT) -> Optional[float]:
 
 
 def num_usable(allowed: frozenset[int], quota: Optional[float]) -> int:
-    """The number of processes that can compute at once on these cores, under this quota; at least 1.
+    """Return the number of processes that can compute at once on these cores, under this quota; at least 1.
 
     >>> num_usable(frozenset(range(16)), 3.5)
     3
@@ -54,16 +54,16 @@ def num_usable(allowed: frozenset[int], quota: Optional[float]) -> int:
 
 
 def num_cores() -> int:
-    """The number of cores that this process can use, given its affinity and quota."""
+    """Return the number of cores that this process can use, given its affinity and quota."""
     return num_usable(cores(), core_quota())
 
 
 def resident_bytes() -> tuple[Optional[int], Optional[int]]:
-    """This process's resident memory now, and its peak."""
+    """Return this process's resident memory now, and its peak, in bytes."""
     now = (_read(Path("/proc/self/statm")) or "").split()
     try:
         import resource
-    except ImportError:  # no POSIX
+    except ImportError:  # not POSIX
         return None, None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     most = peak if sys.platform == "darwin" else peak * 1024
@@ -71,7 +71,7 @@ def resident_bytes() -> tuple[Optional[int], Optional[int]]:
 
 
 def cpu_seconds(process: int, root: Path = _ROOT) -> Optional[float]:
-    """The CPU seconds that a process and its descendants have used; None if the system does not say."""
+    """Return the CPU seconds that a process and its descendants have used; None if the system does not say."""
     used, children = dict[int, int](), dict[int, list[int]]()
     for file in (root / "proc").glob("[0-9]*/stat"):
         fields = (_read(file) or "").rpartition(")")[2].split()
@@ -88,25 +88,25 @@ def cpu_seconds(process: int, root: Path = _ROOT) -> Optional[float]:
 
 
 def state_of(process: int, root: Path = _ROOT) -> Optional[str]:
-    """The system's letter for a process's state: R runs, S sleeps, T is stopped; None without such a process."""
+    """Return the system's letter for a process's state: R runs, S sleeps, T is stopped; None without such a process."""
     fields = (_read(root / f"proc/{process}/stat") or "").rpartition(")")[2].split()
     return fields[0] if fields and fields[0] not in "ZX" else None
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """The machine's memory, and what is available to this process."""
+    """Return the machine's memory, and how much of it this process can use."""
     stated = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
     sizes = {name: int(number) * 1024 for name, number in stated}
     total, available, limit = sizes.get("MemTotal"), sizes.get("MemAvailable"), None
     if total is None and root == _ROOT:
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # macOS tells this much, Windows nothing
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # macOS has the total, Windows nothing
             total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for folder in _cgroups(root, "memory"):
         most = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
         if most is None or (total is not None and most >= total):
             continue
         used = _number(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")) or 0
-        # Cached files count as used, and are dropped when something needs their place.
+        # Cached files count as used, but are dropped when memory is needed.
         cached = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE)
         left = max(0, most - used + (int(cached[1]) if cached else 0))
         limit = most if limit is None else min(limit, most)
@@ -115,14 +115,14 @@ def memory(root: Path = _ROOT) -> Memory:
 
 
 def numa_nodes(root: Path = _ROOT) -> Optional[dict[int, str]]:
-    """The cores of each NUMA node, as in ``{0: "0-15", 1: "16-31"}``."""
+    """Return the cores of each NUMA node, as in ``{0: "0-15", 1: "16-31"}``."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     nodes = {int(folder.name[4:]): _read(folder / "cpulist") or "" for folder in folders}
     return dict(sorted(nodes.items())) or None
 
 
 def shared_memory() -> Optional[tuple[int, int]]:
-    """(size, free) in bytes of the shared memory through which data workers pass batches."""
+    """Return (size, free) in bytes of the shared memory through which data workers pass batches."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage("/dev/shm")
         return usage.total, usage.free
@@ -130,7 +130,7 @@ def shared_memory() -> Optional[tuple[int, int]]:
 
 
 def limits() -> Optional[dict[str, Optional[int]]]:
-    """The soft limits on open files and on locked memory (bytes); None means no limit."""
+    """Return the soft limits on open files and on locked memory (bytes); None means no limit."""
     try:
         import resource
     except ImportError:
@@ -141,10 +141,10 @@ def limits() -> Optional[dict[str, Optional[int]]]:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of those around it, v1 and v2; they may not exist.
+    """Yield the folders of this process's control group and of its parents, v1 and v2; they may not exist.
 
-    A container often sees its own group mounted at the top, under a path that is true outside only: hence
-    all folders on the way.
+    In a container the group is often mounted at the top, while the path that the system gives is valid outside only:
+    hence all folders up to the mount.
     """
     base = root / "sys/fs/cgroup"
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():

@@ -1,6 +1,6 @@
 """Carries Python values between ranks as bytes that cannot run code, except objects that only pickle can hold.
 
-Those are sent too, unless the option `trust_peers` is off: a pickle can make the rank that reads it call anything.
+These are pickled, unless the option `trust_peers` is off: a pickle can make the rank that reads it call anything.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NOT_ALLOWED = (
 
 
 def packed(value: Any, trusts_peers: bool) -> bytes:
-    """The message of a value. Local.
+    """Return the message for `value`. Local.
 
-    Raises WorldError if it holds an object and peers are not trusted, and what pickle raises for an object.
+    Raises WorldError if it needs pickle and peers are not trusted, and pickle's own errors.
     """
     try:
         return plain.dumps(value, pickle.dumps if trusts_peers else None)
@@ -35,7 +35,7 @@ def packed(value: Any, trusts_peers: bool) -> bytes:
 
 
 def unpacked(message: bytes, trusts_peers: bool, sender: int) -> Any:
-    """The value of a message. Local. Raises WorldError for an object where peers are not trusted, and for junk."""
+    """Return the value of `message`. Local. Raises WorldError for a pickle if peers are not trusted, and for junk."""
     try:
         return plain.loads(message, pickle.loads if trusts_peers else None)
     except plain.NotPlain:
@@ -49,18 +49,18 @@ def unpacked(message: bytes, trusts_peers: bool, sender: int) -> Any:
 
 
 def key(name: str) -> str:
-    """`name` for a store, whose text is UTF-8: names of files are any bytes. Local."""
+    """Return `name` as valid UTF-8, which a store requires: names of files can hold any bytes. Local."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 class Crossed(Exception):
-    """Ranks met in different collectives."""
+    """Raised if ranks are in different collectives."""
 
 
 def gather(value: Any, size: int, group: Any, trusts_peers: bool, what: str) -> list[Any]:
-    """The values of all `size` ranks of `group`, in their order (collective).
+    """Return the values of all `size` ranks of `group`, in rank order (collective).
 
-    Raises Crossed, on all ranks, if one of them is in something other than `what`.
+    Raises Crossed, on all ranks, if their `what` differ.
     """
     own = _as_tensor(packed(value, trusts_peers))
     lengths = _lengths(own.numel(), size, group, what)
@@ -72,7 +72,7 @@ def gather(value: Any, size: int, group: Any, trusts_peers: bool, what: str) -> 
 
 
 def broadcast(value: Any, src: int, rank: int, size: int, group: Any, trusts_peers: bool, what: str) -> Any:
-    """The value of rank `src`, on every rank of `group` (collective). Raises Crossed; see `gather`."""
+    """Return the value of rank `src`, on every rank of `group` (collective). Raises Crossed; see `gather`."""
     own = _as_tensor(packed(value, trusts_peers)) if rank == src else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = _lengths(own.numel(), size, group, what)[src]
     message = own if rank == src else torch.empty(length, dtype=torch.uint8, device="cpu")
@@ -81,7 +81,7 @@ def broadcast(value: Any, src: int, rank: int, size: int, group: Any, trusts_pee
 
 
 def _lengths(own: int, size: int, group: Any, what: str) -> list[int]:
-    """How long the messages of all ranks are, once all have said that they are in the same collective."""
+    """Return the lengths of all ranks' messages, if all are in the same collective (collective)."""
     lengths, places = zip(*pairs((own, zlib.crc32(what.encode(errors="backslashreplace"))), size, group))
     if len(set(places)) > 1:
         raise Crossed
@@ -89,9 +89,9 @@ def _lengths(own: int, size: int, group: Any, what: str) -> list[int]:
 
 
 def pairs(own: tuple[int, int], size: int, group: Any) -> list[tuple[int, int]]:
-    """The two int64 of each of all `size` ranks, the second of which says what they are in (collective).
+    """Return two int64 of each of `size` ranks; the second identifies the collective in which a rank is (collective).
 
-    Every message of `gather` and `broadcast` begins with such a pair: ranks that meet in different ones can tell.
+    Every message of `gather` and `broadcast` begins with such a pair, so that ranks in different ones detect it.
     """
     everyones = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in range(size)]
     dist.all_gather(everyones, torch.tensor(own, dtype=torch.int64, device="cpu"), group=group)
@@ -103,7 +103,7 @@ def _as_tensor(message: bytes) -> torch.Tensor:
 
 
 def to_store(value: Any) -> str:
-    """The text that the job's store holds for a value. Local. Raises WorldError if JSON cannot hold it."""
+    """Return the text for `value` in the job's store. Local. Raises WorldError if JSON cannot hold it."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -114,7 +114,8 @@ def to_store(value: Any) -> str:
 
 
 def from_store(found: bytes, key: str, is_expected: Callable[[Any], bool] = lambda value: True) -> Any:
-    """The value that a rank has put under `key` of the job's store. Local. Raises WorldError for any other."""
+    """Return the value of `found`, which the job's store holds under `key`. Local. Raises WorldError if no rank can
+    have written it."""
     try:
         value = json.loads(found)
         if is_expected(value):

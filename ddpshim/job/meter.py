@@ -1,4 +1,4 @@
-"""Measures where this process's time goes, while asked to: each moment belongs to one phase of a step."""
+"""Measures where this process's time goes, while a `Meter` runs: each moment belongs to one phase of a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ddpshim.job import events
 from ddpshim.job.replaced import replaced
 from ddpshim.job.say import say_once
 
-# In the order of a step. `after` is what lies between a backward pass and the next batch beside the optimizer.
+# In the order of a step. `after`: from a backward pass to the next batch, without the optimizer.
 PHASES = (
     *("data", "transfer", "forward", "backward", "communication", "optimizer", "after"),
     *("save", "rollout", "evaluation", "outside"),
 )
-# What reports show: each phase belongs to one part.
+# Reports show parts; each phase belongs to one.
 _PART_OF = {
     "data": "data_wait",
     **dict.fromkeys(("transfer", "forward", "backward", "after", "evaluation"), "compute"),
@@ -29,31 +29,31 @@ _PART_OF = {
     **dict.fromkeys(("save", "rollout", "outside"), "other"),
 }
 PARTS = tuple(dict.fromkeys(_PART_OF.values()))
-_STEPS_WITHOUT_LOADER = 8  # of optimizers, after which a step of the training ends with one of theirs
+_STEPS_WITHOUT_LOADER = 8  # optimizer steps without a batch; after these each optimizer step ends a training step
 
 
 class Clock:
     """This process's one clock, from the first `Meter` that starts to the last that stops. Local.
 
     A phase begins at a call that torch or ddpshim makes:
-    - data: a batch is asked for.
-    - transfer: the batch is there, and no wrapped network was called yet.
+    - data: a batch is requested.
+    - transfer: the batch has arrived, and no wrapped network was called yet.
     - forward: a wrapped network is called, or one of its methods is.
-    - backward: torch.autograd.backward, but for communication.
-    - communication: what the reducer, or a collective of `World`, makes this rank wait for.
+    - backward: torch.autograd.backward, without communication.
+    - communication: this rank waits for the reducer or for a collective of `World`.
     - optimizer: the steps of optimizers.
-    - after: behind a backward pass, to the next request.
-    - save, rollout: what `events.counted` says.
+    - after: from the end of a backward pass to the next request.
+    - save, rollout: within `events.counted`.
     - evaluation: the batches of a loop under torch.no_grad().
     - outside: before the first batch, and after the end of a pass over a loader.
 
     Attributes:
         seconds: by phase, since the clock was made.
-        num_batches: that arrived.
-        num_workers: of the loader that gave the last batch.
-        busy: what each of them has spent on batches so far, with the number of batches; None where it does not tell.
-        waited: seconds that a GPU's stream waited for nccl; the host counted them to compute.
-        marks: events on the GPU's stream, each with the phase that begins there; None where nobody collects them.
+        num_batches: the number of batches that arrived.
+        num_workers: the workers of the loader that returned the last batch.
+        busy: (num_workers, 2): seconds that each spent on batches, and how many; None if the loader does not report it.
+        waited: seconds that a GPU's stream waited for nccl; the host counted them as compute.
+        marks: events on the GPU's stream, each with the phase that begins there; None if they are not collected.
         at_border: called whenever a step ends and the next one begins.
     """
 
@@ -73,7 +73,7 @@ class Clock:
         self._undo = contextlib.ExitStack()
         self._undo.callback(register_optimizer_step_pre_hook(lambda *_: self.begin("optimizer")).remove)
         self._undo.callback(register_optimizer_step_post_hook(lambda *_: self._end_optimizer()).remove)
-        # The one place that all of torch's loaders, with workers or without, go through.
+        # All of torch's loaders, with workers or without, call this one method.
         batches_of_any = getattr(dataloader, "_BaseDataLoaderIter", None)
         if batches_of_any is None:
             say_once("this torch hides its loaders' iterators; time spent waiting for data is counted in `other`")
@@ -81,7 +81,7 @@ class Clock:
         original = batches_of_any.__next__
 
         def timed_next(batches: Any) -> Any:
-            # One loader reads another, or a thread fetches ahead.
+            # One loader reads another, a save or rollout reads one, or a thread fetches ahead.
             if self._phase in ("data", "save", "rollout") or threading.get_ident() != self._thread:
                 return original(batches)
             trains = torch.is_grad_enabled()
@@ -110,8 +110,8 @@ class Clock:
         self._undo.close()
 
     def begin(self, phase: str) -> None:
-        """Count time to `phase` until `end()`; may be nested."""
-        if phase == "backward" and self._phase == "transfer":  # nobody saw a network that was called
+        """Count time as `phase` until `end()`; may be nested."""
+        if phase == "backward" and self._phase == "transfer":  # no wrapped network reported its call
             self._phase = "forward"
             if self.marks is not None:
                 self.marks = [("forward" if name == "transfer" else name, event) for name, event in self.marks]
@@ -133,25 +133,25 @@ class Clock:
             self.read_events()
 
     def call_network(self) -> None:
-        """Note that a wrapped network is called."""
+        """Record that a wrapped network is called."""
         begins = self._phase == "transfer" or (self._phase == "after" and torch.is_grad_enabled())
         if begins and threading.get_ident() == self._thread:
             self._become("forward")
 
     def worker_s(self) -> Optional[float]:
-        """The seconds that a worker of the last loader takes per batch; None if no worker reports it. Local."""
+        """Return the seconds that a worker of the last loader takes per batch; None if no worker reports it. Local."""
         if self.busy is None:
             return None
         seconds, num_batches = self.busy.sum(0).tolist()
         return float(seconds / num_batches) if num_batches else None
 
     def leave_loop(self) -> None:
-        """Count the time until the next batch to no step."""
+        """Count the time until the next batch as `outside`, and so to no step."""
         if not self._outer:
             self._become("outside")
 
     def now(self) -> dict[str, float]:
-        """The seconds by phase so far."""
+        """Return the seconds by phase so far."""
         self._become(self._phase)
         return dict(self.seconds)
 
@@ -163,7 +163,7 @@ class Clock:
             self._become("after")
 
     def _end_step(self) -> None:
-        self._outer.clear()  # what an exception left in the middle
+        self._outer.clear()  # phases that an exception left open
         if self.at_border is not None:
             self._become(self._phase)
             self.at_border()
@@ -176,7 +176,7 @@ class Clock:
             self.marks.append((phase, mark()))
 
     def read_events(self, waits: bool = False) -> None:
-        """Read how long the GPU has waited, as far as it has computed; with `waits`, wait until it is done."""
+        """Add up how long the GPU has waited so far; with `waits`, wait until it has finished."""
         if waits and self._events:
             torch.cuda.synchronize()
         while self._events and self._events[0][1] is not None and self._events[0][1].query():
@@ -188,8 +188,8 @@ class Meter:
     """Seconds by part, and the number of batches, between `start` and `stop`; both may be called again. Local.
 
     The parts are those of `PARTS`: data_wait, compute, communication, optimizer, other. Several meters may run at
-    once, on one clock. On a GPU under nccl the host does not wait for the reducer, but the GPU's stream does: that is
-    timed by events, and taken out of compute, which waits for the GPU somewhere.
+    once, on one clock. On a GPU under nccl the host does not wait for the reducer, but the GPU's stream does: this time
+    is measured by events, and subtracted from compute, in which the host waits for the GPU at some point.
     """
 
     def __init__(self, uses_events: bool = False) -> None:
@@ -231,7 +231,7 @@ class Meter:
             clock.close()
 
     def begin(self, phase: str) -> None:
-        """Count time to `phase` until `end()`; may be nested. Nothing while nobody counts."""
+        """Count time as `phase` until `end()`; may be nested. Does nothing if this meter is stopped."""
         if self._clock is not None:
             self._clock.begin(phase)
 
@@ -242,7 +242,7 @@ class Meter:
 
 
 def mark() -> Any:
-    """An event of the GPU's current stream, with its time. Local; waits for nothing."""
+    """Return a timed event on the GPU's current stream. Local; does not wait."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

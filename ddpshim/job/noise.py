@@ -1,11 +1,11 @@
 """Gives each rank its rows of the random numbers that one process would draw for the whole batch.
 
-All ranks keep their generators in the state that those of one process would have. While a batch is trained on, a draw
-whose shape has the rank's batch in it is made for the global batch, and the rank takes its rows, in the order in which
+All ranks keep their generators in the state that one process's would have. While a batch is trained on, a draw whose
+shape contains the rank's batch size is made for the global batch, and the rank takes its rows, in the order in which
 `make_loader` deals samples: row j of rank r of W is row j * W + r. Any other draw is made as it is. JAX calls random
-numbers with this property partitionable; torch's DTensor keeps it for its own random operations.
+numbers with this property partitionable; torch's DTensor has it in its own random operations.
 
-The names of torch and numpy that draw are replaced from `share` until `cleanup()`: a step pays for its draws alone.
+From `share` until `cleanup()` torch's and numpy's random functions are replaced, so that nothing but a draw costs time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ddpshim.job.replaced import replaced
 from ddpshim.job.say import line_of_the_caller, say
 from ddpshim.job.shares import Kept, Share, Sharing
 
-LARGE = 512  # so many numbers at least are worth a word where none of their dimensions is the batch's
+LARGE = 512  # a draw of at least so many numbers is reported if none of its dimensions is the batch
 _bernoulli_ = torch.Tensor.bernoulli_
 _FACTORIES = ("rand", "randn")
 _LIKE = ("rand_like", "randn_like", "randint_like")
 _IN_PLACE = ("normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_", "bernoulli_")
-# Their draws depend on more than a shape: these are computed for the global batch, of which the other rows are made up.
+# Their draws depend on more than a shape: they are computed for the global batch, with ones as the other ranks' rows.
 _WHOLE: dict[Any, tuple[str, ...]] = {
     functional: (
         *("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"),
@@ -44,13 +44,13 @@ _WHOLE: dict[Any, tuple[str, ...]] = {
     torch: ("bernoulli", "multinomial"),
     torch.Tensor: ("bernoulli", "multinomial"),
 }
-_BY_VALUE: dict[Any, tuple[str, ...]] = {  # which draw as often as their values want it
+_BY_VALUE: dict[Any, tuple[str, ...]] = {  # the values determine how many numbers they draw
     torch: ("poisson", "binomial"),
     torch.distributions.Gamma: ("rsample",),
     torch.distributions.Dirichlet: ("rsample",),
     functional: ("rrelu",),
 }
-_NUMPYS = {  # where numpy's functions take `size`
+_NUMPYS = {  # the position of numpy's argument `size`
     **dict.fromkeys(("random", "random_sample", "standard_normal", "standard_exponential"), 0),
     **dict.fromkeys(("exponential", "poisson", "choice", "rayleigh", "geometric"), 1),
     **dict.fromkeys(("uniform", "normal", "randint", "binomial", "beta", "gamma", "laplace", "gumbel", "lognormal"), 2),
@@ -69,7 +69,7 @@ def share(trains_whole_batches: bool = False) -> None:
 
 
 def begin_training(network: str) -> None:
-    """In the first backward pass: ranks whose batch is not a share of one process's get their own noise. Local."""
+    """In the first backward pass, give ranks their own noise if their batch is not a share of one process's. Local."""
     sharing = current().part(Sharing)
     if sharing.share is not None or sharing.trains_whole_batches or not draws_alike():
         return
@@ -127,7 +127,7 @@ def names_replaced(sharing: Sharing) -> Iterator[None]:
 
 
 def _size_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, ...]:
-    """The size in what torch.rand is given."""
+    """Return the size from the arguments of torch.rand."""
     if "size" in options:
         return tuple(options["size"])
     if len(arguments) == 1 and not isinstance(arguments[0], int):
@@ -223,7 +223,7 @@ def _in_place(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., A
 
 def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def drop(input: torch.Tensor, p: float = 0.5, training: bool = True, *inplace: Any, **more: Any) -> Any:
-        if "train" in more:  # torch.dropout's name for it
+        if "train" in more:  # torch.dropout's name of the argument
             training = more.pop("train")
         if sharing.share is None or not training or not 0 < p < 1:
             return original(input, p, training, *inplace, **more)
@@ -232,7 +232,7 @@ def _dropout(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., An
             _name_alike(sharing, input.shape)
             return original(input, p, training, *inplace, **more)
         whole = _template(sharing.share, input, where)
-        if input.device.type == "cpu":  # as torch computes it there, but the scale of the rank's own rows only
+        if input.device.type == "cpu":  # as torch computes it there, but scaling the rank's own rows only
             kept = sharing.share.rows(_bernoulli_(whole, 1 - p), where) / (1 - p)
         else:
             kept = sharing.share.rows(original(whole, p, True), where)
@@ -272,7 +272,7 @@ def _recurrent(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., 
             return original(self, input, hidden)
         place = 0 if self.batch_first else 1
         if not isinstance(input, torch.Tensor) or input.dim() != 3 or input.shape[place] not in at_hand.sizes:
-            _name(sharing, "drops units between RNN layers, for packed or different rows", "alike on all ranks")
+            _name(sharing, "drops units between RNN layers, for packed or different rows", "equal on all ranks")
             return original(self, input, hidden)
         states = () if hidden is None else hidden if isinstance(hidden, tuple) else (hidden,)
         wide = tuple(at_hand.among_others(state, (1, 1)) for state in states)
@@ -286,7 +286,7 @@ def _recurrent(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _attention(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Draws nothing else: it knows in which tensors the batch comes second, whatever the length of the sequence."""
+    """Return a stand-in that draws nothing itself: it records shapes with the batch in dimension 1, of any length."""
 
     def forward(self: nn.MultiheadAttention, query: Any, *arguments: Any, **options: Any) -> Any:
         at_hand = sharing.share
@@ -294,7 +294,7 @@ def _attention(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., 
         if at_hand is None or not is_known or self.batch_first or query.shape[1] not in at_hand.sizes:
             return original(self, query, *arguments, **options)
         sharing.sequence_first.add(tuple(query.shape[:2]))
-        sharing.share = at_hand._replace(sequence_first=())  # inside, the batch comes first
+        sharing.share = at_hand._replace(sequence_first=())  # inside, the batch is the first dimension
         try:
             return original(self, query, *arguments, **options)
         finally:
@@ -310,7 +310,7 @@ def _by_value(sharing: Sharing, original: Callable[..., Any], called: str) -> Ca
             return original(*arguments, **options)
         sample_shape = _sample_shape(arguments, options) if called.endswith("rsample") else ()
         where = sharing.share.dimension(sample_shape)
-        if where is not None:  # of one distribution for all samples: each sample's draw is that of one process
+        if where is not None:  # one distribution for all samples: each sample's draw equals one process's
             return sharing.share.rows(original(arguments[0], sharing.share.whole(sample_shape, where)), where)
         _name(sharing, f"draws by {called}, as many numbers as its values need", "each rank's own")
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -328,12 +328,12 @@ def _sample_shape(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[
 def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(n: int, *arguments: Any, **options: Any) -> Any:
         asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if sharing.share is not None and n == sharing.share.num_rows and asks != "torchvision":  # its four colours
+        if sharing.share is not None and n == sharing.share.num_rows and asks != "torchvision":  # ColorJitter
             sharing.is_permuted = True
             _name(
                 sharing,
                 "permutes the batch: on several ranks only samples of the same rank are mixed",
-                "alike on all ranks",
+                "equal on all ranks",
             )
         return original(n, *arguments, **options)
 
@@ -341,7 +341,7 @@ def _permutation(sharing: Sharing, original: Callable[..., Any]) -> Callable[...
 
 
 def _draws(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether this call of a function of `_WHOLE` or `_BY_VALUE` draws at all."""
+    """Return whether this call of a function of `_WHOLE` or `_BY_VALUE` draws at all."""
     if name == "scaled_dot_product_attention":
         return bool(options.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0))
     if "dropout" in name:
@@ -380,19 +380,20 @@ def _of_dimensions(sharing: Sharing, original: Callable[..., Any]) -> Callable[.
 
 
 def _template(at_hand: Share, like: torch.Tensor, where: tuple[int, ...]) -> torch.Tensor:
-    """Ones for the global batch, in the layout of `like`: torch draws in the order in which memory is laid out."""
+    """Return ones for the global batch in the memory layout of `like`: torch draws in the order of memory."""
     whole = at_hand.whole(like.shape, where)
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda i: (-strides[i], i))
-    sizes = [1 if strides[i] == 0 else whole[i] for i in order]  # a dimension that was expanded has no memory
+    sizes = [1 if strides[i] == 0 else whole[i] for i in order]  # an expanded dimension has no memory
     made = torch.ones(sizes, dtype=like.dtype, device=like.device)
     return made.permute(sorted(range(like.dim()), key=order.__getitem__)).expand(whole)
 
 
 def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> Any:
-    """A draw without the batch in its shape: alike on all ranks if it is small, else this rank's own, and named once.
+    """Return a draw without the batch in its shape: equal on all ranks if it is small, else this rank's own, and
+    reported once.
 
-    The shared generators are drawn from all the same: they stay where those of one process would be.
+    It always draws from the shared generators, so that they keep the state of one process's.
     """
     drawn = draw()
     if isinstance(sharing.of_draws, Kept) or math.prod(shape) < LARGE:
@@ -400,32 +401,32 @@ def _alone(sharing: Sharing, shape: Sequence[int], draw: Callable[[], Any]) -> A
         return drawn
     assert sharing.of_draws is not None
     sizes, num_rows = " x ".join(map(str, shape)), sharing.of_draws.num_rows
-    _name(sharing, f"draws {sizes} numbers, and none of these is the batch ({num_rows})", "each rank's own")
+    _name(sharing, f"draws {sizes} numbers, but no dimension is the batch ({num_rows})", "each rank's own")
     with shared_random_streams(derive_seed(sharing.of_draws.rank, str(drawn.reshape(-1)[:4].tolist()))):
         return draw()
 
 
 def _name_alike(sharing: Sharing, shape: Sequence[int]) -> None:
-    """Name a draw that is alike on all ranks, and may not be that of one process."""
+    """Report a draw that is equal on all ranks and may differ from one process's."""
     at_hand = sharing.of_draws
     sizes = " x ".join(map(str, shape))
     if isinstance(at_hand, Kept):
         if at_hand.is_of_it(shape) is None:
             _say_of_line(
                 sharing,
-                f"draws for {sizes} numbers, alike on all ranks, as in a rollout. If they are for a batch kept from "
+                f"draws for {sizes} numbers, equal on all ranks, as in a rollout. If they are for a batch kept from "
                 f"an earlier pass ({at_hand.num_rows} rows on a rank), one process would draw different ones",
             )
     elif at_hand is not None and math.prod(shape) >= LARGE:
-        what = f"draws for {sizes} numbers, and none of these is the batch ({at_hand.num_rows})"
-        _name(sharing, what, "alike on all ranks")
+        what = f"draws for {sizes} numbers, but no dimension is the batch ({at_hand.num_rows})"
+        _name(sharing, what, "equal on all ranks")
     else:
         small_draws.count(sharing)
 
 
 def _name(sharing: Sharing, what: str, whose: str) -> None:
-    """Say once on which line something is drawn that one process would have drawn otherwise."""
-    _say_of_line(sharing, f"{what}; that is {whose}, and one process would draw differently (option noise)")
+    """Report once the line of code of a draw that one process would make differently."""
+    _say_of_line(sharing, f"{what}; these draws are {whose}, and one process would draw differently (option noise)")
 
 
 def _say_of_line(sharing: Sharing, text: str) -> None:

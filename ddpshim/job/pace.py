@@ -1,7 +1,7 @@
-"""Prints after the first steps, and now and then later, what makes this job's steps slow.
+"""Prints what makes this job's steps slow, after the first steps and again later.
 
-Each rank counts its own phases (`meter.Clock`) and leaves them in the job's store after steps 20, 40, 80 and so on. The
-main rank reads them in its next steps, judges (`slowness.judge`) and prints one line, or nothing. No rank waits, and no
+Each rank measures its own phases (`meter.Clock`) and writes them to the job's store after steps 20, 40, 80 and so on.
+The main rank reads them in its next steps, and prints one line if `slowness.judge` finds a cause. No rank waits, and no
 message is added to a step.
 """
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 FIRST_LOOK = 20  # steps
 NUM_WARM_UP = 3
-_NUM_BLOCKS = 20  # of equally many steps, from one look to the next
-_LEAST_S = 1.0  # of steps: a training that is over before needs no advice
-_EVERY_ON_GPU = 3  # steps; no divisor of usual numbers of workers, of which loaders stall at every so many batches
-_MOST_TRIES = 20  # of the main rank, one a step, to find what the others have left
-_BY_HOST = ("save", "rollout")  # rare, and waited for by the host on a GPU too
+_NUM_BLOCKS = 20  # blocks of equally many steps from one look to the next
+_LEAST_S = 1.0  # seconds of steps: a training that ends before needs no advice
+_EVERY_ON_GPU = 3  # steps; does not divide usual numbers of workers: a loader with n workers stalls every n batches
+_MOST_TRIES = 20  # attempts of the main rank, one per step, to read the others' numbers
+_BY_HOST = ("save", "rollout")  # rare, and the host waits for them on a GPU too
 
 
 class Pace:
     """The time of this rank's steps since the last check, by phase, and what was printed about it."""
 
     def __init__(self) -> None:
-        self.num_steps = -1  # until the first one begins
+        self.num_steps = -1  # until the first step begins
         self._gradient_bytes, self._bucket_bytes = 0.0, 0.0
         self._meter = Meter()
         self._clock: Optional[Clock] = None
         self._on_gpu = False
-        self._before: list[float] = []  # the seconds of the clock when the block began
-        self._by_host = dict[int, list[float]]()  # by the last step of a block, in a mean step of which
+        self._before: list[float] = []  # the clock's seconds when the block began
+        self._by_host = dict[int, list[float]]()  # seconds of a block's mean step, by the block's last step
         self._by_gpu = dict[int, list[float]]()
-        self._width = 1  # steps of a block
+        self._width = 1  # steps in a block
         self._marked: list[tuple[int, list[tuple[str, Any]]]] = []
         self._since, self._next_look = NUM_WARM_UP, FIRST_LOOK
         self._awaited: Optional[tuple[int, int]] = None  # the look whose numbers the main rank collects, and its steps
@@ -53,8 +53,8 @@ class Pace:
         """Measure this job's steps from now to `cleanup()`. Local; call it for each network.
 
         Args:
-            gradient_bytes: that a step sends for this network.
-            bucket_bytes: of each bucket.
+            gradient_bytes: bytes that a step sends for this network.
+            bucket_bytes: bytes of each bucket.
         """
         self._gradient_bytes, self._bucket_bytes = self._gradient_bytes + gradient_bytes, bucket_bytes
         if self._clock is None:
@@ -76,7 +76,7 @@ class Pace:
         if self._on_gpu:
             try:
                 self._mark(clock)
-            except RuntimeError:  # an event went into a graph that was captured: the host's times must do
+            except RuntimeError:  # an event was captured into a graph: use the host's times
                 self._on_gpu, clock.marks = False, None
                 self._by_gpu.clear()
         if self._awaited is not None:
@@ -91,11 +91,11 @@ class Pace:
                 self._leave(clock)
 
     def _mark(self, clock: Clock) -> None:
-        """Note when the GPU came to each phase of the steps that were marked, as far as it has come."""
+        """Read when the GPU began each phase, for marked steps that it has finished; mark the next step if due."""
         if clock.marks:
             self._marked.append((self.num_steps, [*clock.marks, ("", mark())]))
         due = self.num_steps >= NUM_WARM_UP and self.num_steps % (_EVERY_ON_GPU * self._width) == 0
-        clock.marks = [] if due else None  # of the step that begins
+        clock.marks = [] if due else None  # for the step that begins
         while self._marked and self._marked[0][1][-1][1].query():
             step, marks = self._marked.pop(0)
             seconds = dict.fromkeys(PHASES, 0.0)
@@ -104,7 +104,7 @@ class Pace:
             self._by_gpu[step] = list(seconds.values())
 
     def _leave(self, clock: Clock) -> None:
-        """Leave what was measured since the last look for the main rank, and begin anew."""
+        """Send the measurements since the last look to the main rank through the store, and begin new ones."""
         here, blocks = world(), self._by_host
         means = _means_of(blocks)
         if self._by_gpu:
@@ -121,7 +121,7 @@ class Pace:
         if here.world_size == 1:
             self._tell([blocks], [loads_s], self.num_steps - self._since)
         else:
-            with contextlib.suppress(RuntimeError, ValueError):  # the store is gone with its host
+            with contextlib.suppress(RuntimeError, ValueError):  # the process that serves the store has ended
                 short = {step: [round(seconds, 7) for seconds in block] for step, block in blocks.items()}
                 current().store.set(_key(self.num_steps, here.rank), json.dumps([short, loads_s]))
             if here.is_main:
@@ -131,7 +131,7 @@ class Pace:
         self._width = max(1, (self._next_look - self._since) // _NUM_BLOCKS)
 
     def _note(self, means: dict[str, float], sends_s: float, clock: Clock) -> None:
-        """Write down what `python -m ddpshim predict` wants to know; `sends_s`: when this rank waits for no other."""
+        """Record what `python -m ddpshim predict` needs. `sends_s`: communication without waiting for other ranks."""
         from ddpshim.job import machine
 
         events.note(
@@ -147,17 +147,17 @@ class Pace:
         )
 
     def _read(self) -> None:
-        """On the main rank: judge, once what all ranks have left is there."""
+        """On the main rank: judge, once the numbers of all ranks are in the store."""
         if self._awaited is None:
             return
         (look, num_steps), store = self._awaited, current().store
         self._num_tries += 1
         keys = [_key(look, rank) for rank in range(world().world_size)]
         told = None
-        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError):  # gone, or of no rank of ours
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError):  # no store, or not our data
             if store.check(keys) if hasattr(store, "check") else all(failure.is_there(store, key) for key in keys):
                 told = [_read_told(json.loads(store.get(key))) for key in keys]
-                with contextlib.suppress(RuntimeError, NotImplementedError):  # not all stores can forget
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
                     for key in keys:
                         store.delete_key(key)
         if told is not None or self._num_tries == _MOST_TRIES:
@@ -189,7 +189,7 @@ def _key(look: int, rank: int) -> str:
 
 
 def _read_told(told: Any) -> tuple[Blocks, Optional[float]]:
-    """What a rank has left; raises ValueError or TypeError for anything else."""
+    """Return the numbers that a rank has stored; raises ValueError or TypeError for anything else."""
     told, loads_s = told
     blocks = {int(first): [float(seconds) for seconds in block] for first, block in told.items()}
     if any(len(block) != len(PHASES) for block in blocks.values()):

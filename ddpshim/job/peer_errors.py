@@ -8,7 +8,7 @@ LOST, LATE = "lost", "late"
 
 
 class Sign(NamedTuple):
-    """A text in an error, whether it means a rank that is gone or late, and its source."""
+    """A text in an error, whether it means that a rank is gone or late, and where the text comes from."""
 
     text: str
     meaning: str
@@ -31,14 +31,14 @@ SIGNS = (
 
 
 def meaning_of(text: str) -> Optional[str]:
-    """LOST or LATE where `text` has one of the signs, the first that it has; else None. Local."""
+    """Return the meaning, LOST or LATE, of the first of `SIGNS` that `text` contains; else None. Local."""
     return next((sign.meaning for sign in SIGNS if sign.text in text), None)
 
 
 def lost_a_peer(error: Optional[BaseException]) -> bool:
-    """Whether `error`, its cause or its context only says that another process is gone. Local."""
+    """Return whether `error`, its cause or its context only says that another process is gone. Local."""
     while error is not None:
-        is_of_its_own = isinstance(error, BrokenPipeError)  # a pipe of the program's
+        is_of_its_own = isinstance(error, BrokenPipeError)  # the program's own pipe
         if meaning_of(str(error)) == LOST and not is_of_its_own:
             return True
         error = error.__cause__ or error.__context__
@@ -46,5 +46,5 @@ def lost_a_peer(error: Optional[BaseException]) -> bool:
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether `error` says that another rank timed out. Local."""
+    """Return whether `error` says that another rank timed out. Local."""
     return meaning_of(str(error)) == LATE

@@ -1,7 +1,7 @@
 """Converts values to JSON and tensors, and back: nothing in them can run code.
 
 A pickle, in which torch and Python write objects, can make its reader call anything. Progress files and messages
-between ranks may come from others than ranks, so they are read by this module.
+between ranks may come from other sources than ranks, so this module reads them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from packaging.version import Version
 
 if Version(torch.__version__).release < (2, 2):
-    # Its torch.load(weights_only=True) warns of what it does itself: each rank would say so, and one process not.
+    # torch.load(weights_only=True) then warns about its own code: each rank would print that, and one process not.
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
 
 
@@ -34,7 +34,7 @@ class Broken(ValueError):
     """The data were not written by `take_apart`."""
 
 
-# Each with what holds it: plain values, of which none is larger than what is held.
+# Name: (type, function that returns its parts, function that rebuilds it). Parts are simpler, so `_take` ends.
 _KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {
     "tuple": (tuple, list, lambda *items: tuple(items)),
     "deque": (deque, lambda value: [value.maxlen, *value], lambda maxlen, *items: deque(items, maxlen)),
@@ -49,15 +49,15 @@ _KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] =
     "dtype": (torch.dtype, lambda value: [str(value).rpartition(".")[2]], lambda name: _checked_dtype(name)),
 }
 _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items()}
-# An OrderedDict comes with its attributes: that of a module's state has versions there.
+# An OrderedDict keeps its attributes: a module's state dict has versions there.
 _MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-_LENGTH = 8  # bytes that say how long the JSON in a message is
+_LENGTH = 8  # bytes that hold the length of the JSON in a message
 _AS_THEY_ARE = (type(None), bool, float, str)
-_LONGEST_INT = 1 << 4096  # longer ones JSON is slow to write, and Python refuses to read
+_LONGEST_INT = 1 << 4096  # JSON writes longer ones slowly, and Python refuses to read them
 
 
 def take_apart(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> tuple[str, list[torch.Tensor]]:
-    """`value` as JSON, and the tensors in it. Local; tensors are not copied.
+    """Return `value` as JSON, and the tensors in it. Local; tensors are not copied.
 
     Args:
         pickled: returns the bytes of an object that is neither. Default: raises NotPlain, with the object's place.
@@ -70,7 +70,7 @@ def take_apart(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> 
 
 
 def put_together(outline: str, tensors: list[torch.Tensor], unpickled: Optional[Callable[[bytes], Any]] = None) -> Any:
-    """The value that `take_apart` converted. Local.
+    """Return the value that `take_apart` converted. Local.
 
     Args:
         unpickled: returns an object from its bytes. Default: raises NotPlain if there are any.
@@ -86,7 +86,7 @@ def put_together(outline: str, tensors: list[torch.Tensor], unpickled: Optional[
 
 
 def dumps(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> bytes:
-    """`value` as a message, for `loads`. Local. `pickled` and what is raised: see `take_apart`."""
+    """Return `value` as a message, for `loads`. Local. `pickled` and errors: see `take_apart`."""
     outline, tensors = take_apart(value, pickled)
     head, rest = outline.encode(), io.BytesIO()
     if tensors:
@@ -95,22 +95,22 @@ def dumps(value: Any, pickled: Optional[Callable[[Any], bytes]] = None) -> bytes
 
 
 def loads(message: bytes, unpickled: Optional[Callable[[bytes], Any]] = None) -> Any:
-    """The value of which `dumps` made `message`. Local. `unpickled` and what is raised: see `put_together`."""
+    """Return the value that `dumps` converted to `message`. Local. `unpickled` and errors: see `put_together`."""
     end = _LENGTH + int.from_bytes(message[:_LENGTH], "little")
     try:
         outline = message[_LENGTH:end].decode()
         tensors = torch.load(io.BytesIO(message[end:]), weights_only=True) if message[end:] else []
-    except Exception as error:  # whatever torch meets in what somebody else wrote
+    except Exception as error:  # torch may raise anything for foreign bytes
         raise Broken(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}") from error
     return put_together(outline, tensors, unpickled)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes in a vector of them. Local; raises ValueError for any other tensor."""
+    """Return the content of a vector of bytes. Local; raises ValueError for any other tensor."""
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.device.type != "cpu":
         raise ValueError(f"not bytes, but a tensor of {tensor.dtype} on {tensor.device}")
     tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # as fast without numpy
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())  # as fast as numpy, without it
 
 
 def _take(value: Any, tensors: list[torch.Tensor], pickled: Optional[Callable[[Any], bytes]], where: str) -> Any:

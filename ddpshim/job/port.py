@@ -12,18 +12,18 @@ from typing import Optional
 from ddpshim.errors import LaunchError
 from ddpshim.job.launch_env import LaunchEnv
 
-_NAME_SERVER_S = 5.0  # for one that does not answer at the moment
-_LOOPBACK = "lo"  # of Linux
+_NAME_SERVER_S = 5.0  # for a name server that does not answer at once
+_LOOPBACK = "lo"  # Linux's name
 
 
 def stay_on_this_machine() -> None:
-    """Make the gloo groups of this process's children listen on loopback, unless GLOO_SOCKET_IFNAME is set."""
+    """Make the gloo groups of this process's children listen on loopback, unless GLOO_SOCKET_IFNAME is set. Local."""
     if _LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
 
 
 def why_unknown(host: str) -> Optional[Exception]:
-    """The error for a host name that this machine cannot resolve; None if it can. Local.
+    """Return the error for a host name that this machine cannot resolve; None if it can. Local.
 
     torch would retry until its timeout, half an hour.
     """
@@ -50,7 +50,7 @@ def check_name(env: LaunchEnv) -> None:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Whether a socket can be bound to ``host``; not so for a name that does not resolve."""
+    """Return whether a socket can be bound to ``host``; False for a name that does not resolve."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

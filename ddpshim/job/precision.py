@@ -1,4 +1,4 @@
-"""Computes in the precision of the options, and refuses to train if the program never uses it."""
+"""Provides autocast and the GradScaler for the option `precision`, and raises if the program trains without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Entered:
-    """Whether somebody computed in the precision that was asked for, and scaled losses where that needs it."""
+    """Whether the program has used autocast (`is_so`) and a GradScaler (`is_scaled`)."""
 
     def __init__(self) -> None:
         self.is_so = self.is_scaled = False
@@ -26,7 +26,7 @@ class _Entered:
 
 def autocast(options: Options, device: torch.device, job: Job) -> Any:
     """See `World.autocast`."""
-    if torch.is_grad_enabled():  # an evaluation before the training says nothing about it
+    if torch.is_grad_enabled():  # an evaluation before the training does not count
         job.part(_Entered).is_so = True
     if options.precision == "float32":
         return contextlib.nullcontext()
@@ -34,10 +34,10 @@ def autocast(options: Options, device: torch.device, job: Job) -> Any:
 
 
 class _Scaler(_GradScaler):  # type: ignore[misc]
-    """A scaler whose losses are the means of `num_ranks` shares, which give each sample as many times the gradient.
+    """A GradScaler for means over one of `num_ranks` shares: each sample's gradient is `num_ranks` times as large.
 
-    So its scale is that part of one process's, and numbers get too large where they do there. In files it is one
-    process's.
+    So its scale is 1 / `num_ranks` of one process's, and gradients overflow at the same size as there. Files hold the
+    scale of one process.
     """
 
     def __init__(self, num_ranks: int, *args: Any, **options: Any) -> None:
@@ -79,9 +79,9 @@ def check_first_step(options: Options, job: Job) -> None:
         if not entered.is_so:
             raise OptionsError(
                 f"precision={options.precision}, but this step was computed without it: the run would be no faster, "
-                "and its records would name the wrong precision. What wrap_parallel returns uses it in its forward "
-                "in training mode; compute a loss of another method in `with ddpshim.world().autocast():`, or leave "
-                "the option out if the program has its own autocast."
+                "and its records would name the wrong precision. The module that wrap_parallel returns uses it in its "
+                "forward in training mode; if a loss calls other methods, compute it in `with "
+                "ddpshim.world().autocast():`. Leave the option out if the program has its own autocast."
             )
         if options.precision == "fp16" and not entered.is_scaled:
             raise OptionsError(

@@ -1,6 +1,6 @@
-"""Notes signals that tell a training to stop, so that all ranks act on them at the same step.
+"""Records signals that ask a training to stop, so that all ranks act on them at the same step.
 
-A handler cannot contact other ranks: it may interrupt a collective. `ddpshim.checkpoint.resume` reads the note.
+A handler cannot contact other ranks: it may interrupt a collective. `ddpshim.checkpoint.resume` reads the record.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any, Optional
 from ddpshim.job import events, failure
 from ddpshim.job.say import say
 
-# SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: what `sbatch --signal` is usually told to send before it.
+# SIGTERM: torchrun, kill, the end of a SLURM job. SIGUSR1: the usual choice for `sbatch --signal`, sent before the end.
 SIGNALS = ("SIGTERM", "SIGUSR1")
-# torchrun kills 30 s after it has passed on a SIGTERM; a rank that nobody can reach any more should say so before.
+# torchrun kills ranks 30 s after it has passed on a SIGTERM; a rank that cannot stop must report that before.
 _GRACE_S = 25.0
 
 
 @dataclass
 class _State:
-    """What was asked for, and what `listen` put in place."""
+    """The signal that asked this rank to end, and the handlers that `listen` replaced."""
 
     asked: Optional[str] = None
-    is_heard: bool = False  # the training knows, and will end
-    is_left: bool = False  # with the world: whatever listens next begins afresh
+    is_heard: bool = False  # the training has seen the signal, and will end
+    is_left: bool = False  # the world has ended: the next `listen` starts afresh
     previous: dict[int, Any] = field(default_factory=dict)
     wakeup: Optional[tuple[socket.socket, socket.socket]] = None
 
@@ -40,7 +40,7 @@ _state = _State()
 
 
 def listen() -> None:
-    """Note SIGTERM and SIGUSR1 from now on, instead of ending at once. Local; main thread only; idempotent.
+    """Record SIGTERM and SIGUSR1 from now on, instead of ending at once. Local; main thread only; idempotent.
 
     A rank that is stuck while another has failed, or that finishes no step within 25 s of a SIGTERM, still ends.
     """
@@ -51,18 +51,18 @@ def listen() -> None:
     _state.asked, _state.is_heard, _state.is_left = None, False, False
     for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
         _state.previous[number] = signal.signal(number, _note)
-    # Python runs a handler between two of its own instructions; a thread hears of the signal also while the main
-    # one waits inside a collective.
-    hears, tells = socket.socketpair()
-    tells.setblocking(False)
-    taken = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
-    if taken != -1:  # somebody else's, an event loop perhaps
+    # Python runs a handler only between two instructions of the main thread. Through this socket another thread learns
+    # of the signal even while the main thread waits in a collective.
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    taken = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    if taken != -1:  # in use, perhaps by an event loop
         signal.set_wakeup_fd(taken)
-        hears.close()
-        tells.close()
+        receiver.close()
+        sender.close()
         return
-    _state.wakeup = hears, tells
-    threading.Thread(target=_watch, args=(hears,), name="ddpshim-preemption", daemon=True).start()
+    _state.wakeup = receiver, sender
+    threading.Thread(target=_watch, args=(receiver,), name="ddpshim-preemption", daemon=True).start()
 
 
 def unlisten(is_complete: bool = False) -> None:
@@ -78,19 +78,19 @@ def unlisten(is_complete: bool = False) -> None:
     _state.previous.clear()
     if _state.wakeup is not None:
         signal.set_wakeup_fd(-1)
-        hears, tells = _state.wakeup
+        receiver, sender = _state.wakeup
         _state.wakeup = None
         with contextlib.suppress(OSError):
-            hears.shutdown(socket.SHUT_RDWR)
-        tells.close()
+            receiver.shutdown(socket.SHUT_RDWR)
+        sender.close()
     _state.asked = None
 
 
 def leave() -> None:
-    """`unlisten` when `cleanup()` leaves the job. Local.
+    """Restore the handlers when `cleanup()` leaves the job. Local.
 
-    If an error or a signal is about to end this process, a launcher's SIGTERM must not change its exit code: then the
-    next `listen` restores them.
+    If an error or a signal is about to end this process, they stay until the next `listen`: a launcher's SIGTERM must
+    not change the exit code.
     """
     if _state.is_heard or sys.exc_info()[1] is not None:
         _state.is_left = True
@@ -99,12 +99,12 @@ def leave() -> None:
 
 
 def asked() -> Optional[str]:
-    """The name of the signal that asked this rank to end, or None. Local."""
+    """Return the name of the signal that asked this rank to end, or None. Local."""
     return _state.asked
 
 
 def heard() -> None:
-    """Note that the training will stop by itself, however long its last save takes. Local."""
+    """Record that the training will stop, however long its last save takes. Local."""
     _state.is_heard = True
 
 
@@ -116,7 +116,7 @@ def ignore_in_worker() -> None:
 
 
 def _in_child() -> None:
-    """A forked process is no rank: SIGTERM ends it again, and nothing reaches the rank's watcher from it."""
+    """In a forked process, which is not a rank, let SIGTERM end it again, and detach it from the rank's watcher."""
     if not _state.previous:
         return
     if _state.wakeup is not None:
@@ -137,17 +137,17 @@ def _note(number: int, frame: Optional[FrameType]) -> None:
         failure.told_to_end()
 
 
-def _watch(hears: socket.socket) -> None:
-    """End this rank where it cannot end by itself: it waits for a rank that failed, or comes to no step."""
-    with hears:
+def _watch(receiver: socket.socket) -> None:
+    """End this rank if it cannot stop: it waits for a rank that failed, or finishes no step."""
+    with receiver:
         while True:
-            numbers = _read(hears)
+            numbers = _read(receiver)
             if not numbers:
                 return
             if signal.SIGTERM in numbers:
                 break
         end = time.monotonic() + _GRACE_S
-        while not _state.is_heard and (wakeup := _state.wakeup) is not None and wakeup[0] is hears:
+        while not _state.is_heard and (wakeup := _state.wakeup) is not None and wakeup[0] is receiver:
             first = failure.first()
             if first not in (None, failure.rank()):
                 _leave(f"stops because rank {first} failed first", 1)
@@ -157,14 +157,14 @@ def _watch(hears: socket.socket) -> None:
                     128 + signal.SIGTERM,
                 )
             time.sleep(0.2)
-        while _read(hears):  # until `unlisten`: a signal that nobody reads is a warning of Python's
+        while _read(receiver):  # until `unlisten`: Python warns of signals that nobody reads
             pass
 
 
-def _read(hears: socket.socket) -> bytes:
-    """The numbers of the signals that came; nothing when `unlisten` has closed the other end."""
+def _read(receiver: socket.socket) -> bytes:
+    """Return the numbers of the signals received; empty when `unlisten` has closed the other end."""
     with contextlib.suppress(OSError):
-        return hears.recv(64)
+        return receiver.recv(64)
     return b""
 
 

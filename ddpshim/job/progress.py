@@ -1,4 +1,4 @@
-"""Counts what this rank has done so far, and describes what one of its threads does now."""
+"""Counts this rank's progress, and describes the current activity of one of its threads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, Optional
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON = os.path.dirname(os.__file__)
-# Above every program, and below what it did when it was asked, or ended.
+# Frames that are not shown: outermost in every program, or innermost because a rank is asked for its place, or ends.
 _AROUND = (
     *("python/runpy.py", "<frozen", "python/contextlib.py", "ddpshim/launch/", "ddpshim/job/watch.py"),
     *("ddpshim/job/progress.py", "ddpshim/job/failure.py", "ddpshim/job/group.py", "ddpshim/job/job.py"),
 )
 _MOST_FRAMES = 10
 
-# What a rank does alone, by a file and a function of its stack. No job ends because of it. Of what is marked, ranks do
-# not even speak for ten minutes: it was declared, or a trainer that we know has one rank do it.
+# Work that a rank does alone: (file, function, name, is_declared), found in its stack. It never ends a job. Declared
+# work is not even reported for ten minutes: the program declared it, or a trainer that we know lets one rank do it.
 _SECTIONS = (
     ("ddpshim/job/world.py", "run_on_main", "World.run_on_main", True),
     ("ddpshim/checkpoint/", "", "a save", True),
@@ -40,7 +40,7 @@ _SECTIONS = (
     ("python/ssl.py", "", "the network", False),
     ("python/bdb.py", "", "a debugger", False),
 )
-# Where our own code waits for other ranks, beside torch's collectives.
+# Functions of ddpshim that wait for other ranks without a collective of torch.
 _WAITS = {
     ("ddpshim/job/world.py", "meet"): "World.meet",
     ("ddpshim/job/world.py", "hand_out"): "the order of a loader",
@@ -54,9 +54,9 @@ class Progress:
 
     Attributes:
         num_passes: backward passes whose gradients were reduced.
-        num_collectives: of `World`.
+        num_collectives: collectives of `World`.
         batch: epoch and step of the last batch from `make_loader`; None before.
-        is_reducing: the host waits at the end of a backward pass.
+        is_reducing: whether the host waits at the end of a backward pass.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Progress:
         self._event: Any = None
 
     def end_pass(self, is_on_gpu: bool) -> None:
-        """Note that a backward pass is over, at least for the host. Local."""
+        """Record that a backward pass is over, at least for the host. Local."""
         self.is_reducing = False
         self.num_passes += 1
         if is_on_gpu:
@@ -76,7 +76,7 @@ class Progress:
             self._event.record()
 
     def waits_on_gpu(self) -> bool:
-        """Whether the GPU still computes gradients of the last backward pass. Local; any thread may ask."""
+        """Return whether the GPU still computes gradients of the last backward pass. Local; safe in any thread."""
         with contextlib.suppress(RuntimeError):
             return self._event is not None and not self._event.query()
         return False
@@ -94,11 +94,11 @@ class Place(NamedTuple):
     """A thread's current activity.
 
     Attributes:
-        waits_in: the collective in which it waits for other ranks; None if it is busy itself.
-        section: what it is busy with, if known.
-        is_declared: whether it may take arbitrarily long.
+        waits_in: the collective in which it waits for other ranks; None if it works itself.
+        section: the work that it does, if known.
+        is_declared: whether that work may take arbitrarily long.
         site: the innermost line of the user's program.
-        lines: of its stack, as in a traceback.
+        lines: its stack, as in a traceback.
     """
 
     waits_in: Optional[str]
@@ -109,7 +109,7 @@ class Place(NamedTuple):
 
 
 def frames_of(thread: int) -> list[FrameType]:
-    """The stack of a thread of this process, outermost frame first; empty if it has ended. Local."""
+    """Return the stack of a thread of this process, outermost frame first; empty if it has ended. Local."""
     frame, frames = sys._current_frames().get(thread), list[FrameType]()
     while frame is not None:
         frames.append(frame)
@@ -118,7 +118,7 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def place_of(stack: list[Frame], progress: Progress, waits_on_gpu: bool = False) -> Place:
-    """The activity of a thread with this stack, outermost frame first. Local."""
+    """Return the activity of a thread with this stack, outermost frame first. Local."""
     stack = [frame for frame in stack if not _short(frame.file).startswith(_AROUND)]
     short = [(_short(frame.file), frame.function) for frame in stack]
     own = [frame for frame, (file, _) in zip(stack, short) if not file.startswith(("torch/", "ddpshim/", "python/"))]
@@ -133,12 +133,12 @@ def place_of(stack: list[Frame], progress: Progress, waits_on_gpu: bool = False)
     section = found[0][2] if found else None
     site = f"{os.path.basename(innermost.file)}:{innermost.line}" if stack else "at the end of its program"
     if waits_in is not None and own:
-        stack = stack[: stack.index(innermost) + 1]  # how torch waits is no news
+        stack = stack[: stack.index(innermost) + 1]  # without torch's frames
     return Place(waits_in, section, any(s[3] for s in found), site, _lines(stack[-_MOST_FRAMES:]))
 
 
 def _collective(short: list[tuple[str, str]], progress: Progress) -> Optional[str]:
-    """The collective of World's or of torch's in which a thread with these files and functions is, if it is in one."""
+    """Return the collective of World or torch in which a thread with these files and functions is; None if in none."""
     waits_in: Optional[str] = None
     for file, function in reversed(short):
         if file == "torch/distributed/distributed_c10d.py":
@@ -153,7 +153,7 @@ def _collective(short: list[tuple[str, str]], progress: Progress) -> Optional[st
 
 
 def _short(file: str) -> str:
-    """The name of a file of torch, of ours or of Python's beginning with the package's; others as they are."""
+    """Return a file's name from "torch/", "ddpshim/" or "python/" on, if it belongs to one; else unchanged."""
     torch = sys.modules.get("torch")
     roots = {"ddpshim": _OURS, "torch": os.path.dirname(getattr(torch, "__file__", None) or "/no torch")}
     for name, root in roots.items():

@@ -1,4 +1,4 @@
-"""Derives seeds, and gives code random streams that leave the process's own unchanged."""
+"""Derives seeds, and runs code with random streams of its own, which leave the process's unchanged."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), random, and numpy where it is loaded. Local."""
+    """Seed torch (all devices), random, and numpy if it is loaded. Local."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -20,7 +20,7 @@ def seed_everything(seed: int) -> None:
 
 
 def derive_seed(seed: int, *scope: Union[int, str]) -> int:
-    """A 63-bit seed derived from `seed` and a purpose, the same on every machine. Local.
+    """Return a 63-bit seed derived from `seed` and a purpose, the same on every machine. Local.
 
     >>> derive_seed(1, "noise", 0) != derive_seed(1, "noise", 1)
     True
@@ -31,10 +31,10 @@ def derive_seed(seed: int, *scope: Union[int, str]) -> int:
 
 @contextlib.contextmanager
 def shared_random_streams(seed: int) -> Iterator[None]:
-    """Inside, all ranks draw the same numbers from `seed`; afterwards each continues its own stream. Local.
+    """Within the block, all ranks draw the same numbers from `seed`; then each continues its own stream. Local.
 
     For a network that is built after `wrap_parallel` gave every rank its own streams. If the process's first
-    `wrap_parallel` is inside, each rank draws from its own stream afterwards.
+    `wrap_parallel` is in the block, each rank draws from its own new stream afterwards.
     """
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     _shared.depth += 1
@@ -51,7 +51,7 @@ def shared_random_streams(seed: int) -> Iterator[None]:
 
 
 def seed_own_streams(seed: int) -> None:
-    """Seed this rank's own streams; inside `shared_random_streams`, when that ends. Local."""
+    """Seed this rank's own streams now, or at the end of the surrounding `shared_random_streams`. Local."""
     if _shared.depth:
         _shared.own_seed = seed
     else:
@@ -59,7 +59,7 @@ def seed_own_streams(seed: int) -> None:
 
 
 class _Shared:
-    """The scopes of `shared_random_streams` that are open, and what their end would undo."""
+    """How many blocks of `shared_random_streams` are open, and the seed for this rank's streams at their end."""
 
     depth = 0
     own_seed: Optional[int] = None
@@ -81,7 +81,7 @@ class PrivateRandom:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Make the global generators this consumer's own until the block is left."""
+        """Within the block, the global generators have this consumer's states."""
         outer = global_states()
         if self._states is None:
             seed_globals(self._seed)
@@ -95,16 +95,16 @@ class PrivateRandom:
 
 
 def global_states() -> dict[str, Any]:
-    """The states of Python's, torch's (CPU) and, where it is loaded, numpy's global generators. Local."""
+    """Return the states of Python's, torch's (CPU) and, if it is loaded, numpy's global generators. Local."""
     states = {"random": random.getstate(), "torch": torch.default_generator.get_state()}
-    # numpy is not imported for this: a process without it has no global state of it to protect.
+    # numpy is not imported for this: a process without it has no state of it to protect.
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     return states
 
 
 def digest() -> str:
-    """A hash of `global_states`: it changes with every draw. Local."""
+    """Return a hash of `global_states`: it changes with every draw. Local."""
     states = global_states()
     torch_state = states.pop("torch").numpy().tobytes() if "numpy" in states else bytes(states.pop("torch").tolist())
     numpys = states.pop("numpy", ((), b""))
@@ -113,12 +113,13 @@ def digest() -> str:
 
 
 def seed_globals(seed: int) -> None:
-    """Seed what `global_states` returns. Local."""
+    """Seed the generators of `global_states`. Local."""
     random.seed(seed)
     # Not torch.manual_seed, which reseeds the accelerators as well.
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 1])  # Python's has the two
+        # From the two words alone numpy would draw the same as Python's generator, hence the 1.
+        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 1])
 
 
 def restore_global_states(states: dict[str, Any]) -> None:
@@ -132,13 +133,13 @@ def restore_global_states(states: dict[str, Any]) -> None:
 
 
 def rank_states(device: torch.device) -> dict[str, Any]:
-    """`global_states`, and under "cuda" that of `device` where it is a GPU, else None. Local."""
+    """Return `global_states`, and under "cuda" the state of `device` if it is a GPU, else None. Local."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {**global_states(), "cuda": cuda}
 
 
 def is_same_state(one: Any, other: Any) -> bool:
-    """Whether two of the states in `rank_states`, of one generator, are equal. Local."""
+    """Return whether two states of one generator, from `rank_states`, are equal. Local."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor):
@@ -149,7 +150,7 @@ def is_same_state(one: Any, other: Any) -> bool:
 
 
 def restore_changed_states(now: dict[str, Any], states: dict[str, Any], device: torch.device) -> None:
-    """`restore_rank_states` from `now`, where what did not change is the same object in both. Local."""
+    """Restore `states` except those that are the same object in `now`. Local."""
     restore_rank_states({name: state for name, state in states.items() if now.get(name) is not state}, device)
 
 

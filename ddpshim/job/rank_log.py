@@ -13,7 +13,7 @@ from ddpshim.variables import RANK_LOGS
 
 
 def has_log() -> bool:
-    """Whether all output of this rank goes to its own file."""
+    """Return whether all output of this rank goes to its own file. Local."""
     return RANK_LOGS in os.environ
 
 
@@ -61,7 +61,7 @@ def copy_output(folder: str, rank: int) -> Callable[[], None]:
     undone.
     """
     os.makedirs(folder, exist_ok=True)
-    # Line by line: a process that is killed leaves what it printed.
+    # Buffered by line, so that a killed process leaves what it printed.
     file = open(os.path.join(folder, f"rank_{rank}.log"), "a", buffering=1)  # noqa: SIM115 - for as long as the world
     before = sys.stdout, sys.stderr
     ours = _Both(sys.stdout, file), _Both(sys.stderr, file)
@@ -69,8 +69,8 @@ def copy_output(folder: str, rank: int) -> Callable[[], None]:
 
     def restore() -> None:
         if sys.exc_info()[1] is not None:
-            return  # the traceback is still to come
-        # Somebody else's stream (a trainer's logger) may be in front by now, and holds ours.
+            return  # the traceback is printed later
+        # Another stream (a trainer's logger) may have replaced ours, and still write to it.
         if sys.stdout is ours[0]:
             sys.stdout = before[0]
         if sys.stderr is ours[1]:
@@ -87,7 +87,7 @@ def _log() -> Path:
 
 
 class _Both:
-    """A stream that is also written down; everything else is the stream's own."""
+    """A stream that also writes to a file; all other attributes are the stream's."""
 
     def __init__(self, stream: Any, file: Any) -> None:
         self._stream, self.files = stream, [file]

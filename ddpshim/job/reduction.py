@@ -13,7 +13,7 @@ from ddpshim.errors import WorldError
 
 
 def to_cpu(value: Any) -> Any:
-    """`value` with its tensors, including those in a mapping, on the CPU and detached."""
+    """Return `value` with its tensors, including those in a mapping, on the CPU and detached. Local."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):
@@ -22,7 +22,7 @@ def to_cpu(value: Any) -> Any:
 
 
 def reduce(values: list[Any], mean: bool, like: Any) -> Any:
-    """Add or average one value of each rank, keeping the type of `like`."""
+    """Return the sum or mean of one value of each rank, with the type of `like`. Local."""
     first = values[0]
     if any(isinstance(value, Mapping) for value in values):
         keys = [set(value) if isinstance(value, Mapping) else {type(value)} for value in values]
@@ -61,5 +61,5 @@ def reduce(values: list[Any], mean: bool, like: Any) -> Any:
 def _sum_of_floats(values: list[float]) -> float:
     try:
         return math.fsum(values)
-    except (OverflowError, ValueError):  # infinities: a loss that exploded is to be seen, not to end the job
+    except (OverflowError, ValueError):  # infinities: show a loss that exploded, and do not end the job
         return float(sum(values))

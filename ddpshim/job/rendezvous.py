@@ -28,7 +28,7 @@ _state = _State()
 
 
 def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
-    """A store that all ranks of the job have joined, under `prefix` (collective).
+    """Return a store that all ranks of the job have joined, under `prefix` (collective).
 
     Raises LaunchError if the address is unknown or does not answer, ranks are missing, or ranks have different world
     sizes.
@@ -39,9 +39,9 @@ def meet(env: LaunchEnv, prefix: str, timeout_s: float) -> Any:
 
 
 def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
-    """The store through which the ranks of this job find each other; the same one again after `cleanup`."""
+    """Return the store through which the ranks of this job find each other; the same one again after `cleanup`."""
     if env.world_size == 1 and not env.agent_store:
-        return dist.HashStore()  # nobody to meet, and no port to take
+        return dist.HashStore()  # a single rank needs no port
     address = (env.master_addr, env.master_port, env.rank, env.world_size)
     if _state.address != address:
         from ddpshim.job.port import check_name, check_port  # a world of one has no port
@@ -56,7 +56,7 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
                 store = next(dist.rendezvous("env://", timeout=timeout))[0]
             else:
                 # Not torch's "tcp://": under torchrun that makes every rank a client of a port that nobody serves.
-                # It does not wait for the others: `_call_the_roll` does, and can say who is missing.
+                # The store does not wait for the others: `_call_the_roll` does, and can name the missing ranks.
                 store_class = listening.stores(is_one_node=env.local_world_size == env.world_size)
                 store = store_class(*where, env.world_size, serves, timeout, wait_for_workers=False)
         except RuntimeError as error:
@@ -72,10 +72,10 @@ def _root_store(env: LaunchEnv, timeout: timedelta) -> Any:
 
 
 def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
-    """`store` under a prefix that only the ranks of this start know; rank 0 tells it to each of them.
+    """Return `store` under a prefix that only the ranks of this start know; rank 0 sends it to each (collective).
 
-    torchrun's agent keeps one store over all its restarts, and new ranks would take the addresses of dead ones from
-    it. Its count of restarts is no help: each node has its own.
+    torchrun's agent keeps one store over all its restarts, and new ranks would read the addresses of dead ones from
+    it. Its count of restarts cannot be the prefix: each node has its own.
     """
     if not env.agent_store:
         return store
@@ -90,9 +90,8 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
         is_heard = False
         while not is_heard:
             store.wait([f"ddpshim/hello/{rank}"], timedelta(seconds=max(0.1, end - time.monotonic())))
-            theirs = store.get(f"ddpshim/hello/{rank}").decode(
-                errors="replace"
-            )  # perhaps of a rank that is dead, and will not hear
+            # May come from a rank that has died: then nobody confirms, and the next one is read.
+            theirs = store.get(f"ddpshim/hello/{rank}").decode(errors="replace")
             store.set(f"ddpshim/answer/{theirs}", mine)
             patience = 0.5 if time.monotonic() < end else 0.0
             with contextlib.suppress(RuntimeError, ValueError) if patience else contextlib.nullcontext():
@@ -102,15 +101,15 @@ def _of_this_start(store: Any, env: LaunchEnv, timeout: timedelta) -> Any:
 
 
 def _call_the_roll(store: Any, env: LaunchEnv, timeout_s: float) -> None:
-    """Wait until every rank of the job is here (collective).
+    """Wait until every rank of the job has joined (collective).
 
-    Raises LaunchError, on all that are here, where one got another number of ranks, or where some do not come.
+    Raises LaunchError, on all ranks that have joined, if one has another world size, or if some do not join.
     """
     store.set(f"here/{env.rank}", socket.gethostname())
     num_here, me = store.add("here", 1), f"WORLD_SIZE={env.world_size} on rank {env.rank}"
     first = failure.claim(store, "first", me)
     if first.partition(" ")[0] != me.partition(" ")[0]:
-        # The key for which all wait: those that came before hear of it as well.
+        # All ranks wait for this key, so that those that joined before get the error too.
         store.set("complete", f"{first}, but {me}: they would wait for different ranks")
     elif num_here == env.world_size:
         store.set("complete", "")

@@ -11,9 +11,9 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """Inside, `owner` (a module, a class, an object) has `value` as `name`; yields the previous value. Local.
+    """Within the block, `owner` (a module, a class, an object) has `value` as `name`; yields the previous value. Local.
 
-    It is restored exactly: a name that the owner only inherited is inherited again.
+    The name is restored exactly: if the owner only inherited it, it is inherited again.
     """
     kept = vars(owner).get(name, _ABSENT)
     before = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""Keeps statistics of a running training: each rank adds its own, and they are merged over all ranks at times."""
+"""Keeps statistics during training: each rank adds its own entries, which are merged over all ranks every n steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpshim.job.world import World
 class Running:
     """Means, variances, counts and rates of success over all ranks. From `World.running`.
 
-    What a rank adds stays its own until `merge`, or every `every_n_steps`-th `step`: then each rank contributes what is
-    new, so that nothing counts twice. `mean` and `results` give what was merged, equal on all ranks. All entries weigh
-    the same, however many each rank has.
+    A rank's entries stay local until `merge`, or every `every_n_steps`-th `step`: then each rank contributes its new
+    entries, so that nothing counts twice. `mean` and `results` return the merged part, equal on all ranks. All entries
+    weigh the same, however many each rank has.
 
-    As one of `Resumable`'s objects it is saved and loaded, including what is not merged yet.
+    As one of `Resumable`'s objects it is saved and loaded, including entries that are not merged yet.
 
     >>> running = World().running(every_n_steps=2)
     >>> running.add("return", [1.0, 3.0])
@@ -57,12 +57,12 @@ class Running:
         _merge_episodes(self._new["episodes"], task, [1, int(bool(is_success))])
 
     def step(self) -> Optional[dict[str, Any]]:
-        """Count a step; at every `every_n_steps`-th `merge`, and return what it does (collective)."""
+        """Count a step; every `every_n_steps`-th calls `merge` and returns its result (collective)."""
         self._num_steps += 1
         return None if self._num_steps % self.every_n_steps else self.merge()
 
     def merge(self) -> dict[str, Any]:
-        """Merge what is new on all ranks; returns the `results` of the new part alone (collective)."""
+        """Merge the new entries of all ranks; returns the `results` of these entries alone (collective)."""
         together = _empty()
         for part in self._gather_new():
             _merge(together, part)
@@ -74,7 +74,7 @@ class Running:
         return int(self._merged["moments"].get(name, {"num": 0})["num"])
 
     def mean(self, name: str) -> Any:
-        """The mean of all entries that were merged, a number or a tensor (D,). Local.
+        """The mean of all merged entries of `name`, a number or a tensor (D,). Local.
 
         Raises KeyError if there are none.
         """
@@ -90,17 +90,17 @@ class Running:
         return _results(self._merged)
 
     def collect(self) -> None:
-        """Move what is new to the main rank, whose state is saved; the next merge includes it (collective)."""
+        """Move all new entries to the main rank, whose state is saved; the next merge includes them (collective)."""
         parts = self._gather_new()
         for part in parts if self._world.is_main else ():
             _merge(self._new, part)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was merged, and what is new on this rank. Local; call `collect` first."""
+        """Return the merged entries, and the new ones of this rank. Local; call `collect` first."""
         return {"num_steps": self._num_steps, "merged": self._merged, "new": self._new}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load `state`, the main rank's, on all ranks; its new part counts on the main rank alone. Local."""
+        """Load `state`, the main rank's, on all ranks; only the main rank takes its new entries. Local."""
         self._num_steps = state["num_steps"]
         self._merged, self._new = _empty(), _empty()
         _merge(self._merged, state["merged"])
@@ -126,7 +126,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _merge_moments(into: dict[str, Any], name: str, new: Mapping[str, Any]) -> None:
-    """As Chan, Golub and LeVeque (1983) merge means and sums of squares: nothing cancels."""
+    """Merge means and sums of squares as Chan, Golub and LeVeque (1983) do, without cancellation."""
     old = into.get(name)
     if old is None:
         into[name] = dict(new)

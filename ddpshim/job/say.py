@@ -15,20 +15,20 @@ from ddpshim.errors import DdpShimError
 
 
 def say(text: str, *, directly: bool = False) -> None:
-    """Print "ddpshim: `text`" on stderr; `directly`: on the process's original stderr. Local."""
+    """Print "ddpshim: `text`" on stderr; `directly`: on the original one, if the program replaced sys.stderr. Local."""
     stream = (sys.__stderr__ or sys.stderr) if directly else sys.stderr
     print(f"ddpshim: {text}", file=stream, flush=True)
 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """`say`, the first time in this process. Local."""
+    """Print `text` as `say` does, but only once in this process. Local."""
     say(text)
 
 
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function that shows how far a command is: on a terminal's stderr, after two seconds, gone at the end. Local."""
+    """Yield a function that shows progress on a terminal's stderr: after two seconds, erased at the end. Local."""
     due, is_shown = time.monotonic() + 2.0, False
 
     def show(text: str) -> None:
@@ -47,14 +47,14 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 def described(error: BaseException) -> str:
     """ "ValueError: too large (train.py, line 12, in step)": an error, and where it was raised. Local.
 
-    For other ranks, which do not have the traceback. For an error of ddpshim, the text is enough.
+    For other ranks, which do not have the traceback. Errors of ddpshim explain themselves and have no place.
     """
     kind, where = type(error).__name__, "" if isinstance(error, DdpShimError) else place(error)
     return (f"{kind}: {error}" if str(error) else kind) + (f" ({where})" if where else "")
 
 
 def place(error: BaseException) -> str:
-    """ "train.py, line 12, in step": where `error` was raised, with the source where it has no text. Local."""
+    """ "train.py, line 12, in step": where `error` was raised, with the source line if it has no text. Local."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
@@ -64,7 +64,7 @@ def place(error: BaseException) -> str:
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:
-    """ "1 rank", "2 ranks"; the `ending` is of the plural."""
+    """ "1 rank", "2 ranks"; `ending` makes the plural."""
     return f"{number} {noun}{ending * (number != 1)}"
 
 
@@ -74,7 +74,7 @@ def ranks_called(ranks: Sequence[int]) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """With a unit: "3.2 GB", "820.0 MB"."""
+    """ "3.2 GB", "820.0 MB"."""
     for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= least:
             return f"{num_bytes / least:.1f} {unit}"
@@ -82,11 +82,11 @@ def size(num_bytes: float) -> str:
 
 
 def line_of_the_caller() -> str:
-    """file:line of the innermost frame that is neither torch's, nor Python's own, nor ours. Local."""
+    """Return file:line of the innermost frame outside torch, contextlib and ddpshim. Local."""
     torch = sys.modules.get("torch")
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    not_the_users = (ours, os.path.dirname(getattr(torch, "__file__", None) or ours), contextlib.__file__)
+    excluded = (ours, os.path.dirname(getattr(torch, "__file__", None) or ours), contextlib.__file__)
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(not_the_users):
+        if not frame.filename.startswith(excluded):
             return f"{frame.filename}:{frame.lineno}"
     return "a line of ddpshim"

@@ -18,12 +18,12 @@ _OPENMPI = Names(
 _MVAPICH = Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
 _PMI = Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-# Of its local executor, whose tasks are on one machine; on SLURM submitit goes through srun.
+# Variables of submitit's local executor, whose tasks are on one machine; on SLURM submitit uses srun.
 _SUBMITIT = Names("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
 
-# mpirun inside a SLURM job starts its remote daemons in a step of their own: ranks on the first node and on
-# the others see different SLURM_STEP_* values, so only the job's may decide what all ranks must agree on.
-# The tasks of one srun do share a step, which may cover a part of the job's nodes and have neighbours there.
+# mpirun inside a SLURM job starts its remote daemons in a separate step: ranks on the first node and on the
+# others see different SLURM_STEP_* values, so only the job's variables give values that all ranks must share.
+# The tasks of one srun share a step, which may cover only some of the job's nodes, and share them with other steps.
 _JOB_NODELISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _JOB_IDS = {
     _OPENMPI: (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",), ("SLURM_JOB_ID",)),
@@ -35,7 +35,7 @@ _JOB_IDS = {
 
 
 def read_mpi(variables: Variables, forced: str) -> LaunchEnv:
-    """The place of a rank that mpirun started, with any MPI. `forced`: the value of DDPSHIM_LAUNCHER, if set."""
+    """Return the place of a rank of mpirun, with any MPI. `forced`: the value of DDPSHIM_LAUNCHER, if set. Local."""
     known = (_OPENMPI, _MVAPICH, _PMI)
     names = next((names for names in known if any(name in variables.values for name in names[:2])), None)
     if names is None:
@@ -43,8 +43,8 @@ def read_mpi(variables: Variables, forced: str) -> LaunchEnv:
     launcher = "openmpi" if names is _OPENMPI else "pmi"
     found = variables.shown(LAUNCHER, *names)
     rank, world_size = variables.rank_and_world_size(names, found)
-    # srun sets PMI_* too, in interactive shells as well, and leaves the local rank to SLURM_LOCALID. Under
-    # mpiexec, SLURM_* number its daemons and not the ranks: hence the comparison.
+    # srun sets PMI_* too, also in interactive shells, but the local rank only in SLURM_LOCALID. Under mpiexec,
+    # SLURM_* number its daemons and not the ranks: hence the comparison.
     in_step = (variables.number(_SLURM.rank), variables.number(_SLURM.world_size)) == (rank, world_size)
     if names is _PMI and _PMI.local_rank not in variables.values and in_step:
         return read_slurm(variables, launcher, forced)
@@ -54,7 +54,7 @@ def read_mpi(variables: Variables, forced: str) -> LaunchEnv:
 
 
 def read_submitit(variables: Variables, forced: str) -> LaunchEnv:
-    """The place of a task of submitit's local executor; alone where there is one task, unless `forced`."""
+    """Return the place of a task of submitit's local executor; one task is a single process, unless `forced`. Local."""
     found = variables.shown(LAUNCHER, "SUBMITIT_LOCAL_JOB_ID", *_SUBMITIT[:3])
     rank, world_size = variables.rank_and_world_size(_SUBMITIT, found)
     if world_size == 1 and not forced:
@@ -65,7 +65,7 @@ def read_submitit(variables: Variables, forced: str) -> LaunchEnv:
 
 
 def read_slurm(variables: Variables, launcher: str, forced: str) -> LaunchEnv:
-    """The place of a task of srun; alone elsewhere in an allocation, unless `forced`."""
+    """Return the place of a task of srun; elsewhere in an allocation a single process, unless `forced`. Local."""
     if not forced and not _is_slurm_step(variables):
         seen = variables.shown("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_ID", *_SLURM[:2], "SLURM_PTY_PORT")
         reason = f"SLURM variables ({seen}), but not of an srun with several tasks: this is a single process"
@@ -92,7 +92,7 @@ def read_slurm(variables: Variables, launcher: str, forced: str) -> LaunchEnv:
 
 
 def _is_slurm_step(variables: Variables) -> bool:
-    """Whether srun started this as one of several tasks; batch scripts (reserved ids) and shells are not."""
+    """Return whether srun started this as one of several tasks; batch scripts (reserved ids) and shells are not."""
     names = ("SLURM_STEP_ID", _SLURM.world_size, _SLURM.rank)
     if "SLURM_PTY_PORT" in variables.values or not all(name in variables.values for name in names):
         return False
@@ -103,7 +103,7 @@ def _is_slurm_step(variables: Variables) -> bool:
 def _read_master(
     variables: Variables, names: Names, world_size: int, local_world_size: int, found: str
 ) -> tuple[Optional[str], Optional[int]]:
-    """(master_addr, master_port), the same on all ranks, for launchers that do not say them."""
+    """Return (master_addr, master_port), the same on all ranks, for launchers that do not set them."""
     master_addr, master_port = variables.master()
     if world_size == 1:
         return master_addr, master_port
@@ -119,7 +119,7 @@ def _read_master(
     known_ids = (ids for ids in _JOB_IDS[names] if all(name in variables.values for name in ids))
     job_id = variables.shown(*next(known_ids, ()))
     if master_port is None and job_id:
-        # Clear of system services, and below the range of ephemeral ports (on Linux from 32768).
+        # Above the ports of system services, and below the ephemeral ports (on Linux from 32768).
         master_port = 15000 + zlib.crc32(job_id.encode()) % 15000
     missing = ["MASTER_ADDR"] * (master_addr is None) + ["MASTER_PORT"] * (master_port is None)
     if missing:
@@ -128,8 +128,8 @@ def _read_master(
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """The host names of a SLURM hostlist, in order: ``"gpu[001-002,7]-ib,login1"`` is ``gpu001-ib``,
-    ``gpu002-ib``, ``gpu7-ib``, ``login1``. Of several brackets in a name the last runs fastest.
+    """Return the host names of a SLURM hostlist, in order: ``"gpu[001-002,7]-ib,login1"`` is ``gpu001-ib``,
+    ``gpu002-ib``, ``gpu7-ib``, ``login1``. With several brackets in a name, the last one varies fastest. Local.
 
     Raises LaunchError if it is not a hostlist.
     """
@@ -137,7 +137,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
     is_valid = re.fullmatch(f"{host_pattern}(?:,{host_pattern})*", nodelist) is not None
     hosts: list[str] = []
     for host in re.findall(host_pattern, nodelist):
-        # Of the parts, every second is the inside of a bracket.
+        # Every second part is the inside of a bracket.
         parts = enumerate(re.split(r"\[([^\]]*)\]", host))
         choices = [_expand_ranges(part) if index % 2 else [part] for index, part in parts]
         is_valid = is_valid and all(choices)
@@ -151,7 +151,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _expand_ranges(ranges: str) -> list[str]:
-    """The numbers of one bracket, padded as written; none if a range runs downwards."""
+    """Return the numbers of one bracket, padded as written; none if a range is decreasing."""
     ends = [part.split("-") for part in ranges.split(",")]
     if any(int(end[0]) > int(end[-1]) for end in ends):
         return []

@@ -1,8 +1,8 @@
-"""Knows which rows of the batch at hand are this rank's.
+"""Records which rows of the current batch are this rank's.
 
-`make_loader` deals out the batches of one process: row j of rank r of W is row j * W + r. Of a batch that W does not
-divide some ranks have one row more: the mean over its rows is the mean over ranks of `Share.weight` times a rank's
-mean. A rank without a row repeats one of another rank, with the weight 0.
+`make_loader` deals out the batches of one process: row j of rank r of W is row j * W + r of the global batch. If W does
+not divide the batch, some ranks have one row more: then the mean over the batch is the mean over ranks of
+`Share.weight` times the rank's mean. A rank without a row repeats a row of another rank, with weight 0.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ import torch
 
 from ddpshim.job.job import current
 
-_MOST_PARTS = 32  # of a batch
+_MOST_PARTS = 32  # a longer dict, list or tuple is not taken for a batch
 _NOT_WHO_DRAWS = ("torch", "ddpshim", "contextlib", "functools")
 
 
 class Share(NamedTuple):
-    """Which rows of a batch are a rank's."""
+    """A rank's rows of a batch."""
 
     rank: int
     world_size: int
-    num_rows: int  # of this rank
-    others: tuple[int, ...] = ()  # of this rank's batches of other loaders whose passes are under way
-    totals: tuple[int, ...] = ()  # of all ranks, for each of `sizes`; empty where the ranks divide them all
-    sequence_first: Collection[tuple[int, ...]] = ()  # the first two sizes of tensors that have the batch second
+    num_rows: int  # on this rank
+    others: tuple[int, ...] = ()  # rows on this rank in the current batches of other loaders
+    totals: tuple[int, ...] = ()  # rows on all ranks for each of `sizes`; empty if W divides them all
+    sequence_first: Collection[tuple[int, ...]] = ()  # the first two sizes of tensors with the batch in dimension 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What a batch of this rank may have for rows."""
+        """The numbers of rows that a batch on this rank may have."""
         return (self.num_rows, *self.others)
 
     @property
     def num_counted(self) -> int:
-        """How many rows of the batch are this rank's; 0 where it repeats one of another rank."""
+        """The number of rows that are this rank's own; 0 if it repeats a row of another rank."""
         return len(range(self.rank, self.totals[0], self.world_size)) if self.totals else self.num_rows
 
     @property
     def weight(self) -> float:
-        """By what this rank's mean counts in the mean over ranks."""
+        """The factor of this rank's mean in the mean over ranks."""
         return self.num_counted * self.world_size / self.totals[0] if self.totals else 1.0
 
     def total(self, num_rows: int) -> int:
-        """How many rows all ranks have where this one has `num_rows`, which is one of `sizes`."""
+        """Return the rows on all ranks for a batch with `num_rows` on this rank, which is one of `sizes`."""
         return self.totals[self.sizes.index(num_rows)] if self.totals else num_rows * self.world_size
 
     def divided(self, num: int) -> list[Share]:
-        """What each of `num` virtual ranks of this one has."""
+        """Return the shares of this rank's `num` virtual ranks."""
         sizes = [size // num for size in self.sizes]
         numbers = (self.rank + i * self.world_size for i in range(num))
         return [
@@ -63,13 +63,13 @@ class Share(NamedTuple):
         ]
 
     def num_samples(self, num_rows: int) -> Optional[int]:
-        """Of how many samples `num_rows` rows are, one or several of each; None if of no batch."""
+        """Return to how many samples `num_rows` rows belong, with one or several rows each; None if to no batch."""
         if num_rows in self.sizes:
             return num_rows
         return next((size for size in self.sizes if num_rows and num_rows % size == 0), None)
 
     def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
-        """(dimension of the batch in `shape`, how many of its entries belong to a sample); None without one."""
+        """Return (dimension of the batch in `shape`, its entries per sample); None if no dimension is the batch."""
         if tuple(shape[:2]) in self.sequence_first and shape[1] in self.sizes:
             return 1, 1
         num_samples = self.num_samples(shape[0]) if len(shape) else None
@@ -78,7 +78,7 @@ class Share(NamedTuple):
         return next(((number, 1) for number, size in enumerate(shape) if size in self.sizes), None)
 
     def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
-        """`shape` for the global batch."""
+        """Return `shape` for the global batch; `where` is the result of `dimension`."""
         dimension, num_each = where
         return [self.total(size // num_each) * num_each if i == dimension else size for i, size in enumerate(shape)]
 
@@ -86,7 +86,7 @@ class Share(NamedTuple):
         return slice(self.rank, None, self.world_size) if self.rank < total else slice(0, 1)
 
     def rows(self, drawn: Any, where: tuple[int, ...]) -> Any:
-        """This rank's rows of a tensor or array for the global batch."""
+        """Return this rank's rows of `drawn`, a tensor or array for the global batch."""
         dimension, num_each = where[:2]
         own = self._own(drawn.shape[dimension] // num_each)
         if num_each == 1:
@@ -95,7 +95,7 @@ class Share(NamedTuple):
         return each.reshape((-1, *drawn.shape[1:]))
 
     def among_others(self, own: torch.Tensor, where: tuple[int, ...]) -> torch.Tensor:
-        """`own` at its rows of the global batch; the others' rows are ones, which every distribution can take."""
+        """Return `own` in its rows of the global batch, and ones elsewhere, which are valid in every distribution."""
         whole = own.new_ones(self.whole(own.shape, where))
         dimension, num_each = where[:2]
         rows = self._own(whole.shape[dimension] // num_each)
@@ -107,24 +107,24 @@ class Share(NamedTuple):
 
 
 class Kept(Share):
-    """The share of a batch that a program may have kept from a pass that is over, to look at it without gradients.
+    """A rank's rows of a batch that the program may have kept from a finished pass, to evaluate it without gradients.
 
-    What is drawn then is the batch's where it has as many rows, or several of each (batch times time), and the
-    functions that draw hold tensors with the batch's rows. All else (a rollout) is drawn alike.
+    A draw is for this batch if its first size is the number of rows, or a multiple (batch times time) and the functions
+    that draw hold tensors with the batch's rows. All other draws (a rollout) are equal on all ranks.
 
-    Where the last batch of the pass has fewer rows than the others, `totals` are those of both, and `looked_at` is of
-    the one that was drawn for last; 0 where that is not known.
+    If the last batch of the pass has fewer rows than the others, `totals` has the totals of both, and `looked_at` is
+    the total of the batch that the latest draw was for; 0 if unknown.
     """
 
     looked_at = 0
 
     @property
     def num_counted(self) -> int:
-        """How many rows of what is looked at are this rank's; 1 where all ranks may have equally many."""
+        """The number of this rank's own rows of the evaluated batch; 1 if all ranks may have equally many."""
         return len(range(self.rank, self.looked_at, self.world_size)) if self.looked_at else 1
 
     def dimension(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
-        """Of the first dimension alone; collective, and with the rows of all ranks, where there are `totals`."""
+        """See `Share.dimension`; only the first can be the batch. With `totals` collective; see `_agreed`."""
         if self.totals:
             return self._agreed(shape)
         if len(shape) and shape[0] == self.num_rows:
@@ -132,11 +132,11 @@ class Kept(Share):
         return (0, shape[0] // self.num_rows) if self.is_of_it(shape) else None
 
     def whole(self, shape: Sequence[int], where: tuple[int, ...]) -> list[int]:
-        """`shape` for the global batch."""
+        """Return `shape` for the global batch; `where` is the result of `dimension`."""
         return [where[2] * where[1], *shape[1:]] if self.totals else super().whole(shape, where)
 
     def _agreed(self, shape: Sequence[int]) -> Optional[tuple[int, ...]]:
-        """(0, rows for each sample, samples of the batch), as all ranks find it (collective)."""
+        """Return (0, rows per sample, samples of the global batch), or None; equal on all ranks (collective)."""
         here = current().world
         assert here is not None
         drawn = here.gather((shape[0] if len(shape) else 0, self.is_of_it(shape)))
@@ -151,10 +151,10 @@ class Kept(Share):
         return None
 
     def is_of_it(self, shape: Sequence[int]) -> Optional[bool]:
-        """Whether what is drawn in `shape` has several rows for each of the batch's; None if that is not known. Local.
+        """Return whether a draw of `shape` has several rows for each row of the batch; None if unknown. Local.
 
-        The nearest functions that hold tensors of either size say so: one of (rows, time, ...) before it is flattened,
-        or others with the batch's rows alone. Several environments that are played at once have their own number.
+        The tensors in the nearest calling functions decide: one of (rows, time, ...) that is flattened later, or only
+        tensors with the batch's rows. A rollout in several environments has tensors with another number of rows.
         """
         if self.num_rows < 2 or not len(shape) or shape[0] <= self.num_rows or shape[0] % self.num_rows:
             return False
@@ -166,7 +166,8 @@ class Kept(Share):
 
 
 def _sizes_held(first: tuple[int, int], num_functions: int = 2) -> list[list[tuple[int, ...]]]:
-    """The sizes of tensors with one of `first` as the first of them, in the nearest functions that hold any. Local."""
+    """Return, for the nearest calling functions that have any, the shapes of tensors whose first size is in `first`.
+    Local."""
     found: list[list[tuple[int, ...]]] = []
     frame: Optional[FrameType] = sys._getframe(2)
     while frame is not None and len(found) < num_functions:
@@ -178,7 +179,7 @@ def _sizes_held(first: tuple[int, int], num_functions: int = 2) -> list[list[tup
 
 
 def _tensors(values: Iterable[Any], is_inside: bool = False) -> Iterator[torch.Tensor]:
-    """Those among `values`, and in the dicts, lists and tuples among them, of which a batch may be one."""
+    """Yield the tensors in `values`, and in the dicts, lists and tuples in it that may be a batch."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -187,27 +188,27 @@ def _tensors(values: Iterable[Any], is_inside: bool = False) -> Iterator[torch.T
 
 
 class Position(NamedTuple):
-    """Which batch of a loader a pass gave last."""
+    """The latest batch of a pass over a loader."""
 
-    loader: int  # by the order in which loaders were made
+    loader: int  # its number in the order in which loaders were made
     epoch: int
     step: int
-    num_samples: Optional[int]  # in that pass, of all ranks
+    num_samples: Optional[int]  # of the whole pass, on all ranks
 
 
 class Given:
-    """What a pass has given so far.
+    """The batches that a pass over a loader has returned so far.
 
     Attributes:
-        is_under_way: its last batch may still be trained on.
-        num_rows: of that batch, of this rank.
-        total: of that batch, of all ranks.
+        is_under_way: whether its latest batch may still be trained on.
+        num_rows: rows of that batch on this rank.
+        total: rows of that batch on all ranks.
         largest: `total` of the largest batch so far, and its `num_rows`.
-        feeds: whether it may be trained on.
-        num_batches: so far.
-        num_since: of these, since a backward pass.
-        passes_before: backward passes of the job when it began.
-        passes_then: when it gave the last batch.
+        feeds: whether that batch is for training.
+        num_batches: number of batches so far.
+        num_since: how many of them since the last backward pass.
+        passes_before: backward passes of the job when this pass began.
+        passes_then: backward passes of the job when it returned the latest batch.
     """
 
     def __init__(self, num_passes: int) -> None:
@@ -218,19 +219,19 @@ class Given:
 
 
 class Sharing:
-    """How the draws of a job are shared out, while they are.
+    """The state of a job's random draws, of which each rank gets its rows.
 
     Attributes:
-        share: of the batch at hand; None between batches.
-        kept: of a batch that the program may have kept from the pass before.
-        is_left: whether the pass that gave the batch at hand was left before its end.
-        trains_whole_batches: whether ranks may train on a whole batch each, on which they are to draw alike.
-        is_uneven: whether the last batch of a pass that is under way, or has just ended, is not divided by the ranks.
+        share: this rank's rows of the current batch; None between batches.
+        kept: this rank's rows of a batch that the program may have kept from the previous pass.
+        is_left: whether the pass that returned the current batch was left before its end.
+        trains_whole_batches: whether each rank may train on a whole batch, with equal draws on all ranks.
+        is_uneven: whether W does not divide the latest batch of a pass that is under way or has just ended.
         has_fetched_ahead: whether that pass has ended before its last batch was trained on.
-        is_permuted: whether the rows of the batch at hand were permuted, which was said.
+        is_permuted: whether the program permuted the rows of the current batch, which was reported.
         num_passes: backward passes so far.
-        given: what each pass has given.
-        last_given: of the pass that gave the batch at hand.
+        given: the batches of each pass.
+        last_given: the batches of the pass that returned the current one.
     """
 
     def __init__(self) -> None:
@@ -239,28 +240,28 @@ class Sharing:
         self.is_on = self.trains_whole_batches = self.is_left = False
         self.is_uneven = self.has_fetched_ahead = self.is_permuted = False
         self.sequence_first: set[tuple[int, ...]] = set()  # for `Share`
-        self.named: set[str] = set()  # the lines that were told of
-        self.last: tuple[Optional[Position], str] = None, ""  # the batch at hand, also of a pass that nobody holds
+        self.named: set[str] = set()  # the lines of code that were reported
+        self.last: tuple[Optional[Position], str] = None, ""  # of the current batch, also if its pass was deleted
         self.num_passes = 0
         self.given: weakref.WeakKeyDictionary[Any, Given] = weakref.WeakKeyDictionary()
         self.last_given: Optional[Given] = None
 
     def under_way(self) -> list[Given]:
-        """Of the passes whose last batch may still be trained on."""
+        """Return the passes whose latest batch may still be trained on."""
         return [given for given in self.given.values() if given.is_under_way]
 
     @property
     def of_draws(self) -> Optional[Share]:
-        """The share that torch's draws are made for now."""
+        """The share that applies to torch's draws now."""
         is_looking = self.kept is not None and not torch.is_grad_enabled()
         return self.kept if is_looking and (self.share is None or self.is_left) else self.share
 
 
 def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int] = None) -> None:
-    """From here on this rank trains on `num_rows` of the samples of a global batch, which the pass `of` gave. Local.
+    """Record that this rank now trains on `num_rows` samples of a global batch, which the pass `of` returned. Local.
 
     Args:
-        total: of all ranks, where they may not have equally many.
+        total: samples on all ranks, if they may not have equally many.
     """
     job = current()
     assert job.world is not None
@@ -286,7 +287,7 @@ def begin_batch(num_rows: int, of: Optional[object] = None, total: Optional[int]
 
 
 def positions() -> list[tuple[Position, str]]:
-    """Where the passes that feed the training are, and where their loaders were made. Local."""
+    """Return (position, line that made the loader) of each pass that feeds the training. Local."""
     sharing = current().part(Sharing)
     under_way = [of for of, given in sharing.given.items() if given.is_under_way]
     places = {(getattr(of, "position", None), getattr(of, "called", "")) for of in under_way} | {sharing.last}
@@ -294,7 +295,7 @@ def positions() -> list[tuple[Position, str]]:
 
 
 def keep(is_left: bool) -> None:
-    """The pass that gave the last batch is over, or was left: the program may have kept one of its batches. Local."""
+    """Record that the current pass has ended or, if `is_left`, was left: the program may keep a batch of it. Local."""
     job = current()
     sharing = job.part(Sharing)
     given = sharing.last_given
@@ -306,14 +307,14 @@ def keep(is_left: bool) -> None:
 
 
 def play(share: Optional[Share]) -> Optional[Share]:
-    """Make `share` that of the batch at hand; returns the one before it. Local."""
+    """Make `share` the current batch's; returns the previous one. Local."""
     sharing = current().part(Sharing)
     before, sharing.share = sharing.share, share
     return before
 
 
 def end_batch(of: Optional[object] = None) -> None:
-    """No batch is at hand any more, and the pass `of` is over: draws are alike on all ranks. Local."""
+    """Record that there is no current batch and the pass `of` is over: draws are now equal on all ranks. Local."""
     sharing = current().part(Sharing)
     sharing.share, sharing.last = None, (None, "")
     given = None if of is None else sharing.given.get(of)
@@ -324,19 +325,19 @@ def end_batch(of: Optional[object] = None) -> None:
 
 
 def is_shared() -> bool:
-    """Whether a draw now is a rank's rows of what one process draws. Local."""
+    """Return whether a draw now gives this rank's rows of one process's draw. Local."""
     sharing = current().part(Sharing)
     return sharing.is_on and sharing.share is not None
 
 
 def at_hand() -> Optional[Share]:
-    """Which samples of the global batch this rank has; None between batches. Local."""
+    """Return this rank's share of the current batch; None between batches. Local."""
     return current().part(Sharing).share
 
 
 @contextlib.contextmanager
 def without_batch() -> Iterator[None]:
-    """Inside, what is computed is no share of a batch, and ranks draw alike. Local."""
+    """Run a block as if between batches: all ranks draw the same. Local."""
     sharing = current().part(Sharing)
     before, kept = play(None), sharing.kept
     sharing.kept = None
@@ -348,6 +349,6 @@ def without_batch() -> Iterator[None]:
 
 
 def has_share() -> bool:
-    """Whether what is computed now is a rank's share of a batch. Local."""
+    """Return whether the current computation is for this rank's share of a batch. Local."""
     sharing = current().part(Sharing)
     return sharing.share is not None or (torch.is_grad_enabled() and not sharing.trains_whole_batches)

@@ -9,18 +9,18 @@ from typing import NamedTuple, Optional
 from ddpshim.job.meter import PHASES
 from ddpshim.job.say import ranks_called
 
-# Of a step; what costs less is not worth a line. What all ranks do alike is not wrong, but expensive.
+# Shares of a step: a lower cost is not reported. The second is for costs of all ranks: not wrong, only expensive.
 _LEAST, _LEAST_OF_ALL = 0.03, 0.045
-_LEAST_COST_S = 0.0005  # less than workers or messages would cost that avoid it
+_LEAST_COST_S = 0.0005  # workers or messages that avoid a lower cost would cost more
 _LEAST_BLOCKS = 4
-# Standard errors by which a rank must be slower: one step that the system interrupted is not enough. Loaders with
-# workers stall in bursts.
+# Standard errors by which a rank must be slower: one step that the system interrupted is not enough. The second is for
+# data: loaders with workers stall in bursts.
 _SURE, _SURE_OF_DATA = 2.5, 2.0
 _ALIKE = 1.2
-_RARE = ("save", "rollout")  # they have no noise: a rank that does nothing has zero
-_OTHER = ("after", "evaluation", "outside")  # of a rank alone these are one: what its program does between steps
+_RARE = ("save", "rollout")  # they have no noise: a rank that does none has zero
+_OTHER = ("after", "evaluation", "outside")  # one phase for a slow rank: what its program does between steps
 _OWN = {**{name: (name,) for name in PHASES if name not in ("communication", *_OTHER)}, "other": _OTHER}
-_OF_ALL = ("data", "transfer", "communication", *_RARE)  # which make a step longer on every rank alike
+_OF_ALL = ("data", "transfer", "communication", *_RARE)  # reported even if they take equally long on every rank
 
 Block = Sequence[float]  # mean seconds of each of PHASES in a step
 Blocks = Mapping[int, Block]  # of one rank, by the number of the block; the same steps on every rank
@@ -65,10 +65,10 @@ class Finding(NamedTuple):
     """A cause of slow steps.
 
     Attributes:
-        phase: one of PHASES, or "other": what a rank alone does between steps.
-        ranks: the slow ranks; empty if all are alike.
-        cost_s: lost in every step, on every rank, since the others wait.
-        step_s: the length of a step.
+        phase: one of PHASES, or "other": what a slow rank does between steps.
+        ranks: the slow ranks; empty if all are equally slow.
+        cost_s: seconds lost in every step, on every rank, since the others wait.
+        step_s: seconds of a step.
     """
 
     phase: str
@@ -89,7 +89,7 @@ class Finding(NamedTuple):
 
 
 def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Optional[Finding]:
-    """The largest avoidable cost in a step; None if nothing costs much. Local.
+    """Return the largest avoidable cost in a step; None if nothing costs much. Local.
 
     Args:
         ranks: the blocks of each rank, in the order of ranks.
@@ -112,7 +112,7 @@ def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Option
         of_ranks = [seconds(rank, (phase,)) for rank in everyone]
         least = list(map(min, zip(*of_ranks)))
         cost_s = statistics.fmean(least)
-        if phase == "communication":  # a busy machine makes some of it long
+        if phase == "communication":  # a busy machine makes it long in some steps
             cost_s = min(cost_s, statistics.median(least))
         found.append(Finding(phase, (), cost_s, step_s))
     if len(ranks) > 1:
@@ -128,7 +128,7 @@ def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Option
             if worst > 0:
                 slow = tuple(rank for rank, cost in costs.items() if 2 * cost > worst)
                 if phase == "data" and _all_load_alike([loads_s[rank] for rank in slow], loads_s):
-                    slow = ()  # workers of the others go on while those wait for these
+                    slow = ()  # all workers are equally slow: the others' continue while these ranks wait
                 found.append(Finding(phase, slow, worst, step_s))
     most = max(found, key=lambda finding: finding.cost_s)
     is_much = most.share >= (_LEAST if most.ranks else _LEAST_OF_ALL) and most.cost_s >= _LEAST_COST_S
@@ -136,7 +136,7 @@ def judge(ranks: Sequence[Blocks], loads_s: Sequence[Optional[float]]) -> Option
 
 
 def _excess(of_ranks: Sequence[Sequence[float]]) -> list[list[float]]:
-    """By how much each rank takes longer than the one in the middle, block by block."""
+    """Return how much longer each rank takes than the median rank, block by block."""
     middles = list(map(statistics.median_low, zip(*of_ranks)))
     return [[own - middle for own, middle in zip(values, middles)] for values in of_ranks]
 

@@ -1,4 +1,4 @@
-"""Names lines that draw once for each sample of a batch: on several ranks a rank draws for its own samples alone."""
+"""Reports lines that draw once for each sample of a batch: on several ranks a rank draws for its own samples only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpshim.job.shares import Sharing
 
 
 class _Counts:
-    """The small draws on the first batch of a job, by their lines."""
+    """The small draws on the first batch of a job, by line of code."""
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -20,7 +20,7 @@ class _Counts:
 
 
 def count(sharing: Sharing) -> None:
-    """Count a draw; on the second batch, say which lines drew as often as this rank had rows. On rank 0. Local."""
+    """Count a draw; on the second batch, report lines that drew as often as this rank had rows. Rank 0 only; local."""
     counts = current().part(_Counts)
     if counts.are_read or sharing.share is None or sharing.share.rank:
         return
@@ -33,6 +33,6 @@ def count(sharing: Sharing) -> None:
     for line, num in counts.of_line.items():
         if num == counts.num_rows > 1:
             say(
-                f"{line} drew {num} times on the {num} rows of this rank: if it stands in a loop over samples, that is "
-                "alike on all ranks, and one process would draw otherwise (option noise)"
+                f"{line} drew {num} times on the {num} rows of this rank: if it is in a loop over samples, all ranks "
+                "draw the same, and one process would draw differently (option noise)"
             )

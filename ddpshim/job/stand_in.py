@@ -8,15 +8,15 @@ from typing import Any
 
 
 class StandIn:
-    """What `World.only_main` returns on ranks that are not main: see there.
+    """The object that `World.only_main` returns on ranks other than the main rank.
 
-    Attributes, items and calls return it; it is empty and false, and its context lets exceptions through. It is not a
-    number, text or path: to compute with it, or open it, raises TypeError.
+    Attributes, items and calls return it again; it is empty and false, and as a context manager it lets exceptions
+    through. It is not a number, text or path: computing with it, or opening it, raises TypeError.
     """
 
     def __getattr__(self, name: str) -> StandIn:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # copy, pickle, numpy and others ask for protocols
+            raise AttributeError(name)  # copy, pickle, numpy and others look up protocol methods
         return self
 
     def __setattr__(self, name: str, value: Any) -> None: ...

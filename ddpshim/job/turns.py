@@ -1,8 +1,8 @@
 """Makes several virtual ranks of one process take turns, as threads of which one runs at a time.
 
-A virtual rank passes its turn on when it needs the others' values (`Turns.meet`), and continues when all have got
-there. So the combined result does not depend on the number of processes. EasyScale ("EasyScale: Elastic Training with
-Consistent Accuracy", SC 2023) has the workers of a GPU take turns in this way.
+A virtual rank ends its turn when it needs the others' values (`Turns.meet`), and continues when all have reached that
+call. So the combined result does not depend on the number of processes. In EasyScale ("EasyScale: Elastic Training with
+Consistent Accuracy", SC 2023) the workers of a GPU take turns in this way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ddpshim.errors import SyncError
 from ddpshim.job.random_streams import is_same_state, rank_states, restore_changed_states
 
 T = TypeVar("T")
-_END_S = 10.0  # a thread that is not done by then is left behind; it ends with the process
+_END_S = 10.0  # a thread that has not ended by then is abandoned; it ends with the process
 
 _APART = (
-    "virtual rank {} of this process came to {}, virtual rank {} to {}: as ranks they would deadlock. Make every "
+    "virtual rank {} of this process reached {}, virtual rank {} {}: as ranks they would deadlock. Make every "
     "step do the same, whatever its samples are."
 )
 
@@ -63,8 +63,8 @@ class Turns:
         self._play: Optional[Callable[[int], Any]] = None
         self._results: list[Any] = [None] * size
         self._streams: list[Any] = [None] * size
-        self._set: dict[str, Any] = {}  # the states that the generators were last known to be in
-        self._came: list[dict[int, tuple[str, Any]]] = [{}, {}]  # to the meeting at hand, and to the one after it
+        self._set: dict[str, Any] = {}  # the last known states of the generators
+        self._arrived: list[dict[int, tuple[str, Any]]] = [{}, {}]  # in the current meeting, and in the next
         self._num_met = [0] * size
         self._outcome: list[Any] = [None, None]
         self._done = [True] * size
@@ -76,7 +76,8 @@ class Turns:
     def run(self, play: Callable[[int], T]) -> list[T]:
         """Run `play(i)` for each virtual rank i, in turns; all begin with the current random streams. Local.
 
-        The first runs in this thread. Raises what one of them raised, and SyncError if their meetings or draws differ.
+        The first runs in this thread. Raises the first error of any of them, and SyncError if their meetings or draws
+        differ.
         """
         if not self._threads:
             self._threads = [
@@ -85,12 +86,12 @@ class Turns:
             for thread in self._threads:
                 thread.start()
         self._play, self._error = play, None
-        self._done, self._num_met, self._came = [False] * self.size, [0] * self.size, [{}, {}]
+        self._done, self._num_met, self._arrived = [False] * self.size, [0] * self.size, [{}, {}]
         streams = rank_states(self._device)
         self._streams, self._set = [streams] * self.size, streams
         self._step_of(0)
         while not all(self._done):
-            self._hand_on(0)
+            self._end_turn(0)
             self._wait(0)
             late = next((j for j in range(self.size) if not self._done[j]), None)
             if late is not None and self._error is None:
@@ -103,7 +104,7 @@ class Turns:
         return self._results
 
     def close(self) -> None:
-        """End the threads; `run` starts others. Between steps."""
+        """End the threads; the next `run` starts new ones. Call it between steps. Local."""
         self._is_over = True
         for i, thread in enumerate(self._threads, 1):
             self._may_go[i].release()
@@ -112,31 +113,31 @@ class Turns:
         self._threads.clear()
 
     def meet(self, what: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
-        """`combine` of the values of all virtual ranks of this process, computed once.
+        """Return `combine(values of all virtual ranks of this process)`, computed once.
 
-        Called in a step, by the virtual rank whose turn it is.
+        Call it in a step, from the virtual rank whose turn it is.
         """
         i = self.now
         assert i is not None
         number = self._num_met[i] % 2
         if i == 0:
-            self._came[number] = {}
-        self._came[number][i] = (what, value)
+            self._arrived[number] = {}
+        self._arrived[number][i] = (what, value)
         self._num_met[i] += 1
         self._leave(i)
         self._enter(i)
         if i == 0:
             try:
-                self._check_meeting(what, self._came[number])
-                self._outcome[number] = combine([self._came[number][j][1] for j in range(self.size)])
+                self._check_meeting(what, self._arrived[number])
+                self._outcome[number] = combine([self._arrived[number][j][1] for j in range(self.size)])
             except BaseException as error:
                 self._error = self._error or error
                 raise
         return self._outcome[number]  # type: ignore[no-any-return]
 
-    def _check_meeting(self, what: str, came: dict[int, tuple[str, Any]]) -> None:
+    def _check_meeting(self, what: str, arrived: dict[int, tuple[str, Any]]) -> None:
         for j in range(self.size):
-            theirs = came[j][0] if j in came else "the end of its step"
+            theirs = arrived[j][0] if j in arrived else "the end of its step"
             if theirs != what:
                 raise SyncError(_APART.format(0, what, j, theirs))
         self._check_alike(what)
@@ -164,14 +165,14 @@ class Turns:
 
     def _leave_streams(self, i: int) -> None:
         states = rank_states(self._device)
-        # One object for one state: most generators are not drawn from, and then nothing is compared or put back.
+        # An unchanged state keeps its object: most generators are not used, and then nothing is compared or restored.
         self._set = self._streams[i] = {
             name: self._set[name] if is_same_state(self._set[name], state) else state for name, state in states.items()
         }
 
     def _leave(self, i: int) -> None:
         self._leave_streams(i)
-        self._hand_on(i)
+        self._end_turn(i)
 
     def _enter(self, i: int) -> None:
         self._wait(i)
@@ -185,7 +186,7 @@ class Turns:
         self._set = self._streams[i]
         self._begin_turn(i)
 
-    def _hand_on(self, i: int) -> None:
+    def _end_turn(self, i: int) -> None:
         self._may_go[(i + 1) % self.size].release()
 
     def _wait(self, i: int) -> None:
@@ -198,7 +199,7 @@ class Turns:
     def _wait_for_steps(self, i: int) -> None:
         from ddpshim.job.group import settle_rounding
 
-        torch.set_num_threads(self._num_threads)  # torch's number is each thread's own
+        torch.set_num_threads(self._num_threads)  # torch keeps this number per thread
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         settle_rounding()
@@ -209,4 +210,4 @@ class Turns:
             if not self._done[i] and self._error is None:
                 self._step_of(i)
             self._done[i] = True
-            self._hand_on(i)
+            self._end_turn(i)

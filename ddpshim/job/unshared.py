@@ -1,6 +1,6 @@
-"""Ends a job whose ranks train separate models: on gradients that were never exchanged, by an optimizer or by hand.
+"""Ends a job whose ranks train separate models, by an optimizer or by hand, because no gradients were exchanged.
 
-Imports no torch: the program decides when that is imported.
+Imports no torch: the program decides when it is imported.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ddpshim.job.after_import import after_import
 from ddpshim.job.job import current
 from ddpshim.job.replaced import replaced
 
-_MOST_PASSES = 32  # that are looked at for weights that change by hand
+_MOST_PASSES = 32  # backward passes that are checked for weights that change by hand
 _MOST_NODES, _MOST_WEIGHTS, _MOST_NUMBERS = 1000, 8, 64
-_OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # which a program may distribute itself by
+_OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # a program may distribute itself with these
 
 
 class _Answer:
-    """Of this job: which optimizers need not be asked for any more."""
+    """The state of this check in a job; when it is settled, no step is checked any more."""
 
     def __init__(self) -> None:
         self.is_settled = False
         self.num_collectives: Optional[int] = None  # of the default group, when the job began
-        self.num_passes = 0  # backward passes that were looked at
-        self.weights: list[tuple[Any, Any]] = []  # some of the last pass: a parameter, and the first numbers in it
+        self.num_passes = 0  # backward passes that were checked
+        self.weights: list[tuple[Any, Any]] = []  # some parameters of the last pass, and their first numbers
 
 
 @functools.cache
 def watch() -> None:
-    """Check every optimizer step in this process, from the import of torch on. Local."""
+    """Check every optimizer step in this process, once it imports torch. Local."""
     after_import("torch", lambda: _register(contextlib.ExitStack()))
 
 
@@ -43,7 +43,7 @@ def leave_to_others() -> None:
 
 
 def begin() -> None:
-    """Check every step in this job, which begins now; collectives from now on are the program's own. Local."""
+    """Check every step in this job, which begins now; later collectives are the program's own. Local."""
     current().part(_Answer).num_collectives = _num_collectives()
     _register(current().at_end)
 
@@ -57,7 +57,7 @@ def _register(until: contextlib.ExitStack) -> None:
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Raise SyncError where this is one of several ranks, and nothing has distributed what it trains."""
+    """Raise SyncError if this is one of several ranks, and nothing has distributed what it trains."""
     job = current()
     answer = job.part(_Answer)
     if answer.is_settled or job.has_networks:  # wrap_parallel was called: see model/guard.py
@@ -85,7 +85,7 @@ def _refuse_alone(found: str, answer: _Answer) -> None:
 
 
 def _stand_in(original: Any) -> Any:
-    """torch.autograd.backward, which looks whether weights were changed by hand since the pass before."""
+    """Return a torch.autograd.backward that first checks whether weights were changed by hand since the last pass."""
 
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,13 +106,13 @@ def _first_numbers(weights: Any) -> Any:
 
 
 def _weights_of(tensors: Any) -> list[Any]:
-    """Some of the parameters that a loss depends on."""
+    """Return some of the parameters on which a loss depends."""
     from torch.nn import Parameter
 
     losses = tensors if isinstance(tensors, (list, tuple)) else [tensors]
     pending = [node for node in (getattr(loss, "grad_fn", None) for loss in losses) if node is not None]
     found, seen = [], set(pending)
-    for node in pending:  # which grows
+    for node in pending:  # it grows in the loop
         variable = getattr(node, "variable", None)
         if isinstance(variable, Parameter):
             found.append(variable)
@@ -125,7 +125,7 @@ def _weights_of(tensors: Any) -> list[Any]:
 
 
 def _num_alone(answer: _Answer) -> int:
-    """How many processes train each for itself; 1 where they do not, or where that is what the user wants."""
+    """Return how many processes train separate models; 1 if they do not, or if the user wants that."""
     from ddpshim.options import Options
 
     job = current()
@@ -140,7 +140,7 @@ def _num_alone(answer: _Answer) -> int:
     try:
         size = read_launch_env(os.environ).world_size
     except LaunchError:
-        return 1  # said by `setup`, where the program calls it
+        return 1  # `setup` reports it, if the program calls it
     return size if size > 1 and Options.read().guard else 1
 
 
@@ -151,7 +151,7 @@ def _distributes_itself() -> bool:
 
 
 def _num_collectives() -> Optional[int]:
-    """How many collectives the default process group has made; None where it cannot tell."""
+    """Return how many collectives the default process group has made; None if unknown."""
     import torch.distributed as dist
 
     try:

@@ -1,7 +1,7 @@
-"""Reports where each rank is when one waits in a collective for too long, from a thread of each rank.
+"""Reports where each rank is when one waits in a collective for too long, with a thread in each rank.
 
-The thread checks once a second; steps pay nothing. A rank that waits too long (`hangs.Waits`) asks through the job's
-store. Each thread answers for its rank, even if that sleeps or reads from a terminal.
+The thread checks once a second, which costs steps nothing. If its rank waits too long (`hangs.Waits`), it asks the
+others through the job's store. Each thread answers for its rank, even if the rank sleeps or reads from a terminal.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ddpshim.job.say import count, say
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
-_AGAIN_S = 10.0  # between the two times that ranks are asked, before the job ends
+_AGAIN_S = 10.0  # ranks are asked twice, with this pause, before the job is ended
 _STORE_S = 10.0
-_GPU_AFTER_S = 10.0  # a GPU is not asked in the middle of steps: that breaks the capture of a graph
-_MOST_PRINT = 8  # in larger worlds the main rank and those that are named print, and not all
-_RANKS_PER_S = 128  # that ask the store whether somebody wants to know something
-NCCL_GRACE_S = 60.0  # by which nccl's watchdog waits longer than this one
+_GPU_AFTER_S = 10.0  # the GPU is not queried during steps: that breaks the capture of a graph
+_MOST_PRINT = 8  # in larger worlds only the main rank and the named ranks print
+_RANKS_PER_S = 128  # how many ranks look for questions in the store each second
+NCCL_GRACE_S = 60.0  # nccl's watchdog waits so much longer than this one
 
 
 class Watch:
-    """The thread, and what it knows about its rank."""
+    """The thread, and what it has seen of its rank."""
 
     def __init__(self) -> None:
         self._thread: Optional[threading.Thread] = None
@@ -44,26 +44,27 @@ class Watch:
     def begin(self, rank: int, world_size: int, store: Any, timeout_s: float, gets_no_errors: bool = False) -> None:
         """Watch the calling thread until `end`. Local.
 
-        `gets_no_errors`: as under nccl, where a rank whose GPU waits in vain is killed later, and blamed.
+        `gets_no_errors`: as under nccl, where a rank whose GPU waits for a dead rank gets no error, but is killed
+        later, and blamed.
         """
         import torch.distributed as dist
 
-        if hasattr(store, "clone"):  # a newer torch's: a connection of its own, which no wait of the rank's holds up
+        if hasattr(store, "clone"):  # newer torch: a separate connection, which the rank's own waits do not block
             store = store.clone()
             store.set_timeout(timedelta(seconds=_STORE_S))
         self._rank, self._ranks, self._store = rank, range(world_size), dist.PrefixStore("watch", store)
         self._job, self._watched = current(), threading.get_ident()
         self._waits, self._round = Waits(timeout_s), 0
         self._timeout_s, self._gets_no_errors = timeout_s, gets_no_errors
-        self._is_on_gpu = False  # it is its GPU that waits
-        self._cpu_s = 0.0  # of the thread that is watched
+        self._is_on_gpu = False  # whether the rank's GPU waits
+        self._cpu_s = 0.0  # of the watched thread
         self._counted: Any = None
         self._store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
         self._every_s = max(_LOOK_EVERY_S, world_size / _RANKS_PER_S)
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, name="ddpshim-watch", daemon=True)
         self._thread.start()
-        # A thread that Python ends in the middle of a call to the store takes the process with it.
+        # If Python ends a thread in the middle of a call to the store, the process crashes.
         atexit.register(self.end)
 
     def end(self) -> None:
@@ -79,7 +80,7 @@ class Watch:
             self._store.set(f"left/{self._rank}", json.dumps(standing))
 
     def describe_others(self) -> str:
-        """Where the other ranks are, as far as they answer; for a rank that fails. Local."""
+        """Return where the other ranks are, as far as they answer; for a rank that fails. Local."""
         if self._thread is None:
             return ""
         self._ended.set()
@@ -90,12 +91,12 @@ class Watch:
             asked = self._ask()
             theirs = self._answers(asked, [rank for rank in self._ranks if rank != self._rank])
             self._store.set(f"verdict/{asked}", json.dumps(Verdict([], "")))
-        except (RuntimeError, ValueError):  # the store is gone with its host
+        except (RuntimeError, ValueError):  # the process that serves the store has ended
             return ""
         return describe(theirs, [rank for rank, their in theirs.items() if their is None or their.waits_in is None])
 
     def describe_left(self) -> str:
-        """Which ranks have left the job, and after what; empty if none has. Local."""
+        """Return which ranks have left the job, and after what; empty if none has. Local."""
         if self._thread is None:
             return ""
         left = {rank: their for rank in self._ranks if (their := self._left(rank)) is not None}
@@ -103,7 +104,7 @@ class Watch:
         return f"{mine}\n{describe(left, list(left))}" if left else ""
 
     def _run(self) -> None:
-        # The store is gone with its host, and the job with it.
+        # If the process that serves the store has ended, so has the job.
         with contextlib.suppress(RuntimeError, ValueError):
             while not self._ended.wait(self._every_s):
                 self._look()
@@ -120,7 +121,7 @@ class Watch:
             self._find_out()
 
     def _end_in_vain(self) -> None:
-        """End this rank where it waits for one that has failed, or has waited for `timeout_s`."""
+        """End this rank if it waits for one that has failed, or has waited for `timeout_s`."""
         first = failure.first()
         if first is not None and first != self._rank:
             self._ended.set()
@@ -130,16 +131,16 @@ class Watch:
             failure.abort(TimeoutError(f"Timed out waiting {self._timeout_s:g} s for other ranks (timeout_s)"))
 
     def _see(self) -> bool:
-        """Whether the rank waits for too long."""
+        """Look at the rank, and return whether it has waited too long."""
         progress, now = self._job.progress, time.monotonic()
         counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
-        if counted != self._counted:  # it moves, which its stack need not be looked at for
+        if counted != self._counted:  # it makes progress: no need to read its stack
             self._counted = counted
             return self._waits.look(now, counted, None)
         frames = frames_of(self._watched)
         place, cpu_s = self._place(frames), _cpu_seconds_of(self._watched) or 0.0
         if not (place.waits_in or "").startswith(("backward pass", "World.")) and cpu_s > self._cpu_s + 0.02:
-            self._cpu_s = cpu_s  # in torch's own collectives, one call after the other may look alike
+            self._cpu_s = cpu_s  # successive calls of torch's own collectives may have the same stack
         code = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         state = (counted, code, self._cpu_s if place.waits_in is not None else 0.0)
         return self._waits.look(now, state, place.site if place.waits_in is not None else None)
@@ -161,7 +162,7 @@ class Watch:
         return self._standing()._replace(cpu_s=cpu_s, thread_s=thread_s)
 
     def _ask(self) -> int:
-        """The number of the round that this rank, or at the same moment another one, has all others answer to."""
+        """Ask all ranks to answer, unless another rank does so at the same moment; return the number of the round."""
         key = f"asked/{self._round + 1}"
         if failure.claim(self._store, key, str(self._rank)) == str(self._rank):
             self._round += 1
@@ -173,18 +174,18 @@ class Watch:
         return Standing(*json.loads(self._store.get(key))) if failure.is_there(self._store, key) else None
 
     def _answers(self, asked: int, ranks: list[int]) -> dict[int, Optional[Standing]]:
-        """Where each of the ranks stands, but None for one that does not say so in time."""
-        came: dict[int, Optional[Standing]] = {rank: self._left(rank) for rank in ranks}
+        """Return the state of each of `ranks`; None for one that does not answer in time."""
+        states: dict[int, Optional[Standing]] = {rank: self._left(rank) for rank in ranks}
         end = time.monotonic() + _ANSWER_S + self._every_s
-        while (silent := [rank for rank in ranks if came[rank] is None]) and time.monotonic() < end:
+        while (silent := [rank for rank in ranks if states[rank] is None]) and time.monotonic() < end:
             for rank in silent:
                 if failure.is_there(self._store, f"stands/{asked}/{rank}"):
-                    came[rank] = Standing(*json.loads(self._store.get(f"stands/{asked}/{rank}")))
+                    states[rank] = Standing(*json.loads(self._store.get(f"stands/{asked}/{rank}")))
             self._pause(0.1)
-        return {rank: self._seen_from_here(rank) if theirs is None else theirs for rank, theirs in came.items()}
+        return {rank: self._seen_from_here(rank) if theirs is None else theirs for rank, theirs in states.items()}
 
     def _seen_from_here(self, rank: int) -> Optional[Standing]:
-        """What the system says of a rank that gives no answer, where it is on this node."""
+        """Return what the system reports of a rank that gives no answer; None if it is on another node."""
         from ddpshim.job import machine
 
         key = f"process/{rank}"
@@ -197,7 +198,7 @@ class Watch:
         return Standing(None, None, None, None, False, f"its process {process} {why}", [], cpu_s=cpu_s)
 
     def _pause(self, seconds: float) -> bool:
-        """Whether the rank waits for too long, also after these seconds."""
+        """Wait for `seconds`, and return whether the rank has then waited too long."""
         end, is_late = time.monotonic() + seconds, False
         while not self._ended.is_set() and (left := end - time.monotonic()) > 0:
             self._ended.wait(min(left, _LOOK_EVERY_S))
@@ -205,11 +206,11 @@ class Watch:
         return not self._ended.is_set() and is_late
 
     def _all(self) -> dict[int, Optional[Standing]]:
-        came = self._answers(self._round, [rank for rank in self._ranks if rank != self._rank])
-        return dict(sorted({**came, self._rank: self._answer()}.items()))
+        others = self._answers(self._round, [rank for rank in self._ranks if rank != self._rank])
+        return dict(sorted({**others, self._rank: self._answer()}.items()))
 
     def _find_out(self) -> None:
-        """Ask all ranks where they stand, and after a moment again; tell all what comes of it."""
+        """Read all ranks' answers, ask them again after 10 s, and send the verdicts to all."""
         first, begun = self._all(), time.monotonic()
         self._tell(judge(first, self._rank) if self._see() else None)
         if not self._pause(_AGAIN_S) or self._ask() != self._round:
@@ -226,7 +227,7 @@ class Watch:
             self._waits.postpone()
 
     def _hear(self) -> None:
-        """Take note of what comes of another rank's asking."""
+        """Wait for the verdict of the rank that asked, and act on it."""
         key, end = f"verdict/{self._round}", time.monotonic() + 2 * _ANSWER_S + self._every_s
         while not failure.is_there(self._store, key):
             if time.monotonic() > end or self._ended.is_set():
@@ -264,7 +265,7 @@ def begin(job: Job, rank: int, world_size: int, timeout_s: float, gets_no_errors
 
 
 def _node() -> Optional[str]:
-    """The name of the space of process numbers in which this process is; None where the system does not say."""
+    """Return the host and the PID namespace of this process; None if the system does not say."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -272,7 +273,7 @@ def _node() -> Optional[str]:
 
 
 def _cpu_seconds_of(thread: int) -> Optional[float]:
-    """What a thread of this process has used of a core; None where the system does not say."""
+    """Return the CPU seconds that a thread of this process has used; None if the system does not say."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return None
     with contextlib.suppress(OSError):

@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class _Group:
-    """The process group of what is exchanged in the middle of a forward or backward pass; None before its first use."""
+    """The process group for messages within forward and backward passes; None before its first use."""
 
     def __init__(self) -> None:
         self.group: Any = None
 
 
 def group() -> Any:
-    """The group for messages within forward and backward passes, separate from that of the buckets (collective).
+    """Return the group for messages within forward and backward passes, separate from the buckets' group.
 
-    Collective only in the first call.
+    The first call is collective.
     """
     made = current().part(_Group)
     if made.group is None:
@@ -37,14 +37,14 @@ def group() -> Any:
 
 def mean_over(here: World, total: torch.Tensor, count: Any) -> torch.Tensor:
     """See `World.mean_over`."""
-    is_tensor = isinstance(count, torch.Tensor)  # else filled in where it is needed: a copy would be waited for
+    is_tensor = isinstance(count, torch.Tensor)  # a number is written on the device: a copy to it would block
     counted = count.detach().to(total) if is_tensor else total.detach().new_full((), float(count))
     num, at_hand = exchange.size(here), shares.at_hand()
     if num == 1:
         return total / counted
     if at_hand is None or not at_hand.totals:
         return total * num / exchange.add_up(counted, group(), "a mean over all samples")
-    # The backward pass weighs by the rank's rows, as a mean over them is to be: not this one.
+    # The backward pass multiplies by `weight`, which is right for a mean over the rank's rows: undo it here.
     has_rows, weight = float(at_hand.num_counted > 0), at_hand.weight or 1.0
     over_all = exchange.add_up(counted * has_rows, group(), "a mean over all samples")
     return total * (has_rows * num / weight) / over_all
@@ -65,7 +65,7 @@ def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather_unevenly(here: World, x: torch.Tensor, at_hand: shares.Share) -> torch.Tensor:
-    """`all_gather` of a batch that the ranks do not divide: as many rows on each, of which some are left out again."""
+    """Return `all_gather` of a batch that W does not divide: pads to equal numbers of rows, and removes the padding."""
     num_samples, size = at_hand.num_samples(x.shape[0]), here.world_size
     if num_samples is None:
         raise DataError(
@@ -83,7 +83,7 @@ def _all_gather_unevenly(here: World, x: torch.Tensor, at_hand: shares.Share) ->
 
 
 def _check_equal_numbers(x: torch.Tensor) -> None:
-    """Raise DataError, on all ranks, where their numbers of rows differ: gloo would end the process (collective)."""
+    """Raise DataError, on all ranks, if their numbers of rows differ: gloo would end the process (collective)."""
     counted = torch.tensor([x.shape[0]], device=x.device)
     counts = [int(count) for count in exchange.gather(counted, group(), "numbers of rows")]
     if len(set(counts)) > 1:
@@ -95,11 +95,11 @@ def _check_equal_numbers(x: torch.Tensor) -> None:
 
 
 def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
-    """`loss`, computed on every rank over the global batch (collective): exactly that of one process.
+    """Return a function that computes `loss` on every rank over the global batch, as one process does (collective).
 
     For any loss that is not a mean over samples: masked or weighted means, samples that are compared with each other,
     batch statistics. Tensor arguments whose first dimension is the rank's batch, or a multiple of it, are gathered as
-    by `World.all_gather`; others are passed on. Its random draws are the same on all ranks.
+    by `World.all_gather`; others are passed unchanged. Its random draws are the same on all ranks.
 
     >>> import ddpshim
     >>> masked = ddpshim.whole_batch(lambda x, mask: (x * mask).sum() / mask.sum())
@@ -132,7 +132,7 @@ def whole_batch(loss: Callable[..., T]) -> Callable[..., T]:
 
 
 def _are_of_all(at_hand: shares.Share, tensors: list[torch.Tensor]) -> dict[int, bool]:
-    """Which tensors have the batch in them on all ranks, whose numbers of rows differ, by their ids (collective)."""
+    """Return, by id, whether each tensor holds the batch on all ranks, whose numbers of rows differ (collective)."""
     num_each = torch.zeros(len(tensors), dtype=torch.int64, device="cpu" if not tensors else tensors[0].device)
     for i, given in enumerate(tensors):
         num_samples = at_hand.num_samples(given.shape[0]) if given.dim() else None
@@ -142,7 +142,7 @@ def _are_of_all(at_hand: shares.Share, tensors: list[torch.Tensor]) -> dict[int,
 
 
 def _batch_at_hand(tensors: list[torch.Tensor]) -> Optional[shares.Share]:
-    """This rank's share of the batch at hand, else one with as many samples as the first tensor that has any."""
+    """Return this rank's share of the current batch, else one with the rows of the first tensor that has any."""
     here, num_rows = world(), next((given.shape[0] for given in tensors if given.dim() and given.shape[0]), None)
     alone = None if num_rows is None else shares.Share(here.rank, here.world_size, num_rows)
     return shares.at_hand() or alone

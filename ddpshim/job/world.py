@@ -1,4 +1,4 @@
-"""Describes this process's place in its job by a frozen `World`, which also carries values between the ranks."""
+"""Defines `World`: this process's place in its job, frozen, with collectives for Python values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CROSSED_DEADLINE_S = 10.0
-_NUM_KEPT = 4  # of the values that were handed out under a name; no rank is so far behind another
+_NUM_KEPT = 4  # values of `hand_out` that stay in the store for each name; no rank is further behind
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class World:
         rank: this process's number in the job, 0 to `world_size` - 1.
         local_rank: its number on its node, 0 to `local_world_size` - 1.
         node_rank: the number of its node.
-        device: where it computes.
+        device: the device on which it computes.
         backend: torch's name of the backend that carries gradients; None without a group.
         launcher: what started the job, "none" in a plain `python train.py`.
-        seed: that of `setup`.
+        seed: the argument of `setup`.
         num_restarts: how often a launcher or scheduler has started this job before.
         options: the `Options` of the run.
     """
@@ -78,32 +78,33 @@ class World:
         return self.launcher != "none"
 
     def autocast(self) -> Any:
-        """A context for forward and loss, which computes in the precision of `options`. Local.
+        """Return a context that runs forward and loss in the precision of `options`. Local.
 
-        What `wrap_parallel` returns uses it in its `forward` in training mode; compute a loss of other methods in `with
-        world.autocast():`. Weights, gradients and optimizers stay float32. Casts of weights are not cached, so an
-        optimizer may step inside. With a precision other than float32, a step before its first use raises OptionsError.
+        The module that `wrap_parallel` returns enters it in `forward` in training mode; if a loss calls other methods,
+        compute it in `with world.autocast():`. Weights, gradients and optimizers stay float32. Casts of weights are not
+        cached, so an optimizer may step inside. With a precision other than float32, an optimizer step before the first
+        use raises OptionsError.
         """
         return precision.autocast(self.options, self.device, self._job)
 
     def grad_scaler(self) -> Any:
-        """torch's GradScaler for the precision of `options`: on with fp16, else one that changes nothing. Local.
+        """Return torch's GradScaler for the precision of `options`: enabled with fp16, else it changes nothing. Local.
 
         Gradients are scaled as in one process, and all ranks skip a step if one has an inf. (This may be a different
-        step than in one process: a sum over a share can overflow where the sum over the batch cancels.) Its state
-        belongs in `Resumable`'s objects.
+        step than in one process: a sum over a share can overflow where the sum over the batch cancels.) To resume,
+        pass it to `Resumable` with the other objects.
         """
         return precision.grad_scaler(self.options, self.device, self._job, self.world_size)
 
     def only_main(self, obj: T) -> T:
-        """`obj` on the main rank; on the others a stand-in that accepts every call and does nothing. Local.
+        """Return `obj` on the main rank; on the others a stand-in that accepts every call and does nothing. Local.
 
-        For loggers, W&B runs, top-k managers, context managers: what prints and writes. Give it their factory, or every
-        rank would make one: `run = world.only_main(wandb.init)(project="lift")`, `with
-        world.only_main(JsonLogger)(path) as log: ...`. The stand-in is false and empty, and a loop over it ends at
-        once: loop over the loader itself, and give a progress bar `disable=not world.is_main`.
+        For objects that print or write: loggers, W&B runs, top-k managers, context managers. Pass the factory, or else
+        every rank creates the object: `run = world.only_main(wandb.init)(project="lift")`, `with
+        world.only_main(JsonLogger)(path) as log: ...`. The stand-in is false and empty, so a loop over it ends at once:
+        loop over the loader itself, and give a progress bar `disable=not world.is_main`.
 
-        A value that the program branches on must be the main rank's everywhere, else ranks diverge: `path =
+        If the program branches on a value, broadcast the main rank's, else ranks diverge: `path =
         world.broadcast(top_k.get_ckpt_path(metrics))`.
         """
         from ddpshim.job.stand_in import StandIn
@@ -111,7 +112,7 @@ class World:
         return obj if self.is_main else cast(T, StandIn())
 
     def running(self, every_n_steps: int = 1) -> Running:
-        """Statistics and counts that are merged over the ranks every n steps; see `Running`. Local."""
+        """Return statistics and counts that are merged over the ranks every n steps; see `Running`. Local."""
         from ddpshim.job.running import Running
 
         return Running(self, every_n_steps)
@@ -126,17 +127,17 @@ class World:
         return self._job.control
 
     def barrier(self) -> None:
-        """Wait until every rank is here, for up to `side_timeout_s` (collective)."""
+        """Wait until every rank has called it, for up to `side_timeout_s` (collective)."""
         if self.world_size > 1:
             self._gather(None, "barrier")
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank (collective).
+        """Return every rank's value, in rank order, on every rank (collective).
 
         Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them are sent as they are; other
         objects are pickled, unless the option `trust_peers` is off.
 
-        In a step of virtual ranks (option exact) every virtual rank's, in the order of their numbers.
+        In a step of virtual ranks (option exact) the list has one value for each virtual rank, in their order.
         """
         turns = self._job.part(Playing).turns
         if turns is not None and turns.now is not None:
@@ -155,7 +156,7 @@ class World:
 
     @contextlib.contextmanager
     def _told_apart(self, what: str) -> Iterator[None]:
-        """Raises WorldError where ranks met in different collectives, of which this rank's is `what`."""
+        """Raise WorldError if ranks are in different collectives; `what` describes this rank's."""
         try:
             yield
         except messages.Crossed:
@@ -175,7 +176,7 @@ class World:
             )
 
     def broadcast(self, value: T, src: int = 0) -> T:
-        """The value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
+        """Return the value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
 
         Raises WorldError if `src` is not a rank of this world.
         """
@@ -196,7 +197,7 @@ class World:
             return received
 
     def sum(self, value: Any) -> Any:
-        """The sum over ranks (collective) of a number, a tensor, or a mapping of these.
+        """Return the sum over ranks of a number, a tensor, or a mapping of these (collective).
 
         Integers add exactly, floats with one rounding (math.fsum), tensors in float64 or int64. Raises WorldError if
         ranks hold different keys or shapes, or something that cannot be added.
@@ -204,40 +205,40 @@ class World:
         return reduce(self.gather(to_cpu(value)), mean=False, like=value)
 
     def mean(self, value: Any) -> Any:
-        """The mean over ranks (collective); see `sum`. A mean of integers is a float.
+        """Return the mean over ranks (collective); see `sum`. A mean of integers is a float.
 
         Every rank counts once: with 2 samples on one rank and 1 on another, the one sample weighs as much as the two.
-        For the mean over samples add up sums and counts (`sum`, `running`), or use `mean_over`.
+        For the mean over samples, sum both totals and counts (`sum`, `running`), or use `mean_over`.
         """
         return reduce(self.gather(to_cpu(value)), mean=True, like=value)
 
     def mean_over(self, total: torch.Tensor, count: Any) -> torch.Tensor:
-        """The mean over the entries of all ranks, as a loss; `total` is the sum over this rank's (collective).
+        """Return a loss: the mean over the entries of all ranks; `total` is the sum over this rank's (collective).
 
         A mean over valid entries (padding masks, sample weights, valid steps) divides by a number that differs between
-        ranks; if each rank took its own mean, entries on ranks with few would weigh more. On each rank this is W *
-        total over the sum of the counts, so its mean over the ranks, and that of its gradients, is the mean over all
-        entries. A rank without entries (count 0) must still run the network, on an empty batch: the others wait for its
-        backward pass.
+        ranks; if each rank took its own mean, entries on ranks with few would weigh more. The result on each rank is
+        W * total / (sum of all counts). So the mean of the results over ranks is the mean over all entries, and the
+        mean of their gradients is its gradient. A rank without entries (count 0) must still run the network, on an
+        empty batch: the others wait for its backward pass.
 
         >>> World().mean_over(torch.tensor(6.0), 3)
         tensor(2.)
 
         Args:
             total: a tensor without dimensions, or one value for each of several losses.
-            count: of entries, or the sum of their weights: a number or a tensor.
+            count: the number of this rank's entries, or the sum of their weights; a number or a tensor.
         """
         from ddpshim.job import whole_batch
 
         return whole_batch.mean_over(self, total, count)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, in the order of one process's batch; gradients go back to a row's rank (collective).
+        """Return the rows of all ranks, in the order of one process's batch (collective). Differentiable.
 
         Row j of rank r of W is row j * W + r, as `make_loader` deals samples. For losses that compare samples (InfoNCE)
-        or normalise over the batch: compute them on the gathered rows, on every rank. The gradient of a row is the sum
-        over the ranks, of which DDP takes the mean: gradients are those of one process. Raises DataError, on all ranks,
-        if they have different numbers of rows.
+        or normalise over the batch: compute them on the gathered rows, on every rank. Each row's gradient is summed
+        over the ranks and returned to the row's rank; as DDP then takes the mean over ranks, gradients equal those of
+        one process. Raises DataError, on all ranks, if they have different numbers of rows.
 
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.
@@ -256,9 +257,9 @@ class World:
         return int(self._job.store.add(messages.key(f"count/{name}"), by))
 
     def begin_gather(self, numbers: list[int]) -> Callable[[float], list[list[int]]]:
-        """Send integers to every rank without waiting; calling the result waits for those of all ranks (collective).
+        """Send integers to every rank without waiting; return a function that waits for all ranks' (collective).
 
-        It takes a timeout in seconds, after which it raises RuntimeError.
+        The function takes a timeout in seconds and raises RuntimeError after it.
         """
         if self.world_size == 1:
             return lambda deadline_s: [numbers]
@@ -273,9 +274,9 @@ class World:
         return result
 
     def meet(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
-        """The values of the ranks that arrive within the deadline, by rank. Never hangs (collective).
+        """Return the values of the ranks that call this within the deadline, by rank. Never hangs (collective).
 
-        With a deadline of 0 a rank leaves its value without waiting. No rank waits for one that has left the job.
+        With a deadline of 0 a rank stores its value and does not wait. Ranks that have left the job are not waited for.
         Values must be JSON, since any process that reaches the job's store can write there.
 
         Raises WorldError if the store holds something else.
@@ -285,17 +286,17 @@ class World:
         name = f"{name}/{self._job.next_number(f'meet/{name}')}"
         own = messages.to_store(value)
         self._job.store.set(f"meet/{name}/{self.rank}", own)
-        end, told = time.monotonic() + deadline_s, {self.rank: own.encode()}
+        end, received = time.monotonic() + deadline_s, {self.rank: own.encode()}
         for rank in set(range(self.world_size if deadline_s > 0 else 0)) - {self.rank}:
             key = f"meet/{name}/{rank}"
             if self._comes(rank, key, end):
-                told[rank] = self._job.store.get(key)
-        return {rank: messages.from_store(told[rank], f"meet/{name}/{rank}") for rank in sorted(told)}
+                received[rank] = self._job.store.get(key)
+        return {rank: messages.from_store(received[rank], f"meet/{name}/{rank}") for rank in sorted(received)}
 
     def _comes(self, rank: int, key: str, end: float) -> bool:
-        """Whether `rank` leaves its value in the store before `end`; torch complains aloud of a wait that is over."""
+        """Return whether `rank` sets `key` before `end`. Polls, because torch prints a warning if a wait times out."""
         store, pause = self._job.store, 0.001
-        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone with its host
+        with contextlib.suppress(RuntimeError, ValueError):  # the process that serves the store has ended
             while not (store.check([key]) if hasattr(store, "check") else failure.is_there(store, key)):
                 if time.monotonic() > end or (pause > 0.1 and failure.is_there(store, f"watch/left/{rank}")):
                     return False
@@ -305,10 +306,10 @@ class World:
         return False
 
     def hand_out(self, name: str, value: T) -> T:
-        """The main rank's value of its n-th call with this `name`, for each rank's n-th call. The main rank does not
-        wait.
+        """Return, in each rank's n-th call with this `name`, the main rank's value of its n-th call. The main rank does
+        not wait.
 
-        So a rank that calls this more often than others does not stop them, and a later comparison can report it.
+        So a rank that calls this more often than others does not block them, and a later comparison can report it.
 
         Raises WorldError if the main rank does not make its n-th call within `side_timeout_s`.
         """
@@ -318,15 +319,15 @@ class World:
         key = f"hand_out/{name}/{number}"
         if self.is_main:
             store.set(key, messages.packed(value, False))
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # not all stores can forget
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete keys
                 store.delete_key(f"hand_out/{name}/{number - _NUM_KEPT}")
             return value
-        patience = self.options.side_timeout_s
+        timeout_s = self.options.side_timeout_s
         try:
-            store.wait([key], timedelta(seconds=patience))
+            store.wait([key], timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as error:
             raise WorldError(
-                f"rank {self.rank} made call {number + 1} of {name}, but the main rank did not within {patience:g} "
+                f"rank {self.rank} made call {number + 1} of {name}, but the main rank did not within {timeout_s:g} "
                 "s; they would continue with different values. Let every rank make the same calls."
             ) from error
         received: T = messages.unpacked(store.get(key), False, 0)

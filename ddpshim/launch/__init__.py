@@ -1,1 +1,1 @@
-"""Starts jobs: `run`, the process of a rank, and sbatch scripts."""
+"""Starts jobs: `run`, the process of a rank, `spawn`, and sbatch scripts."""

@@ -26,14 +26,14 @@ _RESTARTS = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
 
 
 class End(NamedTuple):
-    """How a rank failed, as torch's agent calls it."""
+    """How a rank failed, with the names of torch's `ProcessFailure`."""
 
     exitcode: int
     timestamp: int
 
 
 def run(program: Sequence[str], grace_s: float) -> tuple[dict[int, End], list[int]]:
-    """Run `program` as one rank; how it failed, if it did, and the signals that this process received."""
+    """Run `program` as one rank; return its failure, if it failed, and the signals that this process received."""
     stay_on_this_machine()
     ranks: list[subprocess.Popen[bytes]] = []
     passing = Passing(lambda: [rank.pid for rank in ranks if rank.returncode is None], grace_s)
@@ -49,25 +49,26 @@ def run(program: Sequence[str], grace_s: float) -> tuple[dict[int, End], list[in
 
 
 def _ended(rank: subprocess.Popen[bytes]) -> int:
-    """The exit code of the rank, when it has ended; signals are heard meanwhile."""
-    hears, tells = os.pipe()
-    os.set_blocking(tells, False)
+    """Wait until the rank has ended, and return its exit code; signals are handled meanwhile."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     # Not `Popen.wait`: a signal that the system gives to another thread does not wake it.
-    told, on_child = signal.set_wakeup_fd(tells), signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    previous_fd = signal.set_wakeup_fd(writer)
+    previous_handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
     try:
         while (code := rank.poll()) is None:
-            select.select([hears], [], [])
-            os.read(hears, 1 << 12)
+            select.select([reader], [], [])
+            os.read(reader, 1 << 12)
         return code
     finally:
-        signal.set_wakeup_fd(told)
-        signal.signal(signal.SIGCHLD, on_child)
-        os.close(hears)
-        os.close(tells)
+        signal.set_wakeup_fd(previous_fd)
+        signal.signal(signal.SIGCHLD, previous_handler)
+        os.close(reader)
+        os.close(writer)
 
 
 def _variables() -> dict[str, str]:
-    with socket.socket() as free:  # for a program that makes a process group of its own: ddpshim's takes none
+    with socket.socket() as free:  # a program may make its own process group; ddpshim's needs no port
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return {

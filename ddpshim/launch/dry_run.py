@@ -11,7 +11,7 @@ from ddpshim.variables import PREFIX
 
 
 def text(job: Launch) -> str:
-    """The command that each node would run, and its options. Local.
+    """Return the command that each node would run, and its options. Local.
 
     Raises LaunchError and OptionsError as the run would.
     """

@@ -24,7 +24,7 @@ from ddpshim.job.say import say
 from ddpshim.trainers import import_hook
 from ddpshim.trainers.unedited import program
 
-BEGAN = "began"  # a file in RUN_DIR, as old as this `run`
+BEGAN = "began"  # a file in RUN_DIR that is made when `run` begins
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         with watching.watched(proof):
             _run(argv)
     else:
-        if not os.environ.get(variables.AUDIT):  # which finds it too, and says more
+        if not os.environ.get(variables.AUDIT):  # the audit detects this too, and reports more
             unshared.watch()
         _run(argv)
 
@@ -63,7 +63,7 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _one_output_folder() -> None:
-    """hydra's `${now:...}` is the moment at which `run` began: ranks that start in other seconds share a folder."""
+    """Make hydra's `${now:...}` the time at which `run` began: ranks that start in different seconds share a folder."""
     began = os.path.join(os.environ.get(variables.RUN_DIR, ""), BEGAN)
     if os.path.exists(began):
         moment = datetime.fromtimestamp(os.stat(began).st_mtime)
@@ -78,7 +78,7 @@ def _run_program(argv: Sequence[str]) -> None:
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on: nothing was put there
+            if not getattr(sys.flags, "safe_path", False):  # python -P (3.11) puts no folder there
                 sys.path[0] = os.path.dirname(os.path.abspath(name))
             module = import_hook.program_in(name)
             if module is None and name.endswith((".pyc", ".pyz", ".zip")):
@@ -100,14 +100,14 @@ def _run_program(argv: Sequence[str]) -> None:
         if sys.excepthook is sys.__excepthook__:
             what = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             say(f"rank {os.environ.get('RANK') or os.environ.get('SLURM_PROCID')} {what}:")
-            traceback.print_exception(type(error), error, error.__traceback__)  # with lines that no file has, too
+            traceback.print_exception(type(error), error, error.__traceback__)  # also lines that are in no file
         else:  # set by `ddpshim.setup`: it names the first failing rank
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(code)
 
 
 def _run_file(path: str) -> None:
-    """As `python path`: its `__file__` is absolute and its sys.argv[0] is not, of which runpy makes one."""
+    """Run a file as `python path` does: `__file__` is absolute and sys.argv[0] is as given; runpy makes them equal."""
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__loader__ = SourceFileLoader("__main__", main.__file__)
@@ -122,7 +122,7 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
 
 
 def _hide_clock(trace: Optional[TracebackType]) -> None:
-    """End a traceback before the frames of what stands in for `input`."""
+    """End a traceback before the frames of the stand-in for `input`."""
     while trace is not None and trace.tb_next is not None:
         if trace.tb_next.tb_frame.f_globals.get("__name__") == "ddpshim.trainers.unedited.clock":
             trace.tb_next = None

@@ -2,7 +2,7 @@
 last.
 
 torchrun's agent runs in this process, and starts and watches the ranks (for a single rank: `alone`). Exit code: 0 if
-every rank succeeded; that of the rank that failed first, or 128 + N if signal N ended it; 2 if a check failed.
+every rank succeeded; the code of the first rank to fail, or 128 + N if signal N ended it; 2 if a check failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ddpshim.launch import alone, signals, warm
 from ddpshim.launch.rank import BEGAN
 from ddpshim.observe.records import FOLDER
 
-_NUM_LOGS = 50  # of runs in one folder
+_NUM_LOGS = 50  # runs whose logs are kept in a folder
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Launch:
     program: str  # a file, or with is_module the name of a module
     arguments: tuple[str, ...] = ()
     is_module: bool = False
-    nproc: str = "auto"  # a number of ranks on this node, or what torchrun understands: gpu, cpu, auto
+    nproc: str = "auto"  # the number of ranks on this node, or a word of torchrun: gpu, cpu, auto
     nnodes: Optional[int] = None
     node_rank: Optional[int] = None
     master_addr: Optional[str] = None
     master_port: Optional[int] = None
-    rdzv_endpoint: Optional[str] = None  # in place of the last three
+    rdzv_endpoint: Optional[str] = None  # instead of the last three
     rdzv_backend: str = "c10d"
     rdzv_id: str = "ddpshim"
     standalone: bool = False
@@ -61,12 +61,12 @@ class Launch:
     log_dir: Optional[str] = None
     has_logs: bool = True
     grace_s: float = 60.0
-    audit: Optional[str] = None  # a folder for what ranks write down, see ddpshim.tools.audit.recording
-    proof: Optional[str] = None  # another, see ddpshim.tools.prove.watching
+    audit: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.audit.recording
+    proof: Optional[str] = None  # a folder for the ranks' records, see ddpshim.tools.prove.watching
 
 
 def run(job: Launch) -> int:
-    """The exit code of `job`, when all its ranks on this node have ended.
+    """Run `job` until all its ranks on this node have ended, and return its exit code. Local.
 
     Signals to this process are passed on to the ranks, once each; after SIGTERM, SIGINT, SIGHUP or SIGQUIT the ranks
     have `grace_s` to stop. Raises LaunchError, before anything is started, if the job cannot run.
@@ -74,7 +74,7 @@ def run(job: Launch) -> int:
     job = nodes_of_scheduler(job, os.environ)
     check(job, os.environ)
     log_dir = _make_log_dir(job) if job.has_logs else None
-    if os.environ.get("DDPSHIM_EXACT"):  # its virtual ranks may share GPUs, on which they are to add in one order
+    if os.environ.get("DDPSHIM_EXACT"):  # virtual ranks may share GPUs, which must add in a fixed order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     is_alone = job.nproc == "1" and (job.nnodes or 1) == 1 and not job.max_restarts
     if not is_alone:
@@ -82,7 +82,7 @@ def run(job: Launch) -> int:
     with tempfile.TemporaryDirectory(prefix="ddpshim-run-") as run_dir:
         os.environ[variables.RUN_DIR] = run_dir
         Path(run_dir, BEGAN).touch()
-        # Sets of strings have one order in all ranks: a script may number its classes by it.
+        # Sets of strings must have the same order in all ranks: a script may number its classes by it.
         if os.environ.get("PYTHONHASHSEED", "random") == "random":
             os.environ["PYTHONHASHSEED"] = "0"
         os.environ.update(_options_of_python())
@@ -96,7 +96,7 @@ def run(job: Launch) -> int:
             say(f"each rank's output goes to {log_dir}/rank_N.log")
             if not job.node_rank:
                 screen = _shown_on_screen(log_dir / "rank_0.log")
-        # Not through torchrun's parser, which finds `--nproc` or `--log` of the program's own ambiguous.
+        # Not through torchrun's parser, which rejects the program's own `--nproc` or `--log` as ambiguous.
         program = [*(["-m"] if job.is_module else []), job.program, *job.arguments]
         with screen:
             failures, received = alone.run(program, job.grace_s) if is_alone else _run_ranks(job, run_dir, program)
@@ -109,7 +109,7 @@ def run(job: Launch) -> int:
         first, code = failure_notes.first(failures, notes, log_dir)
         if code == EXIT_REQUEUE:  # no failure
             say(f"the ranks saved their progress and stopped; start the job again to resume (exit code {code})")
-        elif any(code in (-signum, 128 + signum) for signum in received):  # asked for, whichever rank was quicker
+        elif any(code in (-signum, 128 + signum) for signum in received):  # requested, whichever rank ended first
             where = "" if log_dir is None else f"; their logs are in {log_dir}"
             name = signal.Signals(-code if code < 0 else code - 128).name
             say(f"stopped by {name}{where}")
@@ -119,14 +119,15 @@ def run(job: Launch) -> int:
 
 
 def _options_of_python() -> dict[str, str]:
-    """`python -O -W error -m ddpshim run train.py` is to run what `python -O -W error train.py` does."""
+    """Return variables that pass this Python's options to the ranks: `python -O -W error -m ddpshim run train.py` must
+    run the program as `python -O -W error train.py` does."""
     optimize = {"PYTHONOPTIMIZE": str(sys.flags.optimize)} if sys.flags.optimize else {}
     return {**optimize, **({"PYTHONWARNINGS": ",".join(sys.warnoptions)} if sys.warnoptions else {})}
 
 
 def _run_ranks(job: Launch, run_dir: str, program: Sequence[str]) -> tuple[Mapping[int, Any], list[int]]:
-    """How ranks failed under torch's agent, by rank, and the signals that came."""
-    from torch.distributed import run as torchrun  # seconds, so after what can be found out without it
+    """Run the ranks under torch's agent; return how they failed, by rank, and the signals received."""
+    from torch.distributed import run as torchrun  # takes seconds, so after the checks that do not need it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ddpshim.job.listening import narrowed
@@ -169,7 +170,7 @@ def _problems_of_environment(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def problems_of_program(job: Launch) -> Iterator[str]:
-    """Why the program of `job` cannot run, a line for each reason. Local; reads files, imports nothing."""
+    """Yield the reasons why the program of `job` cannot run, a line each. Local; reads files, imports nothing."""
     source = module_file(job.program) if job.is_module else job.program
     if source is None:
         yield (
@@ -194,7 +195,7 @@ def problems_of_program(job: Launch) -> Iterator[str]:
 
 
 def module_file(name: str) -> Optional[str]:
-    """The file that `python -m name` runs, found without importing the packages above it."""
+    """Return the file that `python -m name` runs, found without importing the packages above it. Local."""
     first, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -208,7 +209,7 @@ def module_file(name: str) -> Optional[str]:
 
 
 def _find_inside(package: Optional[ModuleSpec], name: str) -> Optional[ModuleSpec]:
-    # By the last name alone: with the whole one, a folder without __init__.py needs the package above it imported.
+    # Find only the last part of the name: for the full name, a folder without __init__.py needs its parent imported.
     inside = package.submodule_search_locations if package is not None else None
     return importlib.machinery.PathFinder.find_spec(name, inside) if inside is not None else None
 
@@ -248,17 +249,17 @@ def _problems_of_nodes(job: Launch) -> Iterator[str]:
             )
         elif node_rank == 0:
             try:
-                # Whatever rank 0 serves there, in the words of `check_port`.
+                # Check the port that rank 0 would serve, for the messages of `check_port`.
                 check_port(LaunchEnv("explicit", 0, 0, 2, 1, 0, job.master_addr, job.master_port, False, ""))
             except LaunchError as taken:
                 yield str(taken)
 
 
 def nodes_of_scheduler(job: Launch, environ: Mapping[str, str]) -> Launch:
-    """`job` with its node number, if srun or mpirun started one `run` on each of several nodes."""
+    """Return `job` with its node number, if srun or mpirun started one `run` on each of several nodes. Local."""
     if job.nnodes is not None or any(name in environ for name in ("RANK", "WORLD_SIZE")):
         needs_port = (job.nnodes or 1) > 1 and job.master_port is None and job.rdzv_endpoint is None
-        return replace(job, master_port=29500) if needs_port else job  # torchrun's own; all nodes have to know it
+        return replace(job, master_port=29500) if needs_port else job  # torchrun's default; all nodes must agree
     env = read_launch_env(environ)
     if env.world_size == 1:
         return job
@@ -292,7 +293,7 @@ def _make_log_dir(job: Launch) -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Delete all but the newest logs below `folder` that have a name from here; not those of a run that goes on."""
+    """Delete all but the newest log folders that `run` has named in `folder`, except those of runs that still run."""
     names = sorted(path.name for path in folder.glob("*") if re.fullmatch(r"[0-9]{8}-[0-9]{6}-[0-9]+", path.name))
     for name in names[: 1 - _NUM_LOGS]:
         try:
@@ -321,7 +322,7 @@ def _check_gpus(nproc: str) -> None:
 
 def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
     if (job.nnodes or 1) == 1:
-        # The kernel chooses a free port. The address is stated: the host's own name may not resolve.
+        # The kernel chooses a free port. The address is given because the host's own name may not resolve.
         meet = ["--standalone", "--local-addr=127.0.0.1"]
     elif job.rdzv_endpoint is not None:
         meet = [f"--nnodes={job.nnodes}", f"--rdzv-endpoint={job.rdzv_endpoint}"]
@@ -335,19 +336,19 @@ def torchrun_arguments(job: Launch, run_dir: str) -> list[str]:
 
 @contextlib.contextmanager
 def _shown_on_screen(log: Path) -> Iterator[None]:
-    """What is appended to `log` meanwhile appears on stdout, byte for byte, so that progress bars still move."""
+    """Within the block, copy what is appended to `log` to stdout, byte for byte, so that progress bars still move."""
     start = log.stat().st_size if log.exists() else 0
     ended = threading.Event()
 
     def follow() -> None:
         while not log.exists():
-            if ended.wait(0.05) and not log.exists():  # a rank that ended within this moment has written
+            if ended.wait(0.05) and not log.exists():  # a rank may have written and ended during this wait
                 return
         # A closed pipe (`| head`) ends the display, not the training.
         with log.open("rb") as file, contextlib.suppress(BrokenPipeError):
             file.seek(start)
             while True:
-                is_last = ended.is_set()  # asked before reading: what comes later is not lost
+                is_last = ended.is_set()  # before reading, so that no later text is lost
                 for chunk in iter(lambda: file.read(1 << 16), b""):
                     sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
@@ -365,14 +366,14 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
 
 
 def _error_in(traceback: str) -> str:
-    """The line of a traceback that names the error."""
+    """Return the line of a traceback that names the error."""
     lines = traceback.rstrip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
     return lines[frames[-1] + 1] if frames and lines[frames[-1] + 1 :] else ""
 
 
 def _report(rank: int, code: int, log_dir: Optional[Path], traceback: str) -> None:
-    """Say which rank failed first, and end with its traceback, or else with the end of its log."""
+    """Print which rank failed first, and last its traceback, or else the end of its log."""
     said = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if log_dir is None:
         say(f"rank {rank} failed first: it {said}")

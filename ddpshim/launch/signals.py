@@ -31,7 +31,7 @@ class Passing:
     def __init__(self, pids: Callable[[], list[int]], grace_s: float) -> None:
         self._pids, self._grace_s = pids, grace_s
         self.received: list[int] = []
-        self._too_early: list[int] = []  # for ranks that were not there yet
+        self._too_early: list[int] = []  # received before the ranks started
         self._before = {signum: signal.getsignal(signum) for signum in (getattr(signal, name) for name in _NAMES)}
 
     def begin(self) -> None:
@@ -41,7 +41,7 @@ class Passing:
             signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else self._pass_on)
 
     def catch_up(self) -> None:
-        """Send the ranks, which now run, the signals that came before. Local."""
+        """Send the signals received before the ranks started, now that they run. Local."""
         for signum in self._too_early:
             self._send(signum)
 
@@ -57,12 +57,12 @@ class Passing:
                 self._send(signal.SIGKILL)
             return
         self.received.append(signum)
-        asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # of these the ranks make what they like
-        patience = f", which have {self._grace_s:g} s to stop" if asks_to_end else ""
-        say(f"{name}, passed on to the ranks{patience}")
+        asks_to_end = signum not in (signal.SIGUSR1, signal.SIGUSR2)  # ranks decide what these mean
+        deadline = f", which have {self._grace_s:g} s to stop" if asks_to_end else ""
+        say(f"{name}, passed on to the ranks{deadline}")
         if self._pids():
             self._send(signum)
-        else:  # they are only just being started
+        else:  # the ranks are still being started
             self._too_early.append(signum)
         if asks_to_end:
             timer = threading.Timer(self._grace_s, self._give_up, [name])
@@ -81,7 +81,7 @@ class Passing:
 
 @contextlib.contextmanager
 def passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
-    """Inside, signals go to the ranks, while torch's agent keeps watching them until they end.
+    """Within the block, signals go to the ranks, and torch's agent keeps watching them until they end.
 
     Yields the signals received so far, a list that grows.
 
@@ -92,7 +92,7 @@ def passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     agents_start = PContext.start
-    running: list[PContext] = []  # the ranks that there are, or were before a restart
+    running: list[PContext] = []  # the ranks of each start; the last are the current ones
     passing = Passing(lambda: list(running[-1].pids().values()), grace_s)
 
     def start(context: PContext) -> None:
@@ -107,14 +107,14 @@ def passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
 
         def listen_and_launch() -> None:
             running.append(context)
-            passing.begin()  # over the agent's own handlers, which it has just set
-            launch()  # at a signal in the middle of it the agent would leave the ranks that there are alone
+            passing.begin()  # replaces the handlers that the agent has just set
+            launch()  # a signal during this would make the agent abandon the ranks that it has started
             passing.catch_up()
 
         context._start = listen_and_launch  # type: ignore[method-assign]
         agents_start(context)
 
-    # Until there are ranks: torch waits for other nodes in C++, where Python's own handler of Ctrl-C is not reached.
+    # Until the ranks start: torch waits for other nodes in C++, where Python's own handler of Ctrl-C cannot run.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     PContext.start = start  # type: ignore[method-assign,assignment]

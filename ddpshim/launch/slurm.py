@@ -43,7 +43,7 @@ class Settings:
 
 
 def batch_script(settings: Settings) -> str:
-    """The text of an sbatch script.
+    """Return the text of an sbatch script. Local.
 
     The ranks, not the batch shell, get SIGUSR1 `signal_before` seconds before the limit and SIGTERM at preemption; if
     they exit with 75 the job is requeued. Raises LaunchError, with a line for each problem.
@@ -82,8 +82,8 @@ def batch_script(settings: Settings) -> str:
 
 
 def joins_by_itself(settings: Settings) -> bool:
-    """Whether the program reads SLURM's variables: if it imports ddpshim, or is patched by it. Local; reads one
-    file."""
+    """Return whether the program reads SLURM's variables, because it imports ddpshim or is patched by it. Local; reads
+    one file."""
     if settings.is_module and adapters.has_trainer(settings.program.partition(".")[0]):
         return True
     from ddpshim.launch.runner import module_file
@@ -95,7 +95,7 @@ def joins_by_itself(settings: Settings) -> bool:
         return False
 
 
-# --wait and not --kill-on-bad-exit: that would kill the rank that still saves when another has left with code 75.
+# --wait and not --kill-on-bad-exit, which would kill a rank that still saves when another has exited with 75.
 _TEMPLATE = """\
 #!/bin/bash
 {directives}
@@ -107,14 +107,14 @@ set -euo pipefail
 export PYTHONHASHSEED="${{PYTHONHASHSEED:-0}}"  # sets of strings have one order in all ranks
 echo "job $SLURM_JOB_ID (restart ${{SLURM_RESTART_COUNT:-0}}) on $SLURM_JOB_NODELIST, in $PWD"
 
-# --signal without "B:" reaches the ranks and not this shell. Where a site signals both, the shell outlives it.
+# --signal without "B:" reaches the ranks and not this shell. If a site signals both, the shell ignores it.
 trap : TERM USR1
 
-# --wait: when one rank has ended the others have a minute, where they would wait for it half an hour.
+# --wait: when one rank has ended, the others get one minute; they would wait for it for half an hour.
 code=0
 {command} || code=$?
 
-# The trainer has saved and wants to go on later.
+# The trainer has saved, to resume later.
 if [ "$code" -eq {requeue} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -164,7 +164,7 @@ def _flag(name: str) -> str:
 
 
 def _seconds(text: str) -> Optional[int]:
-    """The seconds of a limit in sbatch's notation; None where it is none."""
+    """Return the seconds of a time limit in sbatch's notation; None if it is not one."""
     match = re.fullmatch(r"(?:([0-9]{1,6})-)?([0-9]{1,9}(?::[0-9]{1,9}){0,2})", text)
     if match is None:
         return None

@@ -33,15 +33,15 @@ from ddpshim.job.port import stay_on_this_machine
 from ddpshim.job.say import ranks_called, say_once
 
 _LOOK_EVERY_S = 0.5
-_OTHERS_S = 3.0  # for ranks to say that they fail, too, and to end after their result
+_OTHERS_S = 3.0  # for ranks to report that they fail too, and to end after their result
 _STOPPING_S = 30.0
 _STORE_S = 1800.0
-# What a launcher around this process may have set, of another job.
+# Variables that a launcher of another job may have set in this process.
 _OF_LAUNCHERS = (variables.LAUNCHER, variables.RANK_LOGS, "TORCHELASTIC_RUN_ID")
 
 
 class _Failure(NamedTuple):
-    """How a rank failed; the smallest is the first."""
+    """How a rank failed; the smallest one failed first."""
 
     lost_a_peer: bool  # its error only says that another rank is gone
     moment: float
@@ -56,21 +56,21 @@ def spawn(
     deadline_s: Optional[float] = None,
     log_dir: Optional[str] = None,
 ) -> Any:
-    """What `function(*args)` returns on the main rank of `nproc` ranks on this machine; for notebooks. Local.
+    """Return the result of `function(*args)` on the main rank of `nproc` ranks on this machine. For notebooks. Local.
 
     Each rank is forked from this process: the function may be defined in a cell, or be a closure, and finds this
     process's variables and random state. It calls `ddpshim.setup()`, as a program for `python -m ddpshim run` does.
-    Ctrl-C (a notebook's stop button) raises KeyboardInterrupt in all ranks, the second one kills them. What the main
-    rank prints is shown. Tensors come back on the CPU. A forked rank computes with one thread on the CPU.
+    Ctrl-C (a notebook's stop button) raises KeyboardInterrupt in all ranks; a second one kills them. The main rank's
+    output is shown. Tensors are returned on the CPU. A forked rank computes with one thread on the CPU.
 
     Args:
-        function: what each rank calls.
+        function: the function that each rank calls.
         nproc: how many ranks; one GPU each, or all on the CPU.
         args: its arguments.
-        every_rank: return a list of what each rank returned.
+        every_rank: return a list with the result of each rank.
         deadline_s: end all ranks after so many seconds, and raise; None: wait for as long as they take.
-        log_dir: a folder for what the other ranks print (rank_N.log). Without it only the end of what the failing rank
-            printed is shown.
+        log_dir: a folder for the output of the other ranks (rank_N.log). Without it only the last lines of the failing
+            rank are shown.
 
     Raises:
         RankError: a rank failed. The text names the first that did, and holds its traceback.
@@ -82,28 +82,28 @@ def spawn(
         private = meanwhile.enter_context(tempfile.TemporaryDirectory(prefix="ddpshim-spawn-"))
         logs = Path(log_dir or private)
         logs.mkdir(parents=True, exist_ok=True)
-        addresses = []
+        port_writers = []
 
         def start(rank: int, out: Connection) -> BaseProcess:
-            learns, tells = context.Pipe(duplex=False)
-            meanwhile.callback(tells.close)
-            addresses.append(tells)
-            entering = (function, args, rank, nproc, learns, out, private, logs, deadline_s)
+            port_reader, port_writer = context.Pipe(duplex=False)
+            meanwhile.callback(port_writer.close)
+            port_writers.append(port_writer)
+            entering = (function, args, rank, nproc, port_reader, out, private, logs, deadline_s)
             process = context.Process(target=_enter, args=entering)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of other threads; they stay behind
+                warnings.simplefilter("ignore", DeprecationWarning)  # about other threads, which are not forked
                 process.start()
-            learns.close()
+            port_reader.close()
             return process  # type: ignore[no-any-return]
 
         def started() -> None:
-            # After the forks: its thread is in no rank. The main rank may die, and others still read here who did.
+            # After the forks, so that no rank has its thread. Not in rank 0: the others read who failed if it dies.
             timeout = timedelta(seconds=_STORE_S)
             store = listening.stores(is_one_node=True)("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-            meanwhile.callback(lambda: store)  # for as long as the ranks
-            for tells in addresses:
+            meanwhile.callback(lambda: store)  # keeps it until the ranks have ended
+            for port_writer in port_writers:
                 with contextlib.suppress(BrokenPipeError):
-                    tells.send(store.port)
+                    port_writer.send(store.port)
 
         results = collect(start, nproc, deadline_s=deadline_s, started=started, notes=private, logs=logs)
     return results if every_rank else results[0]
@@ -118,13 +118,13 @@ def collect(
     notes: str = "",
     logs: Optional[Path] = None,
 ) -> list[Any]:
-    """What the processes that `start` makes of each rank `report` through its pipe; no process is left.
+    """Start a process for each rank, and return what they `report` through their pipes; no process is left. Local.
 
     Args:
-        start: makes and starts the process of a rank.
-        deadline_s: for all of them.
+        start: starts the process of a rank, given its number and its pipe.
+        deadline_s: seconds for all ranks together.
         started: called when all have been started.
-        notes: a folder in which `failure_notes` of ranks that could not report may be, and stacks of those too slow.
+        notes: a folder with `failure_notes` of ranks that could not report, and stacks of ranks that were too slow.
         logs: a folder with rank_N.log of some ranks.
 
     Raises RankError with the traceback of the rank that failed first, or the names of those that were too slow.
@@ -145,14 +145,14 @@ def collect(
         while pending and time.monotonic() < end:
             wait([pipes[rank] for rank in pending], _LOOK_EVERY_S)
             for rank in list(pending):
-                has_ended = processes[rank].exitcode is not None  # asked before: what it wrote is in the pipe by then
+                has_ended = processes[rank].exitcode is not None  # first, so that all it wrote is in the pipe
                 if not pipes[rank].poll() and not has_ended:
                     continue
                 pending.remove(rank)
                 try:
                     failure, packed = pipes[rank].recv()
                 except EOFError:
-                    failure, packed = _without_a_word(rank, processes[rank], notes), None
+                    failure, packed = _unreported(rank, processes[rank], notes), None
                 if failure is None:
                     results[rank] = torch.load(io.BytesIO(packed), "cpu", weights_only=False)
                 else:
@@ -182,10 +182,10 @@ def collect(
 
 
 def report(out: Connection, call: Callable[[], Any]) -> None:
-    """In a rank: send what `call()` returns, or how it failed, which ends this process. Local."""
+    """In a rank: send the result of `call()`; if it fails, send the error and end this process. Local."""
     try:
         result = call()
-        packed = io.BytesIO()  # bytes, not tensors: those would travel as file descriptors of this process
+        packed = io.BytesIO()  # bytes: tensors would be sent as file descriptors of this process
         try:
             torch.save(result, packed)
         except Exception as error:
@@ -201,7 +201,7 @@ def report(out: Connection, call: Callable[[], Any]) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(1)  # not by way of exit handlers, in which a rank could wait for its peers
+        os._exit(1)  # without exit handlers, in which a rank could wait for its peers
 
 
 def _check(nproc: int) -> None:
@@ -230,14 +230,14 @@ def _enter(
     args: Any,
     rank: int,
     nproc: int,
-    learns: Connection,
+    port_reader: Connection,
     out: Connection,
     private: str,
     logs: Path,
     deadline_s: Optional[float],
 ) -> None:
-    """Be a rank of `spawn`."""
-    os.setsid()  # Ctrl-C reaches the ranks once, by way of their parent
+    """Run as a rank of `spawn`."""
+    os.setsid()  # Ctrl-C reaches the ranks once, through their parent
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -247,19 +247,19 @@ def _enter(
         faulthandler.dump_traceback_later(deadline_s, file=open(_stack_file(rank, private), "w"))  # noqa: SIM115
     begin_next()  # the parent may have called `setup` for itself
     unshared.watch()
-    # Threads that compute (of OpenMP) are not forked, and this process would wait for them for ever.
+    # OpenMP's threads are not forked, and this process would wait for them forever.
     torch.set_num_threads(1)
     torch.set_num_threads = _leave_one_thread  # type: ignore[assignment]
     stay_on_this_machine()
     for name in _OF_LAUNCHERS:
         os.environ.pop(name, None)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_RANK": 0}
-    numbers["TORCHELASTIC_RESTART_COUNT"] = 0  # torch 2.1 wants it beside the agent's store
+    numbers["TORCHELASTIC_RESTART_COUNT"] = 0  # torch 2.1 requires it with the agent's store
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", variables.RUN_DIR: private})
 
     def call() -> Any:
-        os.environ["MASTER_PORT"] = str(learns.recv())
+        os.environ["MASTER_PORT"] = str(port_reader.recv())
         try:
             return function(*args)
         except SystemExit as error:
@@ -271,7 +271,7 @@ def _enter(
             faulthandler.cancel_dump_traceback_later()
 
     report(out, call)
-    if dist.is_initialized():  # by the function itself
+    if dist.is_initialized():  # the function made this group
         dist.destroy_process_group()
 
 
@@ -279,11 +279,11 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    os._exit(1)  # killed, and nobody waits for this rank any more
+    os._exit(1)  # the parent was killed, so nobody waits for this rank
 
 
 def _print_into(log: Path) -> None:
-    """Lead all that this process prints into `log`; a notebook's streams are no file descriptors."""
+    """Redirect this process's output to `log`, sys.stdout too: a notebook's streams are not file descriptors."""
     stream = log.open("a", buffering=1)
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
@@ -293,23 +293,23 @@ def _print_into(log: Path) -> None:
 def _leave_one_thread(num_threads: int) -> None:
     if num_threads > 1:
         say_once(
-            f"torch.set_num_threads({num_threads}) is left out: this rank was forked, and would wait for ever for the "
+            f"torch.set_num_threads({num_threads}) is ignored: this rank was forked, and would wait forever for the "
             "threads of the process that it was forked from. `python -m ddpshim run` has no such limit"
         )
 
 
-def _without_a_word(rank: int, process: BaseProcess, notes: str) -> _Failure:
+def _unreported(rank: int, process: BaseProcess, notes: str) -> _Failure:
     process.join(_OTHERS_S)
     note = failure_notes.read(notes).get(rank) if notes else None
     if note is not None and note.traceback:
         return _Failure(note.lost_a_peer, note.moment, note.traceback)
     code = process.exitcode
     how = "closed its pipe" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    return _Failure(False, time.time(), f"the process ended without a word ({how})")
+    return _Failure(False, time.time(), f"the process ended without an error message ({how})")
 
 
 def _interrupt(processes: list[BaseProcess]) -> None:
-    """Raise KeyboardInterrupt in all ranks, and wait for them to end; a second one here ends the waiting."""
+    """Raise KeyboardInterrupt in all ranks, and wait for them to end; a second one in this process ends the wait."""
     for process in processes:
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGINT)
@@ -328,7 +328,7 @@ def _stack_file(rank: int, folder: str) -> Path:
 
 
 def _await_stacks(ranks: list[int], folder: str) -> None:
-    """Wait until each rank has written where it is: its own clock of the deadline began a little later."""
+    """Wait until each rank has written its stack: its own deadline began a little later."""
     end, before = time.monotonic() + _OTHERS_S, [0]
     while time.monotonic() < end:
         time.sleep(_LOOK_EVERY_S / 2)
@@ -339,7 +339,7 @@ def _await_stacks(ranks: list[int], folder: str) -> None:
 
 
 def _stack(rank: int, folder: str) -> str:
-    """Where `rank` was at its deadline, innermost line first."""
+    """Return where `rank` was at its deadline, innermost line first."""
     file = _stack_file(rank, folder)
     text = file.read_text() if folder and file.exists() else ""
     main = text.rpartition("hread ")[2].partition("\n")[2].partition(f'  File "{__file__}')[0].rstrip()

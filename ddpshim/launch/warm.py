@@ -1,7 +1,7 @@
 """Restarts ranks within a second, by forking them from a process that has already imported torch and ddpshim.
 
-`run` has one on each node if it may restart ranks. It is not used for the first start, before it is ready, if
-TensorFlow is installed (which may have to be imported before torch), or with a torch that starts ranks differently.
+`run` has such a process on each node if it may restart ranks. It is not used for the first start, before it is ready,
+if TensorFlow is installed (which may have to be imported before torch), or with a torch that starts ranks differently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 from ddpshim.job.replaced import replaced
 
-_BEGIN_AFTER_S = 5.0  # the ranks of the first start import the same, on the same cores
+_BEGIN_AFTER_S = 5.0  # the first ranks import the same modules on the same cores
 _MODULES = (
     *("torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.nn.functional"),
     *("ddpshim.checkpoint.resume", "ddpshim.data.loader", "ddpshim.job.group", "ddpshim.model.parallel"),
@@ -36,7 +36,7 @@ _START_S = 10.0
 
 
 class Warm:
-    """`run`'s handle on the process from which ranks are forked."""
+    """`run`'s handle of the process from which ranks are forked."""
 
     def __init__(self) -> None:
         self._socket: Optional[socket.socket] = None
@@ -61,13 +61,13 @@ class Warm:
         return subprocess.Popen(args=args, env=env, **options)
 
     def end(self) -> None:
-        """End the process; nothing more will be started. Local."""
+        """End the process; no more ranks are started. Local."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
         if self._socket is not None and self._process is not None:
             self._socket.close()
-            self._process.kill()  # perhaps it imports still
+            self._process.kill()  # it may still be importing
             self._process.wait()
 
     def _begin(self, env: dict[str, str]) -> None:
@@ -98,13 +98,13 @@ class Warm:
         assert self._socket is not None
         while select.select([self._socket], [], [], wait_s)[0]:
             wait_s = 0.0
-            came = self._socket.recv(1 << 16)
-            if not came:  # it is gone; nobody knows how its ranks end
+            received = self._socket.recv(1 << 16)
+            if not received:  # the process has ended, and nobody else learns how its ranks end
                 self._ready = False
                 for rank in self._ranks.values():
                     rank.lost()
                 return
-            *lines, self._lines = (self._lines + came).split(b"\n")
+            *lines, self._lines = (self._lines + received).split(b"\n")
             for what, pid, code in map(json.loads, lines):
                 if what == "ready":
                     self._ready = True
@@ -149,7 +149,7 @@ class Forked:
 
 @contextlib.contextmanager
 def restarts() -> Iterator[None]:
-    """Inside, torch's agent restarts ranks from a process that has done their imports, where possible."""
+    """Within the block, torch's agent restarts ranks by forking a process that has done their imports, if possible."""
     starts = None
     with contextlib.suppress(ImportError):  # before torch 2.3
         starts = importlib.import_module(_POPEN_IN)
@@ -165,29 +165,29 @@ def restarts() -> Iterator[None]:
 
 
 def serve(connection: socket.socket) -> list[str]:
-    """Fork a rank for each line received; returns only in the forked ranks, with what the rank is to run."""
+    """Fork a rank for each line received; returns only in the forked ranks, with the arguments of the rank."""
     for module in _MODULES:
         importlib.import_module(module)
-    hears, tells = os.pipe()
-    os.set_blocking(tells, False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _say(connection, "ready", 0, 0)
     buffered = b""
     while True:
-        ready = select.select([connection.fileno(), hears], [], [])[0]
-        if hears in ready:
-            os.read(hears, 1 << 12)
+        ready = select.select([connection.fileno(), reader], [], [])[0]
+        if reader in ready:
+            os.read(reader, 1 << 12)
             _tell_ended(connection)
         if connection.fileno() in ready:
-            came = connection.recv(1 << 16)
-            if not came:
+            received = connection.recv(1 << 16)
+            if not received:
                 os._exit(0)
-            *lines, buffered = (buffered + came).split(b"\n")
+            *lines, buffered = (buffered + received).split(b"\n")
             for arguments, environ, folder in map(json.loads, lines):
                 is_begun, begins = os.pipe()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # of OpenBLAS's threads, which forks anew
+                    warnings.simplefilter("ignore", DeprecationWarning)  # OpenBLAS restarts its threads
                     pid = os.fork()
                 if pid == 0:
                     os.setsid()
@@ -195,11 +195,11 @@ def serve(connection: socket.socket) -> list[str]:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     connection.close()
                     os.write(begins, b".")
-                    for fd in (hears, tells, is_begun, begins):
+                    for fd in (reader, writer, is_begun, begins):
                         os.close(fd)
                     _become(environ, folder)
                     return list(arguments)
-                os.read(is_begun, 1)  # its group is there: it may be signalled
+                os.read(is_begun, 1)  # its process group exists, so it can be signalled
                 os.close(is_begun)
                 os.close(begins)
                 _say(connection, "forked", pid, 0)
@@ -209,7 +209,7 @@ def _become(environ: dict[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
-    if "numpy" in sys.modules:  # Python's own generator is seeded anew by itself
+    if "numpy" in sys.modules:  # Python reseeds its own generator after a fork
         sys.modules["numpy"].random.seed()
 
 
