@@ -107,6 +107,8 @@ def _enter(
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
     # torch 2.4's and 2.5's, where torch.storage loads a tensor that was gathered
     warnings.filterwarnings("ignore", "You are using `torch.load`", FutureWarning, r"torch\.storage")
+    # torch 2.4.0's own reentrant checkpoint
+    warnings.filterwarnings("ignore", r"`torch\.cpu\.amp\.autocast", FutureWarning, r"torch\.utils\.checkpoint")
     import torch.distributed as dist
 
     import ddpshim
