@@ -97,7 +97,7 @@ def later(log_info: Callable[[Any], Mapping[str, Any]], info: Any) -> Unread:
 
     def unread(tensor: torch.Tensor) -> Any:
         is_ours = threading.get_ident() == thread and tensor.numel() == 1
-        return tensor.detach().double() if is_ours else item(tensor)  # double: log_info adds some of them, as Python floats
+        return tensor.detach().double() if is_ours else item(tensor)  # as Python floats: log_info adds some up
 
     with replaced(torch.Tensor, "item", unread):
         return Unread(log_info(info))
