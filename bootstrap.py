@@ -1,6 +1,6 @@
 """Set up a fresh machine and run something on it: `python3 bootstrap.py demo` or `python3 bootstrap.py test`.
 
-Makes a virtual environment (.venv beside this file), installs what is missing from the package index, and never
+Makes a virtual environment (.venv beside this file), installs missing packages from the package index, and never
 replaces a torch that the calling Python already has. `test --fast` runs the quick tests only; pytest gets the other
 arguments. `install` asks pip again even if everything seems to be installed.
 """

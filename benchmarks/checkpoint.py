@@ -1,4 +1,4 @@
-"""How long a checkpoint stops the training: written in the background and written at once, in alternation.
+"""Measures how long a checkpoint stops the training: written in the background or at once, in alternation.
 
 python -m benchmarks.checkpoint [--quick]
 """

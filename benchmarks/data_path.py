@@ -1,4 +1,4 @@
-"""Samples per second of robomimic's sequence datasets, as released and fetched by the batch, in alternation.
+"""Measures robomimic's sequence datasets in samples per second, as released and fetched by the batch, in alternation.
 
     python -m benchmarks.data_path [--quick]
 

@@ -1,4 +1,4 @@
-"""Whether the diagnosis after 20 steps names the injected cause of slowness, and what its clock costs per step.
+"""Tests whether the diagnosis after 20 steps names the injected cause of slowness, and measures its clock's cost.
 
     python -m benchmarks --only diagnosis
 

@@ -1,4 +1,4 @@
-"""How fast the doctor reads code: `python -m benchmarks.doctor_speed [PATH]`, by default the installed torch."""
+"""Measures how fast the doctor reads code: `python -m benchmarks.doctor_speed [PATH]` (default: torch)."""
 
 from __future__ import annotations
 

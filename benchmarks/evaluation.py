@@ -1,4 +1,4 @@
-"""`ddpshim.evaluate` on W ranks against the main rank alone, and how much a background evaluation slows training.
+"""Compares `ddpshim.evaluate` on W ranks and on one, and measures how a background evaluation slows training.
 
     python -m benchmarks.evaluation [--quick]
 

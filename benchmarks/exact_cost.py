@@ -1,4 +1,4 @@
-"""What the option `exact` costs: the ratio of its step to an ordinary step, and to gradient accumulation.
+"""Measures the cost of the option `exact`: the ratio of its step to an ordinary step, and to gradient accumulation.
 
     python -m benchmarks.exact_cost
 

@@ -1,4 +1,4 @@
-"""What the guards cost: a step of a 5M-parameter policy on two ranks, with them and without, in alternation.
+"""Measures the cost of the guards: a step of a 5M-parameter policy on two ranks, with and without, in alternation.
 
     python -m benchmarks.guard_cost
 

@@ -1,4 +1,4 @@
-"""What `import ddpshim` adds to `import torch`: CPU time in new processes, in alternation.
+"""Measures the CPU time that `import ddpshim` adds to `import torch`, in new processes, in alternation.
 
 "alone" is the import itself, which does not load torch; "all names" then uses every public name, which loads everything
 that a training imports. Bytecode exists, as after `pip install`. The first call of `wrap_parallel` costs torch's own

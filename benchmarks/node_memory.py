@@ -1,4 +1,4 @@
-"""The memory of a node whose ranks train on one robomimic dataset, `hdf5_cache_mode=all`, and the time to load it.
+"""Measures a node's memory when ranks train on one robomimic dataset (`hdf5_cache_mode=all`), and the time to load it.
 
     python -m benchmarks.node_memory [--quick]
 

@@ -1,4 +1,4 @@
-"""What the noise of one process costs: a step of a 5M-parameter policy on two ranks, with it and with the rank's own.
+"""Measures the cost of one process's noise: a 5M-parameter policy's step on two ranks, with it and with a rank's own.
 
     python -m benchmarks.noise_cost
 

@@ -1,4 +1,4 @@
-"""Wall time of a step whose gradients are reduced while backward continues: two gloo ranks.
+"""Measures the wall time of a step whose gradients are reduced while backward continues, on two gloo ranks.
 
     python -m benchmarks.overlap [--quick]
 

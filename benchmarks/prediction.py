@@ -1,4 +1,4 @@
-"""How accurate `python -m ddpshim predict` is: a prediction from a run on two ranks, and the truth on four and eight.
+"""Tests `python -m ddpshim predict`: compares predictions from a run on two ranks with runs on four and eight.
 
     python -m benchmarks --only prediction
 

@@ -1,4 +1,4 @@
-"""What recording a run for the report costs: a step on two ranks, with it and without, in alternation.
+"""Measures the cost of recording a run for the report: a step on two ranks, with and without, in alternation.
 
     python -m benchmarks.record_cost
 

@@ -1,4 +1,4 @@
-"""Samples per second of windows of a replay buffer, with diffusion_policy's sampler and ddpshim's, in alternation.
+"""Measures samples per second of a replay buffer, with diffusion_policy's sampler and ddpshim's, in alternation.
 
     python -m benchmarks.replay_buffers [--quick]
 

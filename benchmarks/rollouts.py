@@ -1,4 +1,4 @@
-"""Wall time of an evaluation on W ranks, and of one that the main rank plays alone, in alternation.
+"""Measures the wall time of an evaluation on W ranks, and on the main rank alone, in alternation.
 
     python -m benchmarks.rollouts [--quick]
 

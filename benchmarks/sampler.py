@@ -1,4 +1,4 @@
-"""What orders of samples cost: ddpshim's and torch's DistributedSampler; weighted draws also beside robomimic's.
+"""Measures orders of samples: ddpshim's and torch's DistributedSampler; weighted draws also beside robomimic's.
 
     python -m benchmarks.sampler [--quick]
 

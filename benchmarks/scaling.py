@@ -1,4 +1,4 @@
-"""How training scales over ranks: measured here with emulated compute, and modelled for clusters.
+"""Measures how training scales over ranks with emulated compute, and models it for clusters.
 
     python -m benchmarks.scaling [--quick] [--write docs/scaling.md]
 

@@ -1,4 +1,4 @@
-"""CPU time of a step on two gloo ranks: `wrap_parallel` beside hand-written DDP and other libraries' wrappers.
+"""Measures a step's CPU time on two gloo ranks: `wrap_parallel`, hand-written DDP and other libraries' wrappers.
 
     python -m benchmarks.step [--quick]
 

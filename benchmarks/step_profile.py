@@ -1,4 +1,4 @@
-"""Where the time of a released robomimic trainer's step goes, in one process and launched by ddpshim, by config.
+"""Measures the parts of a step of the released robomimic trainer, in one process and launched by ddpshim, by config.
 
     python -m benchmarks.step_profile [--write docs/whole_run.md]
 

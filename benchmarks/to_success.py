@@ -1,4 +1,4 @@
-"""Minutes from the command to a policy that lifts the cube: robomimic as released, and by ddpshim on one and two ranks.
+"""Measures the minutes to a policy that lifts the cube: robomimic as released, and by ddpshim on one and two ranks.
 
     DDPSHIM_UPSTREAM=... python -m benchmarks.to_success [--quick] [--write docs/to_success.md]
 
@@ -6,7 +6,7 @@ The time includes everything: the command starts, imports, loads 200 demonstrati
 plays episodes at fixed intervals, until it writes a checkpoint that has succeeded in 90% of them. Then the published
 release plays that checkpoint again, in other episodes. At most 20 minutes on two quiet cores; `--quick`: one seed.
 
-Needs what requirements/simulator.txt installs, psutil, and robomimic 0.4.0 under DDPSHIM_UPSTREAM.
+Needs the packages in requirements/simulator.txt, psutil, and robomimic 0.4.0 under DDPSHIM_UPSTREAM.
 """
 
 from __future__ import annotations

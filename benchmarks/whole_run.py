@@ -1,4 +1,4 @@
-"""The released robomimic trainer in one process, and the same under `ddpshim run` as a world of one, in alternation.
+"""Compares the released robomimic trainer with the same under `ddpshim run` as a world of one, in alternation.
 
     python -m benchmarks.whole_run [--quick] [--only bc]
 

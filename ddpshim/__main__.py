@@ -1,6 +1,6 @@
 """Parses the command line of `ddpshim` (`python -m ddpshim`), and prints what its commands return.
 
-Each sub-command imports what it needs when it runs: patching needs no torch.
+Each sub-command imports its modules when it runs: patching needs no torch.
 """
 
 from __future__ import annotations

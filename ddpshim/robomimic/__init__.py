@@ -6,7 +6,7 @@ from typing import Any
 
 from ddpshim import lazy
 
-# Loaded on first use: a process that only needs the adapter must not import what a trainer calls.
+# Loaded on first use: a process that only needs the adapter must not import the trainer's functions.
 _CALLS = (
     *("copyfile", "device_or", "failed", "finish", "get_exp_dir", "has_checkpoint", "is_main", "main_computes"),
     *("main_decides", "main_only", "mean_over_ranks", "prepare", "quiet", "resume", "rollout_with_stats", "run_epoch"),

@@ -1,4 +1,4 @@
-"""Compares a tree of robomimic with what is known of its releases (`python -m ddpshim patch new-release TREE`)."""
+"""Compares a tree of robomimic with the known releases (`python -m ddpshim patch new-release TREE`)."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class _Evaluation:
                 packing[turn] = packer.submit(_pack, shown)
             return result
 
-        # The parts of a vector environment know which episodes are theirs.
+        # Fixed turns: each part of a vector environment is seeded for certain episodes.
         deal = Deal(here, num_turns, is_fixed=True)
         gathered = deal.play(
             play,
