@@ -67,7 +67,7 @@ def _validate(original: Callable[..., Any], config: Any) -> None:
 
 
 def _refuse_unknown_trainer(caller: FrameType) -> None:
-    """Raise HookError if the caller is not `lerobot_train`'s `train`, or uses its Accelerator in new ways. Local."""
+    """Raise HookError if the caller is not `lerobot_train`'s `train`, or uses other names of its Accelerator. Local."""
     names, code = caller.f_globals, caller.f_code
     where = f"{code.co_name} in {code.co_filename}"
     more = "Train with lerobot.scripts.lerobot_train, or leave the trainer as it is with DDPSHIM_HOOKS=off."

@@ -47,7 +47,7 @@ def plan(dataset: Any) -> Plan:
 
 
 def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays] = None) -> Optional[str]:
-    """Make torch's loaders fetch whole batches of `dataset`, with :class:`Collate`. Local. Return why, if impossible.
+    """Make torch's loaders fetch whole batches of `dataset` (:class:`Collate`). Local. Return the reason if they can't.
 
     The dataset's own caches become views of `arrays`, and its copies of the data are released.
 
@@ -76,7 +76,7 @@ class Fetcher(NamedTuple):
     dataset: Any
 
     def attach(self) -> Optional[str]:
-        """Make torch's loaders fetch whole batches of the dataset. Local. Return why, if impossible."""
+        """Make torch's loaders fetch whole batches of the dataset. Local. Return the reason if they can't."""
         return attach(self.dataset)
 
     def collate(self) -> Collate:
