@@ -197,7 +197,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
 
     If a launcher or scheduler has started this job before (or with the option resume=always, or upstream's `--resume`),
     they are those of the last start that saved its progress, and the user is not asked; if that start has finished,
-    this one ends with exit code 0. Under `python -m ddpshim run` with logs, each rank's log also goes to the first.
+    this one ends with exit code 0. The first directory gets links to the ranks' logs, if `ddpshim run` keeps them.
 
     Raises LaunchError if upstream asks about an existing directory while standard input is closed.
     """
