@@ -1,6 +1,6 @@
 """Set up a fresh machine and run something on it: `python3 bootstrap.py demo` or `python3 bootstrap.py test`.
 
-Makes a virtual environment (.venv beside this file), installs what is missing from the package index, and never
+Makes a virtual environment (.venv beside this file), installs missing packages from the package index, and never
 replaces a torch that the calling Python already has. `test --fast` runs the quick tests only; pytest gets the other
 arguments. `install` asks pip again even if everything seems to be installed.
 """
@@ -23,11 +23,11 @@ from typing import Optional
 ROOT = Path(__file__).resolve().parent
 TORCH = "torch==2.13.0" if sys.version_info >= (3, 10) else "torch"  # the newest one that the tests were run with
 THIS_PYTHON = str(sys.implementation.cache_tag)  # "cpython-311": the pythons that can load the same compiled packages
-MADE = "made-by-bootstrap"  # a file in an environment that this script made, and may empty
-STAMP = "installed-by-bootstrap"  # a file in an environment in which everything is installed; says for what
-RESOLVED = ("robomimic", "report", "test")  # of requirements/; what no-deps.txt lists comes last
+MADE = "made-by-bootstrap"  # a file in each environment that this script made, and may empty
+STAMP = "installed-by-bootstrap"  # a file in a complete environment; contains the fingerprint
+RESOLVED = ("robomimic", "report", "test")  # files of requirements/; those in no-deps.txt are installed last
 FAST_TESTS = "unit or ranks"
-FIRST_TOO_NEW = (3, 12)  # no wheel of the torchvision in requirements/no-deps.txt is for it
+FIRST_TOO_NEW = (3, 12)  # the torchvision in requirements/no-deps.txt has no wheel for it
 
 
 def python_of(folder: Path) -> Path:
@@ -35,7 +35,7 @@ def python_of(folder: Path) -> Path:
 
 
 def torch_of_the_caller(folder: Path) -> Optional[Path]:
-    """The folder on the calling Python's path that holds its torch, if it is not in the environment `folder`."""
+    """Return the folder that contains the calling Python's torch; None if there is none outside of `folder`."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or folder in Path(spec.origin).parents:
         return None
@@ -43,7 +43,7 @@ def torch_of_the_caller(folder: Path) -> Optional[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes with whatever decides what is installed in the environment `folder`, and how."""
+    """Return a hash of everything that determines what is installed in the environment `folder`."""
     digest = hashlib.sha256(f"{THIS_PYTHON}\n{ROOT}\n{torch_of_the_caller(folder)}\n".encode())
     for file in (*sorted((ROOT / "requirements").glob("*.txt")), ROOT / "pyproject.toml", ROOT / "setup.py"):
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
@@ -57,18 +57,18 @@ def is_installed(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[tuple[int, ...]]:
-    """Keeps other bootstraps from installing into `folder`; yields the descriptors that hold the lock.
+    """Keep other bootstraps from installing into `folder`; yield the descriptors that hold the lock.
 
-    Pass them on to each process that writes there: where this script alone is killed, its pip still writes, and the
-    next bootstrap must wait for it.
+    Pass them to each process that writes there: if only this script is killed, its pip still writes, and the next
+    bootstrap must wait for it.
     """
     try:
         import fcntl
-    except ImportError:  # Windows: nothing keeps two from installing at once
+    except ImportError:  # Windows: without a lock
         yield ()
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the environment and never deleted: a lock on a deleted file keeps nobody away.
+    # Beside the environment and never deleted: a lock on a deleted file has no effect.
     with open(folder.with_name(f"{folder.name}.lock"), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,14 +79,14 @@ def locked(folder: Path) -> Iterator[tuple[int, ...]]:
 
 
 def call(command: list[str], held: tuple[int, ...] = ()) -> None:
-    """Run a command here, in ROOT; where it fails, end with its exit code: it has said why."""
+    """Run a command in ROOT; if it fails, exit with its code: it has printed the reason."""
     code = subprocess.run(command, check=False, cwd=ROOT, pass_fds=held).returncode
     if code:
         sys.exit(code if code > 0 else 128 - code)
 
 
 def asked(folder: Path, code: str, *arguments: str) -> Optional[str]:
-    """What the environment's Python prints, or None if it fails or does not start."""
+    """Return the output of `code` in the environment's Python, or None if it fails or does not start."""
     with contextlib.suppress(OSError):
         ran = subprocess.run([str(python_of(folder)), "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
         return ran.stdout.strip() if ran.returncode == 0 else None
@@ -94,7 +94,7 @@ def asked(folder: Path, code: str, *arguments: str) -> Optional[str]:
 
 
 def refuse_this_python(folder: Path) -> None:
-    """End before anything is made or downloaded where ddpshim or the released robomimic cannot be installed."""
+    """Exit, before anything is made or downloaded, if ddpshim or the released robomimic cannot be installed."""
     if sys.version_info < (3, 9):
         sys.exit(
             f"this is Python {sys.version.split()[0]}, and ddpshim needs 3.9 or newer; nothing was changed. Run "
@@ -109,7 +109,7 @@ def refuse_this_python(folder: Path) -> None:
 
 
 def make_environment(folder: Path, held: tuple[int, ...] = ()) -> None:
-    """Make the virtual environment, unless it exists. One that an earlier run left unfinished is made again."""
+    """Make the virtual environment unless it exists. Make an unfinished one of an earlier run again."""
     found = asked(folder, "import pip, sys; print(sys.implementation.cache_tag)")
     if (folder / MADE).exists() and (found is None or not (folder / STAMP).exists()):
         if Path(sys.prefix).resolve() == folder:
@@ -136,12 +136,12 @@ def make_environment(folder: Path, held: tuple[int, ...] = ()) -> None:
         )
     print(f"making a virtual environment in {folder}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MADE).touch()  # first: an environment without it is somebody else's, and is never emptied
+    (folder / MADE).touch()  # first: an environment without it was made by others, and is never emptied
     call([sys.executable, "-m", "venv", str(folder)], held)
 
 
 def empty(folder: Path) -> None:
-    """Delete all that is in an environment but the file that says who made it: where this is killed, it goes on."""
+    """Delete everything in an environment but the file MADE, so that a killed run can be repeated."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -150,7 +150,7 @@ def empty(folder: Path) -> None:
 
 
 def share_torch(folder: Path) -> None:
-    """Let the environment see the caller's torch, if there is one and it has none itself."""
+    """Make the caller's torch available in the environment, if the environment has none itself."""
     theirs = torch_of_the_caller(folder)
     if theirs is not None and not has(folder, "torch"):
         print(f"using the torch in {theirs}", flush=True)
@@ -164,11 +164,11 @@ def has(folder: Path, module: str) -> bool:
 
 
 def install(folder: Path, held: tuple[int, ...] = ()) -> None:
-    """Install everything that the demo and the tests need; seconds where it is there already."""
+    """Install everything that the demo and the tests need; takes seconds if it is installed already."""
 
     def pip(*arguments: str) -> None:
         print("pip install", " ".join(arguments), flush=True)
-        # Compiling all of torch and mypy takes longer than the rest; Python compiles what is imported, once.
+        # Compiling all of torch and mypy would take longer than the rest; Python compiles modules on first import.
         quickly = ["-q", "--disable-pip-version-check", "--no-compile"]
         call([str(python_of(folder)), "-m", "pip", "install", *quickly, *arguments], held)
 
@@ -178,9 +178,9 @@ def install(folder: Path, held: tuple[int, ...] = ()) -> None:
     no_deps = [line for line in lines if line and not line.startswith("#")]
     missing = [line for line in no_deps if not has(folder, re.split(r"\W", line)[0])]
     torch = [] if has(folder, "torch") else [TORCH]
-    # Last those without dependencies: where pip resolves something beside them, it reports in red what they lack. In an
-    # environment of ours nothing else can be in conflict than they, which lack it on purpose, and the caller's packages
-    # beside a shared torch, which stay as they are; so a later run need not report it either.
+    # Packages without dependencies come last: if pip resolves others beside them, it reports their missing dependencies
+    # in red. In an environment of ours the only conflicts are theirs, which are intended, and those of the caller's
+    # packages beside a shared torch, which do not change; so later runs do not report them either.
     ours = ["--no-warn-conflicts"] if (folder / MADE).exists() else []
     files = [option for name in RESOLVED for option in ("-r", f"requirements/{name}.txt")]
     pip(*ours, *torch, *files)
@@ -189,7 +189,7 @@ def install(folder: Path, held: tuple[int, ...] = ()) -> None:
 
 
 def commands(what: str, fast: bool, rest: list[str]) -> list[list[str]]:
-    """The arguments of Python, one list a command."""
+    """Return Python's arguments, one list per command."""
     if what == "install":
         return []
     if what == "demo":
@@ -198,7 +198,7 @@ def commands(what: str, fast: bool, rest: list[str]) -> list[list[str]]:
     return [
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
-        # More files at a time than cores: jobs wait for each other, too. Each on one process: its fixtures are costly.
+        # More processes than cores, since jobs also wait. A file stays on one process: its fixtures are expensive.
         ["-m", "pytest", "-n", "4", "--dist", "loadfile", *chosen, *rest],
     ]
 

@@ -1,4 +1,4 @@
-"""Packaging: what pyproject.toml cannot say. An extra is a file of requirements/, and stands nowhere else."""
+"""Packaging that pyproject.toml cannot express. Each extra is defined by one file in requirements/."""
 
 import sys
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-if sys.version_info < (3, 9):  # before pip has read `requires-python`
+if sys.version_info < (3, 9):  # for tools that do not check `requires-python`
     sys.exit(
         f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}; nothing was installed. Make an "
         "environment with a newer Python, as docs/installing.md shows."
     )
 
 EXTRAS = ("completion", "report", "robomimic", "zarr")  # for users; other files are for the tests
-# robomimic itself is in none: it asks for a torchvision, which would replace torch, and compiles a renderer.
+# robomimic itself is in none: it requires a torchvision that would replace torch, and compiles a renderer.
 
 
 def lines_of(file: Path) -> list[str]:
@@ -22,7 +22,7 @@ def lines_of(file: Path) -> list[str]:
 
 
 class BuildPages(build_py):
-    """Adds the one page that is not in docs/ to those that the wheel carries for `python -m ddpshim docs`."""
+    """Adds MIGRATION.md, which is not in docs/, to the pages in the wheel for `python -m ddpshim docs`."""
 
     def build_package_data(self) -> None:
         super().build_package_data()

@@ -1,8 +1,8 @@
-"""Every benchmark, each in a process of its own: what was measured beside its target, as tables, JSON and pictures.
+"""Runs every benchmark in its own process, and writes results beside their targets as tables, JSON and pictures.
 
     python -m benchmarks [--quick] [--only step,sampler] [--out build/benchmarks]
 
-With `--only`, what the files there hold of the other benchmarks is kept. Exit code 1 where a target does not hold or a
+With `--only`, the files keep their results of the other benchmarks. Exit code 1 if a target does not hold or a
 benchmark fails.
 """
 
@@ -30,40 +30,40 @@ from benchmarks.page import draw_all, page, results_of, table
 from benchmarks.results import Result
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = {True: 300, False: 1800}  # by `quick`: of one benchmark
+DEADLINE_S = {True: 300, False: 1800}  # of one benchmark, by `quick`
 
 
 def names() -> list[str]:
-    """The benchmarks: the modules here that have a `run`."""
+    """Return the names of the benchmarks: the modules here that have a `run`."""
     found = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name != "__main__"]
     return sorted(name for name in found if hasattr(importlib.import_module(f"benchmarks.{name}"), "run"))
 
 
 def measure(name: str, quick: bool) -> list[Result]:
-    """The results of a benchmark that runs in a process of its own; one that says why where it fails."""
+    """Run a benchmark in its own process and return its results, or one failed result with the reason."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "results.json")
         code = "import sys; from benchmarks.__main__ import save_run; save_run(*sys.argv[1:])"
         command = [sys.executable, "-c", code, name, str(int(quick)), str(file)]
         try:
             ended = subprocess.run(command, cwd=ROOT, check=False, timeout=DEADLINE_S[quick], stdin=subprocess.DEVNULL)
-            said = f"exit code {ended.returncode}"
+            reason = f"exit code {ended.returncode}"
         except subprocess.TimeoutExpired:
-            said = f"not ended after {DEADLINE_S[quick]} s"
+            reason = f"not ended after {DEADLINE_S[quick]} s"
         if file.exists():
             return results_of({"results": json.loads(file.read_text(encoding="utf-8"))})
-    # A target that nothing can meet: the failure counts.
-    return [Result(name, "the benchmark itself", float("nan"), "", at_most=0.0, note=f"FAILED: {said}")]
+    # NaN misses any target, so the failure counts.
+    return [Result(name, "the benchmark itself", float("nan"), "", at_most=0.0, note=f"FAILED: {reason}")]
 
 
 def save_run(name: str, quick: str, file: str) -> None:
-    """Run a benchmark and leave its results in `file`, which is there only if it went through."""
+    """Run a benchmark and write its results to `file`, which exists only if it succeeded."""
     found = importlib.import_module(f"benchmarks.{name}").run(bool(int(quick)))
     Path(file).write_text(json.dumps([asdict(result) for result in found]), encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:
-    """Where the numbers come from."""
+    """Return the versions, cores and GPUs with which the numbers were measured."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: written in the background, and written at once, in alternation.
+"""Measures how long a checkpoint stops the training: written in the background or at once, in alternation.
 
 python -m benchmarks.checkpoint [--quick]
 """
@@ -22,11 +22,11 @@ from benchmarks.results import Result, alternate, main, median_and_quartiles, ra
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.job.machine import num_cores
 
-_WIDTH = 1000  # a layer of 1M parameters, as a policy's larger ones
+_WIDTH = 1000  # a layer of 1M parameters, as the larger ones of a policy
 
 
 def run(quick: bool) -> list[Result]:
-    """Stall, time until the file is there, and memory, for a network with the state of its AdamW."""
+    """Measure the stall, the time until the file exists, and memory, for a network with the state of its AdamW."""
     num_million, num_rounds = (10, 5) if quick else (100, 5)
     state = _state(num_million)
     size = f"{num_million}M parameters with AdamW"
@@ -47,11 +47,11 @@ def run(quick: bool) -> list[Result]:
             durable_s.append(time.perf_counter() - start)
             return stall_s
 
-        at_once()  # the disk's first is another one
+        at_once()  # the first write to a disk takes another time
         checkpoint.get_ready(state)  # as a training does after its first step
         checkpoint._writer.start().do(os.getpid, "start")
         checkpoint.flush()
-        checkpoint._writer.buffer.grow(1)  # waits for what has begun
+        checkpoint._writer.buffer.grow(1)  # waits until the memory is allocated
         first_s = in_background()
         durable_s.clear()
         found = alternate({"at once": at_once, "in background": in_background}, num_rounds)
@@ -101,7 +101,7 @@ def _pss_mb(pid: int) -> float:
 
 
 def _shared_mb(pid: int) -> float:
-    """What of it is the snapshot's."""
+    """Return the part of it that is shared memory, which holds the snapshot."""
     return _kb(pid, "Pss_Shmem") / 1024
 
 

@@ -1,9 +1,9 @@
-"""Samples a second of robomimic's sequence datasets, as released and fetched by the batch, in alternation.
+"""Measures robomimic's sequence datasets in samples per second, as released and fetched by the batch, in alternation.
 
     python -m benchmarks.data_path [--quick]
 
-Windows of 10 steps of low-dim data in batches of 256, from the Lift demonstrations (in full: five times as many). The
-released loader is torch's, as robomimic's trainer makes it; ours is what a launched trainer gets in its place.
+Windows of 10 steps of low-dim data in batches of 256, from the Lift demonstrations (five copies without --quick). The
+released loader is torch's, as robomimic's trainer makes it; ours is the loader that a launched trainer gets instead.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data" / "lift_scripted200_train.hdf5"
 LOW_DIM = ["robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos", "object"]
 BATCH_SIZE, SEQ_LENGTH, NUM_WORKERS = 256, 10, 2
-NUM_COPIES = 5  # of the demonstrations, in a full run
+NUM_COPIES = 5  # of the demonstrations, without --quick
 
 
 def make_data(folder: Path, num_copies: int) -> Path:
-    """The Lift demonstrations, that many times."""
+    """Write `num_copies` of the Lift demonstrations to a file, and return its path."""
     import h5py
 
     path = folder / "lift.hdf5"
@@ -62,14 +62,14 @@ def _dataset(path: str, cache_mode: Optional[str]) -> Any:
 
 
 class _Arm:
-    """A loader, of which passes are begun and left again."""
+    """A loader whose passes are started and abandoned."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._batches: Iterator[Any] = iter(())
 
     def restart_s(self) -> float:
-        """From the wish for a new pass to its first batch; workers of the old one leave, if they do."""
+        """Return the seconds to the first batch of a new pass; non-persistent workers end first."""
         start = time.perf_counter()
         self._batches = iter(())
         self._batches = iter(self._loader)
@@ -77,7 +77,7 @@ class _Arm:
         return time.perf_counter() - start
 
     def batch_s(self, num_batches: int) -> float:
-        """For each of some batches in the middle of a pass, after those that workers have made ahead."""
+        """Return the time of one batch in the middle of a pass, after those that workers have prefetched."""
         self.restart_s()
         for _ in range(2 * self._loader.num_workers):
             next(self._batches)
@@ -88,7 +88,7 @@ class _Arm:
 
 
 def _measure(path: str, cache_mode: Optional[str], num_workers: int, num_rounds: int, num_batches: int) -> Any:
-    """Seconds a batch and a restart of both loaders, round by round."""
+    """Return the seconds of a batch and of a restart, for both loaders, by round."""
     from ddpshim.robomimic.datasets import loader
 
     options: Any = {"batch_size": BATCH_SIZE, "shuffle": True, "num_workers": num_workers, "drop_last": True}
@@ -104,7 +104,7 @@ def _measure(path: str, cache_mode: Optional[str], num_workers: int, num_rounds:
 
 
 def _results(path: str, quick: bool) -> list[Result]:
-    """Everything, in a process that was launched as a world of one."""
+    """Return all results, in a process that was launched as a world of one."""
     import ddpshim
 
     torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def _results(path: str, quick: bool) -> list[Result]:
     for cache_mode in ("low_dim", "all", None):
         # Without a cache the released loader takes half a second for a batch.
         num_rounds, num_batches = (3, 2) if cache_mode is None else (4, 8) if quick else (11, 64)
-        # There, workers take seconds to begin a pass.
+        # Without a cache, workers take seconds to begin a pass.
         for num_workers in (0,) if quick and cache_mode is None else (0, NUM_WORKERS):
             batches, restarts = _measure(path, cache_mode, num_workers, num_rounds, num_batches)
             what = f"hdf5_cache_mode={cache_mode}, {num_workers} workers"
@@ -131,13 +131,13 @@ def _results(path: str, quick: bool) -> list[Result]:
 
 
 def save_results(path: str, found: str, quick: str) -> None:
-    """Measure in this process, and leave in `found` what came out."""
+    """Measure in this process, and write the results to the file `found`."""
     results = _results(path, bool(int(quick)))
     Path(found).write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
 
 
 def run(quick: bool) -> list[Result]:
-    """Ratios of samples a second, with no workers and with two, and of what it costs to begin a pass anew."""
+    """Return ratios of samples per second, without workers and with two, and of the time to begin a new pass."""
     with tempfile.TemporaryDirectory() as folder:
         path, found = make_data(Path(folder), 1 if quick else NUM_COPIES), Path(folder) / "found.json"
         code = "import sys; from benchmarks import data_path; data_path.save_results(*sys.argv[1:])"

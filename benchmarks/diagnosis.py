@@ -1,8 +1,8 @@
-"""Whether the line after 20 steps names what was planted, and what the clock behind it costs in a step.
+"""Tests whether the diagnosis after 20 steps names the injected cause of slowness, and measures its clock's cost.
 
     python -m benchmarks --only diagnosis
 
-What is planted, and where: tests/slowness.py. The cost is CPU time of a step that does nothing but what the clock sees.
+tests/slowness.py lists the injected causes. The cost is CPU time, in a step that does only what the clock measures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ D_MODEL, BATCH = 256, 64
 
 
 def _steps(policy: torch.nn.Module, x: torch.Tensor, num_steps: int) -> float:
-    """Seconds of CPU of a step."""
+    """Return the CPU seconds of a step."""
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-6)
     samples = slowness.Samples(lambda: None, num_steps)
     start = time.process_time()
@@ -40,11 +40,11 @@ def _steps(policy: torch.nn.Module, x: torch.Tensor, num_steps: int) -> float:
 
 
 def _cost_us(num_rounds: int, num_steps: int) -> float:
-    """Microseconds of CPU that a step takes longer while the clock runs; of the rounds the least disturbed ones."""
+    """Return the microseconds of CPU that the clock adds to a step, from the least disturbed rounds."""
     policy, x = ddpshim.wrap_parallel(torch.nn.Linear(1, 1)), torch.zeros(1, 1)
 
     def measure(is_counted: bool) -> float:
-        backward.watch(lambda: None)  # as where there is something to reduce
+        backward.watch(lambda: None)  # as if there were gradients to reduce
         if is_counted:
             Pace().begin(4.0, 4.0)
         took = _steps(policy, x, num_steps)
@@ -56,7 +56,7 @@ def _cost_us(num_rounds: int, num_steps: int) -> float:
 
 
 def _small(num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step of a small network on ranks, counted and not (collective)."""
+    """Return the seconds of a small network's step on ranks, with the clock and without (collective)."""
     with ddpshim.shared_random_streams(0):
         net = torch.nn.Sequential(*(torch.nn.Linear(D_MODEL, D_MODEL) for _ in range(4)))
     policy = ddpshim.wrap_parallel(net)
@@ -71,13 +71,13 @@ def _small(num_rounds: int) -> dict[str, list[float]]:
         events.measure_by(clock)
         return took
 
-    with replaced(Pace, "_tell", lambda *_: None):  # its clock stands still in every other round
+    with replaced(Pace, "_tell", lambda *_: None):  # its clock stops in every other round
         measure(True)
         return alternate({"with": lambda: measure(True), "without": lambda: measure(False)}, num_rounds)
 
 
 def run(quick: bool) -> list[Result]:
-    """Plants placed right, false alarms, and the clock's own CPU time."""
+    """Return how many injected causes were found, the number of false alarms, and the clock's own CPU time."""
     cost_us = _cost_us(4 if quick else 20, NUM_STEPS)
     got = run_ranks(_small, 2, 6 if quick else 40, timeout_s=300)[0]
     slower, spread = ratio(got["with"], got["without"])

@@ -1,4 +1,4 @@
-"""Lines a second the doctor reads: `python -m benchmarks.doctor_speed [PATH]`, by default of the installed torch."""
+"""Measures how fast the doctor reads code: `python -m benchmarks.doctor_speed [PATH]` (default: torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpshim.tools.doctor.checking import check
 
 
 def run(quick: bool) -> list[Result]:
-    """Of the installed torch, or of its folder `distributed`."""
+    """Measure on the installed torch; `quick`: on its folder `distributed` only."""
     found = importlib.util.find_spec("torch")
     assert found is not None
     assert found.origin is not None
@@ -21,7 +21,7 @@ def run(quick: bool) -> list[Result]:
 
 
 def measure(path: Path) -> list[Result]:
-    """CPU time of the doctor on the files in `path`."""
+    """Return the doctor's CPU time for the files in `path`."""
     cpu = time.process_time()
     report = check(path)
     cpu = time.process_time() - cpu

@@ -1,4 +1,4 @@
-"""A policy that sleeps where a GPU would compute: its gradients are real, and so is their communication."""
+"""Policies that sleep where a GPU would compute; their gradients and the communication are real."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_LEAST_SLEEP_S = 2e-4  # shorter ones take longer than they say
+_LEAST_SLEEP_S = 2e-4  # shorter sleeps take longer than requested
 
 
 class _Sleep(torch.autograd.Function):
@@ -28,9 +28,9 @@ class _Sleep(torch.autograd.Function):
 
 
 class RealOrder(nn.Module):
-    """Parameters of the sizes and in the order of a real policy, whose gradients come in the order of that policy.
+    """Has a real policy's parameters (sizes and order); their gradients arrive in that policy's order.
 
-    A pass takes `compute_s`, two thirds of it backwards; a parameter's share of it is that of its size.
+    A pass takes `compute_s`, two thirds of it in backward; each parameter's share is proportional to its size.
     """
 
     def __init__(self, sizes: Sequence[int], arrival: Sequence[int]) -> None:
@@ -52,9 +52,9 @@ class RealOrder(nn.Module):
 
 
 class SleepingPolicy(nn.Module):
-    """`num_layers` layers of equal size; a pass takes `compute_s`, two thirds of it backwards, and what is `more`.
+    """`num_layers` layers of equal size; a pass takes `compute_s`, two thirds of it in backward, plus `more_*_s`.
 
-    A layer's gradient is there after its share of the backward sleep, the last layer's first.
+    A layer's gradient is complete after its share of the backward sleep, the last layer's first.
     """
 
     def __init__(

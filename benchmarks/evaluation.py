@@ -1,10 +1,10 @@
-"""`ddpshim.evaluate` on W ranks against the main rank alone, and how much a training stalls beside one, in alternation.
+"""Compares `ddpshim.evaluate` on W ranks and on one, and measures how a background evaluation slows training.
 
     python -m benchmarks.evaluation [--quick]
 
-The environment of the first sleeps where a simulator would compute on a core of its own, and its episodes differ in
-length by up to a factor of four. That of the second computes all the time, one beside each of as many ranks as there
-are cores: nothing is idle. What stalls is the wall time of training steps, while they play and while they are stopped.
+Arms alternate. In the first measurement the environment sleeps where a simulator would compute on its own core, and
+episodes differ in length by up to a factor of four. In the second it computes all the time, beside as many ranks as
+there are cores, so nothing is idle: it compares training steps while evaluations play and while they are stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUM_STEPS = 50
 
 
 class Sleeping:
-    """Episodes of 10 to 40 steps, each of which takes the time of a simulator's."""
+    """Episodes of 10 to 40 steps; each step takes as long as a simulator's."""
 
     def reset(self, *, seed: Any = None) -> Any:
         self._left = 10 + seed % (_HORIZON - 9)
@@ -53,7 +53,7 @@ class Sleeping:
 
 
 class Computing(Sleeping):
-    """The same, which needs a core."""
+    """The same, but each step keeps a core busy."""
 
     def _wait(self) -> None:
         end = time.thread_time() + _STEP_S
@@ -62,12 +62,12 @@ class Computing(Sleeping):
 
 
 def policy(observation: Any) -> int:
-    """What costs nothing."""
+    """Act at no cost."""
     return 0
 
 
 def run(quick: bool) -> list[Result]:
-    """The ratio of the wall times, times W, and that of training steps with an evaluation beside them."""
+    """Return the ratio of the wall times, times W, and the ratio of training steps with and without an evaluation."""
     dealt = _dealt(16, 2, [2]) if quick else _dealt(40, 5, [2, 4])
     return [*dealt, *_beside(16 if quick else 100)]
 
@@ -120,7 +120,7 @@ def _beside(num_rounds: int) -> Iterator[Result]:
 
 
 def _measure_beside(num_rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds of steps while evaluations play and while they are stopped by a signal; and those of the calls."""
+    """Return the seconds of steps while evaluations play and while a signal stops them, and those of the calls."""
     here, calls = ddpshim.world(), []
     net = ddpshim.wrap_parallel(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -153,7 +153,7 @@ def _measure_beside(num_rounds: int) -> tuple[dict[str, list[float]], list[float
 
 
 class Acting:
-    """A policy that holds a network and does not wait for it."""
+    """A policy that holds a network but does not compute with it."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net

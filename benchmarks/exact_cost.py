@@ -1,11 +1,11 @@
-"""What the option `exact` costs: a step with it over an ordinary one, and over gradient accumulation.
+"""Measures the cost of the option `exact`: the ratio of its step to an ordinary step, and to gradient accumulation.
 
     python -m benchmarks.exact_cost
 
-On as many ranks as there are virtual ones, over an ordinary step of ddpshim; on one rank, where it makes the steps of
-four virtual ranks one after another, over gradient accumulation on four parts of the batch, written by hand. The steps
-of both are made in alternation. Two policies of 5M parameters: plain layers, whose step moves memory, and convolutions
-over the time of an action sequence, whose step computes.
+With as many ranks as virtual ranks, it is compared with an ordinary step of ddpshim. On one rank, which makes the steps
+of four virtual ranks one after another, it is compared with hand-written gradient accumulation over four parts of the
+batch. The two alternate. Two policies of 5M parameters: linear layers, whose step is bound by memory, and convolutions
+over the time of an action sequence, whose step is bound by computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpshim.job import shares
 from ddpshim.job.job import current
 from tests.ranks import run_ranks
 
-_NO_GUARD = {"DDPSHIM_GUARD": "0"}  # it would ask whose the networks of the other way are
+_NO_GUARD = {"DDPSHIM_GUARD": "0"}  # it would also check the networks of the other arm
 D_OBS, HORIZON, D_ACTION, NUM_PARTS = 64, 16, 14, 4
 
 
@@ -58,7 +58,7 @@ def _accumulated(net: Any, optimizer: Any, x: torch.Tensor) -> None:
 
 
 def _measure(kind: str, num_rounds: int, batch_size: int) -> dict[str, Any]:
-    """Times of a step in ms on this rank (collective)."""
+    """Return this rank's step times in ms (collective)."""
     torch.set_num_threads(1)
     plain = ddpshim.world()
     is_alone = plain.world_size == 1
@@ -91,7 +91,7 @@ def _measure(kind: str, num_rounds: int, batch_size: int) -> dict[str, Any]:
 
 
 def run(quick: bool, batch_size: int = 128) -> list[Result]:
-    """For both policies, on two ranks and on one."""
+    """Return the ratios for both policies, on two ranks and on one."""
     results = []
     for kind in ("layers", "convolutions"):
         for num_ranks, over in ((2, "an ordinary step, 2 of 2 ranks"), (1, "accumulation, 1 rank for 4")):

@@ -1,9 +1,9 @@
-"""Records in which order real policies have their parameters, and in which their gradients come in a backward pass.
+"""Records the order of the parameters of real policies, and the order of their gradients in a backward pass.
 
     DDPSHIM_UPSTREAM=... python -m benchmarks.gradient_orders
 
-Writes gradient_orders.json beside this file, from which `benchmarks.overlap` emulates these policies. They are those of
-robomimic with the sizes of its own configs; the diffusion policy is of 0.5.0 (patches/README.md says where from).
+Writes gradient_orders.json beside this file, from which `benchmarks.overlap` emulates these policies. They are
+robomimic's, with the sizes of its own configs; the diffusion policy is from 0.5.0 (see patches/README.md).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ POLICIES: dict[str, list[tuple[str, str, dict[str, Any], dict[str, list[int]]]]]
 
 
 def record(name: str) -> dict[str, list[int]]:
-    """The sizes of the parameters of a policy, in its order, and their places in the order of their gradients."""
+    """Return the sizes of a policy's parameters in its order, and their numbers in the order of their gradients."""
     import robomimic.utils.obs_utils as ObsUtils
     import torch
     from robomimic.algo import algo_factory
@@ -79,15 +79,15 @@ def record(name: str) -> dict[str, list[int]]:
     ObsUtils.initialize_obs_utils_with_config(config)
     model = algo_factory(algo, config, obs_key_shapes=shapes, ac_dim=7, device=torch.device("cpu"))
     parameters = [p for p in model.nets["policy"].parameters() if p.requires_grad]
-    came: list[int] = []
+    arrival: list[int] = []
     for number, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(lambda _, number=number: came.append(number))
+        parameter.register_post_accumulate_grad_hook(lambda _, number=number: arrival.append(number))
     length = config.train.seq_length
     obs = {key: torch.rand(2, length, *shape) for key, shape in shapes.items()}
     batch = model.process_batch_for_training({"obs": obs, "actions": torch.rand(2, length, 7) * 2 - 1})
     model.set_train()
     model.train_on_batch(batch, epoch=1)
-    return {"sizes": [p.numel() for p in parameters], "arrival": came}
+    return {"sizes": [p.numel() for p in parameters], "arrival": arrival}
 
 
 def main() -> None:

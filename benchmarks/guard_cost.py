@@ -1,11 +1,11 @@
-"""What the guards cost: a step of a 5M-parameter policy on two ranks, with them and without, in alternation.
+"""Measures the cost of the guards: a step of a 5M-parameter policy on two ranks, with and without, in alternation.
 
     python -m benchmarks.guard_cost
 
-One run makes two equal policies, one wrapped without them (the option `guard`), and trains them in turn. It prints the
-ratio of the two steps, which on a busy machine is mostly noise, and the time inside the guards' own code,
-which is not: that of every step, that of a comparison of weights, of which there is one in 1000 steps and one after
-each save, and that of the hash of all at the end of each epoch.
+It makes two equal policies, one wrapped without guards (the option `guard`), and trains them in turn. It prints the
+ratio of the two steps, which on a busy machine is mostly noise, and the time inside the guards' own code, which is
+reliable: in every step, in a comparison of weights (once in 1000 steps and after each save), and in the hash of all
+weights at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def _time_ms(function: Callable[[], Any]) -> float:
 
 
 def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) -> dict[str, Any]:
-    """Times in ms on this rank (collective)."""
+    """Return this rank's times in ms (collective)."""
     x = torch.randn(batch_size_per_rank, D_IN)
     arms = {"without": _Arm(guarded=False), "with": _Arm(guarded=True)}
 
     watched = current().part(guard.Watched)
 
     def run(name: str) -> float:
-        # The hooks are the process's, not the policy's.
+        # The hooks belong to the process, not to a policy.
         (guard.watch_optimizers if name == "with" else watched.unwatch_optimizers)()
         return _time_ms(lambda: [arms[name].step(x) for _ in range(steps_per_round)]) / steps_per_round
 
@@ -79,7 +79,7 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
             ms[name].append(run(name))
 
     def hook() -> None:
-        watched.steps.clear()  # as after a new backward pass: the longer way through it
+        watched.steps.clear()  # as after a new backward pass, when the check takes longest
         guard._check_step(arms["with"].optimizer, (), {})
 
     def compare() -> None:
@@ -92,7 +92,7 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
         arms["with"].policy._agreement.read(presence)
 
     def look() -> None:
-        watched_by._counted = None  # as in the middle of steps; without it, as in a rank that stands still
+        watched_by._counted = None  # the first look is as during steps, the second as in a rank without progress
         watched_by._look()
         watched_by._look()
 
@@ -109,11 +109,11 @@ def _measure(num_rounds: int, steps_per_round: int, batch_size_per_rank: int) ->
 
 
 def run(quick: bool, batch_size_per_rank: int = 64) -> list[Result]:
-    """The step with guards over that without, and what is spent in the guards' own code."""
+    """Return the ratio of steps with guards to steps without, and the time spent in the guards' own code."""
     got = run_ranks(_measure, 2, 10 if quick else 100, 2, batch_size_per_rank, timeout_s=600)[0]
     value, quartiles = ratio(got["with"], got["without"])
     step_ms, size = statistics.median(got["without"]), f"{got['num_parameters'] / 1e6:.1f}M parameters, 2 ranks"
-    # A comparison in 1000 steps; one after a save, and a hash of all at the end of an epoch, every 100 steps.
+    # One comparison in 1000 steps; every 100 steps one more after a save, and a hash of all weights for an epoch.
     own_ms = got["hook"] + got["agree"] + got["compare"] / 1000 + (got["compare"] + got["hash"]) / 100
     return [
         Result("guard_cost", f"step with guards, {size}", value, "x without", quartiles, note=f"{step_ms:.1f} ms"),

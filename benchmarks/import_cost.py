@@ -1,8 +1,8 @@
-"""What `import ddpshim` adds to `import torch`: CPU time in processes that begin anew, in alternation.
+"""Measures the CPU time that `import ddpshim` adds to `import torch`, in new processes, in alternation.
 
-"alone" is the import itself, which loads no torch; "all names" then uses every public name, which loads all that a
-training imports. Bytecode is there, as it is after `pip install`. What `wrap_parallel` costs at its first call is
-torch's own: the constructor of DistributedDataParallel imports torch._dynamo.
+"alone" is the import itself, which does not load torch; "all names" then uses every public name, which loads everything
+that a training imports. Bytecode exists, as after `pip install`. The first call of `wrap_parallel` costs torch's own
+time: the constructor of DistributedDataParallel imports torch._dynamo ("DDP").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.results import Result, alternate, main, median_and_quartiles
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = "for name in ddpshim.__all__: getattr(ddpshim, name)"
-ARMS = {  # what is there before, and what is measured
+ARMS = {  # code that runs before, and code that is measured
     "alone": ("import torch", "import ddpshim"),
     "all names": ("import torch", f"import ddpshim\n{NAMES}"),
     "DDP": ("import ddpshim, torch\n" + NAMES, "import torch._dynamo"),
@@ -27,9 +27,9 @@ CLOCK = "import time\n{before}\nbegin = time.process_time()\n{measured}\nprint(t
 
 
 def run(quick: bool = False) -> Iterator[Result]:
-    """Yield the cost of the import, of all names, and of torch's own that the first wrapper pays."""
+    """Yield the cost of the import, of all names, and of torch's own import for the first wrapper."""
     for arm in ARMS:
-        seconds(arm)  # leaves the bytecode, and the files in memory
+        seconds(arm)  # writes the bytecode, and brings the files into the system's cache
     found = alternate({arm: functools.partial(seconds, arm) for arm in ARMS}, 3 if quick else 15)
     for arm, what, target in (
         ("alone", "import ddpshim", 0.1),
@@ -41,7 +41,7 @@ def run(quick: bool = False) -> Iterator[Result]:
 
 
 def seconds(arm: str) -> float:
-    """CPU time in a new process: what else the machine does is not counted."""
+    """Return the CPU time in a new process; other programs do not count."""
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environ["PYTHONPATH"] = str(ROOT)
     code = CLOCK.format(before=ARMS[arm][0], measured=ARMS[arm][1])

@@ -1,11 +1,11 @@
-"""The memory of a node whose ranks train on one robomimic dataset, `hdf5_cache_mode=all`, and the time to load it.
+"""Measures a node's memory when ranks train on one robomimic dataset (`hdf5_cache_mode=all`), and the time to load it.
 
     python -m benchmarks.node_memory [--quick]
 
-A dataset of pictures and low-dimensional values is made in a temporary folder, which goes afterwards. Ranks, with
-two data workers each, first read a tiny one: what counts is by how much their proportional set sizes are larger with
-the other. The released code is measured on a small dataset, as four copies of 17 to 28 times a gigabyte would not fit;
-its total counts for each byte of that.
+The benchmark writes a dataset of images and low-dimensional values to a temporary folder. Ranks, with two data workers
+each, first read a tiny dataset; the result is the increase of their proportional set sizes (PSS) with the large one.
+The released code is measured on a small dataset, since four copies of 17 to 28 times a gigabyte would not fit; its
+memory is given per byte of that dataset.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.results import Result, alternate, main, median_and_quartiles, ra
 from tests import ranks
 from tests.ranks import run_ranks
 
-# Ranks are forked from a process that has imported it; that takes seconds, and memory that is not the data's.
+# Ranks are forked from a process that has imported these: the import takes seconds, and memory that is not the data's.
 ranks._server.set_forkserver_preload(["torch", "robomimic.utils.train_utils", "ddpshim.robomimic.datasets"])
 
 BENCHMARK = "node_memory"
@@ -40,7 +40,7 @@ STEP_BYTES = 2 * (84 * 84 * 3 + (7 + 14) * 8) + 7 * 4
 
 
 def make_data(path: Path, num_bytes: float, demo_length: int = 100) -> int:
-    """A dataset of about this size; its bytes, as robomimic keeps them."""
+    """Write a dataset of about this size; return its bytes as robomimic keeps them in memory."""
     import h5py
     import numpy as np
 
@@ -72,7 +72,7 @@ def _config(path: str, cache_mode: str) -> Any:
     config = config_factory("bc")
     with config.values_unlocked():
         config.train.data, config.train.hdf5_cache_mode, config.train.hdf5_use_swmr = path, cache_mode, False
-        config.train.hdf5_load_next_obs = True  # not for behaviour cloning, by default
+        config.train.hdf5_load_next_obs = True  # by default False for behaviour cloning
         config.train.seq_length, config.train.dataset_keys = SEQ_LENGTH, ("actions",)
     with _quiet():
         ObsUtils.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": list(LOW_DIM), "rgb": ["image"]}})
@@ -92,8 +92,8 @@ def _pss_bytes(pids: list[Any]) -> int:
 
 
 def memory(tiny: str, path: str, every: int) -> tuple[int, int]:
-    """Bytes of this rank and its workers after an epoch of `tiny`, and then after one of `path` (collective)."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # to have workers
+    """Return the bytes of this rank and its workers after an epoch of `tiny`, then after one of `path` (collective)."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # to allow workers
     return _after_an_epoch(tiny, 1), _after_an_epoch(path, every)
 
 
@@ -115,7 +115,7 @@ def _after_an_epoch(path: str, every: int) -> int:
 
 
 def load_times(path: str, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds until every rank has the dataset, and of CPU time: one for all, and a copy each (collective)."""
+    """Return seconds until every rank has the dataset, and CPU seconds: shared, and a copy each (collective)."""
     here, config = ddpshim.world(), _config(path, "all")
     cpu: dict[str, list[float]] = {"one_cpu": [], "each_cpu": []}
 
@@ -134,17 +134,17 @@ def load_times(path: str, num_rounds: int) -> dict[str, list[float]]:
 
         with _quiet():
             of = SequenceDataset(path, [*LOW_DIM, "image"], config.train.dataset_keys, hdf5_use_swmr=False)
-            # Without the list of all windows that hdf5_cache_mode=all makes of it.
+            # Without the list of all windows that hdf5_cache_mode=all would make.
             return of.load_dataset_in_memory(of.demos, of.hdf5_file, of.obs_keys, of.dataset_keys, True)
 
     arms = {"one": lambda: timed("one", lambda: _load(config)), "each": lambda: timed("each", copy)}
-    alternate(arms, 1)  # the file comes into the system's cache
+    alternate(arms, 1)  # brings the file into the system's cache
     cpu["one_cpu"].clear(), cpu["each_cpu"].clear()
     return {**alternate(arms, num_rounds), **cpu}
 
 
 def released_load_time(path: str) -> float:
-    """Seconds until every rank has its cache of upstream's (collective)."""
+    """Return the seconds until every rank has loaded upstream's own cache (collective)."""
     here, config = ddpshim.world(), _config(path, "all")
     here.barrier()
     start = time.perf_counter()
@@ -155,13 +155,13 @@ def released_load_time(path: str) -> float:
 
 
 def _grown(tiny: Path, path: Path, num_ranks: int, environ: dict[str, str], every: int = 1) -> tuple[int, int]:
-    """(bytes by which ranks and workers are larger with `path` than with `tiny`, all their bytes)."""
+    """Return (bytes that ranks and workers have more with `path` than with `tiny`, all their bytes)."""
     found = run_ranks(memory, num_ranks, str(tiny), str(path), every, environ=environ, timeout_s=400)
     return sum(after - before for before, after in found), sum(after for _, after in found)
 
 
 def run(quick: bool) -> list[Result]:
-    """Measure it, on a dataset of 100 MB or of 1 GB."""
+    """Measure on a dataset of 1 GB; `quick`: of 100 MB."""
     with tempfile.TemporaryDirectory() as folder:
         tiny, small, big = (Path(folder, f"{name}.hdf5") for name in ("tiny", "small", "big"))
         make_data(tiny, 0, demo_length=4)
@@ -169,7 +169,7 @@ def run(quick: bool) -> list[Result]:
         one, all_of_one = _grown(tiny, big, 1, {}, SEQ_LENGTH)
         four, all_of_four = _grown(tiny, big, NUM_RANKS, {}, SEQ_LENGTH)
         released, _ = _grown(tiny, small, NUM_RANKS, RELEASED)
-        # What batched fetch looks at is not loading, and it would do so in the loader of each copy, too.
+        # Batched fetch reads samples to compare them, which is not loading, and would do so for each copy, too.
         plain = {"DDPSHIM_BATCHED_FETCH": "false"}
         times = run_ranks(load_times, NUM_RANKS, str(big), 3, environ=plain, timeout_s=400)[0]
         slow = run_ranks(released_load_time, NUM_RANKS, str(small), environ=RELEASED, timeout_s=400)[0]

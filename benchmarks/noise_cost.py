@@ -1,10 +1,10 @@
-"""What the noise of one process costs: a step of a 5M-parameter policy on two ranks, with it and with its own.
+"""Measures the cost of one process's noise: a 5M-parameter policy's step on two ranks, with it and with a rank's own.
 
     python -m benchmarks.noise_cost
 
-Two policies are trained, on the noise and the timesteps of a diffusion policy: one of plain layers, and one with
-dropout after each of them, of which every rank draws the masks of all. The steps are made in alternation. The ratio of
-the two is mostly noise on a busy machine; the time of the draws alone is not.
+Two policies are trained with the noise and timesteps of a diffusion policy: one of linear layers, and one with dropout
+after each layer, for which every rank draws the masks of all ranks. The steps alternate. On a busy machine the ratio of
+the two is mostly measurement noise; the time of the draws alone is reliable.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _time_ms(function: Callable[[], Any]) -> float:
 
 
 def _measure(dropout: float, num_rounds: int, batch_size_per_rank: int) -> dict[str, Any]:
-    """Times in ms on this rank (collective)."""
+    """Return this rank's times in ms (collective)."""
     obs, actions = torch.randn(batch_size_per_rank, D_OBS), torch.randn(batch_size_per_rank, HORIZON * D_ACTION)
     policy = ddpshim.wrap_parallel(_Policy(dropout))
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-4)
@@ -89,7 +89,7 @@ def _measure(dropout: float, num_rounds: int, batch_size_per_rank: int) -> dict[
 
 
 def run(quick: bool, batch_size_per_rank: int = 64) -> list[Result]:
-    """For both policies the step with the noise of one process over that with a rank's own, and the draws alone."""
+    """Return, for both policies, the step with one process's noise over that with a rank's own, and the draws' time."""
     results = []
     for kind, dropout in (("without dropout", 0.0), ("with dropout", 0.1)):
         got = run_ranks(_measure, 2, dropout, 10 if quick else 200, batch_size_per_rank, timeout_s=600)[0]

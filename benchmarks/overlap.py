@@ -1,15 +1,15 @@
-"""Wall time of a step whose gradients are reduced while backward goes on: two gloo ranks.
+"""Measures the wall time of a step whose gradients are reduced while backward continues, on two gloo ranks.
 
     python -m benchmarks.overlap [--quick]
 
 The policies have the parameters of robomimic's transformer, its diffusion U-Net (sizes divided by 4) and its image
-encoder, in the policy's own order, with gradients that come in the order of its backward pass
-(benchmarks/gradient_orders.py); and 40 equal layers, whose gradients come from the last to the first. Compute is
-emulated (benchmarks/emulated.py): it sleeps, so that the two ranks do not compete for cores, as two GPUs would not.
-One all-reduce of all gradients takes 0.1, 0.4 and 1.1 of a step without it. The optimizer's update, alike in all arms,
+encoder, in the policy's own order, and gradients arrive in the order of its backward pass
+(benchmarks/gradient_orders.py). A fourth has 40 equal layers, whose gradients arrive from the last to the first.
+Compute is emulated (benchmarks/emulated.py) by sleeping, so that the two ranks do not compete for cores, like two GPUs.
+One all-reduce of all gradients takes 0.1, 0.4 and 1.1 of a step without it. The optimizer's update, equal in all arms,
 is made but not timed. All arms make the same steps, and their weights are compared bit by bit at the end.
 
-"Backward left" is the share of the gradients' bytes that is still to come when a byte is sent, in the mean over bytes.
+"Backward left" is the share of the gradients' bytes that are not computed yet when a byte is sent, averaged over bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.step import checksum, switch_guards
 from ddpshim.model import seams
 from tests.ranks import run_ranks
 
-TARGETS = {0.1: 0.95, 0.4: 0.90, 1.1: 0.85}  # all-reduce over compute: wall time over that of raw DDP
+TARGETS = {0.1: 0.95, 0.4: 0.90, 1.1: 0.85}  # all-reduce / compute: wall time / raw DDP's
 _EQUAL_LAYERS = "40 equal layers"
 _LEAST = "copied, not sent"
 _DIVISORS = {"diffusion U-Net": 4}
@@ -47,7 +47,7 @@ ARMS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def policies() -> dict[str, dict[str, list[int]]]:
-    """By name: sizes of the parameters, and their numbers in the order of their gradients."""
+    """Return, by name, the sizes of the parameters, and their numbers in the order of their gradients."""
     found: dict[str, dict[str, list[int]]] = json.loads(FILE.read_text())
     for name, divisor in _DIVISORS.items():
         found[name]["sizes"] = [max(1, size // divisor) for size in found[name]["sizes"]]
@@ -55,7 +55,7 @@ def policies() -> dict[str, dict[str, list[int]]]:
 
 
 def _copied(net: nn.Module) -> nn.Module:
-    """Gradients go into the memory that they would be sent from, as they come, and nowhere else."""
+    """Return `net`; its gradients are copied on arrival into the memory for sending, but not sent."""
     flat = torch.zeros(sum(p.numel() for p in net.parameters()))
     for parameter, view in zip(net.parameters(), flat.split([p.numel() for p in net.parameters()])):
         parameter.register_post_accumulate_grad_hook(functools.partial(_copy, view))
@@ -70,7 +70,7 @@ def _copy(view: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def _wrapped_publicly(net: nn.Module) -> Any:
-    """As on a torch without the private names that its reducer is armed by."""
+    """Wrap `net` as on a torch without the private names that activate its reducer."""
     names, seams.REDUCER = seams.REDUCER, ("hidden",)
     try:
         return ddpshim.wrap_parallel(net)
@@ -86,7 +86,7 @@ class _Arm:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
 
     def run(self, sleep_s: float) -> float:
-        """Seconds forward and backward, of which the policy sleeps `sleep_s` (collective)."""
+        """Return the seconds of forward and backward, of which the policy sleeps `sleep_s` (collective)."""
         self._policy.compute_s = sleep_s
         switch_guards(self.is_ours)
         self.optimizer.zero_grad()
@@ -99,7 +99,7 @@ class _Arm:
 
 
 def measure(policy: str, names: list[str], ratios: list[float], num_rounds: int) -> dict[str, Any]:
-    """Seconds of a step by ratio, arm and round, those of the slower rank (collective)."""
+    """Return the slower rank's seconds of a step by ratio, arm and round (collective)."""
     here = ddpshim.world()
     arms = {name: _Arm(name, policy) for name in names}
     for arm in arms.values():
@@ -126,32 +126,32 @@ def measure(policy: str, names: list[str], ratios: list[float], num_rounds: int)
 
 
 def backward_left(policy: str, name: str) -> float:
-    """The share of the gradients' bytes that is still to come when a byte is sent, mean over bytes (collective)."""
+    """Return the share of gradient bytes not computed yet when a byte is sent, mean over bytes (collective)."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    arm, sent, came = _Arm(name, policy), [], [0]
+    arm, sent, num_arrived = _Arm(name, policy), [], [0]
 
     def hook(state: Any, bucket: Any) -> Any:
-        sent.append((bucket.buffer().numel(), came[0]))
+        sent.append((bucket.buffer().numel(), num_arrived[0]))
         return allreduce_hook(None, bucket)
 
     def count(parameter: torch.Tensor) -> None:
-        came[0] += parameter.numel()
+        num_arrived[0] += parameter.numel()
 
-    hook.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
+    hook.__annotations__ = allreduce_hook.__annotations__  # torch checks them
     arm.net.register_comm_hook(None, hook)
     for parameter in arm.net.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     for _ in range(3):
         sent.clear()
-        came[0] = 0
+        num_arrived[0] = 0
         arm.run(0.0)
     total = sum(parameter.numel() for parameter in arm.net.parameters())
     return sum(size * (total - there) for size, there in sent) / sum(size for size, _ in sent) / total
 
 
 def run(quick: bool) -> list[Result]:
-    """All policies at the three ratios; `quick`: fewer rounds and policies, without the first ratio."""
+    """Measure all policies at the three ratios; `quick`: fewer rounds and policies, without the first ratio."""
     ratios = [0.4, 1.1] if quick else list(TARGETS)
     out = []
     for policy in ["transformer", "diffusion U-Net"] if quick else policies():

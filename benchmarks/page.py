@@ -1,4 +1,4 @@
-"""Makes the page of all results: a picture and tables for each question. Pictures show ddpshim beside others."""
+"""Builds the page of all results: a picture and tables for each question. Pictures show ddpshim beside others."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ QUESTIONS = {
     "saves": ("How long does a save stop the training?", ("checkpoint",)),
     "rollouts": ("How long do rollouts take?", ("rollouts", "evaluation")),
 }
-_NOT_OTHERS = ("size of the policy", "the data", "one rank")  # what a number is a multiple of
+_NOT_OTHERS = ("size of the policy", "the data", "one rank")  # units ("x the data") that compare with no other program
 _OURS, _OTHERS = "tab:blue", "0.7"
 
 
 def results_of(run: dict[str, Any]) -> list[Result]:
-    """The results of a benchmark, as its file has them."""
+    """Return the results of a benchmark from its JSON."""
     rows = run["results"]
     return [Result(**{**row, "quartiles": tuple(row["quartiles"]) if row["quartiles"] else None}) for row in rows]
 
 
 def page(runs: dict[str, Any]) -> str:
-    """The Markdown of all runs: the questions with their pictures, then what else was measured."""
+    """Return the Markdown of all runs: the questions with their pictures, then other measurements."""
     lines = [
         "# Benchmarks",
         "",
@@ -60,7 +60,7 @@ def _tables(runs: dict[str, Any]) -> list[str]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """The results as a Markdown table, with a note below for each that has one."""
+    """Return the results as a Markdown table, with the notes below it."""
     results = list(results)
     lines = ["| benchmark | what | measured | quartiles | target | holds |", "| --- | --- | ---: | ---: | ---: | --- |"]
     for r in results:
@@ -79,9 +79,9 @@ def _short(number: float) -> str:
 
 
 def compared(results: Iterable[Result]) -> dict[str, dict[str, float]]:
-    """For each thing that was measured: what others take of it, by name, where ddpshim takes 1.
+    """Return, for each thing that was measured, what others take of it, by name, if ddpshim takes 1.
 
-    A result that is to be large (`at_least`) is a rate: twice the rate is half the time.
+    A result with a lower bound (`at_least`) is a rate: twice the rate is half the time.
     """
     found: dict[str, dict[str, float]] = {}
     for result in results:
@@ -93,7 +93,7 @@ def compared(results: Iterable[Result]) -> dict[str, dict[str, float]]:
 
 
 def draw_all(runs: dict[str, Any], folder: Path) -> None:
-    """A picture for each question that something was measured for."""
+    """Draw a picture for each question that has results."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (question, benchmarks) in QUESTIONS.items():
         results = [r for benchmark in benchmarks if benchmark in runs for r in results_of(runs[benchmark])]
@@ -102,7 +102,7 @@ def draw_all(runs: dict[str, Any], folder: Path) -> None:
 
 
 def draw(question: str, found: dict[str, dict[str, float]], file: Path) -> None:
-    """Bars, a group for each thing that was measured."""
+    """Draw bars, one group for each thing that was measured."""
     import matplotlib
 
     matplotlib.use("Agg")

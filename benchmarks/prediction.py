@@ -1,9 +1,9 @@
-"""How well `python -m ddpshim predict` does: a run on two ranks, its prediction, and the truth on four and eight.
+"""Tests `python -m ddpshim predict`: compares predictions from a run on two ranks with runs on four and eight.
 
     python -m benchmarks --only prediction
 
-Computation, the network between ranks and the cores of data workers are emulated by sleeps: two cores hold eight ranks
-so. What is real are the ranks, their loaders and workers, and all that measures.
+Computation, the network between ranks and the cores of data workers are emulated by sleeps, so that eight ranks run on
+two cores. The ranks, their loaders and workers, and all measuring code are real.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tests.ranks import run_ranks
 
 MEASURED, TRUTHS = 2, (4, 8)
 COMPUTE_S, OPTIMIZER_S = 1.6, 0.01  # of the global batch
-NUM_PARAMETERS, NUM_LAYERS = 100_000, 4  # few: sleeps take no core, gradients do
+NUM_PARAMETERS, NUM_LAYERS = 100_000, 4  # few, since gradients occupy cores, which sleeps do not
 GLOBAL_BATCH, NUM_CORES = 16, 4
 FAST = Link(1e12, 0.0)
 
 
 class Case(NamedTuple):
-    """What is emulated: the link of a ring, workers of each rank, and what it takes to read the global batch."""
+    """An emulated machine: the link of a ring, workers per rank, and seconds to read the global batch."""
 
     name: str
     link: Link = FAST
@@ -56,7 +56,7 @@ CASES = (
 
 
 class _Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Each sample takes a core for a while."""
+    """Each sample occupies an emulated core for `seconds`."""
 
     def __init__(self, cores: Any, seconds: float) -> None:
         self.cores, self.seconds = cores, seconds
@@ -71,7 +71,7 @@ class _Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class _Network:
-    """Makes messages arrive when a ring with that link would have delivered them, one after the other."""
+    """Delays messages until a ring with that link would have delivered them, one after the other."""
 
     def __init__(self, link: Link) -> None:
         self._cluster = Cluster("emulated", link, link, gpus_per_node=64)
@@ -86,7 +86,7 @@ class _Network:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Messages that Python sends take as long as those of the hook."""
+        """Delay messages that Python sends like those of the hook."""
         original = dist.all_reduce
 
         def all_reduce(message: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class _Network:
             yield
 
 
-def _hook(network, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation but its own
+def _hook(network, bucket):  # type: ignore[no-untyped-def]  # torch accepts only its own annotations
     def arrive(future: Any) -> torch.Tensor:
         network.deliver(bucket.buffer())
         return future.value()[0] / dist.get_world_size()  # type: ignore[no-any-return]
@@ -112,7 +112,7 @@ class _SGD(torch.optim.SGD):
 
 
 def _train(case: Case, cores: Any, folder: str, num_steps: int) -> list[float]:
-    """Seconds of each step on this rank (collective)."""
+    """Return the seconds of each step on this rank (collective)."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a rank may have workers
     here, network = ddpshim.world(), _Network(case.link)
     with contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def _train(case: Case, cores: Any, folder: str, num_steps: int) -> list[float]:
 
 
 def errors(case: Case) -> Iterator[tuple[int, float, float, str]]:
-    """For each number of ranks: predicted and true seconds of a step, and what is said to be the limit."""
+    """Yield, for each number of ranks, predicted and true seconds of a step, and the predicted limit."""
     cores = multiprocessing.get_context("forkserver").Semaphore(NUM_CORES)
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(_train, MEASURED, case, cores, folder, FIRST_LOOK + 2, timeout_s=300)
@@ -150,7 +150,7 @@ def errors(case: Case) -> Iterator[tuple[int, float, float, str]]:
 
 
 def run(quick: bool) -> list[Result]:
-    """The prediction over the truth, less 1, of each case and number of ranks."""
+    """Return the relative error of the prediction for each case and number of ranks."""
     results = []
     for case in CASES[1:2] if quick else CASES:
         for world_size, predicted_s, true_s, limit in errors(case):

@@ -1,9 +1,9 @@
-"""What it costs to write a run down for the report: a step on two ranks, with it and without, in alternation.
+"""Measures the cost of recording a run for the report: a step on two ranks, with and without, in alternation.
 
     python -m benchmarks.record_cost
 
-The ratio of the two steps is mostly noise on a busy machine. The CPU time of the recording's own code is not: that of
-a step, of which there are many, and that of the line that ends an epoch.
+On a busy machine the ratio of the two steps is mostly noise. The CPU time of the recording's own code is reliable: in
+each step, and at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 
 def _measure(folder: str, num_rounds: int, num_steps: int) -> dict[str, list[float]]:
-    """Milliseconds of a step in each round, with recording and without."""
+    """Return the milliseconds of a step in each round, with recording and without."""
     policy = ddpshim.wrap_parallel(_policy())
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-5)
     data = torch.utils.data.TensorDataset(torch.randn(128 * num_steps, D_IN), torch.randn(128 * num_steps, D_OUT))
@@ -41,12 +41,12 @@ def _measure(folder: str, num_rounds: int, num_steps: int) -> dict[str, list[flo
             loss = (policy(x) - y).square().mean()
             loss.backward()
             optimizer.step()
-            said = loss.item()
+            value = loss.item()
             if is_recorded:
-                recorder.step(said)
+                recorder.step(value)
         if is_recorded:
             recorder.stop_counting()
-            recorder.write_epoch(1, "training", {"Loss": said})
+            recorder.write_epoch(1, "training", {"Loss": value})
         return 1000 * (time.perf_counter() - start) / num_steps
 
     epoch(True)
@@ -62,7 +62,7 @@ class _Empty(torch.utils.data.Dataset[int]):
 
 
 def _own_us(num_rounds: int) -> tuple[float, float]:
-    """Microseconds of CPU that recording adds to a step that does nothing, and that the end of an epoch takes."""
+    """Return the CPU microseconds that recording adds to an empty step, and those of the end of an epoch."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     loader = DataLoader(_Empty(), batch_size=None)
@@ -93,7 +93,7 @@ def _own_us(num_rounds: int) -> tuple[float, float]:
 
 
 def run(quick: bool) -> list[Result]:
-    """The step with recording over that without, and what is spent in the recording's own code."""
+    """Return the ratio of steps with recording to steps without, and the time in the recording's own code."""
     with tempfile.TemporaryDirectory() as folder:
         got = run_ranks(_measure, 2, folder, 6 if quick else 40, 10, timeout_s=600)[0]
         assert len(list(Path(folder).glob("ddpshim/rank_*.jsonl"))) == 2

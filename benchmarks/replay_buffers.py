@@ -1,10 +1,10 @@
-"""Samples a second of windows of a replay buffer, by diffusion_policy's sampler and by ddpshim's, in alternation.
+"""Measures samples per second of a replay buffer, with diffusion_policy's sampler and ddpshim's, in alternation.
 
     python -m benchmarks.replay_buffers [--quick]
 
-Theirs is SequenceSampler over arrays in memory and torch's loader and collate, as their datasets use it; ours is what
-`make_loader` makes of `Windows`. Without workers, on one thread: what a core does. Needs zarr and numba, and their
-source tree as DDPSHIM_UPSTREAM/diffusion_policy.
+Theirs is SequenceSampler over arrays in memory with torch's loader and collate, as their datasets use it; ours is
+`make_loader` with `Windows`. Both without workers, on one thread. Needs zarr and numba, and their source tree as
+DDPSHIM_UPSTREAM/diffusion_policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import ddpshim
 from benchmarks.results import Result, alternate, main, ratio
 from tests.ranks import run_ranks
 
-HORIZON, BATCH_SIZE = 16, 256  # of their PushT from states
+HORIZON, BATCH_SIZE = 16, 256  # as in their PushT from states
 KINDS = {"states": ["action", "keypoint", "state"], "images": ["action", "img", "state"]}
 BATCH_SIZES = {"states": BATCH_SIZE, "images": 64}
 
@@ -47,7 +47,7 @@ class _Theirs(Dataset[Any]):
 
 
 def run(quick: bool) -> list[Result]:
-    """The ratio of the samples a second, ours to theirs."""
+    """Return the ratio of samples per second, ours to theirs."""
     missing = [name for name in ("zarr", "numba") if importlib.util.find_spec(name) is None]
     if not (Path(os.environ.get("DDPSHIM_UPSTREAM", "")) / "diffusion_policy" / "diffusion_policy").is_dir():
         missing.append("DDPSHIM_UPSTREAM/diffusion_policy")
@@ -103,7 +103,7 @@ def _seconds(batches: Iterator[Any], num: int = 20) -> float:
 
 
 def _write(path: str, num_episodes: int) -> None:
-    """Arrays of PushT's shapes with random numbers."""
+    """Write arrays of PushT's shapes with random numbers."""
     import zarr
 
     random = np.random.default_rng(0)

@@ -1,6 +1,6 @@
-"""What a benchmark found, beside its target; and measuring two things in alternation.
+"""Defines the result of a benchmark with its target, and measures several arms in alternation.
 
-A benchmark is a module here with `run(quick) -> list[Result]`; `python -m benchmarks` finds it by that.
+A benchmark is a module here with a function `run(quick) -> list[Result]`, by which `python -m benchmarks` finds it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Callable, Optional
 
 @dataclass(frozen=True)
 class Result:
-    """One number, the median of several measurements where it has quartiles."""
+    """One number; with quartiles it is the median of several measurements."""
 
     benchmark: str  # its module
     what: str  # "CPU time of a step, 5M parameters"
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def holds(self) -> Optional[bool]:
-        """Whether the target is met; None where there is none."""
+        """Whether the target is met; None if there is no target."""
         if self.at_most is None and self.at_least is None:
             return None
         below = self.at_most is None or self.value <= self.at_most
@@ -44,7 +44,7 @@ class Result:
 
 
 def alternate(arms: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
-    """What each arm measured in each round; every other round goes through the arms backwards."""
+    """Call each arm once a round, in every other round backwards; return the measurements by arm and round."""
     found: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(num_rounds):
         for name in sorted(arms, reverse=number % 2 == 1):
@@ -53,7 +53,7 @@ def alternate(arms: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[
 
 
 def median_and_quartiles(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """The median, and the first and third quartile (all the value itself where there is one)."""
+    """Return the median, and the first and third quartile (all three the value itself if there is only one)."""
     if len(values) < 2:
         return values[0], (values[0], values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -61,12 +61,12 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, tuple[float, f
 
 
 def ratio(measured: Sequence[float], base: Sequence[float], times: float = 1.0) -> tuple[float, tuple[float, float]]:
-    """Median and quartiles of `times * measured / base`, round by round: what slows the machine slows both."""
+    """Return median and quartiles of `times * measured / base` by round: other programs slow both alike."""
     return median_and_quartiles([times * a / b for a, b in zip(measured, base)])
 
 
 def main(run: Callable[[bool], Iterable[Result]], description: str) -> None:
-    """The command line of one benchmark: run it and print its results as they come."""
+    """Run one benchmark from the command line, and print each result when it is measured."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds")
     for result in run(parser.parse_args().quick):

@@ -1,9 +1,9 @@
-"""Wall time of an evaluation whose episodes are dealt to W ranks, and of one that the main rank plays, in alternation.
+"""Measures the wall time of an evaluation on W ranks, and on the main rank alone, in alternation.
 
     python -m benchmarks.rollouts [--quick]
 
-The environment sleeps where a simulator would compute on a core of its own. With robosuite installed (and robomimic
-installed or under DDPSHIM_UPSTREAM) its Lift is played as well: that one computes, on the cores that there are.
+The environment sleeps where a simulator would compute on its own core. With robosuite installed (and robomimic
+installed or under DDPSHIM_UPSTREAM) its Lift is played as well, which computes on the available cores.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.ranks import run_ranks
 
 _AT_MOST = 1.15
 _STEP_S = 0.05  # much longer than a busy machine takes to wake a process
-_SIDE = 256  # of a frame
-_RELEASE = "0.4.0"  # has a rollout policy and robosuite's environment for every robosuite
+_SIDE = 256  # pixels of a frame
+_RELEASE = "0.4.0"  # has a rollout policy, and an environment that works with every robosuite
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """An evaluation: what each rank is told."""
+    """The settings of an evaluation."""
 
     num_episodes: int
     horizon: int
@@ -53,7 +53,7 @@ class _Plan:
 
 
 def run(quick: bool) -> list[Result]:
-    """The ratio of the two wall times, times W, for episodes that divide by W and others."""
+    """Return the ratio of the two wall times, times W, for numbers of episodes that W divides, and others."""
     _find_robomimic()
     num_episodes, horizon, num_rounds = (4, 8, 3) if quick else (8, 16, 5)
     divides = _Plan(num_episodes, horizon, num_rounds)
@@ -89,11 +89,11 @@ def _compare(num_ranks: int, plans: list[_Plan]) -> Iterator[Result]:
 
 
 def _measure(plans: list[_Plan]) -> list[dict[str, list[float]]]:
-    """For each plan the seconds of its evaluations, from when all ranks are there until all have the statistics."""
-    warnings.simplefilter("ignore")  # what torchvision and robosuite say when imported
+    """Return the seconds of each plan's evaluations, until all ranks have the statistics (collective)."""
+    warnings.simplefilter("ignore")  # from the imports of torchvision and robosuite
     import imageio
 
-    imageio.get_writer = _NoVideo  # ffmpeg takes as long either way
+    imageio.get_writer = _NoVideo  # ffmpeg takes the same time in both arms
     with tempfile.TemporaryDirectory() as folder, _quiet():
         return [_measure_one(plan, folder) for plan in plans]
 
@@ -181,7 +181,7 @@ def _lift() -> Any:
 
 
 def _find_robomimic() -> None:
-    """Have ranks import robomimic; what is not installed is under DDPSHIM_UPSTREAM."""
+    """Make robomimic importable on the ranks: if it is not installed, from DDPSHIM_UPSTREAM."""
     if importlib.util.find_spec("robomimic") is None:
         found = source(_RELEASE)
         if found is None:

@@ -1,8 +1,8 @@
-"""What orders cost: ours against torch's DistributedSampler, and draws by weight against torch's and robomimic's.
+"""Measures orders of samples: ddpshim's and torch's DistributedSampler; weighted draws also beside robomimic's.
 
     python -m benchmarks.sampler [--quick]
 
-Times are CPU times of one rank of eight, of a whole pass over its share; memory is what a fresh process grows by.
+Times are CPU times of one rank of eight, for a whole pass over its share; memory is the growth of a fresh process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _our_draws(weights: torch.Tensor) -> ShardedSampler:
 
 
 class _Robomimics(WeightedRandomSampler):
-    """What robomimic 0.5's CustomWeightedRandomSampler does."""
+    """Draws as robomimic 0.5's CustomWeightedRandomSampler does."""
 
     def __iter__(self) -> Iterator[int]:
         import numpy as np
@@ -64,7 +64,7 @@ class _Robomimics(WeightedRandomSampler):
 
 
 def _share(sampler: Any) -> Iterator[int]:
-    """A rank's share of a draw of all, as it is split today."""
+    """Return a rank's share of a draw of all samples, as a typical trainer splits it."""
     return iter(list(sampler)[RANK::WORLD_SIZE])
 
 
@@ -78,7 +78,7 @@ def _cpu_s(make: Callable[[], Any]) -> Callable[[], float]:
 
 
 def _memory_mb() -> float:
-    """The largest this process has been since it was last asked to forget it."""
+    """Return the peak memory of this process since the peak was last reset."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
@@ -94,7 +94,7 @@ def _run(kind: str, size: int, out: Any) -> None:
         "weighted robomimic": lambda: _share(_Robomimics(weights, size)),  # type: ignore[arg-type]
     }
     small = {"ours": lambda: _ours(10**5), "weighted ours": lambda: _our_draws(_weights(10**5))}
-    collections.deque(small.get(kind, lambda: _torchs(1000))(), maxlen=0)  # what the first use loads is not the order's
+    collections.deque(small.get(kind, lambda: _torchs(1000))(), maxlen=0)  # modules loaded on first use must not count
     Path("/proc/self/clear_refs").write_text("5")
     before, cpu, started = _memory_mb(), time.process_time(), time.perf_counter()
     indices = iter(makers[kind]())
@@ -106,7 +106,7 @@ def _run(kind: str, size: int, out: Any) -> None:
 
 
 def fresh(kind: str, size: int) -> tuple[float, float, float]:
-    """Seconds to the first index, CPU seconds to the end, and MB, in a process of its own."""
+    """Return seconds to the first index, CPU seconds to the end, and MB, from a new process."""
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     process = context.Process(target=_run, args=(kind, size, out))
@@ -120,7 +120,7 @@ def fresh(kind: str, size: int) -> tuple[float, float, float]:
 
 
 def _firsts_ms(size: int, num_times: int, start_step: int = 0) -> list[float]:
-    """From the beginning of a pass to its first index."""
+    """Return milliseconds from the beginning of a pass to its first index, several times."""
     found = []
     sampler = _ours(size)
     for epoch in range(num_times):
@@ -133,7 +133,7 @@ def _firsts_ms(size: int, num_times: int, start_step: int = 0) -> list[float]:
 
 
 def run(quick: bool) -> Iterator[Result]:
-    """Every target, and what was found."""
+    """Yield all results."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

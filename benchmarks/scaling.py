@@ -1,11 +1,11 @@
-"""How training scales over ranks: measured here with emulated compute, and modelled for clusters.
+"""Measures how training scales over ranks with emulated compute, and models it for clusters.
 
     python -m benchmarks.scaling [--quick] [--write docs/scaling.md]
 
-Measured: a policy whose passes sleep instead of computing, so that two cores can hold eight ranks, trained through
-`wrap_parallel` and gloo; with the global batch held, compute is divided by the ranks. The model of
-ddpshim/observe/ring_model.py, with latency and bandwidth as measured between the same processes, is checked against
-that; then it is asked about clusters that are not here.
+Measured: a policy whose passes sleep instead of computing, so that eight ranks run on two cores, trained through
+`wrap_parallel` and gloo. The global batch is fixed, so compute is divided by the ranks. The model of
+ddpshim/observe/ring_model.py, with latency and bandwidth measured between the same processes, is compared with these
+times; then it predicts clusters that were not available.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MESSAGES_BYTES = (4 * 2**10, 4 * 2**20)
 
 @dataclass(frozen=True)
 class Measured:
-    """One number of ranks: seconds, medians over rounds of the main rank."""
+    """The main rank's times with one number of ranks, in seconds, as medians over rounds."""
 
     world_size: int
     step_s: float
-    alone_s: float  # the same step under no_sync: what the sleeping takes
+    alone_s: float  # the same step under no_sync: the time of the sleeps
     speed: float  # alone / step
     quartiles: tuple[float, float]
     link: Optional[Link]  # None for one rank
 
 
 def _measure(num_rounds: int) -> dict[str, Any]:
-    """Times of this rank's steps and messages (collective)."""
+    """Return the times of this rank's steps and messages (collective)."""
     here = ddpshim.world()
     bare = SleepingPolicy(NUM_PARAMETERS, NUM_LAYERS, COMPUTE_S / here.world_size)
     policy = ddpshim.wrap_parallel(bare)
@@ -61,14 +61,14 @@ def _measure(num_rounds: int) -> dict[str, Any]:
         if synchronised:
             optimizer.step()
         spent = time.perf_counter() - start
-        # Not the optimizer's: a step on gradients of one rank is refused.
+        # By hand: the guard refuses an optimizer step on one rank's gradients.
         optimizer.zero_grad(set_to_none=False)
         return spent
 
     for is_last in (True, False, True):
         step(is_last)
     found: dict[str, Any] = dict(alternate({"alone": lambda: step(False), "step": lambda: step(True)}, num_rounds))
-    step(True)  # ends what no_sync left open
+    step(True)  # completes the accumulation that no_sync began
     for num_bytes in MESSAGES_BYTES:
         message = torch.zeros(num_bytes // 4)
         times = []
@@ -82,7 +82,7 @@ def _measure(num_rounds: int) -> dict[str, Any]:
 
 
 def _link(found: dict[str, Any], world_size: int) -> Optional[Link]:
-    """Latency and bandwidth of a ring that would take as long as the two messages did."""
+    """Return the latency and bandwidth of a ring on which the two messages would take their measured times."""
     if world_size == 1:
         return None
     small, large = (found[str(num_bytes)] for num_bytes in MESSAGES_BYTES)
@@ -93,7 +93,7 @@ def _link(found: dict[str, Any], world_size: int) -> Optional[Link]:
 
 
 def measure(quick: bool) -> list[Measured]:
-    """Steps at 1, 2, 4 and 8 ranks on this machine."""
+    """Measure steps with 1, 2, 4 and 8 ranks on this machine; `quick`: with 1, 2 and 4."""
     rows = []
     for world_size in WORLD_SIZES[: 3 if quick else None]:
         found = run_ranks(_measure, world_size, 5 if quick else 30, timeout_s=300)[0]
@@ -104,16 +104,16 @@ def measure(quick: bool) -> list[Measured]:
 
 
 def modelled_s(row: Measured) -> float:
-    """What the model says of a step that was measured."""
+    """Return the model's time for a step that was measured."""
     if row.link is None:
         return row.alone_s
     here = Cluster("here", row.link, row.link, gpus_per_node=row.world_size)
-    bucket_bytes = 4 * NUM_PARAMETERS / NUM_LAYERS  # each layer's gradient is larger than a bucket of ours
+    bucket_bytes = 4 * NUM_PARAMETERS / NUM_LAYERS  # each layer's gradient is larger than ddpshim's bucket
     return Training(NUM_PARAMETERS, row.alone_s, bucket_bytes).step_s(row.world_size, here)
 
 
 def _results(rows: list[Measured]) -> list[Result]:
-    """One for each number of ranks."""
+    """Return one result for each number of ranks."""
     results = []
     for row in rows:
         speedup = rows[0].step_s / row.step_s
@@ -124,12 +124,12 @@ def _results(rows: list[Measured]) -> list[Result]:
 
 
 def run(quick: bool) -> list[Result]:
-    """Scaling on this machine; the clusters are in docs/scaling.md."""
+    """Measure scaling on this machine; docs/scaling.md has the clusters."""
     return _results(measure(quick))
 
 
-# What is taken of a GPU and a policy. A sample costs 6 FLOPs for each parameter and position of a 1-D U-Net, which has
-# POSITIONS on the average over its levels (horizon 16), and 3 x 3.6 GFLOPs for each image of 224 x 224 in a ResNet-18.
+# Assumptions about GPU and policy. A sample costs 6 FLOPs per parameter and position of a 1-D U-Net, which has
+# POSITIONS positions on average over its levels (horizon 16), and 3 x 3.6 GFLOPs per 224 x 224 image in a ResNet-18.
 FLOPS, POSITIONS, FLOPS_OF_AN_IMAGE = 20e12, 8, 3 * 3.6e9
 KINDS = {"low-dim": 0, "two cameras, two frames": 4}  # images in a sample
 SIZES = (20e6, 65e6, 100e6, 300e6)
@@ -138,12 +138,12 @@ BATCH_PER_RANK, GLOBAL_BATCH = 64, 1024
 
 
 def compute_s(num_parameters: float, batch_size_per_rank: float, num_images: int) -> float:
-    """Forward and backward of one rank, under the assumptions above."""
+    """Return the seconds of one rank's forward and backward pass, under the assumptions above."""
     return (6 * num_parameters * POSITIONS + num_images * FLOPS_OF_AN_IMAGE) * batch_size_per_rank / FLOPS
 
 
 def page(rows: list[Measured]) -> str:
-    """The Markdown of docs/scaling.md below its title."""
+    """Return the Markdown of docs/scaling.md below its title."""
     lines = [
         "This page shows how the time of a step falls with the number of ranks: measured with emulated compute on a "
         "CPU, and modelled for clusters of GPUs.",
@@ -231,7 +231,7 @@ def _line(name: str, values: Sequence[float], digits: int = 2) -> str:
 
 
 def draw(rows: list[Measured], file: Path) -> None:
-    """Measured beside modelled steps, and what the model says of clusters."""
+    """Draw measured beside modelled steps, and the model's predictions for clusters."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
-"""CPU time of a step on two gloo ranks: `wrap_parallel` beside hand-written DDP and the wrappers of peers.
+"""Measures a step's CPU time on two gloo ranks: `wrap_parallel`, hand-written DDP and other libraries' wrappers.
 
     python -m benchmarks.step [--quick]
 
-All arms start from the same weights, see the same batches and make the same steps; their weights are compared bit by
-bit at the end. A peer that is not installed is left out (requirements/benchmarks.txt). The guards of ours are on.
+All arms start from the same weights, get the same batches and make the same steps; their weights are compared bit by
+bit at the end. A library that is not installed is left out (requirements/benchmarks.txt). ddpshim's guards are on.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.ranks import free_port, run_ranks
 
 D_OBS, D_ACTION, BATCH_SIZE_PER_RANK = 64, 14, 64
 POLICIES = {"0.2M": (3, 180), "5M": (3, 960), "20M": (4, 1630)}  # layers of each net, and their width
-NUM_LAYERS = (8, 40, 100)  # of the policies with many small layers, BatchNorm after each
+NUM_LAYERS = (8, 40, 100)  # of policies with many small layers, each followed by BatchNorm
 _LEAST = "one all-reduce"
 PEERS = {"ignite": "ignite", "accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 
 def policy(kind: str) -> nn.ModuleDict:
-    """An observation encoder and the noise net behind it, as the DROID guide trains them; parameters `kind`."""
+    """Return an observation encoder and a noise net, as in DROID's guide; `kind`: the size, or a number of layers."""
     layers: list[nn.Module] = []
     if kind in POLICIES:
         num_layers, width = POLICIES[kind]
@@ -50,7 +50,7 @@ def policy(kind: str) -> nn.ModuleDict:
 
 
 class Both(nn.Module):
-    """The two nets in one module with a forward, which the wrappers of others need."""
+    """The two nets in one module with a `forward`, which other libraries' wrappers need."""
 
     def __init__(self, nets: nn.ModuleDict) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Both(nn.Module):
 
 
 class _OneMessage(Both):
-    """No wrapper: after the backward pass all gradients go through one all-reduce. Nothing that adds them does less."""
+    """No wrapper: one all-reduce of all gradients after the backward pass, the least that any wrapper must do."""
 
     def __init__(self, nets: nn.ModuleDict) -> None:
         super().__init__(nets)
@@ -101,7 +101,7 @@ def _fabric(nets: nn.ModuleDict) -> nn.Module:
     return fabric.setup_module(Both(nets))
 
 
-# Rounds, and steps of an arm in one: turns of a fraction of a second, so that what slows the machine slows all arms.
+# Rounds, and steps of an arm per round. A turn takes a fraction of a second: other programs slow all arms alike.
 ROUNDS = {"0.2M": (60, 12), "5M": (48, 2), "20M": (32, 1), "8": (60, 8), "40": (48, 4), "100": (40, 2)}
 ARMS: dict[str, Callable[[nn.ModuleDict], nn.Module]] = {
     "no sync": Both,
@@ -112,27 +112,27 @@ ARMS: dict[str, Callable[[nn.ModuleDict], nn.Module]] = {
     "ignite": _ignite,
     "accelerate": _accelerate,
     "fabric": _fabric,
-    "ddpshim": lambda nets: Both(ddpshim.wrap_parallel(nets, sync_batchnorm=False)),  # as the others
+    "ddpshim": lambda nets: Both(ddpshim.wrap_parallel(nets, sync_batchnorm=False)),  # as in the other arms
 }
 
 
 def available(arms: list[str]) -> list[str]:
-    """Those of `arms` whose package is installed."""
+    """Return those of `arms` whose package is installed."""
     return [arm for arm in arms if arm not in PEERS or importlib.util.find_spec(PEERS[arm]) is not None]
 
 
 def switch_guards(are_on: bool) -> None:
-    """Have optimizer steps checked, or not: the gradients of the other arms are reduced by no wrapper of ours."""
+    """Turn the check of optimizer steps on or off: it would refuse the other arms, which ddpshim does not wrap."""
     (guard.watch_optimizers if are_on else current().part(guard.Watched).unwatch_optimizers)()
 
 
 def checksum(net: nn.Module) -> str:
-    """Of all weights' bits."""
+    """Return a checksum of the bits of all weights."""
     return str([checksums.checksum(p, torch.device("cpu"))[0].item() for p in net.parameters()])
 
 
 class _Arm:
-    """A policy, wrapped in the way of `name`, and its optimizer."""
+    """A policy, wrapped as in the arm `name`, and its optimizer."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.is_ours = name == "ddpshim"
@@ -143,7 +143,7 @@ class _Arm:
         self._batches = torch.Generator().manual_seed(dist.get_rank())
 
     def run(self, num_steps: int) -> float:
-        """Seconds of CPU for each of `num_steps`, all threads of this process together."""
+        """Make `num_steps` steps; return the CPU seconds of one, for all threads of this process together."""
         x = torch.randn(BATCH_SIZE_PER_RANK, D_OBS, generator=self._batches)
         switch_guards(self.is_ours)
         start = time.process_time()
@@ -157,8 +157,8 @@ class _Arm:
 
 
 def measure(kind: str, names: list[str], num_rounds: int, steps_per_round: int) -> dict[str, Any]:
-    """Seconds of CPU of a step by arm and round, mean of the ranks, and the checksums (collective)."""
-    warnings.simplefilter("ignore")  # of other libraries
+    """Return the CPU seconds of a step by arm and round, mean over ranks, and the checksums (collective)."""
+    warnings.simplefilter("ignore")  # from other libraries
     here = ddpshim.world()
     os.environ.update(RANK=str(here.rank), LOCAL_RANK=str(here.rank), WORLD_SIZE=str(here.world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(here.world_size), NODE_RANK="0", GROUP_RANK="0", MASTER_ADDR="127.0.0.1")
@@ -177,31 +177,28 @@ def measure(kind: str, names: list[str], num_rounds: int, steps_per_round: int) 
 
 
 def _kib(field: str) -> int:
-    """A field of this process's memory."""
+    """Return a field of this process's memory statistics, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(field)))
 
 
 def peak_memory(kind: str, name: str) -> float:
-    """This process's memory at most, in a step of an arm, over that before there was a policy; in sizes of the policy.
-
-    Collective.
-    """
+    """Return by how much an arm's step raises this process's peak memory, in sizes of the policy (collective)."""
     warnings.simplefilter("ignore")
     size_kib = sum(p.numel() * p.element_size() for p in policy(kind).parameters()) / 1024
     before = _kib("VmRSS")
     arm = _Arm(name, kind)
     arm.run(3)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     arm.run(3)
     return (_kib("VmHWM") - before) / size_kib
 
 
 def _memory(kind: str) -> list[Result]:
-    """Peak memory of fresh processes; weights, gradients and momentum alone are 3."""
+    """Measure the peak memory of fresh processes; weights, gradients and momentum alone are 3 policy sizes."""
     found = {}
     for name in ("no sync", "raw DDP", "ddpshim"):
-        environ = {} if name == "ddpshim" else {"DDPSHIM_GUARD": "0"}  # else: nothing is wrapped
+        environ = {} if name == "ddpshim" else {"DDPSHIM_GUARD": "0"}  # the guard would refuse unwrapped nets
         found[name] = max(run_ranks(peak_memory, 2, kind, name, environ=environ))
     what = f"peak memory of a rank, {kind} parameters"
     return [
@@ -234,7 +231,7 @@ def _results(kind: str, got: dict[str, Any]) -> list[Result]:
 
 
 def run(quick: bool) -> list[Result]:
-    """The steps of every policy, and the memory of one; `quick`: fewer rounds, and small policies only."""
+    """Measure the steps of every policy, and the memory of one; `quick`: fewer rounds, and small policies only."""
     kinds = ["0.2M", "40"] if quick else [*POLICIES, *map(str, NUM_LAYERS)]
     names = available(list(ARMS))
     out = []
@@ -242,7 +239,7 @@ def run(quick: bool) -> list[Result]:
         rounds, steps = (8, 6) if quick else ROUNDS[kind]
         port = {"MASTER_PORT": str(free_port())}
         out += _results(kind, run_ranks(measure, 2, kind, names, rounds, steps, timeout_s=280, environ=port)[0])
-    return out + _memory("20M")  # of a small one the allocator keeps more than the gradients are
+    return out + _memory("20M")  # for a small one the allocator's reserve exceeds the gradients
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Where a step of the released robomimic trainer goes, in one process and launched by ddpshim: a table for each config.
+"""Measures the parts of a step of the released robomimic trainer, in one process and launched by ddpshim, by config.
 
     python -m benchmarks.step_profile [--write docs/whole_run.md]
 
-CPU time of the thread that trains, which has the cores to itself (one thread): others on the machine do not count.
-Each part is without what it calls of the others. The first epoch is left out.
+Measures CPU time of the training thread (torch uses one thread), so other programs do not count. A part's time excludes
+the other parts that it calls. The first epoch is left out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEPS["diffusion_policy"] = 3
 
 
 class Clock:
-    """CPU time of this thread by parts, each without the parts inside it."""
+    """Measures this thread's CPU time by part, each without the parts inside it."""
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(PARTS, 0.0)
@@ -102,19 +102,19 @@ class _Timed:
 
 
 def follow(arm: str, found: str, *program: str) -> None:
-    """Run the trainer in this process, and leave in `found` how long a step's parts took."""
+    """Run the trainer in this process, and write the times of a step's parts to the file `found`."""
     import torch
 
     clock, set_num_threads = Clock(), torch.set_num_threads
 
-    def begin(number: int) -> None:  # called by the trainer when all is imported
+    def begin(number: int) -> None:  # the trainer calls it when all modules are imported
         import robomimic.utils.torch_utils as TorchUtils
         import robomimic.utils.train_utils as TrainUtils
 
         set_num_threads(1)
         torch.set_num_threads = set_num_threads
         torch.Tensor.backward = clock.timed("backward", torch.Tensor.backward)  # type: ignore[method-assign]
-        for kind in (torch.optim.Adam, torch.optim.AdamW):  # AdamW's is of its own, or Adam's: not timed twice
+        for kind in (torch.optim.Adam, torch.optim.AdamW):  # AdamW may inherit Adam's: do not time it twice
             if "step" in vars(kind):
                 kind.step = clock.timed("optimizer", kind.step)  # type: ignore[method-assign]
         averaging = sys.modules.get("diffusers.training_utils")
@@ -143,7 +143,7 @@ def follow(arm: str, found: str, *program: str) -> None:
     torch.set_num_threads = begin
 
     @atexit.register
-    def tell() -> None:
+    def write() -> None:
         each = {name: 1000 * seconds / max(1, clock.steps) for name, seconds in clock.spent.items()}
         Path(found).write_text(json.dumps(each))
 
@@ -157,7 +157,7 @@ def follow(arm: str, found: str, *program: str) -> None:
 
 
 def measure(name: str, arm: str, folder: Path) -> dict[str, float]:
-    """Milliseconds a step, by part."""
+    """Return the milliseconds per step, by part."""
     shutil.rmtree(folder, ignore_errors=True)
     config, found = config_file(CONFIGS[name], folder, EPOCHS, STEPS[name]), folder / "found.json"
     code = "import sys; from benchmarks import step_profile; step_profile.follow(*sys.argv[1:])"
@@ -174,7 +174,7 @@ def measure(name: str, arm: str, folder: Path) -> dict[str, float]:
 
 
 def table(name: str, rounds: int) -> str:
-    """The parts of a step of one config, of both."""
+    """Return the table of a step's parts for one config, for both arms."""
     with tempfile.TemporaryDirectory() as folder:
         each: dict[str, list[dict[str, float]]] = {"released": [], "ours": []}
 

@@ -1,12 +1,12 @@
-"""Minutes from the command to a policy that lifts the cube: robomimic as released, and by ddpshim on one and two ranks.
+"""Measures the minutes to a policy that lifts the cube: robomimic as released, and by ddpshim on one and two ranks.
 
     DDPSHIM_UPSTREAM=... python -m benchmarks.to_success [--quick] [--write docs/to_success.md]
 
-From nothing: the command is started, imports, loads 200 demonstrations of robosuite's Lift, trains, and plays episodes
-after every so many steps, until a checkpoint that has succeeded in 90% of them is written. Then the release as
-published plays that checkpoint again, in other episodes. At most 20 minutes on two quiet cores; `--quick`: one seed.
+The time includes everything: the command starts, imports, loads 200 demonstrations of robosuite's Lift, trains, and
+plays episodes at fixed intervals, until it writes a checkpoint that has succeeded in 90% of them. Then the published
+release plays that checkpoint again, in other episodes. At most 20 minutes on two quiet cores; `--quick`: one seed.
 
-Needs what requirements/simulator.txt installs, psutil, and robomimic 0.4.0 under DDPSHIM_UPSTREAM.
+Needs the packages in requirements/simulator.txt, psutil, and robomimic 0.4.0 under DDPSHIM_UPSTREAM.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.simulator import ALGORITHMS, RELEASE
 
 WANTED = 0.9
 STEPS_AN_EPOCH, MOST_EPOCHS = 300, 20
-_BUDGET_S = 1050.0  # of all trainings; what is then left of 20 minutes is for playing again
+_BUDGET_S = 1050.0  # for all trainings; the rest of 20 minutes is for playing again
 HORIZON = 80  # demonstrations are 42 steps long
 _LOOK_EVERY_S = 0.1
 _TRAINER = ["-m", "robomimic.scripts.train"]
@@ -53,7 +53,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained and played."""
+    """The amount of training and playing."""
 
     seeds: tuple[int, ...] = (1, 2, 3)
     num_episodes: int = 20  # of each evaluation
@@ -66,14 +66,14 @@ QUICK = Plan(seeds=(1,), num_episodes=10, num_again=10, deadline_s=600.0)
 
 @dataclass(frozen=True)
 class Found:
-    """A training that came to its success, or did not.
+    """The result of a training, successful or not.
 
     Attributes:
-        seconds: from the command to the checkpoint, infinite without one.
-        cpu_s: of all its processes, up to then.
-        epoch: of the checkpoint.
-        rate: of success, in the trainer's own rollouts.
-        again: successes in the episodes that were played afterwards.
+        seconds: from the command to the checkpoint; infinite without one.
+        cpu_s: CPU seconds of all its processes up to the checkpoint.
+        epoch: the checkpoint's epoch.
+        rate: the success rate in the trainer's own rollouts.
+        again: the number of successes in the episodes that were played afterwards.
     """
 
     arm: str
@@ -87,7 +87,7 @@ class Found:
 
 
 def first_success(models: Sequence[Path]) -> Optional[tuple[Path, int, float]]:
-    """The first checkpoint that succeeded in enough episodes, its epoch and its rate; None without one."""
+    """Return the first checkpoint that succeeded in enough episodes, its epoch and its rate; None if none did."""
     named = [(re.fullmatch(r"model_epoch_(\d+)_Lift_success_([\d.]+)\.pth", path.name), path) for path in models]
     good = [(int(name[1]), float(name[2]), path) for name, path in named if name and float(name[2]) >= WANTED]
     if not good:
@@ -129,7 +129,7 @@ def train(arm: str, tree: Path, folder: Path, seed: int, plan: Plan) -> Found:
             time.sleep(_LOOK_EVERY_S)
             cpu_s = max(cpu_s, sum(_cpu_seconds(root)))
             found = first_success(list(folder.glob("out/*/*/models/*.pth")))
-        time.sleep(1.0 if found else 0.0)  # the release writes a file under its own name
+        time.sleep(1.0 if found else 0.0)  # the release writes the file in place, so it may be incomplete
     finally:
         for one in (*_descendants(root), process):
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -152,7 +152,7 @@ def _descendants(root: Any) -> list[Any]:
 
 
 def _cpu_seconds(root: Any) -> Iterator[float]:
-    """Of the processes that live, and of their children that have ended."""
+    """Yield the CPU seconds of each running process, including its children that have ended."""
     import psutil
 
     for process in (root, *_descendants(root)):
@@ -161,7 +161,7 @@ def _cpu_seconds(root: Any) -> Iterator[float]:
 
 
 def play_again(trained: Sequence[Found], plain: Path, folder: Path, plan: Plan) -> list[Found]:
-    """Each with the successes of its checkpoint in other episodes, the same for all, played by the release."""
+    """Let the release play each checkpoint in other episodes, the same for all; return `trained` with the successes."""
     episodes = {"num_episodes": plan.num_again, "horizon": HORIZON, "seed": 4321}
     num_jobs = max(1, min(2, num_cores()))
 
@@ -180,7 +180,7 @@ def play_again(trained: Sequence[Found], plain: Path, folder: Path, plan: Plan) 
 
 
 def measure(folder: Path, plan: Plan) -> list[Found]:
-    """All arms, one after the other, in a different order with each seed."""
+    """Train all arms one after the other, in a different order for each seed, and play the checkpoints again."""
     plain = copy_release(RELEASE, folder, "plain")
     trained: list[Found] = []
     begin = time.monotonic()
@@ -192,13 +192,13 @@ def measure(folder: Path, plan: Plan) -> list[Found]:
         for arm in names:
             trained.append(train(arm, plain, folder / f"{list(ARMS).index(arm)}-{seed}", seed, plan))
             one = trained[-1]
-            said = f"{one.seconds:6.1f} s, CPU {one.cpu_s:6.1f} s, {one.epoch * STEPS_AN_EPOCH} steps, {one.rate:.0%}"
-            print(f"seed {seed}, {arm}: {said}", file=sys.stderr, flush=True)
+            text = f"{one.seconds:6.1f} s, CPU {one.cpu_s:6.1f} s, {one.epoch * STEPS_AN_EPOCH} steps, {one.rate:.0%}"
+            print(f"seed {seed}, {arm}: {text}", file=sys.stderr, flush=True)
     return play_again(trained, plain, folder, plan)
 
 
 def page(found: Sequence[Found], plan: Plan, command: str, versions: str) -> str:
-    """docs/to_success.md."""
+    """Return the text of docs/to_success.md."""
     lines = ["| | minutes | each seed, s | CPU, s | steps | played again | 95% |", "|---|---:|---|---:|---|---|---|"]
     of_arm = {arm: sorted((f for f in found if f.arm == arm), key=lambda f: f.seed) for arm in ARMS}
     base = _median(of_arm["robomimic as released"])

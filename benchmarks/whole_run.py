@@ -1,10 +1,10 @@
-"""The released robomimic trainer in one process, and the same under `ddpshim run` as a world of one, in alternation.
+"""Compares the released robomimic trainer with the same under `ddpshim run` as a world of one, in alternation.
 
     python -m benchmarks.whole_run [--quick] [--only bc]
 
-Both train the same config on the Lift demonstrations, unedited, and must end with the same weights. Both are started,
-then one runs for an epoch while the other is stopped (SIGSTOP), in turns: what slows the machine slows both. The time
-to the first step is taken of programs that train one step and are started one after the other, torchrun too.
+Both train the same config on the Lift demonstrations, unedited, and must end with the same weights. Both are started;
+then they take turns: one runs for an epoch while the other is stopped (SIGSTOP), so that other programs slow both
+alike. The time to the first step is measured with programs that train one step, one after the other, also by torchrun.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.results import Result, alternate, median_and_quartiles, ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE = "0.3.0"
-WITH_DIFFUSION_POLICY = "master"  # read from DDPSHIM_UPSTREAM: no index holds it; 0.5.0 imports transformers
+WITH_DIFFUSION_POLICY = "master"  # read from DDPSHIM_UPSTREAM: it is on no index; 0.5.0 would import transformers
 DEADLINE_S = 240
 _RNN = {"algo.actor_layer_dims": [], "algo.rnn.enabled": True, "algo.gmm.enabled": True, "train.seq_length": 10}
 _TRANSFORMER = {
@@ -43,7 +43,7 @@ _TRANSFORMER = {
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained, and how many steps an epoch has: about half a second."""
+    """The config to train; `steps` make an epoch of about half a second."""
 
     what: str
     settings: dict[str, Any]
@@ -70,20 +70,20 @@ CONFIGS = {
 
 
 class Trainer:
-    """A program that trains, with all its processes. It can be stopped, and goes on."""
+    """A training program with all its processes, which can be stopped and continued."""
 
     def __init__(self, command: Sequence[str], log: Path, release: str = RELEASE) -> None:
         self._log, self._at = log, 0
         path = os.pathsep.join([str(tree(release)), str(ROOT)])
         environ = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # it is there, as it is after `pip install`
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # bytecode exists after `pip install`, too
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command, cwd=log.parent, env=environ, stdout=file, stderr=file, start_new_session=True
             )
 
     def _pids(self) -> list[int]:
-        """It and its children, the innermost last: a launched rank is in a session of its own."""
+        """Return the process and its descendants, the innermost last; a launched rank is in its own session."""
         found = [self.process.pid]
         for pid in found:
             for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -97,7 +97,7 @@ class Trainer:
                 os.kill(pid, signal.SIGSTOP)
 
     def cpu_s(self) -> float:
-        """CPU time of all its processes so far."""
+        """Return the CPU seconds of all its processes so far."""
         ticks = 0
         for pid in self._pids():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -105,7 +105,7 @@ class Trainer:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def until(self, said: bytes) -> float:
-        """Run until `said` is in the output, and give the seconds."""
+        """Continue until `said` is in the output; return the seconds."""
         for pid in self._pids():
             os.kill(pid, signal.SIGCONT)
         start = time.perf_counter()
@@ -116,7 +116,7 @@ class Trainer:
         return time.perf_counter() - start
 
     def end(self) -> None:
-        """Wait for its end; end it where it does not come."""
+        """Wait until the program ends; kill it after a minute."""
         with contextlib.suppress(ProcessLookupError):
             for pid in self._pids():
                 os.kill(pid, signal.SIGCONT)
@@ -129,7 +129,7 @@ class Trainer:
 
 
 def tree(release: str) -> Path:
-    """The folder with a release's package."""
+    """Return the folder that contains a release's package."""
     from tests.equivalence import source
 
     found = source(release)
@@ -139,7 +139,7 @@ def tree(release: str) -> Path:
 
 
 def script(release: str = RELEASE) -> Path:
-    """The released trainer's."""
+    """Return the path of the released trainer."""
     return tree(release) / "robomimic" / "scripts" / "train.py"
 
 
@@ -153,7 +153,7 @@ def _commands(config: Path, release: str = RELEASE) -> dict[str, list[str]]:
 
 
 def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
-    """The config file, from the release's own template."""
+    """Write the config file, made from the release's own template, and return its path."""
     from tests.equivalence import DATA
 
     template = tree(chosen.release) / "robomimic" / "exps" / "templates" / f"{chosen.template}.json"
@@ -185,7 +185,7 @@ def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
 
 
 def tensors(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each tensor of nested dictionaries, with the keys that lead to it."""
+    """Yield each tensor of nested dictionaries, with its path of keys."""
     if hasattr(state, "items"):
         for key, value in state.items():
             yield from tensors(value, f"{name}/{key}")
@@ -194,7 +194,7 @@ def tensors(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _difference(one: Path, other: Path) -> str:
-    """How far the weights are apart that two runs have saved last."""
+    """Return a text about the difference of the weights that two runs have saved last."""
     import torch
 
     weights = []
@@ -208,7 +208,7 @@ def _difference(one: Path, other: Path) -> str:
 
 
 def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
-    """Steps a second of the launched run over those of the released one; epochs in turns."""
+    """Yield the ratio of steps per second, launched over released; their epochs alternate."""
     chosen = CONFIGS[name]
     arms: dict[str, Trainer] = {}
     try:
@@ -243,7 +243,7 @@ def steps_a_second(name: str, folder: Path, epochs: int) -> Iterator[Result]:
 
 
 def first_step(folder: Path, rounds: int) -> Iterator[Result]:
-    """From the command until the first step is made: the released trainer, under torchrun, and launched by us."""
+    """Yield the time from the command to the first step: released, under torchrun, and launched by ddpshim."""
 
     cpu: dict[str, list[float]] = {arm: [] for arm in ("released", "ours", "torchrun")}
 
@@ -275,7 +275,7 @@ def first_step(folder: Path, rounds: int) -> Iterator[Result]:
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Iterator[Result]:
-    """Yield both for each config; nothing is measured of what the release does not have."""
+    """Yield both measurements for each config, except those that need a release which is not available."""
     import robomimic
 
     from tests.equivalence import source

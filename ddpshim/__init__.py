@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-if sys.version_info < (3, 9):  # where pip was not asked
+if sys.version_info < (3, 9):  # pip checks this, but a source tree on PYTHONPATH has not been through pip
     raise ImportError(
         f"ddpshim needs Python 3.9 or newer, and this is {sys.version.split()[0]}. Make an environment with a newer "
         "Python (docs/installing.md shows how)."
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ddpshim.observe.recording import record as record
     from ddpshim.options import Options as Options
 
-# Loaded when first used: the patch command must answer without the seconds that importing torch takes.
+# Loaded on first use: `patch` must not wait for torch, whose import takes seconds.
 _HOMES = {
     "Options": "options",
     "World": "job.world",

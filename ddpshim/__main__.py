@@ -1,6 +1,6 @@
 """Parses the command line of `ddpshim` (`python -m ddpshim`), and prints what its commands return.
 
-Each sub-command imports what it needs when it runs: patching needs no torch.
+Each sub-command imports its modules when it runs: patching needs no torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _NPROC = ("--nproc", "--nproc-per-node")
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command and return its exit code; `argv` is without the program's name."""
     argv = sys.argv[1:] if argv is None else argv
-    for stream in (sys.stdout, sys.stderr):  # names of files may hold what the terminal's encoding lacks
-        with contextlib.suppress(AttributeError, OSError):  # of a test; or it cannot seek
+    for stream in (sys.stdout, sys.stderr):  # file names may contain characters that the terminal's encoding lacks
+        with contextlib.suppress(AttributeError, OSError):  # a test's stream, or one that cannot seek
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = _parser()
     for argument in argv:
@@ -48,7 +48,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         except UnicodeEncodeError as error:
             parser.error(f"{argument!r:.60} is not valid text ({error.reason})")
     arguments = parser.parse_args(argv)
-    if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse takes it so after a "--"
+    if getattr(arguments, "program", None) == "-m" and arguments.arguments:  # argparse's result after "--"
         arguments.is_module, (arguments.program, *arguments.arguments) = True, arguments.arguments
     try:
         if getattr(arguments, "needs_torch", False):
@@ -62,8 +62,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except DdpShimError as error:
         say(str(error))
         return error.exit_code
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 1
     except OSError as error:
         say(f"{error}; the command stopped. Name files and folders that it can read and write.")
@@ -72,14 +72,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def script() -> int:
-    """The installed command `ddpshim`, the same as `python -m ddpshim`."""
-    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on: nothing was put there
-        sys.path[0] = os.getcwd()  # in place of the command's folder: trainers and trees to patch are found there
+    """Run the installed command `ddpshim`, the same as `python -m ddpshim`."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 on: with -P, sys.path[0] is not the command's folder
+        sys.path[0] = os.getcwd()  # as `python -m` does, so that trainers and trees to patch are found there
     return main()
 
 
 def _refuse_missing_torch() -> None:
-    """Raise LaunchError where torch is not installed or too old, without the seconds that importing it takes."""
+    """Raise LaunchError if torch is missing or too old, without importing it, which takes seconds."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(
             f"torch is not installed for {sys.executable}, so no rank can start. Run ddpshim from the environment "
@@ -92,7 +92,7 @@ def _refuse_missing_torch() -> None:
 
 
 def _refuse_this_system() -> None:
-    """Raise LaunchError where a process cannot fork: on Windows."""
+    """Raise LaunchError if processes cannot be forked: on Windows."""
     if not hasattr(os, "fork"):
         raise LaunchError(
             f"this is {sys.platform}, where a process cannot be forked; nothing was started, as ranks need that. Use "
@@ -201,8 +201,8 @@ def _selftest(arguments: argparse.Namespace) -> int:
                 line, is_good = run(plan), True
             except DdpShimError as error:
                 line, is_good = f"selftest failed: {error}", False
-    told = json.dumps({"is_good": is_good, "said": line}) if arguments.json else coloured(line, is_good)
-    print(told, flush=True)
+    result = json.dumps({"is_good": is_good, "said": line}) if arguments.json else coloured(line, is_good)
+    print(result, flush=True)
     return 0 if is_good else 1
 
 
@@ -274,7 +274,7 @@ def _prove(arguments: argparse.Namespace) -> int:
             is_module, program, *rest = [False, *shlex.split(arguments.one)]
             if program == "-m":
                 is_module, program, *rest = [True, *rest]
-        except ValueError as error:  # quotes that do not end, or no words
+        except ValueError as error:  # an unclosed quote, or no words
             say(
                 f"--one {arguments.one!r} is not a command ({error}); nothing was compared. Quote a program and its "
                 "arguments as one word."

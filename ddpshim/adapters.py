@@ -1,8 +1,8 @@
-"""Finds the adapter that knows the objects of a package, so that nothing but an adapter knows a codebase.
+"""Finds the adapter for a package's objects, so that only adapters depend on a codebase.
 
 An adapter is a module with any of the functions of :class:`ddpshim.trainers.interface.Adapter`. ddpshim's own are
-listed here; others come by the entry point group `ddpshim.trainers`: the name is the package, the value the module.
-None is imported before a program holds an object of its package.
+listed here; others are registered in the entry point group `ddpshim.trainers`: the name is the package, the value the
+module. An adapter is imported when one of its functions is looked up, not before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BUILT_IN = {
 
 @functools.lru_cache(maxsize=1)
 def packages() -> dict[str, str]:
-    """The module of the adapter for each package that has one. Local."""
+    """Return the name of the adapter's module for each package that has an adapter. Local."""
     found: Any = metadata.entry_points()
     # Python 3.9: a dict of groups.
     others = found.select(group=GROUP) if hasattr(found, "select") else found.get(GROUP, ())
@@ -30,19 +30,19 @@ def packages() -> dict[str, str]:
 
 
 def function(package: str, name: str) -> Optional[Any]:
-    """What the adapter for `package` offers under `name`; None without one. Local."""
+    """Return the function `name` of the adapter for `package`; None if there is no adapter or function. Local."""
     module = packages().get(package)
     return None if module is None else getattr(importlib.import_module(module), name, None)
 
 
 def has_trainer(package: str) -> bool:
-    """Whether the package's trainer is for an adapter to distribute; not where an adapter says it has none. Local."""
+    """Whether an adapter distributes the package's trainer: not if its `trainer()` returns an empty list. Local."""
     trainer = function(package, "trainer")
     return package in packages() and (trainer is None or bool(trainer()))
 
 
 def functions_for(value: Any, name: str) -> Iterator[Any]:
-    """What adapters offer under `name` for objects of the class of `value` or of one it is derived from. Local."""
+    """Yield the function `name` of each adapter for the class of `value` or one of its base classes. Local."""
     for package in dict.fromkeys(str(kind.__module__).partition(".")[0] for kind in type(value).__mro__):
         offered = function(package, name)
         if offered is not None:

@@ -1,4 +1,4 @@
-"""Parses command lines: a parser that suggests the right word after a wrong one, and the types of its arguments."""
+"""Defines the parser of command lines, which suggests the nearest word for a wrong one, and types of arguments."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def port(text: str) -> int:
 
 
 def nproc(text: str) -> str:
-    """A number of ranks, or what torchrun understands."""
+    """A number of ranks, or one of torchrun's words: auto, gpu, cpu, xpu."""
     return text if text in ("auto", "gpu", "cpu", "xpu") else str(positive(text))
 
 
 def seconds(text: str) -> float:
     """A number of seconds."""
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text):  # float() takes "nan", and digits of other scripts
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9])?", text):  # float() accepts "nan" and digits of other scripts
         raise argparse.ArgumentTypeError(f"{text!r:.60} is not a number of seconds")
     return float(text)
 

@@ -1,4 +1,4 @@
-"""Reads the options of a run from a JSON or YAML file; loaded only where a variable names one."""
+"""Reads the options of a run from a JSON or YAML file; loaded only if a variable names one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ddpshim.reading import read_bytes
 
 
 def read_section(path: Union[str, os.PathLike[str]]) -> Mapping[str, Any]:
-    """The `ddpshim` section of a JSON or YAML file, or all of a file that has none. Local.
+    """Return the `ddpshim` section of a JSON or YAML file, or the whole file if it has no such section. Local.
 
     Raises:
-        OptionsError: the file cannot be read or is no mapping, or PyYAML is missing for YAML.
+        OptionsError: the file cannot be read or is not a mapping, or it is YAML and PyYAML is not installed.
     """
     path = Path(path)
     try:
         text = read_bytes(path).decode()
         content = _load_yaml(path, text) if path.suffix.lower() in (".yaml", ".yml") else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:  # the last: brackets in brackets in ...
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: deeply nested brackets
         raise OptionsError(
             f"{path} cannot be read ({type(error).__name__}: {error}), so its options would be ignored. Set {FILE} "
             "to a JSON or YAML file."

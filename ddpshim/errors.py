@@ -10,7 +10,7 @@
     ├── SyncError     gradients, parameters or noise would differ from one process
     ├── DataError     (also ValueError) batches, samplers or datasets that cannot be split over ranks
     ├── RolloutError  an episode of an evaluation failed
-    ├── CheckpointError  (also OSError) a file could not be written, or none would be left
+    ├── CheckpointError  (also OSError) a checkpoint could not be written or read, or none would be kept
     ├── ReportError   a run left no records, or its charts cannot be drawn
     ├── PatchError    a patch set does not fit its target
     │   └── TargetError  the target does not exist
@@ -24,7 +24,7 @@ class DdpShimError(RuntimeError):
     """Base class of all errors that ddpshim raises.
 
     Attributes:
-        exit_code: of a command that ends with this error. 1: the answer is no; 2: nothing could be done.
+        exit_code: the exit code of a command that fails with this error. 1: the answer is no; 2: nothing was done.
     """
 
     exit_code = 1
@@ -37,7 +37,7 @@ class LaunchError(DdpShimError):
 
 
 class RankError(DdpShimError):
-    """A rank that was started from this process failed; the text names the first that did, and holds its traceback."""
+    """A rank that this process started has failed; the message names the first one, with its traceback."""
 
 
 class OptionsError(DdpShimError, ValueError):
@@ -61,7 +61,7 @@ class RolloutError(DdpShimError):
 
 
 class CheckpointError(DdpShimError, OSError):
-    """A checkpoint could not be written; the previous one is unchanged."""
+    """A checkpoint could not be written, and the previous one is unchanged; or progress could not be read."""
 
 
 class ReportError(DdpShimError):

@@ -1,4 +1,4 @@
-"""Loads the names that a package hands on when they are used: `import ddpshim` must take no second for torch."""
+"""Loads the names that a package re-exports on first use, so that `import ddpshim` does not import torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def load(package: str, homes: Mapping[str, str], name: str, names: dict[str, Any]) -> Any:
-    """The value of `name`, which the module `homes[name]` of `package` defines, kept in `names`. Local.
+    """Return `name` from the module `homes[name]` of `package`, and store it in `names`. Local.
 
-    For a package's `__getattr__`; raises AttributeError for any other name.
+    For a package's `__getattr__`. Raises AttributeError if `homes` has no such name.
     """
     if name not in homes:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -19,18 +19,18 @@ from ddpshim.variables import PREFIX
 
 SECTION = "ddpshim"
 FILE = f"{PREFIX}CONFIG"
-# Variables of ours that are no options: who launched, what `run` tells its ranks, and what the tests read.
+# ddpshim's variables that are not options: the launcher, messages from `run` to its ranks, settings of the tests.
 _OTHER_VARIABLES = {FILE, *variables.ALL}
 
 _LONGEST_SHOWN = 200  # characters of a value that is not allowed
-# What module files call the place of a package, and which one it is.
+# Names that module files (`module load`) give to a package's folders and version, as in DDPSHIM_ROOT.
 _OF_MODULE_FILES = (
     *("ROOT", "HOME", "DIR", "BASE", "PREFIX", "PATH", "VERSION", "BIN"),
     *("LIB", "LIBDIR", "INC", "INCLUDE", "SHARE", "MAN", "DOC", "SRC"),
 )
-_OF_NO_OPTION = ("EVERY", "RANK")  # words of options that do not tell which
+_OF_NO_OPTION = ("EVERY", "RANK")  # words that do not identify an option
 
-# What the option `exact` allows of others.
+# The values that the option `exact` allows for other options; the first is the default.
 _EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
     "order": ("torch",),
     "noise": (None, "one_process"),
@@ -41,7 +41,7 @@ _EXACT_NEEDS: dict[str, tuple[Any, ...]] = {
 
 
 class _Kind(NamedTuple):
-    """A set of values: how it is described, and how one is read (ValueError for what is not in it)."""
+    """The type of an option: a description of its allowed values, and a parser that raises ValueError for others."""
 
     allowed: str
     parse: Callable[[Any], Any]
@@ -60,7 +60,7 @@ def _flag() -> _Kind:
 
 
 def _ascii(text: str) -> str:
-    """Python also reads the digits of other scripts, and 1_0 as ten."""
+    """Return `text`; refuse digits of other scripts, and 1_0, which int() would read as ten."""
     if not text.isascii() or "_" in text:
         raise ValueError
     return text
@@ -292,7 +292,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        # A frozen dataclass: this is how its own constructor writes, too.
+        # A frozen dataclass's own constructor writes its fields in the same way.
         for name, value in _parse({name: ("argument", getattr(self, name)) for name in names()}, []).items():
             object.__setattr__(self, name, value)
 
@@ -303,7 +303,7 @@ class Options:
         environ: Optional[Mapping[str, str]] = None,
         **arguments: Any,
     ) -> Options:
-        """The options of a run, from arguments, else variables, else the config's section, else the defaults.
+        """Return the options of a run: from arguments, else variables, else the config's section, else the defaults.
 
         Local. The variable of option `name` is `DDPSHIM_NAME`. An empty variable counts as not set, and so does an
         argument that is None. DDPSHIM_CONFIG names a file whose keys override those of `config_section`.
@@ -317,8 +317,8 @@ class Options:
 
         Raises:
             OptionsError: unknown keys, variables or arguments (with the nearest name) and values that are not allowed,
-                all in one message. A DDPSHIM_* variable that resembles no option is only a warning, since it may belong
-                to something else. DDPSHIM_MODULE_* is ignored.
+                all in one message. A DDPSHIM_* variable that resembles no option only causes a warning, since it may
+                belong to another program. DDPSHIM_MODULE_* is ignored.
         """
         environ = os.environ if environ is None else environ
         problems: list[str] = []
@@ -329,7 +329,7 @@ class Options:
         elif config_section is not None:
             problems.append(f"section {SECTION} holds a {type(config_section).__name__}; allowed: a mapping")
         if environ.get(FILE):
-            from ddpshim.config_files import read_section  # few name one
+            from ddpshim.config_files import read_section  # rarely needed
 
             try:
                 sources.append((f"{FILE}={environ[FILE]}", read_section(environ[FILE])))
@@ -348,7 +348,7 @@ class Options:
         return cls(**_parse(found, problems))
 
     def __str__(self) -> str:
-        """The options that are not at their default."""
+        """Return the options whose values differ from their defaults, as one line."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in changed) or "all at their defaults"
 
@@ -359,7 +359,7 @@ def names() -> list[str]:
 
 
 def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, Any]], problems: list[str]) -> None:
-    """Add the keys of `section` to `found`, over what is there; those that are no options to `problems`."""
+    """Write the options of `section` to `found`, where they override earlier ones; add unknown keys to `problems`."""
     for key, value in section.items():
         if key in names():
             found[key] = (f"{source}, {key}" if source != "argument" else source, value)
@@ -368,12 +368,12 @@ def _take(section: Mapping[str, Any], source: str, found: dict[str, tuple[str, A
 
 
 def _unknown(variable: str) -> Iterator[str]:
-    """What is wrong with a variable that is no option; nothing where it is like none, of which a warning says so."""
+    """Yield the problem if an unknown variable resembles an option; otherwise only warn."""
     own = variable[len(PREFIX) :]
     if own in _OF_MODULE_FILES or variable.startswith(variables.MODULE_PREFIX):
         return
     known = [name.upper() for name in names()] + [name[len(PREFIX) :] for name in (FILE, *variables.OF_USERS)]
-    # Without what all have in common, or anything would be near.
+    # Compared without the common prefix, which would make all names similar.
     near = difflib.get_close_matches(own, known, n=1, cutoff=0.7)
     near = near or difflib.get_close_matches(own, [name for name in known if _share_a_word(own, name)], n=1, cutoff=0)
     if near:
@@ -387,19 +387,19 @@ def _unknown(variable: str) -> Iterator[str]:
 
 
 def _share_a_word(name: str, other: str) -> bool:
-    """Whether a word of one is, or begins, a word of the other: LOG_DIR and LOGS."""
+    """Whether a word of one name equals or begins a word of the other, as in LOG_DIR and LOGS."""
     pairs = ((a, b) for a in name.split("_") for b in other.split("_") if min(len(a), len(b)) > 2)
     return any((a.startswith(b) or b.startswith(a)) and a not in _OF_NO_OPTION for a, b in pairs)
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one."""
+    """Return the end of a message about an unknown name, which suggests the nearest known one; may be empty."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
-    """The values of `found`, each given as (source, raw value); raises OptionsError for all that is wrong."""
+    """Return the parsed values of `found`, a (source, raw value) by name; raise one OptionsError for all problems."""
     values, problems = {}, list(problems)
     for f in fields(Options):
         if f.name in found:

@@ -1,4 +1,4 @@
-"""Reads files that others may have written: anything but a regular file is an error, never waited for."""
+"""Reads files that others may have written: anything but a regular file is an error, since reading it may block."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def read_bytes(path: Union[str, os.PathLike[str]]) -> bytes:
-    """The content of the regular file at `path`, through links. Local.
+    """Return the content of the regular file at `path`, following links. Local.
 
-    Raises OSError if it cannot be read, or is a folder, a device or a pipe, from which a read might never return.
+    Raises OSError if it cannot be read, or is a folder, a device or a pipe: reading a pipe might never return.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _WITHOUT_WAITING)

@@ -1,4 +1,4 @@
-"""Tests a trainer of one's own: what each rank returns, and whether ranks train as one process does."""
+"""Helps to test your trainer: runs a function on ranks, and asserts that ranks train as one process does."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ddpshim.job.say import count, ranks_called
 from ddpshim.launch.spawning import spawn
 
 _MOST_SHOWN = 5
-_LEAST_SCALE = 1e-2  # of a tensor: one that is all but zero holds rounding alone
+_LEAST_SCALE = 1e-2  # differences are relative to at least this value: a tensor near zero is only rounding errors
 
 
 def on_ranks(
     function: Callable[[], Any], nproc: int = 2, *, deadline_s: Optional[float] = 60.0, gpus: bool = False
 ) -> list[Any]:
-    """What `function()` returns on each of `nproc` ranks, in order; no process is left, whatever happens. Local.
+    """Return the results of `function()` on `nproc` ranks, in rank order; no process is left, even on errors. Local.
 
-    Each rank is forked from this process, as `ddpshim.spawn` does it: `function` may be a closure or a
+    Each rank is forked from this process, as by `ddpshim.spawn`: `function` may be a closure or a
     `functools.partial`, and calls `ddpshim.setup()`.
 
     Args:
         function: what each rank calls.
-        nproc: how many ranks.
-        deadline_s: end all ranks after so many seconds, and raise an error that says where each of them hangs.
-        gpus: let ranks see GPUs, one for each; else they compute on the CPU.
+        nproc: number of ranks.
+        deadline_s: after this many seconds, end all ranks and raise an error that says where each of them hangs.
+        gpus: one GPU for each rank; else ranks compute on the CPU.
 
     Raises:
-        RankError: a rank failed or was too slow. The text names the first that did, and holds its traceback.
+        RankError: a rank failed or was too slow. The message names the first one, with its traceback.
         LaunchError: ranks cannot be forked: this process has used a GPU, or is itself in a job.
     """
     results: list[Any] = spawn(_as_rank, nproc, function, gpus, every_rank=True, deadline_s=deadline_s)
@@ -51,23 +51,23 @@ def assert_same_training(
     deadline_s: Optional[float] = 60.0,
     gpus: bool = False,
 ) -> None:
-    """Assert that `train()` returns on each of `nproc` ranks what it returns in one plain process. Local.
+    """Assert that `train()` returns the same on each of `nproc` ranks as in one plain process. Local.
 
-    Each is forked from this process, whose random state and modules stay as they are. `train` calls `ddpshim.setup()`
+    Each run is forked from this process, whose random state and modules do not change. `train` calls `ddpshim.setup()`
     and returns what must be the same on all ranks: a state_dict, a mean over ranks, or lists, mappings and dataclasses
-    of such tensors, arrays and numbers. What it returns of a rank alone (the loss of its own share) differs.
+    of such tensors, arrays and numbers. A value of one rank alone, such as the loss of its share, would differ.
 
     Args:
-        train: trains a few steps, and returns what came of it.
-        nproc: how many ranks.
-        tolerance: how far numbers may be apart, as a part of the largest value of their tensor. Rounding alone makes
-            1e-7 in float32, and grows with the steps.
-        deadline_s: of the one process, and of the ranks.
+        train: trains a few steps and returns the result, such as a state_dict.
+        nproc: number of ranks.
+        tolerance: the largest difference allowed, relative to the largest value of the tensor. Rounding alone causes
+            1e-7 in float32, and more after many steps.
+        deadline_s: time limit of each run, in seconds.
         gpus: train on GPUs, one for each rank; else on the CPU.
 
     Raises:
-        AssertionError: something differs. The text names it, its largest difference and where that is.
-        RankError: `train` failed, was too slow, or did not call `ddpshim.setup()` (the ranks would be alike anyway).
+        AssertionError: a value differs. The message names it, the largest difference, and its position.
+        RankError: `train` failed, was too slow, or did not call `ddpshim.setup()`: ranks would be equal anyway.
         LaunchError: ranks cannot be forked, as for `on_ranks`.
     """
 
@@ -86,12 +86,12 @@ def assert_same_training(
             )
         return dict(_leaves(result, "result"))
 
-    importlib.import_module("torch._dynamo")  # DDP does, for seconds: once here, and not in each process
+    importlib.import_module("torch._dynamo")  # DDP imports it, which takes seconds: once here, not in each process
     expected = on_ranks(alone, 1, deadline_s=deadline_s, gpus=gpus)[0]
     if not any(isinstance(value, (torch.Tensor, float)) for value in expected.values()):
         raise AssertionError(
             f"train() returned no tensor and no float ({', '.join(expected) or 'nothing'}); there is nothing to "
-            "compare. Return what came of the training, as its state_dict."
+            "compare. Return the result of the training, such as a state_dict."
         )
     found = on_ranks(on_rank, nproc, deadline_s=deadline_s, gpus=gpus)
     differing = {rank: lines for rank in range(nproc) if (lines := list(_compared(expected, found[rank], tolerance)))}
@@ -120,7 +120,7 @@ def _as_rank(function: Callable[[], Any], gpus: bool) -> Any:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What is in `value` that has no parts, by where it is: ("result['net']['0.weight']", a tensor)."""
+    """Yield each leaf of a nested `value`, with its path: ("result['net']['0.weight']", a tensor)."""
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()
     if isinstance(value, Mapping):
@@ -141,7 +141,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _compared(expected: Mapping[str, Any], found: Mapping[str, Any], tolerance: float) -> Iterator[str]:
-    """A line for each value that differs."""
+    """Yield a line for each value that differs."""
     for name in dict.fromkeys([*expected, *found]):
         if name not in found or name not in expected:
             yield f"{name}: only {'on the rank' if name in found else 'in one process'}"
@@ -156,18 +156,18 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _difference(expected: Any, found: Any, tolerance: float) -> str:
-    """How two values differ; empty where they do not."""
+    """Return how two values differ; an empty string if they do not."""
     if not all(isinstance(value, (torch.Tensor, float)) for value in (expected, found)):
         return "" if type(expected) is type(found) and expected == found else f"{expected!r} became {found!r}"
     one, other = (_tensor(v) for v in (expected, found))
-    for what, mine, theirs in (("shape", tuple(one.shape), tuple(other.shape)), ("type", one.dtype, other.dtype)):
-        if mine != theirs:
-            return f"{what} {mine} became {theirs}"
+    for what, before, after in (("shape", tuple(one.shape), tuple(other.shape)), ("type", one.dtype, other.dtype)):
+        if before != after:
+            return f"{what} {before} became {after}"
     if one.numel() == 0:
         return ""
     wide = torch.complex128 if one.is_complex() else torch.float64
     apart, size = (one.to(wide) - other.to(wide)).abs(), one.to(wide).abs().max().item()
-    if apart.isnan().any():  # also of two infinities
+    if apart.isnan().any():  # the difference of two infinities is NaN, too
         return f"{int(apart.isnan().sum())} of {apart.numel()} are no finite numbers, in one process or here"
     limit = tolerance * max(size, _LEAST_SCALE) if one.is_floating_point() or one.is_complex() else 0.0
     largest = apart.max().item()

@@ -8,8 +8,8 @@ __version__ = "0.2.0"
 
 _NEEDS = {
     (3, 9): "2.1",
-    (3, 12): "2.4",  # before, its TCPStore.compare_set ends such a Python: segmentation fault
-    (3, 13): "2.6",  # the wheels of 2.5 for it fail in torch.save
+    (3, 12): "2.4",  # with an older torch, TCPStore.compare_set crashes Python 3.12 (segmentation fault)
+    (3, 13): "2.6",  # with torch 2.5's wheels for Python 3.13, torch.save fails
 }
 
 
@@ -33,7 +33,7 @@ def check_torch() -> None:
         try:
             found = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
-            return  # importing it says so
+            return  # `import torch` reports it
     if Version(str(found)).release < Version(needed).release:
         raise ImportError(
             f"torch {found} is too old for ddpshim, which needs {needed} or newer on Python "

@@ -3,9 +3,9 @@
     python examples/accumulation_bf16.py                              # one process
     python -m ddpshim run --nproc 2 examples/accumulation_bf16.py     # or torchrun; and --nproc 1
 
-Expect: in float32 the gradients of a batch in 4 parts equal those of the whole batch to rounding (1e-07 of the
-largest), also with --nproc 1, 2 and 4; bf16 changes them by a hundredth, in parts or not. On several ranks they are
-sent once either way (in one message, as the policy is small). A trainer takes both from its options:
+Expect: in float32 the gradients of a batch in 4 parts equal those of the whole batch up to rounding (1e-07 of the
+largest), with --nproc 1, 2 and 4; bf16 changes them by about 1%, in parts or not. On several ranks they are sent once
+in both cases (in one message, as the policy is small). A trainer sets both by options:
 `ddpshim.setup(options=ddpshim.Options.read(precision="bf16", accumulation_steps=4))`, or the variables
 DDPSHIM_PRECISION and DDPSHIM_ACCUMULATION_STEPS; then `accumulate` needs no `steps`.
 """
@@ -21,12 +21,12 @@ BATCH_SIZE = 64
 
 
 def gradients(policy, forward, batch, num_parts):
-    """The gradients of the mean loss of `batch`, in one vector, and that loss."""
+    """Return the gradients of the mean loss of `batch`, as one vector, and the loss."""
     policy.zero_grad()
     total = 0.0
     for obs, action in ddpshim.accumulate(batch, policy, steps=num_parts):
         loss = (forward(obs) - action).square().mean() / num_parts
-        loss.backward()  # gradients are reduced in that of the last part
+        loss.backward()  # the last part's call reduces the gradients
         total += loss.item()
     return torch.cat([p.grad.flatten() for p in policy.parameters()]), total
 
@@ -45,8 +45,8 @@ def main():
     policy = ddpshim.wrap_parallel(policy, comm_hook=count_and_reduce)
     loader = ddpshim.make_loader(dataset, batch_size=BATCH_SIZE, shuffle=False)
     batch = [x.to(world.device) for x in next(iter(loader))]
-    in_float32, in_bf16 = policy.module, policy  # what wrap_parallel returns has the precision of the options
-    gradients(policy, in_float32, batch, 1)  # after the first pass DDP packs its messages anew
+    in_float32, in_bf16 = policy.module, policy  # the wrapped policy uses the precision of the options
+    gradients(policy, in_float32, batch, 1)  # after the first pass DDP rebuilds its buckets
 
     exact, _ = gradients(policy, in_float32, batch, 1)
     if world.is_main:

@@ -3,9 +3,9 @@
     python examples/diffusion_ema.py                              # one process
     python -m ddpshim run --nproc 2 examples/diffusion_ema.py     # or torchrun; and --nproc 1
 
-Expect: each rank draws the noise that one process draws for the same samples, so ranks have equal weights and an equal
-EMA, bit for bit, and the loss is that of one process (compare). By hand, ranks that are seeded alike would all draw the
-same noise, and an EMA of a DistributedDataParallel may never leave its random start.
+Expect: each rank draws the noise that one process draws for the same samples; ranks have equal weights and an equal
+EMA, bit for bit; the loss is that of one process (compare). By hand, ranks with equal seeds would all draw the same
+noise, and an EMA of a DistributedDataParallel may never leave its random start.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import ddpshim
 
 BATCH_SIZE, NUM_EPOCHS, NUM_TIMESTEPS = 64, 12, 50
-KEPT = torch.cumprod(1 - torch.linspace(1e-4, 0.2, NUM_TIMESTEPS), 0)  # how much of the action is left at timestep t
+KEPT = torch.cumprod(1 - torch.linspace(1e-4, 0.2, NUM_TIMESTEPS), 0)  # the action's share at timestep t
 
 
 class DiffusionPolicy(nn.Module):
@@ -43,7 +43,7 @@ class DiffusionPolicy(nn.Module):
 
 
 def train(world, policy, dataset):
-    """The EMA, the mean loss of the last epoch, and the first noise that this rank drew."""
+    """Return the EMA, the mean loss of the last epoch, and the first noise that this rank drew."""
     policy = ddpshim.wrap_parallel(policy)
     ema = AveragedModel(ddpshim.unwrap(policy), multi_avg_fn=get_ema_multi_avg_fn(0.98))
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
@@ -65,7 +65,7 @@ def train(world, policy, dataset):
 
 def main():
     world = ddpshim.setup(seed=1)
-    torch.set_default_dtype(torch.float64)  # so that what is left of a difference is none of rounding's
+    torch.set_default_dtype(torch.float64)  # so that rounding cannot explain a visible difference
     obs = torch.randn(2048, 4)
     way = torch.randn(2048, 1).sign()  # two right answers for each observation
     dataset = TensorDataset(obs, torch.cat([way, way * obs[:, :1].tanh()], 1))

@@ -3,8 +3,8 @@
     python examples/iterable.py                              # one process with two workers
     python -m ddpshim run --nproc 2 examples/iterable.py     # or torchrun; and --nproc 1, 3
 
-Expect: in each epoch all 96 items, each decoded by one worker of one rank, equally many on each rank, in another order
-than in the epoch before. Left alone, each rank (and each of its workers) would give all of them.
+Expect: in each epoch all 96 items, each decoded by one worker of one rank, equally many on each rank, in a new order.
+Without `shard_iterable`, each worker of each rank would yield all of them.
 """
 
 import os
@@ -18,24 +18,24 @@ NUM_ITEMS, BATCH_SIZE, NUM_WORKERS = 96, 8, 2
 
 
 class Records(IterableDataset):
-    """Stands for a stream of your own: gives what is cheap to read (a path, raw bytes), shuffled anew in each pass."""
+    """Replace this by your stream: it yields what is cheap to read (a path, raw bytes), shuffled in each pass."""
 
     def __iter__(self):
         yield from torch.randperm(NUM_ITEMS).tolist()
 
 
 def decode(record):
-    """Stands for what is dear (to decompress, to crop): done for this rank's and worker's share alone."""
+    """Replace this by expensive work (decompressing, cropping): done only for this worker's share."""
     return {"record": record, "obs": torch.full((4,), float(record)), "process": os.getpid()}
 
 
 def main():
     world = ddpshim.setup(seed=1)
     share = ddpshim.shard_iterable(Records(), decode)
-    # Without a dear `decode`, ddpshim.make_loader(Records(), batch_size=...) is all that is needed.
+    # Without an expensive `decode`, ddpshim.make_loader(Records(), batch_size=...) is enough.
     loader = DataLoader(share, batch_size=BATCH_SIZE // world.world_size, num_workers=NUM_WORKERS)
     for epoch in range(2):
-        share.set_epoch(epoch)  # the loader's workers hear of it, too
+        share.set_epoch(epoch)  # also reaches the loader's workers
         batches = list(loader)
         records = torch.cat([batch["record"] for batch in batches]).tolist()
         processes = torch.cat([batch["process"] for batch in batches]).tolist()

@@ -1,4 +1,4 @@
-"""A trainer of one's own that writes down what its report shows: run it with python, or on several ranks.
+"""A custom trainer that records what its report shows: run it with python, or on several ranks.
 
 python -m ddpshim run --nproc 2 examples/recorded_run.py out/recorded_run
 python -m ddpshim report out/recorded_run

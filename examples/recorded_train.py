@@ -1,7 +1,7 @@
-"""robomimic's own trainer, with each rank's samples counted: `recorded_train.py WAY FOLDER [trainer arguments]`.
+"""robomimic's own trainer, which also records each rank's samples: `recorded_train.py WAY FOLDER [trainer arguments]`.
 
-WAY: "released" is the trainer as it is; "ddpshim" imports ddpshim.auto first; "by_hand" is what a port in an afternoon
-does: a DistributedDataParallel around the networks, a DistributedSampler in the loader.
+WAY: "released" is the trainer as released; "ddpshim" imports ddpshim.auto first; "by_hand" is a typical quick port:
+DistributedDataParallel around the networks, and a DistributedSampler in the loader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def record_samples(seen: Callable[[str, int], None]) -> None:
 
 
 def port_by_hand(arguments: list[str]) -> list[str]:
-    """Wrap robomimic's networks and loaders as guides have it; the trainer's arguments, with a folder for each rank."""
+    """Wrap robomimic's networks and loaders as guides recommend; return the arguments, with a folder for each rank."""
     import robomimic.algo
     from torch import distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -52,7 +52,7 @@ def port_by_hand(arguments: list[str]) -> list[str]:
     robomimic.algo.algo_factory, data.DataLoader = make_and_wrap, Loader  # type: ignore[misc]
     place = arguments.index("--config") + 1
     config = json.loads(Path(arguments[place]).read_text())
-    if dist.get_rank():  # else all would write the same files, and print into each other's lines
+    if dist.get_rank():  # otherwise all ranks would write the same files, and mix their output
         config["train"]["output_dir"] += f"_of_rank_{dist.get_rank()}"
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     own = Path(arguments[place]).with_name(f"config_{dist.get_rank()}.json")

@@ -1,11 +1,11 @@
-"""Resume on another number of ranks: a training that was interrupted on two, in the middle of an epoch, goes on.
+"""Resume on another number of ranks a training that was interrupted on two ranks, in the middle of an epoch.
 
-    python examples/resume.py --demo                                          # starts those runs, and compares them
+    python examples/resume.py --demo                                          # starts these runs, and compares them
     python -m ddpshim run --nproc 2 examples/resume.py --out out/resume       # one run, which SIGTERM may end
-    python -m ddpshim run --nproc 3 examples/resume.py --out out/resume       # goes on with what was left
+    python -m ddpshim run --nproc 3 examples/resume.py --out out/resume       # makes the remaining steps
 
-Expect of --demo: the interrupted run leaves with exit code 75; continued on 1 rank and on 3 it makes the steps that
-were left, each with exactly the samples of a run that nobody interrupted, and ends with its weights, to rounding.
+Expect of --demo: the interrupted run exits with code 75. Resumed on 1 rank and on 3 ranks it makes the remaining
+steps, each with exactly the samples of an uninterrupted run, and ends with the same weights up to rounding.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NUM_STEPS = 960 // BATCH_SIZE
 
 
 def train(out, stop_at):
-    """Train from where `out` has it; at step `stop_at` the last rank gets a SIGTERM, as from a scheduler."""
+    """Train, from the progress in `out` if there is any; at step `stop_at` the last rank gets a SIGTERM."""
     world = ddpshim.setup(seed=1)
     obs = torch.randn(960, 6, dtype=torch.float64)
     dataset = TensorDataset(torch.arange(960), obs, obs.sum(1, keepdim=True).sin())
@@ -42,7 +42,7 @@ def train(out, stop_at):
     for epoch in range(training.epoch, NUM_EPOCHS):
         for index, obs, action in training.steps(loader, epoch):
             step = epoch * NUM_STEPS + training.step
-            with open(out / f"samples_of_rank_{world.rank}.txt", "a") as file:  # for the comparison alone
+            with open(out / f"samples_of_rank_{world.rank}.txt", "a") as file:  # only for the comparison
                 print(step, *index.tolist(), file=file)
             if step == stop_at and world.rank == world.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -60,7 +60,7 @@ def train(out, stop_at):
 
 
 def demo(folder):
-    """Start the runs, each in a folder of its own, and compare what they left there."""
+    """Start the runs, each in its own folder, and compare their files."""
     run(1, folder / "whole")
     code = run(2, folder / "left", "--stop-at", str(NUM_STEPS + 5))
     whole, left = samples(folder / "whole"), samples(folder / "left")
@@ -68,7 +68,7 @@ def demo(folder):
     print(f"uninterrupted, on 1 rank: {len(whole)} steps")
     print(f"interrupted, on 2 ranks: left after {len(left)} steps (epoch {epoch}, step {step}) with exit code {code}")
     for num_ranks in (1, 3):
-        # No rank does this, but the process that starts them.
+        # This runs in the process that starts the ranks, not in a rank.
         shutil.copytree(folder / "left", folder / f"on_{num_ranks}")  # ddpshim: ignore[DDP401]
         run(num_ranks, folder / f"on_{num_ranks}")
         rest = samples(folder / f"on_{num_ranks}")
@@ -80,7 +80,7 @@ def demo(folder):
 
 
 def run(num_ranks, out, *options):
-    """The exit code of a training on so many ranks."""
+    """Train on `num_ranks` ranks, and return the exit code."""
     out.mkdir(exist_ok=True)
     launch = [sys.executable, "-m", "ddpshim", "run", "--nproc", str(num_ranks), "--no-logs"]
     command = [*launch, __file__, "--out", str(out), *options]
@@ -91,7 +91,7 @@ def run(num_ranks, out, *options):
 
 
 def samples(out):
-    """The samples of each step that was made, of all ranks together, by the step."""
+    """Return the samples of all ranks by step."""
     by_step = {}
     for file in out.glob("samples_of_rank_*.txt"):
         for line in file.read_text().splitlines():

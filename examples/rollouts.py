@@ -1,12 +1,12 @@
-"""Evaluation of a policy on all ranks, by any trainer: the same episodes on any number of ranks, sooner.
+"""Evaluate a policy on all ranks, in any trainer: the same episodes on any number of ranks, in less time.
 
     python examples/rollouts.py
     python -m ddpshim run --nproc 1 examples/rollouts.py     # or torchrun
     python -m ddpshim run --nproc 2 examples/rollouts.py     # and --nproc 3
 
-Expect: reward and success of 20 episodes, to the last digit those of --nproc 1, on every rank; each rank played its
-part of them. Then the same in the background, and an evaluation that stops when it knows that the policy is better than
-50%. In robomimic's own trainer the first happens by itself.
+Expect: on every rank the reward and success of 20 episodes, equal to those of --nproc 1 to the last digit; each rank
+played its part. Then the same in the background, and an evaluation that stops when the policy is certainly better than
+50%. In robomimic's own trainer, evaluations use all ranks automatically.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ NUM_EPISODES, HORIZON = 20, 30
 
 
 class Reach:
-    """Move a point (2,) to the origin, from a random start, by a push that is not obeyed exactly."""
+    """Move a point (2,) from a random start to the origin; its response to actions is noisy."""
 
     num_played = 0  # on this rank
 
     def __init__(self):
-        self.rng = np.random.default_rng()  # is seeded for each episode, as are torch's and numpy's global ones
+        self.rng = np.random.default_rng()  # `evaluate` seeds it for each episode, like torch's and numpy's global ones
 
     def reset(self):
         Reach.num_played += 1

@@ -1,10 +1,10 @@
-"""Train the real robomimic in one process as released, on two with ddpshim, and on two as a usual port by hand has it.
+"""Train the real robomimic in one process as released, on two ranks with ddpshim, and on two in a typical manual port.
 
 python examples/same_experiment.py [--algo bc|bc_rnn_gmm|diffusion_policy] [--steps 500] [--ranks 2] [--out DIR]
 
 `bc` and `bc_rnn_gmm` train the robomimic that is installed (0.3.0), `diffusion_policy` robomimic 0.5.0 from
-DDPSHIM_UPSTREAM (see patches/README.md). No file of it is changed. The reference knows nothing of ddpshim: not patched,
-not launched, its noise on. Everything is written under --out.
+DDPSHIM_UPSTREAM (see patches/README.md). None of its files is changed. The reference runs without ddpshim: not patched,
+not launched, with its noise. Everything is written under --out.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ TOLERANCE = 1e-5  # float32, after the first epoch
 
 
 EXACT_STEPS = 50
-WIDE = {"algo.actor_layer_dims": [1024, 1024, 1024]}  # with its batch: a step that is compute
+WIDE = {"algo.actor_layer_dims": [1024, 1024, 1024]}  # with WIDE_BATCH_SIZE, a step is mostly computation
 WIDE_BATCH_SIZE, WIDE_STEPS, NUM_ROUNDS = 2400, 5, 3
 
 
 @dataclass
 class Result:
-    """What one run left behind. `losses`: one an epoch, as the trainer logged it; `weights`: by epoch."""
+    """The results of one run. `losses`: one per epoch, from the trainer's log; `weights`: by epoch."""
 
     exit_code: int
     losses: list[float]
@@ -89,10 +89,10 @@ def main() -> None:
 
 @contextlib.contextmanager
 def emptied(out: Path) -> Iterator[Path]:
-    """The folder `out`, empty, and this process's alone; ends before anything is deleted if another writes there."""
+    """Empty the folder `out`, and lock it for this process. Exits, with nothing deleted, if another run uses it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out.with_name(f"{out.name}.lock"), "w") as lock:
-        with contextlib.suppress(ImportError):  # Windows has no fcntl: there, nothing keeps two runs apart
+        with contextlib.suppress(ImportError):  # Windows has no fcntl, so there is no lock
             import fcntl
 
             try:
@@ -108,17 +108,17 @@ def emptied(out: Path) -> Iterator[Path]:
 
 
 def robomimic_as_released(algo: str) -> dict[str, str]:
-    """The environment in which `import robomimic` finds the release."""
+    """Return the environment variables with which `import robomimic` finds the release."""
     where = [str(released_robomimic(algo).parent), str(ROOT)]
     if algo == "diffusion_policy" and importlib.util.find_spec("transformers") is None:
-        where.append(str(ROOT / "tests" / "stubs"))  # robomimic 0.5.0 loads a language model while it is imported
-    # A thread for each process: small networks are no faster on more, and on busy cores far slower.
+        where.append(str(ROOT / "tests" / "stubs"))  # the import of robomimic 0.5.0 loads a language model
+    # One thread per process: small networks are no faster on more threads, and much slower on busy cores.
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(where), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    return {**environ, "PYTHONHASHSEED": "0"}  # as `ddpshim run` sets it: all ranks have one order of a set of strings
+    return {**environ, "PYTHONHASHSEED": "0"}  # as in `ddpshim run`: one order of sets of strings on all ranks
 
 
 def released_robomimic(algo: str) -> Path:
-    """The package's folder in the release that has the algorithm."""
+    """Return the package's folder of the release that has the algorithm."""
     if algo == "diffusion_policy":
         upstream = os.environ.get("DDPSHIM_UPSTREAM", "")
         source = Path(upstream) / "robomimic-0.5.0" / "robomimic"
@@ -140,7 +140,7 @@ def released_robomimic(algo: str) -> Path:
 def train(
     algo: str, way: str, num_ranks: int, steps: int, epochs: int, folder: Path, environ: dict[str, str], **more: Any
 ) -> Result:
-    """One training, its progress shown as a line an epoch. `more`: settings of the config, by dotted path."""
+    """Run one training, and show a line per epoch. `more`: settings of the config, by dotted path."""
     import torch
 
     folder.mkdir()
@@ -171,7 +171,7 @@ def train(
                 elif line.startswith("Train Epoch "):
                     epoch = int(line.split()[2])
                 elif '"Loss": ' in line:
-                    if epoch not in losses:  # ported by hand, each rank prints its own
+                    if epoch not in losses:  # in the port by hand, each rank prints its own
                         losses[epoch] = float(line.split(": ")[1].rstrip(",\n"))
                         if is_shown:
                             print(f"  epoch {epoch:2d} of {epochs}: loss {losses[epoch]:.6f}", flush=True)
@@ -189,14 +189,14 @@ def train(
         held = model.get("nets", model)
         weights[int(checkpoint.stem.split("_")[-1])] = {key.replace(".module.", "."): held[key] for key in held}
     samples = [json.loads((folder / f"samples_{rank}.json").read_text()) for rank in range(num_ranks)]
-    # The first epoch warms up; it is left out of the speed.
+    # The speed leaves out the first epoch, which warms up.
     return Result(code, [*losses.values()], weights, samples, steps * (epochs - 1) / sum([*seconds.values()][1:]))
 
 
 def make_config(
     algo: str, steps: int, epochs: int, folder: Path, environ: dict[str, str], **more: Any
 ) -> dict[str, Any]:
-    """robomimic's own template for the algorithm with the settings of this run."""
+    """Return robomimic's own template for the algorithm, with the settings of this run."""
     code = "import robomimic; print(robomimic.__path__[0])"
     ran = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
     templates = Path(ran.stdout.splitlines()[-1]) / "exps" / "templates"
@@ -229,7 +229,7 @@ def make_config(
 
 
 def report(algo: str, num_ranks: int, one: Result, many: Result, by_hand: Result) -> bool:
-    """Print the runs side by side; whether the second is the experiment of the first."""
+    """Print the runs side by side; return whether `many` is the same experiment as `one`."""
     size = GLOBAL_BATCH_SIZE
     batches = [set(one.samples[0][i : i + size]) for i in range(0, len(one.samples[0]), size)]
     rows = [
@@ -275,7 +275,7 @@ def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def show_hashes(algo: str, num_ranks: int, out: Path, environ: dict[str, str]) -> bool:
-    """Train with the option exact on one process and on all; whether all weights have the same bits."""
+    """Train with the option exact on one process and on all; return whether all weights have the same bits."""
     sizes, hashes = (1, num_ranks), []
     for size in sizes:
         given = {**environ, "DDPSHIM_EXACT": str(num_ranks)}
@@ -292,7 +292,7 @@ def show_hashes(algo: str, num_ranks: int, out: Path, environ: dict[str, str]) -
 
 
 def compare_speed(num_ranks: int, out: Path, environ: dict[str, str]) -> None:
-    """Steps per second of a wide network, each process on one core, as each would have one GPU; in alternation."""
+    """Print steps per second of a wide network, one core per process (as one GPU each); the runs alternate."""
     settings = {**WIDE, "train.batch_size": WIDE_BATCH_SIZE}
     speeds: dict[str, list[float]] = {"released": [], "ddpshim": []}
     for number in range(NUM_ROUNDS):
@@ -311,7 +311,7 @@ def compare_speed(num_ranks: int, out: Path, environ: dict[str, str]) -> None:
 
 
 def draw(algo: str, num_ranks: int, one: Result, many: Result, by_hand: Result, out: Path) -> Path:
-    """The loss curves of the three runs, as a PNG."""
+    """Draw the loss curves of the three runs as a PNG, and return its path."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -12,7 +12,7 @@ class Policy(nn.Module):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
 
-    def forward_train(self, obs):  # trained by a method of its own, as robomimic's networks are
+    def forward_train(self, obs):  # trained through a method other than forward, as in robomimic
         return torch.distributions.Normal(self.net(obs), 1.0)
 
 

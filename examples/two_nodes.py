@@ -1,14 +1,14 @@
-"""Two nodes, emulated on this machine: two agents as on two machines, each with ranks of its own.
+"""Emulate two nodes on this machine: two agents, as on two machines, each with its own ranks.
 
     python examples/two_nodes.py
 
-On two real machines the same trainer is started on each of them (see also examples/launch/two_nodes.sh):
+On two real machines, start the same trainer on each of them (see also examples/launch/two_nodes.sh):
 
     python -m ddpshim run --nnodes 2 --node-rank 0 --master-addr HOST0 --nproc 2 examples/two_nodes.py
     python -m ddpshim run --nnodes 2 --node-rank 1 --master-addr HOST0 --nproc 2 examples/two_nodes.py
 
-Expect: four ranks on two nodes, each with its own part of every batch, and one set of weights; both agents end with 0.
-Whatever happens, they are ended after two minutes.
+Expect: four ranks on two nodes, each with its part of every batch, and equal weights; both agents exit with code 0.
+In any case they are ended after two minutes.
 """
 
 import os
@@ -26,7 +26,7 @@ NUM_NODES, RANKS_OF_NODE, DEADLINE_S = 2, 2, 120
 
 
 def train():
-    """What each rank does; it is as on one node."""
+    """Train on each rank, as on one node."""
     world = ddpshim.setup(seed=1)
     obs = torch.randn(400, 6)
     policy = ddpshim.wrap_parallel(nn.Linear(6, 1).to(world.device))
@@ -51,7 +51,7 @@ def train():
 
 
 def emulate():
-    """Start an agent for each node, wait for both, and end what is left after the deadline."""
+    """Start an agent for each node, wait for both, and end them after the deadline."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -62,7 +62,7 @@ def emulate():
         codes = [agent.wait(DEADLINE_S) for agent in agents]
     finally:
         for agent in agents:
-            agent.terminate()  # does nothing to one that has ended
+            agent.terminate()  # has no effect on one that has ended
             agent.wait()
     print(f"exit codes of the agents: {codes}")
     return max(codes)

@@ -3,9 +3,9 @@
     python examples/weighted_datasets.py                              # one process, torch's own draw
     python -m ddpshim run --nproc 2 examples/weighted_datasets.py     # or torchrun; and --nproc 1, 4
 
-Expect: each dataset's share is its weight, whatever its size; ranks draw alike no more often than chance has it; and
-with --nproc 1, 2 and 4 the same draws in each step (their fingerprint). A DistributedSampler would lose the weights, a
-sampler that each rank draws from with the same seed would give all ranks the same samples.
+Expect: each dataset's share is its weight, whatever its size; ranks draw equal samples no more often than by chance;
+with --nproc 1, 2 and 4 each step has the same draws (see the fingerprint). A DistributedSampler would ignore the
+weights; one weighted sampler per rank, with equal seeds, would give all ranks the same samples.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ BATCH_SIZE, NUM_DRAWS = 64, 6400
 
 
 class Demonstrations(Dataset):
-    """Stands for a dataset of your own: what it gives says where it is from."""
+    """Replace this by your dataset: each sample names its dataset and index."""
 
     def __init__(self, source, num_samples):
         self.source, self.obs = source, torch.randn(num_samples, 8)
@@ -35,7 +35,7 @@ class Demonstrations(Dataset):
 def main():
     world = ddpshim.setup(seed=1)
     dataset = ConcatDataset([Demonstrations(i, size) for i, (size, _) in enumerate(MIX.values())])
-    # As robomimic's MetaDataset has it: a sample's chance is the weight of its dataset over that dataset's size.
+    # As in robomimic's MetaDataset, a sample's probability is its dataset's weight over that dataset's size.
     chances = torch.cat([torch.full((size,), weight / size) for size, weight in MIX.values()])
     sampler = WeightedRandomSampler(chances, NUM_DRAWS)
     loader = ddpshim.make_loader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
@@ -46,7 +46,7 @@ def main():
 
 
 def report(world, steps_of_ranks, chances):
-    """What all ranks drew: steps_of_ranks[rank][step] is a list of (dataset, index)."""
+    """Print the draws of all ranks: steps_of_ranks[rank][step] is a list of (dataset, index)."""
     if not world.is_main:
         return
     drawn = [[draw for step in steps for draw in step] for steps in steps_of_ranks]

@@ -1,7 +1,7 @@
-"""A trainer in raw torch DDP, as its tutorial has it, and with the mistakes that the command line names.
+"""A trainer in raw torch DDP, as in torch's tutorial, with the mistakes that the command line names.
 
-Written without ddpshim: `python -m ddpshim audit` is to find each of them from outside. Its arguments are a folder to
-write to, and mistakes.
+Written without ddpshim: `python -m ddpshim audit` must find each mistake from outside. Arguments: a folder to write to,
+and mistakes.
 """
 
 import copy
@@ -74,7 +74,7 @@ def train() -> None:
     is_bare = has("no group") or has("not wrapped")
     model = policy if is_bare else DistributedDataParallel(policy)
     if has("own weights") and RANK == 1:
-        nn.init.ones_(policy.head.bias)  # and nothing is drawn
+        nn.init.ones_(policy.head.bias)  # without drawing random numbers
     if not has("one seed"):
         torch.manual_seed(1000 + RANK)
     of_another = copy.deepcopy(policy) if has("late network") else model
@@ -110,7 +110,7 @@ def train() -> None:
             files_of_all_ranks(policy)
         if not has("no group"):
             dist.barrier()
-    del model, of_another, net  # before the group: torch may hang where DDP is the last to hold it
+    del model, of_another, net  # before the group: torch may hang if DDP holds the last reference to it
     if not has("no group"):
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Opens pages in Chromium: takes pictures of them for a human, and says what of them cannot be read."""
+"""Opens pages in Chromium: takes pictures of them for a human, and finds text that cannot be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_BROWSER = "needs a browser (Debian: apt-get install chromium)"
 DEADLINE_S = 120
 FRAMES = "frames.html"
 
-# A frame for each width and colour scheme, as narrow as no window of Chromium is; what is wrong in them goes to #found.
+# A frame for each width and colour scheme, since Chromium's window cannot be so narrow; problems are written to #found.
 _FRAMES = """<!DOCTYPE html>
 <meta charset="utf-8">
 <style>body { margin: 0; display: flex; align-items: start } iframe { border: 0; flex: none }</style>
@@ -77,12 +77,12 @@ onload = () => setTimeout(() => {
 
 
 def find() -> Optional[str]:
-    """Chromium, or what is like it."""
+    """Return the path of Chromium or Chrome; None if neither is installed."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def show(url: str, width: int, height: int, picture: Optional[Path] = None, is_dark: bool = False) -> str:
-    """The page at `url` as HTML once its scripts have run, and a picture of it. Raises CalledProcessError."""
+    """Return the HTML of the page at `url` after its scripts have run, or take a picture. Raises CalledProcessError."""
     browser = find()
     assert browser is not None, NO_BROWSER
     how = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
@@ -99,9 +99,9 @@ def show(url: str, width: int, height: int, picture: Optional[Path] = None, is_d
 
 
 def look(page: Path, widths: Sequence[int] = (1280, 400), pictures: Optional[Path] = None) -> dict[str, list[str]]:
-    """What is wrong with `page`, by width and colour scheme; a picture of each goes into the folder `pictures`.
+    """Return the problems of `page` by width and colour scheme; write a picture of each to the folder `pictures`.
 
-    Wrong is what scrolls sideways, is cut off, lies on other text, has little contrast, or is a chart that is missing.
+    Problems are: the page scrolls sideways, text is cut off, overlaps or has little contrast, or a chart is missing.
     """
     schemes = {f"{page.stem}_{width}{'_dark' * is_dark}": (width, is_dark) for width in widths for is_dark in (0, 1)}
     with _served(page) as address:
@@ -151,7 +151,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def _served(page: Path) -> Iterator[str]:
-    """The address at which the folder of `page` is served to this machine."""
+    """Serve the folder of `page` to this machine, and yield its address."""
     handler = functools.partial(_Handler, directory=str(page.parent), page=page.name)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True

@@ -1,10 +1,10 @@
-"""Public silent bugs of distributed training, each as a small program, and which tool finds which.
+"""Public silent bugs of distributed training, each as a small program, and which tool finds which bug.
 
 Run it: python -m tests.bugs [--write docs/bugs.md] [--only WORDS] [--show WORDS]
 
-tests/planted holds them: a name, the addresses of where they were reported, what a right answer says, and what a
-trainer has in a place of its own; "- " is before a line of the bug, "+ " before one of its clean twin. Both are run by
-the doctor, the audit, the proof and, written with ddpshim, under its guards, on two ranks.
+tests/planted contains them: a name, the addresses of the reports, the right findings, and the text for the trainer's
+places. "- " begins a line of the bug, "+ " a line of its clean twin. The doctor, the audit and the proof check both on
+two ranks; programs that use ddpshim also run under its guards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ runpy.run_module("ddpshim", run_name="__main__")
 
 
 class Trainer(NamedTuple):
-    """A program with places, `{place}`, and what is there unless a bug says otherwise."""
+    """A program with places, `{place}`, and their default texts."""
 
     text: str
     parts: Mapping[str, str]
@@ -58,24 +58,24 @@ class Bug(NamedTuple):
     area: str
     sources: Sequence[str]
     trainers: Sequence[str]  # "raw": with torch alone, "ours": with ddpshim
-    means: frozenset[str]  # right answers: codes and names of findings, what parts in a proof (and :of which tensor)
-    is_cold: bool  # its ranks have to be Pythons of their own
+    means: frozenset[str]  # right answers: codes and names of findings, what differs in a proof (and :in which tensor)
+    is_cold: bool  # its ranks must be new Pythons, not forks
     parts: Mapping[str, str]
 
     def program(self, trainer: str, is_clean: bool = False) -> str:
-        """The program with the bug, or without it."""
+        """Return the program with the bug, or its clean twin."""
         made, base = TRAINERS[trainer].text, TRAINERS[trainer].parts
         own = {place: text for place, text in self.parts.items() if "." not in place}
         own.update({place[len(trainer) + 1 :]: text for place, text in self.parts.items() if f"{trainer}." in place})
         parts = {**base, **{place: _of_one(text, is_clean) for place, text in own.items()}}
         while found := re.search(r"^( *)\{(\w+)\}\n", made, re.MULTILINE):
             made = made.replace(found[0], textwrap.indent(parts.get(found[2], "").rstrip("\n") + "\n", found[1]))
-        made = re.sub(r"\n\s*\n(?= )(?! +def )", "\n", made)  # what is empty leaves no line
+        made = re.sub(r"\n\s*\n(?= )(?! +def )", "\n", made)  # empty places leave no empty line
         return re.sub(r"\n{4,}", "\n\n\n", made)
 
 
 def _of_one(text: str, is_clean: bool) -> str:
-    """The lines of the bug or of its twin, and those of both."""
+    """Return the lines of the bug or of its twin, with the common lines."""
     lines = (line for line in text.splitlines(keepends=True) if not line.startswith("-+"[not is_clean] + " "))
     return "".join(line[2:] if line.startswith(("- ", "+ ")) else line for line in lines)
 
@@ -106,16 +106,16 @@ BUGS = list(_read_bugs())
 
 @dataclass
 class Answer:
-    """What a tool said of a program: its findings by their shortest names."""
+    """A tool's result for a program: its findings by their shortest names."""
 
     findings: list[str] = field(default_factory=list)
-    trouble: str = ""  # it could not look, or the program failed
-    where: str = ""  # of a proof: the tensors that part
+    trouble: str = ""  # why the tool could not check, or how the program failed
+    where: str = ""  # of a proof: the tensors that differ
 
 
 @dataclass
 class Result:
-    """What was found in a bug, and in its twin."""
+    """The tools' answers for a bug, and for its twin."""
 
     bug: Bug
     buggy: dict[str, Answer] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Result:
     cannot_happen: bool = False  # with ddpshim it is the same experiment
 
     def right(self, tool: str) -> list[str]:
-        """The findings of a tool that name the bug, and that it does not say of the twin."""
+        """Return a tool's findings that name the bug and that it does not report for the twin."""
         said, alarms = self.buggy[tool], self.clean[tool].findings
         places = (mean.partition(":") for mean in self.bug.means)
         means = {what for what, _, where in places if not where or where in said.where}
@@ -135,14 +135,14 @@ class Result:
 
 
 def command(argv: Sequence[str], folder: Path, is_cold: bool = False) -> tuple[int, str]:
-    """The exit code and the output of `python -m ddpshim` with these arguments."""
+    """Run `python -m ddpshim` with these arguments; return its exit code and its output."""
     if is_cold:
         return start_afresh(["-m", "ddpshim", *argv], environment(), folder, DEADLINE_S, True)
     return start_afresh(["-c", _PRELOADED, str(commands() / "python"), *argv], environment(), folder, DEADLINE_S)
 
 
 def look(tool: str, program: str, options: Sequence[str] = (), is_cold: bool = False) -> Answer:
-    """What a tool says of a program on two ranks."""
+    """Check a program with a tool on two ranks, and return its answer."""
     asked = {"guards": ["run", "--nproc", "2"]}.get(tool, [tool, "--json"])
     with tempfile.TemporaryDirectory(prefix="bug-") as name:
         folder = Path(name)
@@ -165,7 +165,7 @@ def look(tool: str, program: str, options: Sequence[str] = (), is_cold: bool = F
 
 
 def examine(bug: Bug) -> Result:
-    """What each tool says of a bug and of its twin."""
+    """Check a bug and its twin with each tool."""
     result = Result(bug)
     for is_clean, answers in ((False, result.buggy), (True, result.clean)):
         for trainer in bug.trainers:
@@ -204,7 +204,7 @@ def _shown(source: str) -> str:
 
 
 def report(results: Sequence[Result]) -> str:
-    """The tables of docs/bugs.md. What was reported by nobody is not counted."""
+    """Return the tables of docs/bugs.md. Bugs without a public report are not counted."""
     every, results = results, [each for each in results if each.bug.sources]
     lines = ["| tool | finds | false alarms on the twins |", "|---|---|---|"]
     for tool in TOOLS:
@@ -235,7 +235,7 @@ def _alarms(results: Iterable[Result]) -> Iterator[str]:
 
 
 def read_page(page: str) -> dict[str, Result]:
-    """What the tables say that was found, by the bug's name; of bugs that are still there."""
+    """Return the results in the page's tables by the bug's name, for bugs that still exist."""
     rows = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
     cells_of = {cells[0]: cells[2:] for cells in rows if len(cells) == 2 + len(TOOLS)}
     alarms = {
@@ -272,7 +272,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                     print(f"# {bug.name}: {trainer}, {'clean' if is_clean else 'the bug'}")
                     print(bug.program(trainer, is_clean))
         return 0
-    preloaded()  # one, before threads ask for it
+    preloaded()  # started once, before threads need it
     results = []
     with ThreadPoolExecutor(chosen.jobs) as pool:
         for result in pool.map(examine, bugs):

@@ -1,4 +1,4 @@
-"""What the tests of all files share."""
+"""Fixtures, hooks and checks for all tests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from tests.once_more import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
 from tests.preloaded_commands import SOCKET
 
-# Each process of the tests would compile the library anew, a second of CPU.
+# Otherwise each process of the tests would compile the library again, a second of CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Before anything imports torch. Who waits at a store whose host has left first says so in C++, with a stack, now and
-# then; tests compare what programs print.
+# Before torch is imported. A process that waits at a store whose host has left sometimes logs a C++ stack; tests
+# compare the output of programs.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# The files that take longest are started first: one of them at the end would leave the other processes idle.
+# The files that take longest start first: at the end one of them would leave the other processes idle.
 LONGEST = [
     f"test_{name}.py"
     for name in (
@@ -35,14 +35,14 @@ LONGEST = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.option.loadscopereorder = False  # pytest-xdist would start those with the most tests first
+    config.option.loadscopereorder = False  # pytest-xdist would start the files with the most tests first
     if getattr(config.option, "numprocesses", None) and SOCKET not in os.environ:
         from tests.preloaded import preloaded
 
         os.environ[SOCKET] = preloaded().socket  # one for all of xdist's processes
 
 
-# What the tests of a file are that do not say it themselves, see `markers` in pyproject.toml; of other files: unit.
+# The marker of unmarked tests, by file (see `markers` in pyproject.toml); in other files: unit.
 TIERS = {
     **dict.fromkeys(("guard", "parallel", "resume", "seams", "second_job", "sequences"), "ranks"),
     **dict.fromkeys(("auto", "background", "bootstrap", "data_kinds", "droid", "equivalence", "field"), "launch"),
@@ -66,7 +66,7 @@ _started: list[str] = []
 
 
 def _take_note(event: str, args: Any) -> None:
-    # By the name of a file one connects to the server that tests/ranks.py forks from.
+    # The server that tests/ranks.py forks from has a file name as its address.
     is_fork_server = event == "socket.connect" and isinstance(args[1], (str, bytes))
     if is_fork_server or event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
         _started.append(event)
@@ -90,7 +90,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.fixture(autouse=True)
 def _no_job_is_left() -> Iterator[None]:
-    """After each test the process is in no job, nor was it in one: the next test may be of any file."""
+    """After each test leave the job and forget it: the next test may be of any file."""
     yield
     if "ddpshim.job.job" in sys.modules:
         import ddpshim
@@ -98,14 +98,14 @@ def _no_job_is_left() -> Iterator[None]:
 
         ddpshim.cleanup()
         job.begin_next()
-        if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN:  # a training was complete; who is started would be deaf
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN:  # set by a complete training; child processes inherit it
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the releases of robomimic are copied to by the tests that leave the copies as they are.
+    """Return the folder for copies of robomimic's releases, for tests that do not change the copies.
 
-    A copy has one process that imported it, from which all of its trainings are forked: see tests/preloaded.py.
+    For each copy one process has imported it, from which all of its trainings are forked: see tests/preloaded.py.
     """
     return tmp_path_factory.mktemp("releases")

@@ -1,4 +1,4 @@
-"""How often `python -m ddpshim doctor` is right, on public trainers that were read by hand.
+"""Measures how often `python -m ddpshim doctor` is right, on public trainers that a person has read.
 
 Run it: python -m tests.doctor_trees --trees DIR [--write docs/doctor/trees.md] [--only NAME,...] [--unjudged]
 
@@ -28,7 +28,7 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What the doctor said of one line."""
+    """The doctor's finding at one line."""
 
     code: str
     file: str
@@ -42,10 +42,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Hazard:
-    """What a reader said of one place. `also` are other lines at which one might as well report it.
+    """A reader's label of one place. `also`: other lines at which a finding would be equally right.
 
-    An optional hazard is real, but a checker that leaves it out has missed nothing: either the move to DDP that makes
-    it one has not begun, or the same change as another label's cures it.
+    An optional hazard is real, but a checker that does not report it misses nothing: either it is a hazard only after
+    the move to DDP, or the fix of another label fixes it, too.
     """
 
     code: str
@@ -82,7 +82,7 @@ class Score:
         return len(self.true) + len(self.false) + len(self.debatable) + len(self.unjudged)
 
     def only(self, wanted: Callable[[Union[Finding, Hazard]], bool]) -> Score:
-        """The part that is about some findings and labels."""
+        """Return the part of the score for wanted findings and labels."""
         return Score(
             list(filter(wanted, self.true)),
             [(f, why) for f, why in self.false if wanted(f)],
@@ -120,7 +120,7 @@ def read_hazards(tree: Mapping[str, Any]) -> list[Hazard]:
 
 
 def judge(findings: Iterable[Finding], tree: Mapping[str, Any]) -> Score:
-    """Sorts findings by the labels, and those outside of them by the verdicts."""
+    """Sort findings by the labels, and those outside of labels by the verdicts."""
     hazards = read_hazards(tree)
     verdicts = {(entry["code"], entry["file"], entry["line"]): entry for entry in tree["verdicts"]}
     score, met = Score(), set()
@@ -143,7 +143,7 @@ def judge(findings: Iterable[Finding], tree: Mapping[str, Any]) -> Score:
 
 
 def examine(tree: Mapping[str, Any], trees: Path) -> Run:
-    """One run of the doctor over one tree."""
+    """Run the doctor over one tree."""
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "ddpshim", "doctor", "--json", str(trees / tree["folder"])],
@@ -195,7 +195,7 @@ def _total(name: str, runs: Sequence[Run]) -> list[str]:
 
 
 def report(runs: Sequence[Run]) -> str:
-    """The tables of docs/doctor/trees.md, and what stands behind their numbers."""
+    """Return the tables of docs/doctor/trees.md, and the findings and labels behind their numbers."""
     held_out = [run for run in runs if run.tree["held_out"]]
     lines = ["## By tree", ""]
     rows = []

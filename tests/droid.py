@@ -1,11 +1,11 @@
-"""The trainers of DROID on the CPU: small data in their formats, stand-ins for what cannot be had, a run of one.
+"""Runs the trainers of DROID on the CPU, with small data in their formats and stand-ins for missing packages.
 
 `python -m tests.droid FOLDER SCRIPT [its arguments]` is one process of a training: SCRIPT (train or train_rlds of
-robomimic.scripts) as it stands in the tree, with its samples, noise and networks written down for each rank.
+robomimic.scripts) as it is in the tree; each rank records its samples, noise and networks.
 
-DistilBERT has random weights here, and is small; what is not installed of tensorflow, octo, cv2 and transformers is
-a module that can be imported and does nothing. With IN_FLOAT64, to compare ranks on shards with one process, each
-random draw of training is one number for all samples and ranks, and all is computed in float64. FAIL_AT or SIGNAL_AT
+DistilBERT is small here, with random weights; modules of tensorflow, octo, cv2 and transformers that are not installed
+are replaced by ones that do nothing. With IN_FLOAT64, to compare ranks on shards with one process, each random draw of
+training is one number for all samples and ranks, and everything is computed in float64. FAIL_AT or SIGNAL_AT
 (rank:number) is the sample of a rank at which it fails, or gets SIGUSR1.
 """
 
@@ -62,13 +62,13 @@ _STAND_INS = [
 
 
 def source(patch_set: str) -> Optional[Path]:
-    """The folder that holds the `robomimic` package that a set is for, or None where it cannot be had."""
+    """Return the folder with the `robomimic` package that a patch set is for, or None if it is not available."""
     tree = Path(os.environ.get("DDPSHIM_UPSTREAM", "/nowhere")) / TREES[patch_set]
     return tree if (tree / "robomimic").is_dir() else None
 
 
 def make_data(folder: Path, num_trajectories: int = 4) -> list[str]:
-    """Trajectories of Lift as DROID's converted HDF5 files have them, one file each, with pictures of noise."""
+    """Write trajectories of Lift in the format of DROID's converted HDF5 files, one file each; images are noise."""
     import h5py
 
     noise, paths = np.random.default_rng(0), []
@@ -97,7 +97,7 @@ def make_data(folder: Path, num_trajectories: int = 4) -> list[str]:
 
 
 def make_config(tree: Path, folder: Path, **extra: Any) -> dict[str, Any]:
-    """A config on the tree's own template; `extra` overrides by dotted path ('__' for '.')."""
+    """Return a config from the tree's own template; `extra` overrides by dotted path ('__' for '.')."""
     config: dict[str, Any] = json.loads((tree / "robomimic/exps/templates/diffusion_policy.json").read_text())
     crop = {"crop_height": IMAGE_SIZE - 2, "crop_width": IMAGE_SIZE - 2, "num_crops": 1, "pos_enc": False}
     settings = {
@@ -142,7 +142,7 @@ def make_config(tree: Path, folder: Path, **extra: Any) -> dict[str, Any]:
 
 
 def copy_tree(patch_set: str, folder: Path, patched: bool = True, in_memory: bool = False) -> Path:
-    """A copy of the package that a set is for under `folder`; patched on disk unless told otherwise, or in memory."""
+    """Copy the package that a set is for under `folder`; by default patched on disk, else in memory or not at all."""
     found = source(patch_set)
     assert found is not None
     patched = patched and not in_memory
@@ -153,7 +153,7 @@ def copy_tree(patch_set: str, folder: Path, patched: bool = True, in_memory: boo
             made = tree / path.relative_to(found)
             made.parent.mkdir(parents=True, exist_ok=True)
             made.write_bytes(path.read_bytes())
-        # It is read where it exists, and a tree has been published with its author's own.
+        # Upstream reads this file if it exists, and one tree was published with its author's file.
         (tree / "robomimic" / "macros_private.py").write_text("WANDB_ENTITY = WANDB_API_KEY = None\n")
         if patched:
             patching.apply(str(tree), set_name=patch_set)
@@ -169,7 +169,7 @@ def train(
     check: bool = True,
     script: str = "train",
 ) -> Run:
-    """Train once: under torchrun on `num_ranks` processes, or plainly where that is None."""
+    """Train once: under torchrun on `num_ranks` processes; if None, without a launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**config, "train": {**config["train"], "output_dir": str(folder / "out")}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -196,7 +196,7 @@ def environ_of(tree: Path) -> dict[str, str]:
 
 
 class Tokens(dict):  # type: ignore[type-arg]
-    """What a tokenizer returns."""
+    """The result of a tokenizer."""
 
     def to(self, device: Any) -> Tokens:
         return Tokens({key: value.to(_there(device)) for key, value in self.items()})
@@ -215,7 +215,7 @@ class Tokenizer:
 
 
 def _language_model(*args: Any, **options: Any) -> Any:
-    """DistilBERT with random weights: the real class where it is installed, otherwise one with its interface."""
+    """Return DistilBERT with random weights: the real class if it is installed, otherwise one with its interface."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if isinstance(sys.modules["transformers"], mock.NonCallableMock):
@@ -230,7 +230,7 @@ def _language_model(*args: Any, **options: Any) -> Any:
 
 
 def _there(device: Any) -> Any:
-    """The device, but without a GPU the CPU where unpatched code names one."""
+    """Return the device; if unpatched code names a GPU and there is none, the CPU."""
     return "cpu" if "UNPATCHED" in os.environ and not torch.cuda.is_available() else device
 
 
@@ -248,8 +248,8 @@ class _LanguageModel(torch.nn.Module):
 
 
 def install_stand_ins() -> None:
-    """Modules for what is not installed, and a language model without a download."""
-    has_tensorflow = importlib.util.find_spec("tensorflow") is not None  # octo is of no use without
+    """Replace modules that are not installed, and make a language model without a download."""
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None  # octo cannot work without it
     absent = [
         name
         for name in _STAND_INS
@@ -264,10 +264,10 @@ def install_stand_ins() -> None:
 
 
 def observe(folder: str, script: str, arguments: list[str]) -> None:
-    """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
+    """Train in this process, and write its samples and networks to `folder`/observed_RANK.pt."""
     from tests.observed import _in_float64
 
-    random.seed(0)  # upstream leaves it to chance how colours are changed
+    random.seed(0)  # upstream changes colours without a seed
     install_stand_ins()
     trainer.preload(everything=True)
     import robomimic.algo as algorithms
@@ -305,7 +305,7 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
 
     iterate, TorchRLDSDataset.__iter__ = TorchRLDSDataset.__iter__, observed_iter
     algorithms.algo_factory, MetaDataset.__getitem__ = observed_factory, observed_get_item
-    # 66 million parameters whatever the config says: too many for a test.
+    # It has 66 million parameters with any config: too many for a test.
     diffusion_policy.ConditionalUnet1D = functools.partial(
         diffusion_policy.ConditionalUnet1D, down_dims=[16, 32], n_groups=4, diffusion_step_embed_dim=16
     )
@@ -316,7 +316,7 @@ def observe(folder: str, script: str, arguments: list[str]) -> None:
 
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
-    """Every weight of the policy and of its EMA, as `serialize` names them."""
+    """Return all weights of the policy and of its EMA, by the names of `serialize`."""
     parts = model.serialize()
     return {f"{part}.{key}": value.clone() for part in ("nets", "ema") for key, value in parts[part].items()}
 

@@ -1,7 +1,7 @@
-"""How often policies lift the cube in robosuite: `python -m tests.episodes FILE`, started by tests/simulator.py.
+"""Counts how often policies lift the cube in robosuite: `python -m tests.episodes FILE`, started by tests/simulator.py.
 
-FILE describes the checkpoints and the episodes; the answer is written beside it. robomimic is the release as
-published, with ddpshim made impossible to import.
+FILE describes the checkpoints and the episodes; the answer is written beside it. robomimic is the published release,
+and ddpshim cannot be imported.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 
 def play(path: str, num_episodes: int, horizon: int, seed: int) -> dict[str, Any]:
-    """Successes and lengths of the episodes of the policy in a checkpoint, and a digest of the states they start from.
+    """Play a checkpoint's policy; return successes and lengths of the episodes, and a digest of their start states.
 
-    The environment is new and its generator seeded: the k-th episode starts alike for every checkpoint.
+    The environment is new and its generator seeded, so the k-th episode has the same start for every checkpoint.
     """
     import robomimic.utils.file_utils as FileUtils
     import robomimic.utils.train_utils as TrainUtils
@@ -38,7 +38,7 @@ def play(path: str, num_episodes: int, horizon: int, seed: int) -> dict[str, Any
     env.reset = recorded
     episodes = []
     for episode in range(num_episodes):
-        torch.manual_seed(episode)  # a GMM's policy draws
+        torch.manual_seed(episode)  # a policy with a GMM draws its actions
         episodes.append(TrainUtils.run_rollout(policy=policy, env=env, horizon=horizon, terminate_on_success=True))
     return {
         "successes": sum(int(episode["Success_Rate"]) for episode in episodes),

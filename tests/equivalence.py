@@ -1,8 +1,8 @@
-"""N ranks of the patched robomimic against the release as it is: not patched, not launched, its noise on.
+"""Compares N ranks of the patched robomimic with the release: not patched, not launched, with its noise.
 
 Run it: python -m tests.equivalence --release 0.3.0 --algo all --ranks 2,3,4 [--write docs/equivalence.md]
 
-The release is copied beside the results, and patched there: what is installed stays as it is.
+The release is copied beside the results, and patched there: the installed package does not change.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ VALIDATION = {
     "train__hdf5_filter_key": "train",
     "train__hdf5_validation_filter_key": "valid",
 }
-NUM_SAMPLES_A_STEP = 100  # the global batch size where a variant states none
+NUM_SAMPLES_A_STEP = 100  # the global batch size of variants that do not set it
 TOLERANCE = 1e-5  # float32, after 20 steps
 UNEXPLAINED = "**unexplained** "
 
 
 @dataclass
 class Run:
-    """One training: what each rank saw and ended with, in rank order, and what was written and printed."""
+    """One training: each rank's samples and final networks, in rank order, and the folder and output of the run."""
 
     observed: list[dict[str, Any]]
     folder: Path
@@ -54,17 +54,17 @@ class Run:
 
     @property
     def checkpoint(self) -> dict[str, Any]:
-        """The last checkpoint written."""
+        """The newest checkpoint."""
         newest = max(self.folder.glob("out/*/*/models/*.pth"), key=lambda path: path.stat().st_mtime)
         return torch.load(newest, weights_only=False)  # type: ignore[no-any-return]
 
     def metrics(self, phase: str = "Train") -> list[dict[str, float]]:
-        """What the trainer printed for each epoch."""
+        """Return the metrics that the trainer printed for each epoch."""
         parts = self.log.split(f"\n{phase} Epoch ")[1:]
         return [json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in parts]
 
     def losses(self, phase: str = "Train") -> list[float]:
-        """The loss of each epoch as the trainer printed it."""
+        """Return the loss that the trainer printed for each epoch."""
         return [epoch["Loss"] for epoch in self.metrics(phase)]
 
     @property
@@ -73,7 +73,7 @@ class Run:
 
 
 def source(release: str) -> Optional[Path]:
-    """The folder that holds the `robomimic` package of a release, or None where it cannot be had."""
+    """Return the folder with the `robomimic` package of a release, or None if it is not available."""
     upstream = os.environ.get("DDPSHIM_UPSTREAM")
     if upstream and (Path(upstream) / f"robomimic-{release}" / "robomimic").is_dir():
         return Path(upstream) / f"robomimic-{release}"
@@ -86,7 +86,7 @@ def source(release: str) -> Optional[Path]:
 
 
 def copy_release(release: str, folder: Path, way: str = "patched") -> Path:
-    """A copy of a release's package under `folder`, to be run in one of the ways of `tests.trainer`."""
+    """Copy a release's package under `folder`, to run it in one of the ways of `tests.trainer`."""
     found = source(release)
     if found is None:
         raise SystemExit(f"robomimic {release} is neither installed nor under DDPSHIM_UPSTREAM; see patches/README.md")
@@ -102,7 +102,7 @@ def copy_release(release: str, folder: Path, way: str = "patched") -> Path:
 
 
 def make_data(folder: Path, num_demos: int = 200, images: bool = False) -> Path:
-    """The Lift demonstrations with `next_obs`, which value-based algorithms need, and with pictures of noise."""
+    """Write the Lift demonstrations with `next_obs`, which value-based algorithms need, and images of noise."""
     import h5py
 
     path = folder / f"lift_{num_demos}{'_images' if images else ''}.hdf5"
@@ -131,7 +131,7 @@ def make_data(folder: Path, num_demos: int = 200, images: bool = False) -> Path:
 def make_config(
     tree: Path, variant: str, data: Path, folder: Path, steps: Optional[int], epochs: int, **extra: Any
 ) -> Path:
-    """A config file from the release's own template; `extra` overrides by dotted path ('__' for '.')."""
+    """Write a config file from the release's own template; `extra` overrides by dotted path ('__' for '.')."""
     template, changes = VARIANTS[variant]
     config = json.loads((tree / "robomimic" / "exps" / "templates" / f"{template}.json").read_text())
     settings = {
@@ -165,13 +165,13 @@ def make_config(
 
 
 def _complete_for_robocasa(config: dict[str, Any]) -> None:
-    """What robocasa's branch wants to be told, and its templates leave out: it refuses an empty schedule."""
+    """Add settings that robocasa's branch requires but its templates lack: it refuses an empty schedule."""
     config["train"].setdefault("action_config", {"actions": {"normalization": None}})
     sections = [config["algo"]]
     for section in sections:
         sections += [value for value in section.values() if isinstance(value, dict)]
         if section.get("epoch_schedule") == []:
-            section["epoch_schedule"] = [5]  # steps: its schedules move with each
+            section["epoch_schedule"] = [5]  # in steps: robocasa's schedules advance with each step
 
 
 def train(
@@ -188,11 +188,11 @@ def train(
     has_agent: bool = False,
     options: Sequence[str] = (),
 ) -> Run:
-    """Train once: under torchrun on `num_ranks` processes, or plainly where that is None.
+    """Train once: under torchrun on `num_ranks` processes; if None, without a launcher.
 
-    `forked`: by processes that are forked from one which has imported the trainer, without a launcher, or with
-    `has_agent` under torchrun all the same. They start in no time, where an interpreter of its own takes every rank
-    seconds. `options`: further arguments of the trainer.
+    `forked`: fork the processes from one that has imported the trainer, without a launcher, or with `has_agent` under
+    torchrun. Forks start at once; a new interpreter takes seconds for every rank. `options`: further arguments of the
+    trainer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.loads(config.read_text())
@@ -224,7 +224,7 @@ def fork(
     environ: dict[str, str],
     deadline_s: float,
 ) -> tuple[int, str]:
-    """The exit code and the output of `python -m argv[0] …`, on so many forked ranks, or plainly where that is None."""
+    """Run `python -m argv[0] …` on `num_ranks` forked ranks (None: no launcher); return exit code and output."""
     ranks = [{}] if num_ranks is None else as_torchrun_says(num_ranks)
     commands = [(argv, {**_environ(tree), **environ, **rank}) for rank in ranks]
     (folder / "output.txt").unlink(missing_ok=True)
@@ -233,14 +233,14 @@ def fork(
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest absolute difference between equally named tensors; names that differ are an error."""
+    """Return the largest absolute difference between tensors of the same name; different names are an error."""
     if one.keys() != other.keys():
         raise AssertionError(f"different networks: {sorted(one.keys() ^ other.keys())}")
     return max((one[key].double() - other[key].double()).abs().max().item() for key in one if one[key].numel())
 
 
 def batches(run: Run, global_batch_size: int = NUM_SAMPLES_A_STEP, filter_key: str = "None") -> list[set[int]]:
-    """The set of samples of each global batch, put together from all ranks."""
+    """Return the set of samples of each global batch, joined from all ranks."""
     shards = [observed["samples"][filter_key] for observed in run.observed]
     size = global_batch_size // len(shards)
     steps = {len(shard) // size for shard in shards}
@@ -251,7 +251,7 @@ def batches(run: Run, global_batch_size: int = NUM_SAMPLES_A_STEP, filter_key: s
 def make_run_config(
     tree: Path, release: str, variant: str, folder: Path, steps: Optional[int], epochs: int, **extra: Any
 ) -> Path:
-    """The config of a variant on data of its kind, in the form that the release reads."""
+    """Write the config of a variant with suitable data, in the release's form; return its path."""
     images = "observation.modalities.obs.rgb" in VARIANTS[variant][1]
     data = make_data(folder, num_demos=10 if images else 50, images=images)
     described = {"path": str(data), **({"lang": "lift the cube"} if release == "robocasa" else {})}
@@ -260,18 +260,18 @@ def make_run_config(
 
 
 def train_all(tree: Path, jobs: Sequence[tuple[Path, Path, Optional[int]]], precision: str = "float32") -> list[Run]:
-    """Train (config, folder, number of ranks) one after the other, by ranks forked from one process."""
+    """Train each (config, folder, number of ranks) one after the other, by ranks forked from one process."""
     runs = []
     for config, folder, num_ranks in jobs:
         start = time.monotonic()
         runs.append(train(tree, config, folder, num_ranks, precision, check=False, forked=True))
-        said = f"{time.monotonic() - start:5.1f} s  exit code {runs[-1].exit_code}  {folder.name}"
-        print(said, file=sys.stderr, flush=True)
+        line = f"{time.monotonic() - start:5.1f} s  exit code {runs[-1].exit_code}  {folder.name}"
+        print(line, file=sys.stderr, flush=True)
     return runs
 
 
 def loads_unpatched(tree: Path, runs: Sequence[Run]) -> dict[Path, str]:
-    """For each run "yes" if the release in `tree` loads its checkpoint and holds its weights, else what happened."""
+    """Return, for each run, "yes" if the release in `tree` loads its checkpoint with equal weights, else the error."""
     newest = {
         run.folder: str(max(run.folder.glob("out/*/*/models/*.pth"), key=lambda p: p.stat().st_mtime)) for run in runs
     }
@@ -286,7 +286,7 @@ def loads_unpatched(tree: Path, runs: Sequence[Run]) -> dict[Path, str]:
 
 
 def difference(one: Run, other: Run) -> dict[str, Any]:
-    """How `other` differs from `one`, the release on the same config."""
+    """Return how `other` differs from `one`, the release's run with the same config."""
     size = one.batch_size
     weights = [observed["networks"] for observed in other.observed]
     start = one.observed[0]["initial"]
@@ -335,9 +335,9 @@ def compare(
     epochs: int = 2,
     releases: Optional[Path] = None,
 ) -> list[dict[str, Any]]:
-    """For each variant and number of ranks: how the run differs from the release as it is.
+    """Return a row for each variant and number of ranks: how the run differs from the unchanged release.
 
-    `releases`: where the copies of the release are, if not in `folder`.
+    `releases`: the folder with copies of the release, if not `folder`.
     """
     tree = copy_release(release, releases or folder)
     plain = copy_release(release, releases or folder, "plain")
@@ -350,7 +350,7 @@ def compare(
     alone = dict(zip(variants, train_all(plain, jobs, precision)))
     for run in alone.values():
         if not [*run.folder.glob("out/*/*/models/*.pth")]:
-            run.exit_code = 1  # upstream prints what was raised, and ends with 0
+            run.exit_code = 1  # upstream prints the exception, and exits with 0
     keys = [(v, n) for v in variants for n in ranks]
     runs = dict(zip(keys, train_all(tree, [(made[v], folder / f"{v}-{n}-{precision}", n) for v, n in keys], precision)))
     loaded = loads_unpatched(plain, [run for run in (*alone.values(), *runs.values()) if not run.exit_code])
@@ -381,7 +381,7 @@ def _keys(tree: Any) -> Any:
 
 
 def deviations(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What in the rows is not as it should be, a line for each; the unexplained ones start with UNEXPLAINED."""
+    """Return a line for each row with a deviation; those without an explanation begin with UNEXPLAINED."""
     out = []
     for row in rows:
         if "failed" in row:
@@ -438,7 +438,7 @@ COLUMNS = {
 
 
 def section(release: str, command: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The part of docs/equivalence.md about a release."""
+    """Return the section of docs/equivalence.md about a release."""
     trained = [row for row in rows if "failed" not in row]
     odd = deviations(rows)
     listed = "\n".join(f"- {line}" for line in odd) if odd else "None."
@@ -472,7 +472,7 @@ its weights.
 
 
 def write(path: Path, release: str, text: str) -> None:
-    """Put the section of a release into the page; other releases keep theirs."""
+    """Write a release's section into the page; other sections do not change."""
     head = "## robomimic "
     old = path.read_text().split(head)[1:] if path.exists() else []
     parts = {part.split("\n")[0]: part.rstrip() for part in old}

@@ -1,9 +1,9 @@
-"""One run, one hash: the patched robomimic with the option `exact` on numbers of ranks that divide it.
+"""Checks that the patched robomimic with the option `exact` ends with one hash on all numbers of ranks that divide it.
 
 Run it: python -m tests.exact --release 0.5.0 --algo all --exact 4 --ranks 1,2,4
 
-Noise, dropout and BatchNorm are on, and validation. The hash is of all bits of weights, targets, EMA, optimizer
-moments, of what the trainer logged, and of the states of all generators at the end, on each rank.
+Noise, dropout, BatchNorm and validation are on. The hash covers all bits of weights, targets, EMA and optimizer
+moments, the numbers that the trainer logged, and the final states of all generators, on each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.variants import VARIANTS, is_shipped
 
 
 def hash_of(run: Run) -> str:
-    """A hash of all bits that a run ended with; of several ranks only where those of each are the same."""
+    """Return a hash of all bits at the end of a run, or a text if the ranks' hashes differ."""
     of_ranks = {_hash(observed, run) for observed in run.observed}
     return of_ranks.pop() if len(of_ranks) == 1 else f"{len(of_ranks)} on {len(run.observed)} ranks"
 
@@ -44,7 +44,7 @@ def _hash(observed: dict[str, Any], run: Run) -> str:
 def train(
     release: str, variant: str, exact: int, ranks: Sequence[int], folder: Path, steps: int, epochs: int, **settings: Any
 ) -> list[str]:
-    """What each number of ranks ended with: a hash, or how it failed."""
+    """Train on each number of ranks; return the hash of each run, or how it failed."""
     tree = equivalence.copy_release(release, folder)
     batch = 24 if VARIANTS[variant][1].get("train.batch_size") else 96
     settings = {**equivalence.VALIDATION, "train__batch_size": batch, **settings}

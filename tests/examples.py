@@ -1,9 +1,9 @@
-"""What examples/README.md says of the examples: read by the tests, measured and written down by this command.
+"""Reads the tables and outputs in examples/README.md for the tests; as a command, measures and replaces them.
 
 Run it: python -m tests.examples [--write] [--only NAME,...]
 
-Each command of the first table is run as it stands there, in interpreters of its own. With --write its seconds and
-what it printed replace those in the page.
+Each command of the first table runs as written there, in new interpreters. With --write its seconds and its output
+replace those in the page.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Row:
 
 
 def rows(page: str) -> list[list[Row]]:
-    """The tables of the page: those that are measured, and the others."""
+    """Return the tables of the page: measured examples, then the others."""
     tables = page.split(_PRINTED)[0].split("|---|\n")[1:]
     return [[Row(*(part or "" for part in row)) for row in _ROW.findall(table)] for table in tables]
 
 
 def printed(output: str) -> str:
-    """What an example prints itself: what follows the last line of ddpshim, of robomimic or of a progress bar."""
+    """Return an example's own output: the lines after the last one of ddpshim, robomimic or a progress bar."""
     lines = output.rstrip("\n").split("\n")
     others = [i for i, line in enumerate(lines) if line.startswith(("ddpshim: ", "ROBOMIMIC", ")")) or "it/s]" in line]
     return "\n".join(line.rstrip() for line in lines[others[-1] + 1 if others else 0 :])
 
 
 def shown(page: str) -> dict[str, str]:
-    """What the page says that a command prints."""
+    """Return the output that the page shows, by command."""
     blocks = re.findall(r"```\n\$ ([^\n]+)\n(.*?)\n```", page.split(_PRINTED)[1], re.DOTALL)
     return dict(blocks)
 
 
 def run(command: str, folder: Path) -> tuple[str, float, float]:
-    """The output of a command of the page, run in `folder`; its seconds, and those of all its processes together."""
+    """Run a command of the page in `folder`; return its output, its seconds, and all its processes' CPU seconds."""
     (folder / "examples").symlink_to(ROOT / "examples")
     words = [sys.executable if word == "python" else word for word in command.split()]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -69,7 +69,7 @@ def run(command: str, folder: Path) -> tuple[str, float, float]:
 
 
 def written(page: str, found: dict[str, tuple[str, float, float]]) -> str:
-    """The page with what was found, by command, in place of what was there."""
+    """Return the page with the times and outputs in `found`, by command, in place of the old ones."""
     blocks = shown(page)
     for row in rows(page)[0]:
         if row.command in found:

@@ -1,10 +1,10 @@
-"""What each fault does to a job: injected into the real patched trainer, watched to the end of its last process.
+"""Injects faults into the real patched trainer, and checks each job until its last process ends.
 
 Run it: python -m tests.fault_table [--write docs/faults.md] [--only NAME,...]
 
-Two ranks train bc on the CPU under `python -m ddpshim run`, where a fault does not say otherwise. A row is as it
-should be where the job ended within its time with the exit code that is stated, the rank that failed first was named,
-its error was printed once, and neither processes, nor parts of files, nor shared memory were left.
+Two ranks train bc on the CPU under `python -m ddpshim run`, unless a fault needs another way. A row is right if the job
+ended in time with the expected exit code, named the rank that failed first, printed its error once, and left neither
+processes, nor partial files, nor shared memory.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ SHORT = {"DDPSHIM_TIMEOUT_S": "10"}
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and what is to come of it."""
+    """A fault, and its expected outcome."""
 
     name: str
     what: str
     where: str
     happens: str
     fault: str  # for tests.faults
-    rank: Optional[int] = None  # that is named first; None: nobody failed, or all did alike
+    rank: Optional[int] = None  # the rank that must be named first; None: no rank failed, or all failed alike
     exit_code: int = 1
     limit_s: float = 15.0
-    says: str = ""  # a pattern in what is printed
-    once: str = ""  # a pattern that is printed exactly once
+    says: str = ""  # a pattern that the output must contain
+    once: str = ""  # a pattern that the output must contain exactly once
     way: str = "run"
     settings: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     steps: int = 10
-    checkpoints: Optional[int] = None  # how many are on the disk afterwards
+    checkpoints: Optional[int] = None  # the number on disk afterwards
 
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """The outcome of a fault."""
 
-    exit_code: Optional[int]  # None: it had to be killed
+    exit_code: Optional[int]  # None: the job had to be killed
     seconds: float  # from the fault to the end of the last process
     named: Optional[int]
     screen: str
     logs: str  # of the ranks
-    left: list[str]  # what should not be there
+    left: list[str]  # files and shared memory that should not exist
     checkpoints: list[str]
     folder: Path
 
@@ -378,7 +378,7 @@ FAULTS = [
 
 
 class _Job:
-    """Processes that work in one folder: interpreters of their own, or forked from one with all of it imported."""
+    """Processes in one folder: new interpreters, or forks of a process that has imported everything."""
 
     def __init__(self, fault: Fault, tree: Path, folder: Path, forked: bool) -> None:
         self.folder, self._preloaded = folder, preloaded(tree) if forked else None
@@ -395,12 +395,12 @@ class _Job:
         }
 
     def start(self, *commands: Sequence[str], environs: Sequence[Mapping[str, Any]] = ({},)) -> None:
-        """A process for each: a module or a file with its arguments, its output on the job's screen."""
-        said = [{**self.environ, **{name: str(value) for name, value in more.items()}} for more in environs]
+        """Start a process for each command, a module or a file with arguments; output goes to the job's output.txt."""
+        variables = [{**self.environ, **{name: str(value) for name, value in more.items()}} for more in environs]
         if self._preloaded is not None:
-            self._forked = self._preloaded.start(list(zip(commands, said)), self.folder)
+            self._forked = self._preloaded.start(list(zip(commands, variables)), self.folder)
             return
-        for command, environ in zip(commands, said):
+        for command, environ in zip(commands, variables):
             with (self.folder / "output.txt").open("ab") as screen:
                 process = subprocess.Popen(
                     [sys.executable, "-m", *command],
@@ -414,7 +414,7 @@ class _Job:
             self._processes.append(process)
 
     def start_ranks(self, places: Sequence[tuple[int, int]], port: int, host: str = "127.0.0.1") -> None:
-        """A process for each (rank, world size), without a launcher."""
+        """Start a process for each (rank, world size), without a launcher."""
         address = {"MASTER_ADDR": host, "MASTER_PORT": port}
         environs = [
             {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, **address}
@@ -423,7 +423,7 @@ class _Job:
         self.start(*[_trainer(self.folder)] * len(places), environs=environs)
 
     def wait(self, deadline_s: float) -> Optional[int]:
-        """The first exit code that is not 0, when the last process has ended; None where it had to be killed."""
+        """Wait for all processes; return the first exit code that is not 0, or None if they had to be killed."""
         end = time.monotonic() + deadline_s
         while self._runs():
             if time.monotonic() > end:
@@ -441,7 +441,7 @@ class _Job:
         return own or (self._forked is not None and bool(self._forked.pids)) or bool(working_in(self.folder))
 
     def kill(self) -> None:
-        """Leave nothing of it."""
+        """Kill all processes of the job."""
         kill_all_in(self.folder)
         for process in self._processes:
             process.wait()
@@ -459,7 +459,7 @@ def _run(folder: Path, *options: str) -> list[str]:
 
 @contextlib.contextmanager
 def _taken_port() -> Iterator[int]:
-    """A port at which another program listens."""
+    """Yield a port at which another program listens."""
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -467,7 +467,7 @@ def _taken_port() -> Iterator[int]:
 
 
 def prepare(work: Path) -> tuple[Path, Path]:
-    """The patched trainer and the data that all jobs share, made in `work`, and a tree with other code beside it."""
+    """Make the patched trainer and the data of all jobs in `work`, and beside them a tree with different code."""
     tree, data, other = copy_release(RELEASE, work), make_data(work, num_demos=20), work / "other"
     if not other.exists():
         shutil.copytree(tree, other)
@@ -477,9 +477,9 @@ def prepare(work: Path) -> tuple[Path, Path]:
 
 
 def inject(fault: Fault, folder: Path, work: Path, forked: bool = False) -> Outcome:
-    """What came of the fault; `folder` is for the job, what jobs share is made in `work`.
+    """Inject a fault, and return its outcome. `folder` is the job's; `work` has the files that jobs share.
 
-    `forked`: as in tests/preloaded.py, which takes a third of the time. Not for faults in what is imported.
+    `forked`: as in tests/preloaded.py, which takes a third of the time. Not for faults in imported code.
     """
     tree, data = prepare(work)
     folder.mkdir(parents=True)
@@ -538,7 +538,7 @@ def _is_part_of_a_file(path: Path, folder: Path) -> bool:
 
 
 def _lasting(names: set[str], patience_s: float = 3.0) -> set[str]:
-    """Those that stay in shared memory although no process has them: what others make meanwhile has an owner."""
+    """Return the names that stay in shared memory without a process that uses them; other programs' files have one."""
     end = time.monotonic() + patience_s
     while names and time.monotonic() < end:
         time.sleep(0.1)
@@ -550,11 +550,11 @@ def _without_owner(names: set[str]) -> set[str]:
     # By inode: a semaphore is mapped before it gets its name.
     held, left = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             mapped = (line.split() for line in (process / "maps").read_text().splitlines() if "/dev/shm/" in line)
             held.update(int(words[4]) for words in mapped)
             for file in [process / "fd" / number for number in os.listdir(process / "fd")]:
-                with contextlib.suppress(FileNotFoundError):  # it is closed again
+                with contextlib.suppress(FileNotFoundError):  # the file was closed meanwhile
                     if os.readlink(file).startswith("/dev/shm/"):
                         held.add(file.stat().st_ino)
     for name in names:
@@ -565,7 +565,7 @@ def _without_owner(names: set[str]) -> set[str]:
 
 
 def complaints(fault: Fault, outcome: Outcome) -> list[str]:
-    """In what the outcome is not as it should be."""
+    """Return how the outcome differs from the expected one."""
     said = []
     if outcome.exit_code != fault.exit_code:
         said.append(f"exit code {outcome.exit_code}, not {fault.exit_code}")
@@ -581,7 +581,7 @@ def complaints(fault: Fault, outcome: Outcome) -> list[str]:
         said.append(f"does not say {fault.says!r}")
     if fault.checkpoints is not None and len(outcome.checkpoints) != fault.checkpoints:
         said.append(f"{len(outcome.checkpoints)} checkpoints, not {fault.checkpoints}")
-    may_finish = fault.way == "twice" or "teardown" in fault.name  # the first of two jobs; what comes after the end
+    may_finish = fault.way == "twice" or "teardown" in fault.name  # the first of two jobs; a fault after the end
     if fault.exit_code and "finished run successfully" in outcome.screen and not may_finish:
         said.append("says that it finished")
     return said + [f"leaves {name}" for name in outcome.left]
@@ -594,7 +594,7 @@ HEAD = [
 
 
 def row(fault: Fault, outcome: Outcome) -> str:
-    """A line of Markdown; it says in what the outcome is not as it should be."""
+    """Return a line of Markdown, with any differences from the expected outcome."""
     odd = "; ".join(complaints(fault, outcome))
     cells = [
         fault.what,
@@ -609,7 +609,7 @@ def row(fault: Fault, outcome: Outcome) -> str:
 
 
 def renewed(page: str, lines: Mapping[str, str]) -> str:
-    """`page` with these rows, by the name of the fault, and its own for the others."""
+    """Return `page` with these rows, by the fault's name; other faults keep their rows."""
     text, _, rows = page.partition("<!-- table -->")
     found = {tuple(line.split(" | ")[:2]): line for line in rows.splitlines()}
     own = {fault.name: found.get((f"| {fault.what}", fault.where)) for fault in FAULTS}

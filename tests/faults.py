@@ -1,7 +1,7 @@
-"""The patched trainer with something that goes wrong: `python -m tests.faults --config FILE`.
+"""Runs the patched trainer with a fault: `python -m tests.faults --config FILE`.
 
-What, where and when is read from DDPSHIM_FAULT, as KIND:RANK:CALL, for instance raise@model:1:150: an exception in the
-150th call of the model on rank 1. Without @ the place is the dataset. When it happened is written to `fault_moment`.
+DDPSHIM_FAULT names the fault as KIND:RANK:CALL, for instance raise@model:1:150: an exception in the 150th call of the
+model on rank 1. Without @ the place is the dataset. The time of the fault is written to `fault_moment`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SKEW_S = 3 * 3600.0
 PEERS_DEADLINE_S = 60.0
 FULL_AT_BYTES = 1 << 20
 
-# What is called in each phase of the trainer, and whether that call is meant.
+# A function that is called in each phase of the trainer, and whether a call belongs to that phase.
 PLACES: dict[str, tuple[str, str, Callable[..., bool]]] = {
     "before setup": ("ddpshim.robomimic", "start", lambda *args, **options: True),
     "setup": ("robomimic.algo", "algo_factory", lambda *args, **options: True),
@@ -44,7 +44,7 @@ PLACES: dict[str, tuple[str, str, Callable[..., bool]]] = {
 
 
 def _break(kind: str, call: int) -> None:
-    """Have the `call`-th call at a place do what `kind` says, and then what it always does."""
+    """Make the `call`-th call at a place cause the fault `kind` before it runs."""
     action, _, place = kind.partition("@")
     module, name, is_meant = PLACES[place or "dataset"]
     *holders, last = name.split(".")
@@ -72,13 +72,13 @@ def _act(action: str, place: str, args: Any) -> None:
     if action == "exit":
         sys.exit(3)
     if action == "full":
-        # The kernel refuses to write further, as on a full disk; what a file may hold is the process's own limit.
+        # The kernel refuses further writes, as on a full disk; the limit on file size holds for this process only.
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, FULL_AT_BYTES))
     elif action == "config":
         with args[0].values_unlocked():
             args[0].train.batch_size = 50
     elif action in ("SIGTERM", "SIGUSR1"):
-        # To rank 0, which waits for this one in the middle of a collective.
+        # To rank 0, which waits for this rank in a collective.
         os.kill(int(Path("pid_0").read_text()), getattr(signal, action))
         time.sleep(1.0)
     else:
@@ -100,13 +100,13 @@ def _set_clock_ahead() -> None:
 
 
 def _hide_checkpoints() -> None:
-    """Have this rank find no checkpoints: another node, or a moment too early."""
+    """Hide checkpoints from this rank, as on another node, or before they are written."""
     exists = os.path.exists
     os.path.exists = lambda path: not str(path).endswith(".pth") and exists(path)  # type: ignore[assignment]
 
 
 def _skip_a_step(call: int) -> None:
-    """Have this rank leave out one step, as a user's `if loss is odd: continue` does."""
+    """Make this rank skip one step, as a user's `if loss is odd: continue` does."""
     import robomimic.algo.bc
 
     original = robomimic.algo.bc.BC.train_on_batch
@@ -121,7 +121,7 @@ def _skip_a_step(call: int) -> None:
 
 
 def _use_toy_env() -> None:
-    """Rollouts in an environment that writes down its episodes, and videos as arrays: ffmpeg is no part of the test."""
+    """Play rollouts in an environment that records its episodes, and write videos as arrays, without ffmpeg."""
     import imageio
     import numpy as np
     import robomimic.utils.env_utils as EnvUtils
@@ -144,7 +144,7 @@ def _use_toy_env() -> None:
 
 
 def _let_the_peer_speak() -> None:
-    """Have the rank that fails first stay until a peer has said why it stops: torchrun ends those who are left."""
+    """Keep the rank that fails first until a peer has printed why it stops: torchrun would end the peers."""
     from ddpshim.job import failure
 
     record = failure._record_for_torchrun
@@ -159,7 +159,7 @@ def _let_the_peer_speak() -> None:
 
 
 def _break_model(kind: str, on_this_rank: bool) -> None:
-    """What a user may do to a network around the call that wraps it."""
+    """Change a network around the call that wraps it, as a user might."""
     import robomimic.utils.torch_utils as TorchUtils
     import torch
 
@@ -201,7 +201,7 @@ def _break_model(kind: str, on_this_rank: bool) -> None:
 
 
 def _break_sync() -> None:
-    """Leave the reduction of gradients out for good: each rank trains a model of its own."""
+    """Never reduce gradients: each rank trains its own model."""
     import ddpshim.robomimic.calls as adapter
     from ddpshim.job.job import current
     from ddpshim.model.reducer import Wrapped
@@ -218,7 +218,7 @@ def _break_sync() -> None:
 
 
 def _break_split() -> None:
-    """Give every rank the shard of the main one: the rest of each global batch is seen by nobody."""
+    """Give every rank the main rank's shard: no rank sees the rest of each global batch."""
     from ddpshim.data.torchs_order import TorchsBatches
 
     def broken(self: TorchsBatches, batch: list[int]) -> range:
@@ -228,7 +228,7 @@ def _break_split() -> None:
 
 
 def install() -> None:
-    """Make go wrong in this process what DDPSHIM_FAULT says."""
+    """Install the fault that DDPSHIM_FAULT names in this process."""
     kind, rank, call = os.environ["DDPSHIM_FAULT"].split(":")
     is_here = os.environ.get("RANK", "0") == rank
     Path(f"pid_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))

@@ -1,8 +1,8 @@
-"""How often the first tanh of a process is rounded otherwise than its second: `python -m tests.first_rounding`.
+"""Counts processes whose first tanh is rounded differently from the second: `python -m tests.first_rounding`.
 
-Intel's MKL chooses how to round such functions when the first of them is called, and on some machines that call has
-not waited for the choice. Seen with torch 2.13 on two virtual cores; without MKL there is nothing to see. It is why
-`ddpshim.setup` calls one itself.
+Intel's MKL selects its implementation at the first call of such a function, and on some machines that call does not
+wait for the selection. Seen with torch 2.13 on two virtual cores; never without MKL. Therefore `ddpshim.setup` calls
+such a function itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddpshim.job.group import settle_rounding
 
 
 def odd_processes(num_processes: int, settled: bool) -> int:
-    """How many of so many forked processes give two answers to one question. Local."""
+    """Return how many of `num_processes` forked processes compute two different results of one tanh. Local."""
     asked = torch.randn(100, 35, generator=torch.Generator().manual_seed(0))
     num_odd = 0
     for _ in range(num_processes):

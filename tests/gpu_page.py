@@ -1,6 +1,6 @@
 """Writes docs/gpus.md from files of `selftest --gpu`: `python -m tests.gpu_page FILE... --write docs/gpus.md`.
 
-Without a file: that no GPU was tested. The files that the page stands on are kept in docs/gpus/.
+Without a file, the page says that no GPU was tested. The page's files are kept in docs/gpus/.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ LIMITS = """## How numbers are compared
 
 
 class Refused(Exception):
-    """A file that does not belong on the page."""
+    """A file cannot be used for the page."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One machine's file; raises Refused where it is of no real GPU, or could name somebody."""
+    """Return the content of one machine's file; raise Refused if it has no real GPU, or contains private names."""
     try:
         found = json.loads(path.read_text())
         versions, checks, schema = found["versions"], found["checks"], found["schema"]
@@ -89,7 +89,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def page(machines: Sequence[dict[str, Any]]) -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     state = NOTHING if not machines else "\n".join(_table(machines)) + "\n"
     parts = [HEAD.format(state=state), *_checks(), LIMITS]
     for number, machine in enumerate(machines, 1):
@@ -123,7 +123,7 @@ def _table(machines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _checks() -> list[str]:
-    """The table of what is checked."""
+    """Return the table of checks."""
     shown = [check for check in CHECKS if check.name != "rendezvous"]
     lines = ["| check | what it shows if it passes | GPUs |", "|---|---|---|"]
     for check in shown:
@@ -133,7 +133,7 @@ def _checks() -> list[str]:
 
 
 def _details(machine: dict[str, Any]) -> list[str]:
-    """What failed, what was not run, and what was measured."""
+    """Return the table of checks that failed, were not run, or measured something."""
     lines = ["| check | outcome | seconds | found |", "|---|---|---|---|"]
     for check in machine["checks"]:
         if check["outcome"] != PASSED or check["name"] in MEASURED:
@@ -149,7 +149,7 @@ def _cell(text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write or print the page; 1 where a file does not belong on it."""
+    """Write or print the page; return 1 if a file was refused."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_page", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--write", type=Path, metavar="PAGE")

@@ -1,4 +1,4 @@
-"""Programs that are distributed correctly, on which the doctor is silent, and ones with a hazard each, marked."""
+"""Programs that are distributed correctly, for which the doctor must report nothing, and ones with a marked hazard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(network, data, batch_size):
         {end}
     dist.destroy_process_group()
 """
-# "=== NAME" begins an idiom, "--- PART" what it has in that place of BASE; else there is what the first one has.
+# "=== NAME" begins an idiom, "--- PART" its text for that place of BASE; other places have the first idiom's text.
 TEXT = """\
 === as in torch's tutorial
 --- device
@@ -422,12 +422,12 @@ for ours, theirs in zip(ema.modules(), model.module.modules()):  # DDP111
 
 
 def texts_in(text: str) -> dict[str, str]:
-    """What stands below each `=== NAME`, by the name."""
+    """Return the text below each `=== NAME`, by name."""
     return dict(re.findall(r"^=== (.*)\n((?:(?!=== ).*\n)*)", text, re.MULTILINE))
 
 
 def parts_in(text: str) -> dict[str, str]:
-    """What stands below each `--- PLACE`, by the place."""
+    """Return the text below each `--- PLACE`, by place."""
     return dict(re.findall(r"^--- ([\w.]+)\n((?:(?!--- ).*\n)*)", text, re.MULTILINE))
 
 
@@ -439,7 +439,7 @@ IDIOMS, HAZARDS = _named(TEXT), _named(HAZARD_TEXT)
 
 
 def program(name: str) -> str:
-    """The program with that idiom, or that hazard."""
+    """Return the program with an idiom or a hazard."""
     made = BASE
     for part, code in {**IDIOMS["as in torch's tutorial"], **{**IDIOMS, **HAZARDS}[name]}.items():
         indent = re.search(rf"^( *)\{{{part}\}}$", made, re.MULTILINE)

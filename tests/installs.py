@@ -1,7 +1,7 @@
-"""What pip and uv would do to a torch that is there: `python -m tests.installs` fills a table of docs/installing.md.
+"""Finds what pip and uv would do to an installed torch: `python -m tests.installs` fills a table of docs/installing.md.
 
-Each environment is a folder with nothing but what pip reads of an installed package, its name and version. So nothing
-is downloaded but metadata, and nothing installed: both are asked what they would do. It needs uv and a package index.
+Each environment contains only the metadata that pip reads of an installed package, its name and version. So only
+metadata is downloaded, and nothing is installed: both make a dry run. It needs uv and a package index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENVIRONMENTS: dict[str, dict[str, tuple[str, Sequence[str]]]] = {
         "numpy": ("2.2.6", []),
     },
 }
-# In words of docs/installing.md, whose `.` is the wheel here.
+# As in docs/installing.md; `.` is replaced by the wheel.
 REQUESTS = [
     ["."],
     [".[completion]"],
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def environment(folder: Path, interpreter: Path, packages: Mapping[str, tuple[str, Sequence[str]]]) -> Path:
-    """The Python of a new environment in which pip finds these packages."""
+    """Make an environment in which pip finds these packages, and return its Python."""
     out_of(str(interpreter), "-m", "venv", "--without-pip", str(folder))
     (site,) = folder.glob("lib/python*/site-packages")
     for name, (version, requires) in packages.items():
@@ -89,7 +89,7 @@ def environment(folder: Path, interpreter: Path, packages: Mapping[str, tuple[st
 
 
 def pip(python: Path, words: Sequence[str]) -> dict[str, str]:
-    """What pip would install, by name."""
+    """Return the versions that pip would install, by name."""
     report = python.parent / "report.json"
     asked = ["-m", "pip", "--python", str(python), "install", "-q", "--dry-run", "--report", str(report)]
     out_of(sys.executable, *asked, *words)
@@ -98,13 +98,13 @@ def pip(python: Path, words: Sequence[str]) -> dict[str, str]:
 
 
 def uv(python: Path, words: Sequence[str]) -> dict[str, str]:
-    """What uv would install, by name."""
-    said = out_of("uv", "pip", "install", "--dry-run", "--python", str(python), *words)
-    return dict(re.findall(r"^ \+ (\S+?)(?:==| @ )(\S+)$", said, re.MULTILINE))
+    """Return the versions that uv would install, by name."""
+    output = out_of("uv", "pip", "install", "--dry-run", "--python", str(python), *words)
+    return dict(re.findall(r"^ \+ (\S+?)(?:==| @ )(\S+)$", output, re.MULTILINE))
 
 
 def cell(packages: Mapping[str, object], by_pip: Mapping[str, str], by_uv: Mapping[str, str]) -> str:
-    """What was there and would be replaced, by which of the two; else how many packages pip would add."""
+    """Return which installed packages would be replaced, and by which tool; else how many packages pip would add."""
     replaced = []
     for name in packages:
         who = [(tool, plan[name]) for tool, plan in (("pip", by_pip), ("uv", by_uv)) if name in plan]

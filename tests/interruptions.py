@@ -1,12 +1,11 @@
-"""A training that is ended again and again, on changing numbers of ranks, against one that nobody ended.
+"""Compares a training that is interrupted repeatedly, on changing numbers of ranks, with an uninterrupted one.
 
 Run it: python -m tests.interruptions --release 0.3.0 --algo bc --ends 20
 
-The patched trainer, or with --way the unedited one, is ended by SIGTERM or SIGUSR1 to one rank or all (it saves
-and leaves with code 75), or by SIGKILL to one (it goes on from its last save), each time after a random number of
-steps, and started again on 1, 2 or 4 ranks. In the end the samples of every step that counts, and the weights, are to
-be those of the run on two ranks that nobody ended. Computes in float64, where what is left between two runs is
-rounding only.
+The patched trainer, or with --way the unedited one, gets SIGTERM or SIGUSR1 on one rank or all (it saves, and exits
+with code 75), or SIGKILL on one (it resumes from its last save), each time after a random number of steps, and is
+started again on 1, 2 or 4 ranks. At the end the samples of every step that counts, and the weights, must equal those of
+an uninterrupted run on two ranks. Computes in float64, so that two runs differ by rounding only.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ KINDS = ["SIGKILL to one", "SIGTERM to one", "SIGUSR1 to one", "SIGTERM to all"]
 
 
 def _write_down_steps(path: Path) -> None:
-    """Have this rank append (epoch, step, samples) of each batch before it is trained on."""
+    """Make this rank append (epoch, step, samples) to a file before it trains on a batch."""
     from ddpshim.checkpoint.resume import Resumable
 
     steps = Resumable.steps
@@ -55,7 +54,7 @@ def _write_down_steps(path: Path) -> None:
 
 
 def _train(start: int, config: str) -> None:
-    """Be one rank of a start, in the folder in which the training is."""
+    """Run as one rank of a start, in the training's folder."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
     os.environ["DDPSHIM_CHECKPOINT_EVERY_S"] = str(EVERY_S)
     trainer.activate()
@@ -70,7 +69,7 @@ def _train(start: int, config: str) -> None:
 def _run_once(
     tree: Path, folder: Path, start: int, size: int, random: Random, end: Optional[tuple[str, int]] = None
 ) -> list[int]:
-    """The exit codes of the ranks of one start, which is ended as `end` says: how, and after how many steps."""
+    """Run one start, and return its ranks' exit codes. `end`: how to interrupt it, and after how many steps."""
     environs = [{**equivalence._environ(tree), **here} for here in as_torchrun_says(size)]
     argv = ["tests.interruptions", "--rank", str(start), str(folder / "config.json")]
     ranks = preloaded(tree).start([(argv, environ) for environ in environs], folder)
@@ -90,7 +89,7 @@ def _run_once(
 def end_again_and_again(
     tree: Path, folder: Path, ends: int, seed: int, sizes: Sequence[int], kinds: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """End the training in `folder` so often, and then let it come to its end: what each start did."""
+    """Interrupt the training in `folder` `ends` times, then let it finish; return a row for each start."""
     random = Random(seed)
     starts: list[dict[str, Any]] = []
     for start in range(ends + 1):
@@ -110,7 +109,7 @@ def end_again_and_again(
 
 
 def steps_that_count(folder: Path) -> dict[tuple[int, int], list[int]]:
-    """For each (epoch, step) the samples that its last start trained on, sorted, put together from all ranks."""
+    """Return, for each (epoch, step), the samples of its last start, sorted, joined from all ranks."""
     by_start: dict[tuple[int, int], dict[int, list[int]]] = {}
     for path in folder.glob("steps_*_*.txt"):
         start = int(path.name.split("_")[1])
@@ -121,14 +120,14 @@ def steps_that_count(folder: Path) -> dict[tuple[int, int], list[int]]:
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    """What the trainer printed of each training epoch, but for times; of an epoch printed twice the last."""
+    """Return the metrics printed for each training epoch, without times; for an epoch printed twice, the last."""
     parts = (folder / "output.txt").read_text().split("\nTrain Epoch ")[1:]
     said = {int(part.split("\n")[0]): json.JSONDecoder().raw_decode(part[part.index("{") :])[0] for part in parts}
     return {epoch: {k: v for k, v in log.items() if "Time" not in k} for epoch, log in said.items()}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the last checkpoint that the trainer wrote."""
+    """Return all tensors in the last checkpoint that the trainer wrote."""
     newest = max(folder.glob("out/*/*/models/*.pth"), key=lambda path: path.stat().st_mtime)
     model = torch.load(newest, weights_only=False)["model"]
     return {name: value for name, value in observed.flat(model).items() if isinstance(value, torch.Tensor)}
@@ -145,9 +144,9 @@ def interrupt(
     releases: Optional[Path] = None,
     way: str = "patched",
 ) -> dict[str, Any]:
-    """How the training that was ended `ends` times differs from the one that nobody ended.
+    """Return how a training that is interrupted `ends` times differs from an uninterrupted one.
 
-    `releases`: where the copy of the release is, if not in `folder`.
+    `releases`: the folder with the copy of the release, if not `folder`.
     """
     tree = equivalence.copy_release(release, releases or folder, way)
     config = equivalence.make_run_config(tree, release, variant, folder, STEPS, EPOCHS)
@@ -162,7 +161,7 @@ def interrupt(
     counted = {name: steps_that_count(folder / name) for name in runs}
     before, after = weights(folder / "whole"), weights(folder / "ended")
     losses, losses_after = metrics(folder / "whole"), metrics(folder / "ended")
-    # Of the start that ended: one that was killed before its first save leaves a folder, named by another second.
+    # The last start's folder: a start that was killed before its first save leaves a folder with another time.
     last = max((folder / "ended").glob("out/*/*"), key=lambda path: path.name)
     left = sorted(path.name for path in last.iterdir())
     return {

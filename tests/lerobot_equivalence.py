@@ -1,9 +1,9 @@
-"""LeRobot's trainer, unedited: N ranks against one process that nothing launched, noise on.
+"""Compares LeRobot's unedited trainer on N ranks with one process without a launcher, with noise.
 
 Run it: python -m tests.lerobot_equivalence [--policies act,diffusion,smolvla] [--ranks 2,4] [--write docs/lerobot.md]
 
-In an environment with LeRobot (requirements/lerobot.txt). Data, and SmolVLA's backbone with random weights, are made
-here: nothing is downloaded.
+It needs an environment with LeRobot (requirements/lerobot.txt). Data, and SmolVLA's backbone with random weights, are
+made here: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ POLICIES = {
 
 
 def is_there() -> bool:
-    """Whether LeRobot can be imported here."""
+    """Whether LeRobot is installed."""
     return importlib.util.find_spec("lerobot") is not None
 
 
 def make_data(folder: Path) -> None:
-    """Four episodes of 13 frames in `folder`/data, with states, small images, and tasks of different lengths."""
+    """Write four episodes of 13 frames to `folder`/data, with states, small images, and tasks of different lengths."""
     import numpy as np
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
@@ -75,7 +75,7 @@ def make_data(folder: Path) -> None:
 
 
 def make_backbone(folder: Path) -> None:
-    """The config and the processor of a SmolVLM of 30 thousand weights in `folder`/backbone."""
+    """Write the config and the processor of a SmolVLM of 30 thousand weights to `folder`/backbone."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, SmolVLMConfig, SmolVLMImageProcessor, SmolVLMProcessor
     from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
@@ -111,7 +111,7 @@ def make_backbone(folder: Path) -> None:
 
 
 class Run(NamedTuple):
-    """What a training left: its folder, what it printed, and the lines of its log without the times."""
+    """The results of a training: its folder, its output, and the lines of its log without the times."""
 
     folder: Path
     said: str
@@ -121,12 +121,12 @@ class Run(NamedTuple):
         return self.folder / "checkpoints" / f"{step:06d}"
 
     def files(self) -> set[str]:
-        """The names of all files in the last checkpoint."""
+        """Return the names of all files in the last checkpoint."""
         return {str(path.relative_to(self.checkpoint())) for path in self.checkpoint().rglob("*") if path.is_file()}
 
 
 def start(folder: Path, name: str, before: list[str], *arguments: str) -> Run:
-    """`python BEFORE lerobot_train ARGUMENTS` in `folder`, with its output in `folder`/`name`."""
+    """Run `python BEFORE ARGUMENTS` in `folder`; its files go to `folder`/`name`."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *before, *arguments, f"--output_dir={name}"]
@@ -145,7 +145,7 @@ def start(folder: Path, name: str, before: list[str], *arguments: str) -> Run:
 
 
 def settings(policy: str, *more: str) -> list[str]:
-    """The arguments of a training of 12 steps of 8 samples; a pass over the data has 7, the last one of 4."""
+    """Return the arguments of a training of 12 steps of 8 samples; a pass over the data has 7 steps, the last of 4."""
     return [
         *(
             "--dataset.repo_id=local/toy",
@@ -160,12 +160,12 @@ def settings(policy: str, *more: str) -> list[str]:
 
 
 def under_run(num_ranks: int) -> list[str]:
-    """What comes before the arguments of the trainer to start it on `num_ranks` ranks."""
+    """Return the arguments before the trainer's, to start it on `num_ranks` ranks."""
     return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--no-logs", *TRAINER]
 
 
 def largest_difference(one: Path, other: Path, file: str) -> float:
-    """Of any number in two safetensors files."""
+    """Return the largest difference of any number in two safetensors files."""
     from safetensors.torch import load_file
 
     first, second = load_file(one / file), load_file(other / file)
@@ -178,7 +178,7 @@ STREAMS = "training_state/rng_state.safetensors"
 
 
 def compare(run: Run, plain: Run) -> dict[str, str]:
-    """What of `run` is as in `plain`, the one process."""
+    """Compare `run` with `plain`, the run of one process."""
     one, other = run.checkpoint(), plain.checkpoint()
     more = run.files() - plain.files()
     return {
@@ -192,13 +192,13 @@ def compare(run: Run, plain: Run) -> dict[str, str]:
 
 
 def resume(run: Run, name: str, num_ranks: int) -> Run:
-    """Go on from the checkpoint of `run` that was written in the middle of a pass, on another number of ranks."""
+    """Resume on `num_ranks` ranks from the checkpoint that `run` wrote in the middle of a pass."""
     config = run.checkpoint(LEFT_AT) / "pretrained_model" / "train_config.json"
     return start(run.folder.parent, name, under_run(num_ranks), f"--config_path={config}", "--resume=true")
 
 
 def rows(policy: str, folder: Path, ranks: list[int]) -> list[list[str]]:
-    """The rows of the table for `policy`."""
+    """Train `policy` in all ways, and return the rows of its table."""
     plain = start(folder, f"{policy}-plain", [*TRAINER], *settings(policy))
     runs = {f"{n} ranks": start(folder, f"{policy}-{n}", under_run(n), *settings(policy)) for n in ranks}
     first = runs[f"{ranks[0]} ranks"]
@@ -214,7 +214,7 @@ def rows(policy: str, folder: Path, ranks: list[int]) -> list[list[str]]:
 
 
 def samples_a_second(folder: Path) -> tuple[float, float]:
-    """Of LeRobot's own loader, and of make_loader's on one rank: the best of five passes each, in turns."""
+    """Return samples per second of LeRobot's own loader and of make_loader's on one rank: the best of five passes."""
     import torch
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 

@@ -1,4 +1,4 @@
-"""Which files of ddpshim the smallest trainer loads, and how many lines: `python -m tests.loaded`.
+"""Lists the files of ddpshim that the smallest trainer loads, and their lines: `python -m tests.loaded`.
 
 It runs examples/train_after.py as a launched world of one.
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def loaded() -> dict[str, int]:
-    """The lines of each module of ddpshim that this process has loaded. Local."""
+    """Return the number of lines of each module of ddpshim that this process has loaded. Local."""
     files = {name: getattr(module, "__file__", None) for name, module in sorted(sys.modules.items())}
     ours = {name: file for name, file in files.items() if name.partition(".")[0] == "ddpshim" and file is not None}
     return {name: len(Path(file).read_text(encoding="utf-8").splitlines()) for name, file in ours.items()}

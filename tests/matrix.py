@@ -1,9 +1,9 @@
-"""Which Pythons and torches the library works with: `python -m tests.matrix`, which writes docs/supported.md.
+"""Tests which versions of Python and torch the library works with: `python -m tests.matrix` writes docs/supported.md.
 
-For each Python that is on this machine, an environment with the oldest torch that ddpshim admits and that has a wheel
-for it, and one with the newest. The built wheel is installed there, and tests of the source distribution run against
-it, in a folder without the sources of the library. It needs uv, a package index and 40 GB: environments are removed,
-what was downloaded stays in uv's cache.
+For each Python on this machine it makes an environment with the oldest torch that ddpshim supports and that has a wheel
+for that Python, and one with the newest. It installs the built wheel there, and runs tests of the source distribution
+against it, in a folder without the library's sources. It needs uv, a package index and 40 GB: environments are removed,
+downloads stay in uv's cache.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ HEAD = [
 
 
 class CannotInstall(Exception):
-    """Why an environment is not to be had on this machine."""
+    """An environment cannot be made on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What the tests said of one environment."""
+    """The results of the tests in one environment."""
 
     python: str
     torch: str
@@ -74,7 +74,7 @@ def main() -> int:
     sets = {"quick": QUICK, "unedited": QUICK + UNEDITED, "all": QUICK + MORE}
     parser.add_argument("--tests", choices=sets, default="all", help="which ones (all)")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would tests
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job; tests inherit it
     lines = _lines(arguments.out)
     num_failed = 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
@@ -98,7 +98,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
-    """The interpreter of a new environment with the wheel, torch and what the tests need. Raises CannotInstall."""
+    """Make an environment with the wheel, torch and the tests' packages; yield its Python. Raises CannotInstall."""
     base = find(python)
     if base is None:
         raise CannotInstall(f"no python{python} on this machine")
@@ -106,7 +106,7 @@ def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
         interpreter = Path(folder, "bin", "python")
         _run("uv", "venv", "-q", "--allow-existing", "--python", str(base), folder)
         install = ("uv", "pip", "install", "-q", "--python", str(interpreter))
-        # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both as wheels or not at all.
+        # The oldest numpy as well: torch before 2.3 does not work with numpy 2. Both only as wheels.
         wheels = ("--only-binary", "torch", "--only-binary", "numpy", "--resolution", ENDS[end])
         major, minor = python.split(".")
         torch = f"torch>={version.oldest_torch((int(major), int(minor)))}"
@@ -116,7 +116,7 @@ def environment(python: str, end: str, wheel: Path) -> Iterator[Path]:
 
 
 def find(python: str) -> Optional[Path]:
-    """A Python of this minor version that starts: on the PATH, else one of pyenv's."""
+    """Return a working Python of this minor version, from the PATH or pyenv; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     for candidate in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python"))):
         if (
@@ -128,12 +128,12 @@ def find(python: str) -> Optional[Path]:
 
 
 def try_in(interpreter: Path, source_distribution: Path, names: Sequence[str]) -> Tried:
-    """Run the tests of the source distribution against the library that is installed in an environment."""
+    """Run the tests of the source distribution against the library installed in an environment."""
     with tempfile.TemporaryDirectory(prefix="matrix-tests-") as folder:
         with tarfile.open(source_distribution) as archive:
             archive.extractall(folder)
         (sources,) = Path(folder).iterdir()
-        # The tests that read or start the library's files find those that were installed.
+        # Tests that read or start the library's files must use the installed ones.
         shutil.rmtree(sources / "ddpshim")
         installed = "import importlib.util; print(importlib.util.find_spec('ddpshim').origin)"
         (sources / "ddpshim").symlink_to(Path(_run(str(interpreter), "-c", installed).strip()).parent)
@@ -161,14 +161,14 @@ def try_in(interpreter: Path, source_distribution: Path, names: Sequence[str]) -
 
 
 def row(python: str, end: str, tests: str, tried: Tried) -> str:
-    """The line of the table for one environment."""
+    """Return the line of the table for one environment."""
     failed = f"{len(tried.failed)}: {', '.join(tried.failed)}" if tried.failed else "0"
     counts = f"{tried.num_passed} | {tried.num_skipped} | {failed} | {tried.minutes:.0f}"
     return f"| {python} | {end} | {tried.torch} on {tried.python} | {tried.numpy} | {tests} | {counts} | {_today()} |"
 
 
 def _lines(file: Path) -> dict[tuple[str, str], str]:
-    """The lines that the table has already, by Python and by which torch."""
+    """Return the table's existing lines, by Python and by torch (oldest or newest)."""
     if not file.exists():
         return {}
     rows = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("| 3.")]
@@ -183,7 +183,7 @@ def _run(*command: str) -> str:
 
 
 def _environ() -> dict[str, str]:
-    """Without what would let the sources be found, or have every process compile them anew."""
+    """Return the environment variables without those that expose the sources or disable bytecode."""
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
 
 

@@ -1,8 +1,8 @@
-"""A few steps of training whose numbers are exact: `python tests/matrix_train.py FOLDER`, by any launcher.
+"""Trains a few steps with exact numbers: `python tests/matrix_train.py FOLDER`, with any launcher.
 
-Data, weights and the learning rate are such that no sum is rounded in float64: the result is the same, bit for bit, on
-any number of ranks. Each rank writes what it saw to FOLDER/rank_N.json. With EXIT_REQUEUE_AT=R, rank R ends with exit
-code 75 when training is over.
+Data, weights and the learning rate are chosen so that float64 rounds no sum: the result is equal, bit for bit, on any
+number of ranks. Each rank writes its samples and results to FOLDER/rank_N.json. With EXIT_REQUEUE_AT=R, rank R exits
+with code 75 after training.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""robomimic's trainer, unchanged, with its samples and final networks written down for each rank.
+"""Runs robomimic's trainer unchanged, and records each rank's samples and final networks.
 
 Started by tests/equivalence.py:
 
 - `python -m tests.observed FOLDER PRECISION [trainer arguments]` is one process of a training;
-- `python -m tests.observed --load FILE` loads checkpoints, with ddpshim made impossible to import.
+- `python -m tests.observed --load FILE` loads checkpoints in a process that cannot import ddpshim.
 
-OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT what goes wrong (see tests/faults.py). Where
-OBSERVED_CLOCK is set time passes by what is done, not by how fast.
+OBSERVED_START names a checkpoint to start from, DDPSHIM_FAULT a fault (see tests/faults.py). With OBSERVED_CLOCK the
+clock counts calls and samples instead of seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests import faults, trainer
 
 
 def _in_float64() -> None:
-    """Have robomimic compute in float64 where it casts to float32, so that rounding can be told from error."""
+    """Make robomimic compute in float64 where it casts to float32, to distinguish rounding from errors."""
     import robomimic.utils.tensor_utils as TensorUtils
 
     torch.set_default_dtype(torch.float64)
@@ -42,10 +42,10 @@ def _in_float64() -> None:
 
 
 class _Clock:
-    """Both clocks of a process: a microsecond for each look at them, a millisecond for each sample that is fetched."""
+    """Replaces both clocks of a process: a microsecond passes at each call, a millisecond for each fetched sample."""
 
     def __init__(self) -> None:
-        self._ticks = int(time.time()) << 20  # of a second: sums of them are exact
+        self._ticks = int(time.time()) << 20  # in 2**-20 s, so that sums are exact
         time.time = time.perf_counter = self._read
 
     def _read(self) -> float:
@@ -64,7 +64,7 @@ def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
     def note(model: Any) -> Any:
         out["model"] = model
         out["initial"] = networks(model)
-        torch.set_num_threads(1)  # small networks: on busy cores threads wait for each other, ten times slower
+        torch.set_num_threads(1)  # with small networks on busy cores, threads are ten times slower
         return model
 
     def observed_prepare(model: Any) -> Any:
@@ -86,7 +86,7 @@ def _write_down_networks(out: dict[str, Any], is_plain: bool) -> None:
 
 
 class _Noted:
-    """A loader that writes down the indices of each batch it gives; workers and datasets of datasets don't matter."""
+    """A loader that records the indices of each batch; also with workers and datasets of datasets."""
 
     def __init__(self, loader: Any, batches: list[list[int]]) -> None:
         self._loader, self._batches = loader, batches
@@ -103,7 +103,7 @@ class _Noted:
 
 
 def _write_down_data(out: dict[str, Any]) -> None:
-    """Each phase's batches in their order, the statistics that normalise them, and how often it computed some."""
+    """Record each phase's batches in order, the normalisation statistics, and how often statistics were computed."""
     import robomimic.utils.train_utils as TrainUtils
     from robomimic.utils.dataset import SequenceDataset
 
@@ -131,7 +131,7 @@ def _write_down_data(out: dict[str, Any]) -> None:
         return computed
 
     def routed(*args: Any, **options: Any) -> Any:
-        # Where robomimic is hooked, its trainer is to come to the hook, and the hook to us.
+        # If robomimic is hooked, its trainer must call the hook, and the hook this function.
         is_hooked = os.environ.get(trainer.UNEDITED) == "hooked"
         from_trainer = is_hooked and not sys._getframe(1).f_globals["__name__"].startswith("ddpshim.")
         return (run_epoch if from_trainer else observed_run_epoch)(*args, **options)
@@ -143,7 +143,7 @@ def _write_down_data(out: dict[str, Any]) -> None:
 
 
 def _with_small_unet() -> None:
-    """The diffusion policy's UNet has 66M parameters whatever the config says: too many for a test."""
+    """Make the diffusion policy's UNet small: it has 66M parameters with any config, too many for a test."""
     for module in ("robomimic.models.diffusion_policy_nets", "robomimic.algo.diffusion_policy"):
         try:
             holder: Any = importlib.import_module(module)
@@ -156,10 +156,10 @@ def _with_small_unet() -> None:
 
 
 def _with_act() -> None:
-    """Have act train on a CPU, without a network, and at all.
+    """Make act train, on a CPU and without network access.
 
-    Its package moves the network to a GPU, and has the main process of a job, and no other, download a backbone; its
-    config in the robocasa branch at 271a76c lacks a key that every algorithm there asks for.
+    Its package moves the network to a GPU, and downloads a backbone in the main process only; its config in the
+    robocasa branch at 271a76c lacks a key that every algorithm there requires.
     """
     if importlib.util.find_spec("act") is None:
         return
@@ -186,7 +186,7 @@ def _with_act() -> None:
 
 
 def networks(model: Any) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of an Algo by name: networks, target networks, the EMA, those of inner algorithms."""
+    """Return all parameters and buffers of an Algo and its inner ones by name: networks, targets and the EMA."""
     from ddpshim.robomimic.algo import algos
 
     out = {}
@@ -200,7 +200,7 @@ def networks(model: Any) -> dict[str, torch.Tensor]:
 
 
 def moments(model: Any) -> dict[str, torch.Tensor]:
-    """What the optimizers of an Algo and of those inside it keep of each parameter, by name."""
+    """Return the optimizer state of an Algo and its inner ones, by name."""
     from ddpshim.robomimic.algo import algos
 
     out = {}
@@ -213,14 +213,14 @@ def moments(model: Any) -> dict[str, torch.Tensor]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dictionaries, by dotted path."""
+    """Return the leaves of nested dictionaries, by dotted path."""
     if not isinstance(tree, dict):
         return {prefix.rstrip("."): tree}
     return {name: leaf for key, value in tree.items() for name, leaf in flat(value, f"{prefix}{key}.").items()}
 
 
 def observe(folder: str, precision: str, arguments: list[str]) -> None:
-    """Train in this process, and write what was seen to `folder`/observed_RANK.pt."""
+    """Train in this process, and write samples and networks to `folder`/observed_RANK.pt."""
     rank = os.environ.get("RANK", "plain")
     out: dict[str, Any] = {}
     trainer.activate()
@@ -249,7 +249,7 @@ def observe(folder: str, precision: str, arguments: list[str]) -> None:
 
 
 def load(checkpoints: list[str]) -> dict[str, str]:
-    """For each checkpoint "yes" if this release loads it and then holds its weights, otherwise what went wrong."""
+    """Return, for each checkpoint, "yes" if this release loads it with its weights, otherwise the problem."""
     sys.modules["ddpshim"] = None  # type: ignore[assignment]
     import robomimic.utils.file_utils as FileUtils
 

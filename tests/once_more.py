@@ -1,8 +1,8 @@
-"""A pytest plugin: a failed test that is marked `launch` or `train` is run once more, alone, after all others.
+"""A pytest plugin that runs a failed test marked `launch` or `train` once more, alone, after all others.
 
-Real processes and signals may meet a race that nobody thought of. Where the second run passes, the session does, too;
-the first one's failure is shown in full under FLAKY, and counted in the summary. (pytest-rerunfailures runs a test
-again at once, beside what else runs, and shows nothing of the first failure.)
+Real processes and signals may have unexpected races. If the second run passes, so does the session; the first failure
+is shown in full under FLAKY, and counted in the summary. (pytest-rerunfailures repeats a test at once, while others
+run, and does not show the first failure.)
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 _DEADLINE_S = 600
-# Set in the second run. Not DDPSHIM_…: the library would take it for an option that it does not know.
+# Set in the second run. Not DDPSHIM_…: the library would refuse it as an unknown option.
 _AGAIN = "TESTS_ONCE_MORE"
 _MARKS = {"launch", "train"}
-_MAX_RERUN = 3  # more that fail at once are no race
+_MAX_RERUN = 3  # if more tests fail at once, the cause is not a race
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Run them once more, in the process that shows the summary, before it does."""
+    """Run failed tests once more, in the process that shows the summary, before the summary."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or _AGAIN in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
         return

@@ -1,9 +1,9 @@
-"""openpi's PyTorch trainer, unedited: N ranks against one process that nothing launched, noise on.
+"""Compares openpi's unedited PyTorch trainer on N ranks with one process without a launcher, with noise.
 
 Run it: DDPSHIM_UPSTREAM=… python -m tests.openpi_equivalence [--ranks 2,4] [--write docs/openpi.md]
 
-`scripts/train_pytorch.py` and `src/openpi/training/data_loader.py` are those of $DDPSHIM_UPSTREAM/openpi-15a9616.
-What is around them is a stand-in: a small policy with pi0's noise and times, and dropout; its config, data, jax, wandb.
+`scripts/train_pytorch.py` and `src/openpi/training/data_loader.py` are those of $DDPSHIM_UPSTREAM/openpi-15a9616. The
+rest is replaced by stand-ins: a small policy with pi0's noise and times, and dropout; its config, data, jax, wandb.
 """
 
 from __future__ import annotations
@@ -191,14 +191,14 @@ def cli():
 
 
 def tree() -> Path | None:
-    """openpi's tree; None where it is not there."""
+    """Return openpi's tree; None if it does not exist."""
     upstream = os.environ.get("DDPSHIM_UPSTREAM")
     found = Path(upstream or ROOT / "absent", TREE)
     return found if (found / "scripts" / "train_pytorch.py").is_file() else None
 
 
 def copy_tree(folder: Path) -> None:
-    """openpi's two files and the stand-ins around them, in `folder`."""
+    """Write openpi's two files and the stand-ins around them to `folder`."""
     of_upstream = tree()
     assert of_upstream is not None
     for name, text in _STAND_INS.items():
@@ -209,7 +209,7 @@ def copy_tree(folder: Path) -> None:
 
 
 def start(folder: Path, name: str, before: list[str], *flags: str) -> tuple[list[str], str]:
-    """The lines of the log without the times, and all that was printed, of `python BEFORE train_pytorch.py NAME`."""
+    """Run `python BEFORE train_pytorch.py NAME`; return its log's lines without times, and its whole output."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -221,12 +221,12 @@ def start(folder: Path, name: str, before: list[str], *flags: str) -> tuple[list
 
 
 def under_run(num_ranks: int) -> list[str]:
-    """What comes before the trainer to start it on `num_ranks` ranks."""
+    """Return the arguments before the trainer's, to start it on `num_ranks` ranks."""
     return ["-m", "ddpshim", "run", f"--nproc={num_ranks}", "--no-logs"]
 
 
 def weights(folder: Path, name: str, step: int = STEPS - 1) -> dict[str, torch.Tensor]:
-    """Of a checkpoint, with the moments of the optimizer."""
+    """Return the weights of a checkpoint, with the optimizer's moments."""
     from safetensors.torch import load_file
 
     at = folder / "checkpoints" / name / str(step)
@@ -236,14 +236,14 @@ def weights(folder: Path, name: str, step: int = STEPS - 1) -> dict[str, torch.T
 
 
 def largest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], of_moments: bool = False) -> float:
-    """The largest difference of any weight or moment."""
+    """Return the largest difference of any weight, or of any moment."""
     assert one.keys() == other.keys()
     names = [name for name in one if name.startswith("moment") == of_moments]
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in names)
 
 
 def rows(folder: Path, ranks: list[int]) -> list[list[str]]:
-    """The rows of the table."""
+    """Train in all ways, and return the rows of the table."""
     copy_tree(folder)
     log, _ = start(folder, "plain", [])
     wandb = folder / "wandb.jsonl"

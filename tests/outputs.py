@@ -1,9 +1,9 @@
-"""Writes tests/outputs.txt, what each sub-command prints for --help and for what a user gets wrong.
+"""Writes tests/outputs.txt, the output of each sub-command for --help and for a user's mistakes.
 
 python -m tests.outputs [--write]
 
-tests/test_command_line.py compares the file with what is printed now, on the Python that wrote it: argparse words and
-wraps its help differently in others. Without --write the table goes to the screen.
+tests/test_command_line.py compares the file with the current output, on the Python version that wrote it: argparse's
+words and line breaks differ in others. Without --write the table goes to the screen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ddpshim.__main__ as command_line
 from tests.test_command_line import COMMANDS, MISSING, PARSERS, SAMPLES, fill
 
 FILE = Path(__file__).with_name("outputs.txt")
-PYTHON = (3, 11)  # that FILE was written with
+PYTHON = (3, 11)  # the version that wrote FILE
 # A wrong value for an option of each type.
 WRONG = {
     ("run",): ["--nproc", "none", "train.py"],
@@ -37,7 +37,7 @@ WRONG = {
 
 
 def calls() -> Iterator[list[str]]:
-    """The command lines of the table."""
+    """Yield the command lines of the table."""
     for command in PARSERS:
         yield [*command, "--help"]
     for command in COMMANDS:
@@ -50,7 +50,7 @@ def calls() -> Iterator[list[str]]:
 
 
 def _said(argv: list[str]) -> str:
-    """What one call prints, with its exit code, and without what depends on this machine."""
+    """Return the output of one call with its exit code, without text that depends on this machine."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
@@ -64,7 +64,7 @@ def _said(argv: list[str]) -> str:
 
 
 def table() -> str:
-    """The whole table, made in a temporary folder with the files of the tests. Changes the current folder meanwhile."""
+    """Return the whole table, made in a temporary folder with the tests' files, to which it changes meanwhile."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         stack.callback(os.chdir, before)

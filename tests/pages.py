@@ -1,4 +1,4 @@
-"""Replaces the part of a page that a command writes."""
+"""Replaces the generated part of a page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def fill(page: Path, start: str, text: str, end: str = "") -> None:
-    """Put `text` behind the mark `start`, in place of all up to the mark `end`, or to the page's end.
+    """Write `text` after the mark `start`, replacing everything up to the mark `end`, or to the page's end.
 
-    Raises ValueError, and writes nothing, where the page lacks a mark.
+    Raises ValueError, and writes nothing, if the page lacks a mark.
     """
     before, mark, rest = page.read_text(encoding="utf-8").partition(start)
     after = rest.partition(end)[2] if end else ""

@@ -1,11 +1,11 @@
-"""Processes that are forked from one with torch and robomimic imported, and start in no time.
+"""Starts processes quickly, by forking them from one that has imported torch and robomimic.
 
-`preloaded(tree)` is that one process for the robomimic in `tree`; it lives as long as this one. What is forked from it
-is `python -m MODULE …` or `python FILE …` in all but the imports: with an environment, a folder and an end of its own.
-Where MODULE is a launcher, torchrun's own agent starts the ranks, watches and ends them, and they are forked as well.
+`preloaded(tree)` is that process for the robomimic in `tree`; it lives as long as this one. A fork behaves like
+`python -m MODULE …` or `python FILE …`, except for the imports: it has its own environment, folder and exit code. If
+MODULE is a launcher, torchrun's own agent starts, watches and ends the ranks, which are forked as well.
 
-There are two ways to start one: `start` from a test, and from any other program, as a shell, the `python`, `torchrun`
-and `ddpshim` of `shell_environment` (tests/preloaded_python.py).
+There are two ways to start a fork: `start` from a test, and from any other program, such as a shell, the `python`,
+`torchrun` and `ddpshim` of `shell_environment` (tests/preloaded_python.py).
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from tests.ranks import OURS, free_port
 
 ROOT = Path(__file__).parent.parent
 START_DEADLINE_S = 240.0  # the first start waits for the imports
-DEADLINE_PASSED = 124  # the exit code of what had to be killed
+DEADLINE_PASSED = 124  # the exit code for processes that had to be killed
 TORCHS = ("torch._dynamo", "torch.nn.parallel.distributed", "torch.distributed.launcher.api")
-# What robomimic imports: a second of CPU in each process that is to import robomimic afresh.
+# Packages that robomimic imports: a second of CPU in each process that imports robomimic itself.
 FOREIGN = ("h5py", "imageio", "matplotlib.pyplot", "tensorboardX", "torchvision")
 ROBOMIMICS = ("robomimic.algo", "robomimic.utils.train_utils")
 LAUNCHERS = ("ddpshim", "torch.distributed.run")
-SHOW_STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None  # all threads' to stderr
+SHOW_STACKS = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None  # prints all threads' stacks to stderr
 SHOW_STACKS_DEADLINE_S = 10.0
 Command = tuple[Sequence[str], dict[str, str]]  # a module or a file of Python with its arguments, and the environment
 
 
 def environment(tree: Optional[Path] = None) -> dict[str, str]:
-    """The environment in which Python finds the robomimic in `tree`, and no launcher."""
+    """Return the environment in which Python finds the robomimic in `tree`, without a launcher's variables."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     stubs = [str(p) for p in (ROOT / "tests" / "stubs").iterdir() if importlib.util.find_spec(p.name) is None]
     trees = [] if tree is None else [str(tree), str(tree / "act" / "detr")]
@@ -66,18 +66,18 @@ def environment(tree: Optional[Path] = None) -> dict[str, str]:
 
 
 def as_torchrun_says(num_ranks: int) -> list[dict[str, str]]:
-    """The variables of each rank on one node."""
+    """Return the variables of each rank on one node."""
     everywhere = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": free_port()}
-    said = [{**everywhere, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
-    return [{"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in here.items()}} for here in said]
+    ranks = [{**everywhere, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
+    return [{"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}} for own in ranks]
 
 
 def start_afresh(
     arguments: Sequence[str], environ: dict[str, str], folder: Path, deadline_s: float, is_cold: bool = False
 ) -> tuple[int, str]:
-    """The exit code and the output of `python arguments…` in `folder`; 124 where it had to be killed.
+    """Run `python arguments…` in `folder`; return its exit code (124 if it had to be killed) and its output.
 
-    It has imported torch and what robomimic imports, or with `is_cold` nothing at all.
+    It has already imported torch and robomimic's packages; with `is_cold`, nothing.
     """
     python = str(sys.executable)
     if not is_cold:
@@ -103,7 +103,7 @@ def start_afresh(
 
 
 def working_in(folder: Path) -> list[int]:
-    """The processes whose working directory is `folder` or below it: a job's, whoever their parents are by then."""
+    """Return the processes whose working directory is `folder` or below it: a job's, even if their parents ended."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -113,14 +113,14 @@ def working_in(folder: Path) -> list[int]:
 
 
 def kill_all_in(folder: Path) -> None:
-    """End a job, its data workers and what its launcher left included."""
+    """Kill a job, including its data workers and processes that its launcher left."""
     for pid in working_in(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def show_stacks(folder: Path) -> None:
-    """Have each process of a job that hangs write where its threads are, to its own stderr."""
+    """Make each process of a hanging job print its threads' stacks to its stderr."""
     written: list[Path] = []
     for pid in working_in(folder):
         with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def show_stacks(folder: Path) -> None:
                 written.append(Path(f"/proc/{pid}/fd/2"))
                 os.kill(pid, SHOW_STACKS)
     before, end = -1, time.monotonic() + SHOW_STACKS_DEADLINE_S
-    while written and time.monotonic() < end:  # a kill must not cut them short
+    while written and time.monotonic() < end:  # a kill must not cut the stacks off
         time.sleep(0.5)
         now = sum(stderr.stat().st_size for stderr in written if stderr.exists())
         if now == before:
@@ -139,7 +139,7 @@ def show_stacks(folder: Path) -> None:
 
 
 class Forked:
-    """Processes that run; they are known by their place in the order in which they were started."""
+    """Running processes, numbered in the order in which they were started."""
 
     def __init__(self, connection: Connection, pids: Sequence[int], folder: Path) -> None:
         self._connection, self._folder = connection, folder
@@ -147,7 +147,7 @@ class Forked:
         self.codes: dict[int, int] = {}  # of those that ended, in the order in which they did
 
     def see(self, timeout_s: float, ends_others: bool = True) -> None:
-        """Wait so long for one of them to end; where it failed the others are told to, as by torchrun."""
+        """Wait up to `timeout_s` for one to end; if it failed, send SIGTERM to the others, as torchrun does."""
         if self._connection.poll(timeout_s):
             pid, code = self._connection.recv()
             (number,) = (number for number, held in self.pids.items() if held == pid)
@@ -157,13 +157,13 @@ class Forked:
                 self.send(signal.SIGTERM)
 
     def send(self, number: int, to: Optional[Sequence[int]] = None) -> None:
-        """A signal to these, or to all."""
+        """Send a signal to the processes `to`, or to all."""
         for rank in list(self.pids) if to is None else to:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
     def wait(self, deadline_s: float, ends_others: bool = True) -> int:
-        """The first exit code that is not 0; 124 where some had to be killed after `deadline_s`."""
+        """Wait for all; return the first exit code other than 0, or 124 if some had to be killed after `deadline_s`."""
         end = time.monotonic() + patience(deadline_s)
         while self.pids and time.monotonic() < end:
             self.see(end - time.monotonic(), ends_others)
@@ -174,7 +174,7 @@ class Forked:
         return DEADLINE_PASSED if late else next((code for code in self.codes.values() if code), 0)
 
     def kill(self) -> None:
-        """End them, and whatever else they left in their folder."""
+        """Kill them, and all other processes in their folder."""
         kill_all_in(self._folder)
         self.send(signal.SIGKILL)
         while self.pids:
@@ -182,31 +182,31 @@ class Forked:
 
 
 class Preloaded:
-    """A process that has imported what trainings import."""
+    """A process that has imported the modules that trainings import."""
 
     def __init__(self, tree: Optional[Path], on_gpus: bool = False) -> None:
         self._connection, theirs = Pipe()
-        # One thread for each rank, as torchrun has it: on busy cores threads wait for each other.
+        # One thread for each rank, as under torchrun: on busy cores threads wait for each other.
         environ = {**environment(tree), "OMP_NUM_THREADS": "1"}
         python = str(sys.executable)
         if on_gpus:
             variables = simulated_gpus.environment(SIMULATED_GPUS_GENERATOR="cpu")
             path = os.pathsep.join([environ["PYTHONPATH"], variables["PYTHONPATH"]])
             environ = {**environ, **variables, "PYTHONPATH": path}
-            environ.pop(SOCKET, None)  # its torch has them from its first import on
-        if tree is not None:  # it has torch from the one without a tree
+            environ.pop(SOCKET, None)  # simulated GPUs must exist when torch is first imported
+        if tree is not None:  # forked from the process without a tree, which has torch
             environ[SOCKET] = preloaded(on_gpus=on_gpus).socket
         if SOCKET in environ:
             python = str(commands() / "python")
         self._folder = tempfile.TemporaryDirectory(prefix="preloaded-")
         self.socket = os.path.join(self._folder.name, "socket")
-        listener = socket.socket(socket.AF_UNIX)  # made here: whoever asks before the imports are done waits for them
+        listener = socket.socket(socket.AF_UNIX)  # made here, so that early requests wait for the imports
         listener.bind(self.socket)
         listener.listen(64)
         self._output = open(os.path.join(self._folder.name, "output"), "w+")  # noqa: SIM115
         passed, kind = (theirs.fileno(), listener.fileno()), ("robomimic",) if tree else ()
         self._process = subprocess.Popen(
-            # Unbuffered, as torchrun has its ranks.
+            # Unbuffered, like torchrun's ranks.
             [python, "-u", "-m", "tests.preloaded", *map(str, (*passed, time.monotonic(), *kind))],
             env=environ,
             pass_fds=passed,
@@ -219,21 +219,21 @@ class Preloaded:
         atexit.register(self._leave)
 
     def start(self, commands: Sequence[Command], folder: Path) -> Forked:
-        """A process for each of `commands` in `folder`; what they print is appended to output.txt there."""
+        """Start a process for each of `commands` in `folder`; their output is appended to output.txt there."""
         self._connection.send(([(_as_python(argv), environ) for argv, environ in commands], str(folder), "output.txt"))
         try:
             if not self._connection.poll(patience(START_DEADLINE_S)):
-                self._process.kill()  # or its answer would be taken for that to the next question
+                self._process.kill()  # a late answer would be taken for the next request's
             return Forked(self._connection, self._connection.recv(), folder)
         except (EOFError, ConnectionError) as error:
             self._output.seek(0)
-            said = self._output.read()[-3000:]
+            tail = self._output.read()[-3000:]
             raise RuntimeError(
-                f"nothing is forked: the process ended, or took {START_DEADLINE_S:g} s\n{said}"
+                f"nothing is forked: the process ended, or took {START_DEADLINE_S:g} s\n{tail}"
             ) from error
 
     def shell_environment(self, environ: dict[str, str]) -> dict[str, str]:
-        """`environ`, in which `python`, `python3`, `torchrun` and `ddpshim` are forked from this process."""
+        """Return `environ`, changed so that `python`, `python3`, `torchrun` and `ddpshim` are forks of this process."""
         path = os.pathsep.join([str(commands()), environ.get("PATH", os.defpath)])
         return {**environ, "PATH": path, SOCKET: self.socket}
 
@@ -246,41 +246,41 @@ class Preloaded:
 
 @functools.cache
 def preloaded(tree: Optional[Path] = None, on_gpus: bool = False) -> Preloaded:
-    """The process for the robomimic in `tree`, or for torch alone, which starts when it is first asked for.
+    """Return the process for the robomimic in `tree`, or for torch alone; the first call starts it.
 
-    `on_gpus`: what is forked from it sees two simulated GPUs.
+    `on_gpus`: its forks see two simulated GPUs.
     """
     return Preloaded(tree, on_gpus)
 
 
 def _as_python(argv: Sequence[str]) -> list[str]:
-    """The arguments of `python` for a module or a file."""
+    """Return the arguments of `python` for a module or a file."""
     return [*([] if argv[0].endswith(".py") else ["-m"]), *argv]
 
 
 @dataclass
 class _Request:
-    """What a new process is to be."""
+    """A request for a new process."""
 
     argv: list[str]
     environ: dict[str, str]
     folder: str
-    output: Optional[str] = None  # a file in its folder for what it prints
-    files: dict[int, int] = field(default_factory=dict)  # that are open in it; here under other numbers
+    output: Optional[str] = None  # a file in its folder for its output
+    files: dict[int, int] = field(default_factory=dict)  # descriptors open in it, with their numbers in this process
 
 
 class _Server:
-    """The loop in which a process does nothing but copy itself."""
+    """The loop of a process that only forks itself on request."""
 
     def __init__(self, connection: Connection, listener: Optional[socket.socket] = None) -> None:
-        """Asked through `connection` until that is closed, and at the socket `listener` by any program."""
+        """Requests arrive through `connection` until it is closed, and from any program at the socket `listener`."""
         self._connection, self._listener = connection, listener
-        self._running: dict[int, Callable[[int], Any]] = {}  # whom to tell the exit code
-        self._asking: dict[socket.socket, int] = {}  # a process for each; it ends when that is closed
+        self._running: dict[int, Callable[[int], Any]] = {}  # by process id, a function that reports the exit code
+        self._asking: dict[socket.socket, int] = {}  # the process of each client; killed when the client is gone
         self._folders: set[str] = set()
 
     def serve(self) -> Optional[_Request]:
-        """What is to be run in this process, which was forked for it; None when nobody asks any more."""
+        """Return, in each fork, the request it was forked for; in the server, None when `connection` is closed."""
         while True:
             waited: list[Any] = [self._connection, *self._asking]
             for ready in wait([*waited, self._listener] if self._listener else waited, 0.01 if self._running else None):
@@ -292,12 +292,12 @@ class _Server:
                     except EOFError:
                         self._end()
                         return None
-                else:  # whoever asked is gone
+                else:  # the client is gone
                     request = self._hang_up(ready)
                 if request is not None:
                     return request
             for pid in [*self._running]:
-                # An agent that has not read yet that a rank ended may signal its group, which has to be there.
+                # An agent that does not know yet that a rank ended may signal its group, which must still exist.
                 keep = os.WNOWAIT if self._listener is None else 0
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | keep)
                 if ended is not None:
@@ -328,18 +328,18 @@ class _Server:
         try:
             size, here, *_ = socket.recv_fds(asking, 8, 250)
             with asking.makefile("rb") as message:
-                told = json.loads(message.read(int.from_bytes(size, "little")))
-        except (OSError, ValueError):  # it was killed while it asked
+                asked = json.loads(message.read(int.from_bytes(size, "little")))
+        except (OSError, ValueError):  # the client was killed while it sent its request
             asking.close()
             return None
-        request = _Request(told["argv"], told["environ"], told["folder"], None, dict(zip(told["files"], here)))
+        request = _Request(asked["argv"], asked["environ"], asked["folder"], None, dict(zip(asked["files"], here)))
         self._asking[asking] = -1
         pid = self._fork(request)
         if not pid:
             return request
         for number in here:
             os.close(number)
-        with contextlib.suppress(OSError):  # it is gone already: the loop sees that, and ends the process
+        with contextlib.suppress(OSError):  # the client is gone: the loop will kill the process
             asking.sendall(f"{pid}\n".encode())
         self._asking[asking] = pid
         self._running[pid] = functools.partial(self._tell_asking, asking)
@@ -368,7 +368,7 @@ class _Server:
         return pid
 
     def _end(self) -> None:
-        """Nobody asks any more: what runs is ended, but for an agent's ranks, which stay as they would."""
+        """Kill running processes after the last request; an agent's ranks continue, as without this server."""
         if self._listener is not None:
             for pid in self._running:
                 os.kill(pid, signal.SIGKILL)
@@ -388,12 +388,12 @@ def _become(request: _Request) -> None:
     sys.path[1:] = [*theirs, *(path for path in sys.path[1:] if path not in inherited)]
     os.environ.clear()
     os.environ.update(request.environ)
-    tempfile.tempdir = None  # what was found by another TMPDIR
+    tempfile.tempdir = None  # cached from another TMPDIR
     os.chdir(request.folder)
     opened = dict(request.files)
     if request.output is not None:
         opened[1] = opened[2] = os.open(request.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    # Out of the way first: one's new number may be another's old one.
+    # Move all descriptors to unused numbers first: a new number may be another descriptor's old one.
     moved = {number: os.dup(file) for number, file in opened.items()}
     while moved and min(moved.values()) <= max(moved):
         moved = {number: os.dup(file) for number, file in moved.items()}
@@ -404,14 +404,14 @@ def _become(request: _Request) -> None:
 
 
 class _Ranks:
-    """Has the agent in this process fork its ranks, from a process that is as this one is now."""
+    """Makes the agent in this process fork its ranks, from a process in this one's current state."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.codes: dict[int, int] = {}
 
     def start(self, handler: Any, args: Sequence[str], environ: dict[str, str]) -> _Rank:
-        """What torch's SubprocessHandler starts as the command `args`."""
+        """Fork the rank that torch's SubprocessHandler would start with the command `args`."""
         python, unbuffered, *argv = args
         assert (python, unbuffered) == (sys.executable, "-u"), args
         self._connection.send(([(argv, environ)], os.getcwd(), None))
@@ -427,7 +427,7 @@ class _Ranks:
 
 
 class _Rank:
-    """What of `subprocess.Popen` torch's agent uses."""
+    """Implements the part of `subprocess.Popen` that torch's agent uses."""
 
     def __init__(self, ranks: _Ranks, pid: int) -> None:
         self._ranks, self.pid = ranks, pid
@@ -451,17 +451,17 @@ class _Rank:
 
 
 def _fork_ranks() -> Optional[_Request]:
-    """None in the agent; in each of its ranks what is to be run there."""
+    """Return None in the agent, and in each of its ranks the request to run."""
     ours, theirs = Pipe()
     if not os.fork():
         ours.close()
-        with contextlib.suppress(ConnectionError):  # the agent is gone, and its ranks are left as they would be
+        with contextlib.suppress(ConnectionError):  # the agent is gone, and its ranks continue without it
             request = _Server(theirs).serve()
             if request:
                 return request
         os._exit(0)
     theirs.close()
-    # torch calls it to name its events, and what it finds in thousands of modules costs an agent seconds.
+    # torch calls it to name its events; with thousands of modules that takes an agent seconds.
     inspect.stack = functools.partial(inspect.stack, 0)  # type: ignore[assignment]
     handler: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api").SubprocessHandler
     ranks = _Ranks(ours)
@@ -477,17 +477,17 @@ def main() -> None:
     measured.write_text(str(time.monotonic() - float(sys.argv[3])))
     measured.rename(measured.with_suffix(""))
     for name in (*FOREIGN, *OURS):
-        with contextlib.suppress(Exception):  # absent, or not for this torch: whoever imports it is told
+        with contextlib.suppress(Exception):  # missing, or incompatible with this torch: its users will see the error
             importlib.import_module(name)
     trainer.preload()
     for name in ROBOMIMICS if "robomimic" in sys.argv else ():
         importlib.import_module(name)
-    settle_rounding()  # or one plain run in fifty is not the other, to the last digit
-    # As in a terminal: a shell without job control has what it starts in the background ignore it.
+    settle_rounding()  # otherwise one plain run in fifty differs from the others in the last digit
+    # As in a terminal: without job control, a shell's background processes ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if SHOW_STACKS is not None:
         faulthandler.register(SHOW_STACKS, 2)
-    # What is imported is not looked through once more at the end of each process: a second of CPU.
+    # So that the collector does not visit imported objects at the end of each process: a second of CPU.
     gc.collect()
     gc.freeze()
     request = _Server(connection, listener).serve()
@@ -498,9 +498,9 @@ def main() -> None:
 
 
 def _leave(run: Callable[[list[str]], None], argv: list[str]) -> None:
-    """Run it, and end as Python ends, but for what it then does with thousands of modules: 0.4 s for each fork.
+    """Run `argv`, then exit as Python does, but without tearing down thousands of modules: 0.4 s for each fork.
 
-    Threads are waited for, exit handlers run, output is flushed. What ends with an exception ends as ever.
+    Threads are joined, exit handlers run, output is flushed. A program that raises ends as usual.
     """
     code = 0
     try:
@@ -518,7 +518,7 @@ def _leave(run: Callable[[list[str]], None], argv: list[str]) -> None:
 
 
 def _run(argv: list[str]) -> None:
-    """Do what `python argv…` does."""
+    """Do the same as `python argv…`."""
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

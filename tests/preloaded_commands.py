@@ -1,4 +1,4 @@
-"""What there is to know of a process of tests/preloaded.py without importing torch: its commands, and its patience."""
+"""Commands and deadlines for a process of tests/preloaded.py; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOCKET = "PRELOADED_SOCKET"  # the variable that says where that process listens; without it they are as ever
+SOCKET = "PRELOADED_SOCKET"  # a variable with the address of that process; without it, programs start as usual
 _ARGUMENTS = {"python": "", "python3": "", "torchrun": "-m torch.distributed.run", "ddpshim": "-m ddpshim"}
 
 
-# What importing torch takes a quiet machine: the deadlines of the tests are many times as long.
+# The time to import torch on an idle machine; the tests' deadlines are many times as long.
 _QUIET_IMPORT_S = 4.0
-IMPORT_S = "import_s"  # a file beside the socket: how long it took that process
+IMPORT_S = "import_s"  # a file beside the socket with that process's import time in seconds
 
 
 def patience(deadline_s: float) -> float:
-    """A deadline for this machine as it is now: as many times longer as importing torch takes longer than elsewhere."""
+    """Return the deadline for this machine under its current load, longer by the same factor as importing torch."""
     file = Path(os.environ.get(SOCKET, "")).with_name(IMPORT_S) if SOCKET in os.environ else None
     measured_s = float(file.read_text()) if file is not None and file.exists() else 0.0
     return deadline_s * max(1.0, measured_s / _QUIET_IMPORT_S)
@@ -29,7 +29,7 @@ def patience(deadline_s: float) -> float:
 
 @functools.cache
 def commands() -> Path:
-    """A folder for PATH with `python` and others, which are forked from that process; it lives as long as this one."""
+    """Return a folder for PATH with `python` and others, which fork that process; removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="preloaded-commands-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     client = Path(__file__).with_name("preloaded_python.py")

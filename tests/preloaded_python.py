@@ -1,7 +1,7 @@
-"""What a shell of the tests finds as `python`: it asks tests/preloaded.py for a fork that has imported torch already.
+"""Replaces `python` in the tests' shells: it requests from tests/preloaded.py a fork that has already imported torch.
 
-The fork has this process's arguments, environment, folder and open files; signals are passed on to it, and its exit
-code is this one's. Only the standard library is imported here, in an interpreter without site-packages: milliseconds.
+The fork has this process's arguments, environment, folder and open files; this process forwards signals to it and
+returns its exit code. Only the standard library is imported here, without site-packages, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def main(argv: list[str]) -> None:
-    """Be `python argv…`."""
+    """Run `python argv…`."""
     asked = list(argv)
     while asked[:1] in (["-u"], ["-B"]):  # the fork is unbuffered, and has its bytecode
         asked.pop(0)
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     if where is None or not asked or (asked[0].startswith("-") and asked[0] not in ("-m", "-c")):
         os.execv(sys.executable, [sys.executable, *argv])
     numbers = {getattr(signal, name) for name in PASSED_ON}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until it is known to whom they go
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until the fork's process id is known
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(where)
         files = [int(name) for name in os.listdir("/dev/fd")]
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 
 def _is_open(file: int) -> bool:
-    """Not the one through which the folder of files was read."""
+    """Whether `file` is open; the descriptor with which /dev/fd was listed is closed by now."""
     try:
         os.fstat(file)
     except OSError:

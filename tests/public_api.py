@@ -1,6 +1,6 @@
-"""Takes from torch the private names that gradients are reduced with, as a torch to come may have done.
+"""Removes the private names of torch with which gradients are reduced, as a future torch may do.
 
-With TESTS_PUBLIC_API in the environment every rank of a test is without them:
+With TESTS_PUBLIC_API in the environment every rank of a test runs without them:
 TESTS_PUBLIC_API=1 python -m pytest tests/test_parallel.py
 """
 
@@ -23,13 +23,13 @@ def is_asked_for() -> bool:
 
 
 def hide() -> None:
-    """Have ddpshim not find them; torch's own DDP, with which tests compare, still does."""
+    """Hide them from ddpshim; torch's own DDP, with which tests compare, still works."""
     seams.REDUCER = (*seams.REDUCER, "hidden_by_a_test")
     seams.CALLBACK = "hidden_by_a_test"
 
 
 def take_away() -> None:
-    """Remove them from torch: its own DDP does not work any more in this process."""
+    """Remove them from torch; its own DDP no longer works in this process."""
     reducer: Any = torch._C._distributed_c10d.Reducer
     for name in seams.REDUCER:
         delattr(reducer, name)

@@ -1,8 +1,8 @@
-"""The one launcher for tests that need several ranks: forked from a preloaded server, never hanging.
+"""The one launcher for tests that need several ranks: it forks them from a preloaded server, and never hangs.
 
-`run_ranks(fn, num_ranks, *args)` calls the top-level function `fn(*args)` in `num_ranks` processes that
-have been through `ddpshim.setup`, and returns what each rank returned. A deadline holds inside (the
-group's timeout) and outside (the processes are killed); the first failure in time is the one reported.
+`run_ranks(fn, num_ranks, *args)` calls the top-level function `fn(*args)` in `num_ranks` processes after
+`ddpshim.setup`, and returns their results. There is a deadline inside (the group's timeout) and outside (the processes
+are killed); the earliest failure is reported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from tests import public_api, simulated_gpus
 from tests.preloaded_commands import SOCKET, commands, patience
 
-# What tests and programs import of the library, and pytest: 0.2 s of CPU in each process that imports it afresh. Not
-# what is run with `python -m`, as ddpshim.launch.rank, nor ddpshim.auto, which acts when it is imported.
+# pytest, and modules of the library that tests and programs import: 0.2 s of CPU in each process without a preload. Not
+# modules that run with `python -m`, such as ddpshim.launch.rank, nor ddpshim.auto, whose import has effects.
 OURS = (
     *("pytest", "torch.utils.serialization", "ddpshim.launch.runner", "ddpshim.launch.alone", "ddpshim.model.parallel"),
     *("ddpshim.data.loader", "ddpshim.checkpoint.resume", "ddpshim.observe.recording", "ddpshim.evaluation.evaluating"),
@@ -37,7 +37,7 @@ _MODULES = ["torch", "torch._dynamo", "torch.nn.parallel.distributed", "torch.di
 
 
 class _Context(multiprocessing.context.ForkServerContext):
-    """Processes that are forked from a server with torch imported, which is started with the first of them."""
+    """Processes that are forked from a server that has imported torch; the first one starts the server."""
 
     def Process(self, *args: Any, **kwargs: Any) -> Any:
         _start_server()
@@ -47,7 +47,7 @@ class _Context(multiprocessing.context.ForkServerContext):
 @functools.cache
 def _start_server() -> None:
     _server.set_forkserver_preload(_MODULES)
-    if SOCKET in os.environ:  # tests/conftest.py has started a process in which they are imported already
+    if SOCKET in os.environ:  # tests/conftest.py has started a process that has already imported them
         resource_tracker.ensure_running()
         own = spawn.get_executable()
         spawn.set_executable(str(commands() / "python"))
@@ -60,7 +60,7 @@ _server = _Context()
 
 @functools.cache
 def _gpu_server() -> forkserver.ForkServer:
-    """Another one, whose torch has simulated GPUs."""
+    """Start another server, whose torch has simulated GPUs."""
     from tests.preloaded import preloaded  # it imports this
 
     server, own = forkserver.ForkServer(), spawn.get_executable()
@@ -77,13 +77,13 @@ def _gpu_server() -> forkserver.ForkServer:
 
 
 def free_port() -> int:
-    """A port that the system gives to nobody else while this process lives; a store that names it can serve it."""
-    # Two sockets may be bound to one port where both say so and none listens yet; torch's says so.
+    """Return a port that the system reserves while this process lives; a store with that number can serve it."""
+    # Two sockets may bind one port if both set SO_REUSEADDR and none listens yet; torch's socket sets it.
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind(("127.0.0.1", 0))
     port = int(probe.getsockname()[1])
-    probe.detach()  # it stays open
+    probe.detach()  # keeps it open
     return port
 
 
@@ -104,8 +104,8 @@ def _enter(
         public_api.hide()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # on a machine with fewer cores than workers
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load, of itself
-    # torch 2.4's and 2.5's, where torch.storage loads a tensor that was gathered
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.1's torch.load causes it itself
+    # In torch 2.4 and 2.5, torch.storage causes it when it loads a gathered tensor.
     warnings.filterwarnings("ignore", "You are using `torch.load`", FutureWarning, r"torch\.storage")
     # torch 2.4.0's own reentrant checkpoint
     warnings.filterwarnings("ignore", r"`torch\.cpu\.amp\.autocast", FutureWarning, r"torch\.utils\.checkpoint")
@@ -118,7 +118,7 @@ def _enter(
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ.update(environ)
-        if on_gpus:  # as launched, so that `setup` chooses the GPU and makes the groups
+        if on_gpus:  # with a launcher's variables, so that `setup` selects the GPU and makes the groups
             names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
             os.environ.update(zip(names, map(str, (rank, rank, size, size))))
             ddpshim.setup(seed=seed, timeout_s=deadline_s, side_timeout_s=deadline_s)
@@ -132,7 +132,7 @@ def _enter(
             ddpshim.cleanup()
 
     spawning.report(out, call)
-    if dist.is_initialized():  # `fn` may have destroyed it, to set up groups of its own
+    if dist.is_initialized():  # `fn` may have destroyed the group, to make its own
         dist.destroy_process_group()
 
 
@@ -145,11 +145,11 @@ def run_ranks(
     environ: Optional[dict[str, str]] = None,
     on_gpus: bool = False,
 ) -> list[Any]:
-    """What `fn(*args)` returned on each rank; raises RankError with the first failing rank's traceback.
+    """Return the results of `fn(*args)` on all ranks; raise RankError with the first failing rank's traceback.
 
     `environ` is added to the environment before `ddpshim.setup`. `on_gpus`: each rank has a simulated GPU, and nccl.
     """
-    from ddpshim.launch import spawning  # not above: tests/loaded.py counts what a trainer loads
+    from ddpshim.launch import spawning  # not at the top: tests/loaded.py counts the modules that a trainer loads
 
     if on_gpus:
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environ or {})}

@@ -1,6 +1,6 @@
 """Writes docs/api.md from the docstrings, and docs/files.md, the index of files: `python -m tests.reference`.
 
-griffe reads the sources of the reference, ast those of the index.
+griffe reads the sources for the reference, ast those for the index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.wings import WINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
-WIDTH = 100  # of a signature that stays on one line
+WIDTH = 100  # the longest signature on one line
 CHAPTERS = {
     "Job": ("setup", "cleanup", "world", "World", "job.running.Running", "Options", "abort", "spawn"),
     "Model": (
@@ -105,7 +105,7 @@ the files beside the folders are open to all ([architecture](architecture.md)).
 
 
 def index() -> str:
-    """The page of files, as Markdown: each folder's purpose, and that of each file in it."""
+    """Return the page of files, as Markdown: the purpose of each folder and of each file in it."""
     folders: dict[str, list[Path]] = {name: [] for name in ("", *WINGS)}
     for path in sorted((ROOT / "ddpshim").rglob("*.py")):
         folder, *rest = path.relative_to(ROOT / "ddpshim").parts
@@ -129,8 +129,8 @@ def _purpose(path: Path) -> str:
 
 
 def page() -> str:
-    """The whole API reference, as Markdown."""
-    logging.getLogger("griffe").setLevel(logging.ERROR)  # two parameters on one line are no parameter that it knows
+    """Return the whole API reference, as Markdown."""
+    logging.getLogger("griffe").setLevel(logging.ERROR)  # it warns of two parameters documented on one line
     package: Any = griffe.load("ddpshim", search_paths=[str(ROOT)], docstring_parser="google", resolve_aliases=True)
     parts = [HEAD, *_contents(), ""]
     for title, names in CHAPTERS.items():
@@ -147,7 +147,7 @@ def _contents() -> Iterator[str]:
         for name in names:
             anchor = _heading(name).replace(".", "").lower()
             links.append(f"[`{name}`](#{anchor}{f'-{anchors[anchor]}' if anchors[anchor] else ''})")
-            anchors[anchor] += 1  # `world` and `World` would have the same
+            anchors[anchor] += 1  # `world` and `World` have the same anchor
         yield f"- {title}: {', '.join(links)}"
 
 
@@ -156,7 +156,7 @@ def _heading(name: str) -> str:
 
 
 def _entry(name: str, thing: Any, level: int = 3) -> Iterator[str]:
-    """A name's heading, signature and docstring; of a class its public methods below it."""
+    """Yield a name's heading, signature and docstring; for a class also its public methods."""
     thing = thing.final_target if thing.is_alias else thing
     yield f"{'#' * level} {_heading(name) if level == 3 else name}\n"
     if thing.is_function or (thing.is_class and not name.endswith("Error")):
@@ -187,7 +187,7 @@ def _signature(name: str, thing: Any) -> str:
 def _default(parameter: Any) -> str:
     if _is_option(parameter):
         return str(parameter.default.arguments[0])
-    # What a dataclass calls to make a default, as griffe writes it.
+    # griffe writes a dataclass's default_factory as a call of a lambda.
     return re.sub(r"^\(lambda: (.*)\)\(\)$", r"\1", str(parameter.default))
 
 
@@ -210,7 +210,7 @@ def _text(thing: Any) -> Iterator[str]:
 
 
 def _attributes(thing: Any) -> Iterator[str]:
-    """Fields whose text is part of their default, and properties."""
+    """Yield the fields whose text is in their default, and the properties."""
     options = [(p.name, ast.literal_eval(str(p.default.arguments[2]))) for p in thing.parameters if _is_option(p)]
     yield from _listed("Parameters", options)
     properties = [m for m in thing.members.values() if m.is_attribute and m.is_public and m.docstring is not None]
@@ -224,7 +224,7 @@ def _listed(title: str, items: Iterable[tuple[Any, str]]) -> Iterator[str]:
 
 
 def _markdown(text: str) -> str:
-    """A docstring's text, which knows code blocks after `::`, ">>>" and :func:`roles`."""
+    """Convert a docstring to Markdown: code blocks after `::`, ">>>" and :func:`roles`."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
     text = re.sub(r"^::\n\n((?: {4}.*\n?|\n)+)", lambda m: _fenced(m[1]), text, flags=re.MULTILINE)
     return re.sub(r"((?:^>>> .*\n?(?:^(?!>>> |\n).*\n?)*)+)", lambda m: _fenced(m[1]), text, flags=re.MULTILINE)

@@ -1,9 +1,9 @@
-"""The checklist before a release: `python -m tests.release`. A line for each thing that was checked; a fault ends it.
+"""The checklist before a release: `python -m tests.release` prints a line for each check, and stops at a fault.
 
-It checks that the tree is clean and that the version is the same everywhere, builds the wheel and checks what is in it,
-and then does what a stranger does: the commands of README's first screen, in a new folder and a new environment of the
-oldest and the newest Python, with the wheel in place of the clone, until a policy is trained. That takes a package
-index and 6 GB, one environment at a time.
+It checks that the tree is clean and the version is the same everywhere, builds the wheel and checks its files. Then it
+does what a new user does: it runs the commands of README's first screen, in a new folder and a new environment of the
+oldest and the newest Python, with the wheel instead of the clone, until a policy is trained. It needs a package index
+and 6 GB, for one environment at a time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ddpshim import version
 from tests.matrix import PYTHONS, find
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_S = 300  # what a stranger's first policy may take, the downloads included
+MOST_S = 300  # the longest time for a new user's first policy, including downloads
 DEADLINE_S = 1800
-# Python, and what pip is asked for in place of `torch`. torch before 2.3 does not work with numpy 2.
+# By Python, the requirements instead of `torch`. torch before 2.3 does not work with numpy 2.
 STRANGERS = {PYTHONS[0]: "torch==2.1.0 'numpy<2'", PYTHONS[-1]: "torch"}
 
 
@@ -53,19 +53,19 @@ def main() -> int:
 
 
 def tell(what: str, faults: Collection[str]) -> None:
-    """Print what was checked; end the checklist where something is wrong."""
+    """Print what was checked; exit if there are faults."""
     print(f"{'NO ' if faults else 'yes'} {what}", *sorted(faults), sep="\n    ", flush=True)
     if faults:
         sys.exit(1)
 
 
 def changelog() -> str:
-    """The heading of the newest version."""
+    """Return the heading of the newest version."""
     return next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
 
 
 def disagreements() -> Iterator[str]:
-    """Files that name another version than the package does."""
+    """Yield the files whose version differs from the package's."""
     if changelog().split()[1] != version.__version__:
         yield f"CHANGELOG.md: {changelog()}"
     if f"\nversion: {version.__version__}\n" not in (ROOT / "CITATION.cff").read_text():
@@ -73,7 +73,7 @@ def disagreements() -> Iterator[str]:
 
 
 def wrong_in(wheel: Path, sources: Collection[str]) -> set[str]:
-    """What the wheel lacks of the tree, or has too much; `sources`: the tree's files."""
+    """Return the files that the wheel lacks, or should not contain; `sources`: the tree's files."""
     info = f"ddpshim-{version.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -91,14 +91,14 @@ def wrong_in(wheel: Path, sources: Collection[str]) -> set[str]:
 
 
 def first_screen() -> str:
-    """The commands of the README up to its first heading: those that make an environment, then those that train."""
+    """Return the README's commands before its first heading: those that make an environment, then those that train."""
     text = (ROOT / "README.md").read_text().partition("\n## ")[0]
     train, environment = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return str(environment + train)
 
 
 def script(wheel: Path, python: Path, torch: str) -> str:
-    """What a stranger types: the README's lines, with the wheel, this Python, and two ranks."""
+    """Return a new user's commands: the README's lines, with the wheel, this Python, and two ranks."""
     text = first_screen()
     for written, meant in (
         ("python3 -m venv", f"{python} -m venv"),
@@ -114,7 +114,7 @@ def script(wheel: Path, python: Path, torch: str) -> str:
 
 
 def stranger(wheel: Path, python: str, torch: str, folder: Path) -> tuple[str, list[str]]:
-    """What a stranger got, and what was wrong with it."""
+    """Run a new user's commands; return a text about the result, and its faults."""
     interpreter = find(python)
     if interpreter is None:
         return f"Python {python}: a trained policy", [f"no python{python} on this machine"]

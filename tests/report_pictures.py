@@ -1,10 +1,9 @@
-"""Takes pictures of reports in a browser, wide and narrow, in light and dark, for a human to look at.
+"""Takes pictures of reports in a browser, wide and narrow, light and dark, for a human to check.
 
 python -m tests.report_pictures [RUN_DIR ...] --pictures FOLDER [--top FILE]
 
-One folder gives its report, several give their comparison, and without any both are shown for made-up runs. It fails if
-text cannot be read (cut off, over other text, without contrast, wider than the window). --top writes a small picture of
-the page's top.
+One folder: its report; several: their comparison; none: both, for invented runs. It fails if text cannot be read (cut
+off, over other text, without contrast, wider than the window). --top writes a small picture of the page's top.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from tests import browser
 
 START = 1_790_000_000.0
 NUM_EPOCHS = 30
-NUM_COLOURS = 32  # of a picture for a page, which is no photograph
+NUM_COLOURS = 32  # enough for a picture of a page
 WIDTH, HEIGHT = 1100, 1740
 
 
 def make_run(folder: Path, num_ranks: int, speed: float = 1.0) -> Path:
-    """A run with all that a report shows: two starts, a failed guard, a slow rank, long names, two environments."""
+    """Write a run with all that a report shows: two starts, a failed guard, a slow rank, long names, environments."""
     draws = random.Random(num_ranks)
     run = folder / f"{num_ranks}_ranks" / "can_image_diffusion_policy_with_a_long_name" / "20260921120000"
     for rank in range(num_ranks):

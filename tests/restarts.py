@@ -1,10 +1,10 @@
-"""A rank of two is killed again and again; how long until the next step, and whether the numbers are the same.
+"""Kills one of two ranks repeatedly; measures the time to the next step, and compares the final weights.
 
 Run it: python -m tests.restarts --kills 50
 
 `python -m ddpshim run --max-restarts` trains a small policy with dropout, which saves its progress every 20 steps.
-After a random number of steps a random rank gets SIGKILL. In the end the weights are to be those of a run that nobody
-killed, to the last bit.
+After a random number of steps a random rank gets SIGKILL. At the end the weights must equal those of an uninterrupted
+run, to the last bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPOCHS, STEP_S, SAVE_EVERY, DEADLINE_S = 40, 0.01, 20, 120.0
 
 
 def train(folder: Path) -> None:
-    """Be a rank: write down when each step was made, and the weights in the end."""
+    """Run as a rank: record the time of each step, and save the weights at the end."""
     import ddpshim
 
     world = ddpshim.setup(seed=0)
@@ -55,14 +55,14 @@ def train(folder: Path) -> None:
 
 
 def steps_of(folder: Path, rank: int) -> list[tuple[int, float]]:
-    """The process and the moment of each step so far."""
+    """Return the process id and the time of each step so far."""
     path = folder / f"steps_{rank}"
     lines = path.read_text().splitlines() if path.exists() else []
     return [(int(pid), float(moment)) for pid, moment in (line.split() for line in lines if line.count(" "))]
 
 
 def run(folder: Path, num_kills: int) -> list[float]:
-    """Seconds from each kill to the next step of the main rank."""
+    """Train with `num_kills` kills; return the seconds from each kill to the main rank's next step."""
     folder.mkdir()
     command = [sys.executable, "-m", "ddpshim", "run", "--nproc", "2", "--max-restarts", str(num_kills), "--no-logs"]
     draw, seconds = Random(0), list[float]()

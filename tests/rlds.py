@@ -1,10 +1,10 @@
-"""What each rank reads of a small RLDS dataset in DROID's schema, through octo's own pipeline, on the CPU.
+"""Compares what each rank reads of a small RLDS dataset in DROID's schema, through octo's own pipeline, on the CPU.
 
     DDPSHIM_UPSTREAM=… python -m tests.rlds
 
-reads with one process, and with two ranks in three ways: as octo has it, with `.shard` where a migration by hand would
-put it, and through `ddpshim.droid.rlds`. It prints a table of what was read twice, the mixture, and memory. Needs
-requirements/rlds.txt, and the trees octo, dlimp and droid-9a29c83 in DDPSHIM_UPSTREAM.
+reads with one process, and with two ranks in three ways: as octo does, with `.shard` where a migration by hand would
+put it, and through `ddpshim.droid.rlds`. It prints a table of episodes that were read twice, the mixture, and memory.
+Needs requirements/rlds.txt, and the trees octo, dlimp and droid-9a29c83 in DDPSHIM_UPSTREAM.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ DEADLINE_S = 540
 
 
 class Reading(NamedTuple):
-    """What one rank saw of the stream, and had."""
+    """What one rank read of the stream."""
 
-    episodes: Counter[tuple[str, int]]  # how many frames of each (dataset, episode)
+    episodes: Counter[tuple[str, int]]  # number of frames by (dataset, episode)
     order: list[tuple[int, int]]  # (episode, step) of each frame
     statistics: dict[str, Any]
-    num_statistics: int  # how many times this rank asked for them: computed them, or read octo's file
+    num_statistics: int  # how often this rank computed the statistics, or read octo's file of them
     length: Optional[int]
-    growth_bytes: int  # of the peak of its memory, while it read
+    growth_bytes: int  # increase of its peak memory while it read
 
 
 def missing() -> Optional[str]:
-    """What is not here of the things that are needed, or None."""
+    """Return the missing packages and trees, or None."""
     upstream = Path(os.environ.get("DDPSHIM_UPSTREAM", "/nowhere"))
     trees = [f"{upstream}/{name}" for name in SOURCES if not (upstream / name).is_dir()]
     packages = [name for name in ("tensorflow", "tensorflow_datasets") if importlib.util.find_spec(name) is None]
@@ -52,11 +52,11 @@ def add_sources() -> None:
     """Make octo, dlimp and DROID's robomimic importable in this process."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     sys.path[:0] = [str(Path(os.environ["DDPSHIM_UPSTREAM"], name)) for name in SOURCES]
-    warnings.simplefilter("ignore")  # tensorflow's own, while it is imported
+    warnings.simplefilter("ignore")  # from tensorflow's import
 
 
 def build(folder: str, height: int = 18) -> None:
-    """Write the datasets, each in a process of its own making: this one stays without tensorflow."""
+    """Write the datasets in another process, so that this one does not import tensorflow."""
     run_ranks(_build, 1, folder, height, timeout_s=DEADLINE_S)
 
 
@@ -69,7 +69,7 @@ def _build(folder: str, height: int) -> None:
 
 
 def dataset_kwargs(folder: str, name: str) -> dict[str, Any]:
-    """What DROID's train.py says of a dataset."""
+    """Return the settings of a dataset in DROID's train.py."""
     from octo.utils.spec import ModuleSpec
     from robomimic.utils.rlds_utils import droid_dataset_transform
 
@@ -90,7 +90,7 @@ def dataset_kwargs(folder: str, name: str) -> dict[str, Any]:
 
 
 def mixture(maker: Any, folder: str, weights: dict[str, float], **options: Any) -> Any:
-    """The dataset that DROID's train.py makes with the functions of `maker`, on small images."""
+    """Return the dataset that DROID's train.py makes, but with the functions of `maker`, and small images."""
     from octo.data.utils.data_utils import combine_dataset_statistics
 
     kwargs = [dataset_kwargs(folder, name) for name in weights]
@@ -134,7 +134,7 @@ def read(way: str, folder: str, num_frames: int, weights: dict[str, float], opti
         return compute(*args, **kwargs)
 
     octo_data.get_dataset_statistics = counted
-    with contextlib.redirect_stdout(sys.stderr):  # octo tells of the mixture each time
+    with contextlib.redirect_stdout(sys.stderr):  # octo prints the mixture each time
         dataset = mixture(rlds if way == "ddpshim" else octo_data, folder, weights, **options)
     statistics = dataset.dataset_statistics
     if way == "octo, then .shard":
@@ -161,7 +161,7 @@ def readings(
     weights: Optional[dict[str, float]] = None,
     **options: Any,
 ) -> list[Reading]:
-    """What each rank read."""
+    """Return what each rank read."""
     return run_ranks(read, num_ranks, way, folder, num_frames, weights or WEIGHTS, options, timeout_s=DEADLINE_S)  # type: ignore[no-any-return]
 
 

@@ -1,10 +1,10 @@
-"""DROID's own train.py on a small RLDS dataset, on the CPU: unpatched in one process, patched on two ranks.
+"""Runs DROID's own train.py on a small RLDS dataset, on the CPU: unpatched in one process, patched on two ranks.
 
     DDPSHIM_UPSTREAM=… python -m tests.rlds_train [--steps 60] [--full]
 
-prints which trajectories the ranks trained on, whether their networks ended equal, losses and memory, for comparison
-also of two ranks that read as octo has it. The tree is droid-9a29c83 with its patch set; octo and dlimp are beside it.
-Stand-ins, as there is no network: DistilBERT is its own class with random weights and one layer, and its tokenizer has
+prints which trajectories the ranks trained on, whether their final networks are equal, losses and memory; for
+comparison also of two ranks that read as octo does. The tree is droid-9a29c83 with its patch set; octo and dlimp are
+beside it. Nothing is downloaded: DistilBERT is its own class with random weights and one layer, and its tokenizer has
 one token for each word. The UNet is small unless `--full` is given.
 """
 
@@ -30,7 +30,7 @@ NUM_EPOCHS = 2
 
 
 class Training(NamedTuple):
-    """One training: for each rank the (episode, step) of its samples, its networks and the peak of its memory."""
+    """One training: for each rank the (episode, step) of its samples, its networks and its peak memory."""
 
     samples: list[list[tuple[int, int]]]
     networks: list[dict[str, torch.Tensor]]
@@ -40,7 +40,7 @@ class Training(NamedTuple):
 
 
 def make_config(tree: Path, data: str, num_steps: int, batch_size: int = 8) -> dict[str, Any]:
-    """A config for RLDS as upstream's generator writes it, but for sizes."""
+    """Return a config for RLDS as upstream's generator writes it, except for sizes."""
     epoch = num_steps // NUM_EPOCHS
     settings = {
         "experiment.epoch_every_n_steps": epoch,
@@ -62,9 +62,9 @@ def make_config(tree: Path, data: str, num_steps: int, batch_size: int = 8) -> d
 
 
 def train(tree: Path, config: dict[str, Any], folder: Path, num_ranks: Optional[int], **environ: str) -> Training:
-    """Train once: under torchrun on `num_ranks` processes, or plainly where that is None.
+    """Train once: under torchrun on `num_ranks` processes; if None, without a launcher.
 
-    Of `environ`, FULL keeps the UNet's size, and UNSHARDED has every rank read as octo does.
+    In `environ`, FULL keeps the UNet's size, and UNSHARDED makes every rank read as octo does.
     """
     folder.mkdir(parents=True)
     config = {**config, "train": {**config["train"], "output_dir": str(folder / "out")}}
@@ -81,7 +81,7 @@ def train(tree: Path, config: dict[str, Any], folder: Path, num_ranks: Optional[
 
 
 def _be_a_rank(folder: str) -> None:
-    """Train in this process, and write what was seen to `folder`/seen_RANK.pt."""
+    """Train in this process, and write samples, networks and peak memory to `folder`/seen_RANK.pt."""
     droid.install_stand_ins()
     import robomimic.algo as algorithms
     import robomimic.algo.diffusion_policy as diffusion_policy
@@ -120,13 +120,13 @@ def _be_a_rank(folder: str) -> None:
 
 
 def differing(networks: list[dict[str, torch.Tensor]]) -> list[str]:
-    """The names of the weights that are not the same, bit for bit, on all ranks."""
+    """Return the names of the weights that are not equal, bit for bit, on all ranks."""
     first, *others = networks
     return [name for name in first if any(not torch.equal(first[name], other[name]) for other in others)]
 
 
 def report(trainings: dict[str, Training]) -> str:
-    """What is to be compared, as lines of Markdown."""
+    """Return the comparison as lines of Markdown."""
     rows = [f"| | {' | '.join(trainings)} |", "|---" * (1 + len(trainings)) + "|"]
 
     def row(what: str, show: Any) -> None:

@@ -1,6 +1,6 @@
-"""Every kind of sequence dataset of the robomimic that is importable, batch against sample by sample, bit for bit.
+"""Compares batched with sample-by-sample fetching, bit for bit, for every kind of robomimic's sequence datasets.
 
-`python -m tests.sequences FOLDER` compares all of them with what make_loader's loaders give, and prints what was found.
+`python -m tests.sequences FOLDER` compares all kinds of the importable robomimic, and prints the results.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ddpshim.robomimic import batches, windows
 
 LOW_DIM, IMAGE = ("eef_pos", "eef_quat", "object"), "agentview_image"
 LENGTHS = (12, 6, 7, 9)
-SHORT_LENGTHS = (12, 3, 1, 9)  # of less than a window
+SHORT_LENGTHS = (12, 3, 1, 9)  # some shorter than a window
 STORAGE: dict[str, Any] = {}
-# Settings, beside those of `make`: what is combined with each cache mode.
+# Settings in addition to those of `make`; each is combined with each cache mode.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sequences": {"seq_length": 5, "lengths": SHORT_LENGTHS},
@@ -52,7 +52,7 @@ SINCE_0_5: dict[str, dict[str, Any]] = {
 
 
 def make_file(path: Path, lengths: tuple[int, ...] = LENGTHS, seed: int = 0, **storage: Any) -> Path:
-    """Demonstrations of these lengths with numbers of several types, filter keys and pictures."""
+    """Write demonstrations of these lengths, with numbers of several types, filter keys and images."""
     if path.exists():
         return path
     draw = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def _silent() -> Any:
 
 
 def begin() -> None:
-    """Have robomimic know what is an image; its language model, if it has one, is a table of numbers."""
+    """Tell robomimic which observations are images; replace its language model, if any, by a table of numbers."""
     import robomimic.utils.obs_utils as ObsUtils
 
     with _silent():
@@ -97,7 +97,7 @@ def begin() -> None:
 
 
 def make(folder: Path, cache_mode: Any, kind: Any = None, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> Any:
-    """A SequenceDataset of a release; `kind` in its place, where it is given."""
+    """Make a SequenceDataset of a release, or one of class `kind` if given."""
     from robomimic.utils.dataset import SequenceDataset
 
     kind = SequenceDataset if kind is None else kind
@@ -105,7 +105,7 @@ def make(folder: Path, cache_mode: Any, kind: Any = None, lengths: tuple[int, ..
     options = {
         "hdf5_path": str(make_file(folder / name, lengths)),
         "obs_keys": LOW_DIM,
-        # What is missing is zeros for a cache, and an error without one.
+        # A missing key is zeros with a cache, and an error without.
         "dataset_keys": ("actions", "rewards", *(["missing"] if cache_mode else [])),
         "action_keys": ("actions", "gripper"),
         "action_config": {"actions": {"normalization": None}, "gripper": {"normalization": None}},
@@ -118,7 +118,7 @@ def make(folder: Path, cache_mode: Any, kind: Any = None, lengths: tuple[int, ..
 
 
 def kinds() -> dict[str, dict[str, Any]]:
-    """The settings that this release has."""
+    """Return the kinds of settings that this release supports."""
     from robomimic.utils.dataset import SequenceDataset
 
     takes = inspect.signature(SequenceDataset).parameters
@@ -127,13 +127,13 @@ def kinds() -> dict[str, dict[str, Any]]:
 
 
 def fetch(dataset: Any, indices: list[int]) -> Any:
-    """What torch's fetcher makes of them."""
+    """Return the batch that torch's fetcher makes of these indices."""
     samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
     return batches.Collate()(samples)
 
 
 def is_same_batch(dataset: Any, other: Any) -> bool:
-    """Whether a batch of all samples of `dataset`, some of them twice, is what `other` gives one by one."""
+    """Whether a batch of all samples of `dataset`, some of them twice, equals the single samples of `other`."""
     draw = np.random.default_rng(1)
     indices = [*range(len(other)), *draw.integers(0, len(other), 10).tolist()]
     draw.shuffle(indices)
@@ -142,7 +142,7 @@ def is_same_batch(dataset: Any, other: Any) -> bool:
 
 
 def look_at(folder: Path) -> dict[str, str]:
-    """For each kind of dataset "same", "different", or why it is fetched sample by sample."""
+    """Return, for each kind of dataset, "same", "different", or why it is fetched sample by sample."""
     begin()
     found = {}
     for (name, settings), cache_mode in itertools.product(kinds().items(), ("all", "low_dim", None)):

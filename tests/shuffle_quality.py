@@ -1,10 +1,10 @@
-"""How much a shuffle looks like a fair one: statistics over many keys, beside those of torch.randperm.
+"""Tests whether a shuffle is fair: statistics over many keys, beside those of torch.randperm.
 
     python -m tests.shuffle_quality --sizes 10000,1000000 --keys 100
 
-Printed are z-scores: a fair shuffle stays within about 4. Each statistic of one order is a z-score already; `quality`
-says whether their mean is 0 and their spread 1, for a shuffle can be too regular as well. Orders above `--whole` are
-read in 16 windows spread over them, and the expectations are those of such a sample.
+It prints z-scores: those of a fair shuffle stay within about 4. Each statistic of one order is already a z-score;
+`quality` tests whether their mean is 0 and their spread 1, since a shuffle can also be too regular. Orders longer than
+`--whole` are read in 16 windows spread over them, and the expectations are those of such a sample.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Order = Any  # gives an int64 tensor for a slice
 
 
 def windows(size: int, num_read: int) -> list[range]:
-    """Stretches of an order, evenly spread, that hold about `num_read` positions; the whole, if there are no more."""
+    """Return evenly spread windows of an order with about `num_read` positions together, or all positions if fewer."""
     length = min(num_read, size) // NUM_WINDOWS
     starts = [number * size // NUM_WINDOWS for number in range(NUM_WINDOWS + 1)]
     return [range(a, b if num_read >= size else a + length) for a, b in zip(starts, starts[1:])]
 
 
 def quality(make: Callable[[int], Order], size: int, num_keys: int, where: Sequence[range]) -> dict[str, float]:
-    """The z-scores of the orders `make(0)`, `make(1)`, ..., which are epochs that follow each other."""
+    """Return the z-scores of the orders `make(0)`, `make(1)`, ..., which are successive epochs."""
     scores: dict[str, list[float]] = defaultdict(list)
     counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     firsts = torch.zeros(NUM_FIRST, BINS)
@@ -62,10 +62,10 @@ def quality(make: Callable[[int], Order], size: int, num_keys: int, where: Seque
 
 
 def _scores(now: list[Any], before: list[Any], where: Sequence[range], size: int) -> dict[str, float]:
-    """Statistics of one order, read in windows, and of the epoch before it: normal(0, 1) where they are fair."""
+    """Return statistics of one order, read in windows, and the epoch before it: normal(0, 1) for fair shuffles."""
     mean, variance = (size - 1) / 2, (size**2 - 1) / 12
     out = {}
-    # The second lag is one at which a network on bits would repeat itself, if it did.
+    # At the second lag a permutation network on bits would repeat itself, if it did.
     for lag in (1, 1 << (size - 1).bit_length() // 2):
         product, num_products, pairs = 0.0, 0, torch.zeros(BINS**2)
         for values in now:
@@ -76,7 +76,7 @@ def _scores(now: list[Any], before: list[Any], where: Sequence[range], size: int
             pairs += torch.bincount((in_pairs[:, 0] * BINS + in_pairs[:, 1]).flatten(), minlength=BINS**2)
         num_pairs = int(pairs.sum())
         out[f"serial correlation at {lag}"] = (product / variance + num_products / (size - 1)) / num_products**0.5
-        # What is drawn without replacement fills the bins more evenly.
+        # Drawing without replacement fills the bins more evenly.
         degrees = BINS**2 - 1 - (BINS - 1) * 2 * num_pairs / size
         out[f"pair chi-square at {lag}"] = _normal(_chi_square(pairs, num_pairs / BINS**2), degrees)
     there = torch.stack([torch.bincount(values * BINS // size, minlength=BINS) for values in now])
@@ -93,7 +93,7 @@ def _scores(now: list[Any], before: list[Any], where: Sequence[range], size: int
 
 
 def _counts(now: list[Any], where: Sequence[range], size: int) -> dict[str, tuple[int, float]]:
-    """Rare events in one order, and how many a fair one has on average; Poisson."""
+    """Return counts of rare events in one order, and their expectation in a fair one (Poisson)."""
     num_read = sum(map(len, now))
     fixed = sum(int((values == torch.arange(w.start, w.stop)).sum()) for values, w in zip(now, where))
     kept = sum(int(((values[1:] - values[:-1]).abs() == 1).sum()) for values in now)
@@ -118,17 +118,17 @@ def _read(order: Order, window: range) -> torch.Tensor:
 
 
 def ours(size: int) -> Callable[[int], Order]:
-    """Permutations as `ShuffledOrder` has them, by epoch."""
+    """Return a function that makes `ShuffledOrder`'s permutation of an epoch."""
     return lambda epoch: Permutation(size, derive_seed(0, "shuffle", epoch))
 
 
 def randperm(size: int) -> Callable[[int], Order]:
-    """torch's, by epoch, as its DistributedSampler seeds them (but for epochs being scattered)."""
+    """Return a function that makes torch's permutation of an epoch, seeded like DistributedSampler's, but hashed."""
     return lambda epoch: torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed(0, epoch)))
 
 
 def main() -> None:
-    """Print the z-scores of both."""
+    """Print the z-scores of both shuffles."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10000,1000000", help="numbers of samples")
     parser.add_argument("--keys", default="300,30", help="epochs, for each of the sizes")

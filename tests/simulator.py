@@ -1,9 +1,9 @@
-"""Success in robosuite's Lift of policies trained on one process, on two ranks, and on two ranks that are broken.
+"""Compares the success in robosuite's Lift of policies from one process, from two ranks, and from two broken ranks.
 
 Run it: DDPSHIM_UPSTREAM=… python -m tests.simulator [--quick] [--write docs/simulator.md]
 
-Needs what requirements/simulator.txt installs, and robomimic 0.4.0 under DDPSHIM_UPSTREAM. The ranks are trained
-by the patched release, and their checkpoints are played by the release as published.
+Needs the packages in requirements/simulator.txt, and robomimic 0.4.0 under DDPSHIM_UPSTREAM. The patched release trains
+on the ranks, and the published release plays the checkpoints.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from tests.equivalence import (
 
 RELEASE = "0.4.0"
 STEPS_AN_EPOCH = 20
-DEADLINE_S = 1200  # of one training, on cores that others use too
-START_SEED = 123  # of the environment that checkpoints are played in
+DEADLINE_S = 1200  # of one training, on shared cores
+START_SEED = 123  # of the environment in which checkpoints play
 _RATE = "algo__optim_params__policy__learning_rate__initial"
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "bc": {"algo__actor_layer_dims": [256, 256], _RATE: 1e-3},
@@ -52,7 +52,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train: the number of ranks, and what is broken on purpose (see tests/faults.py)."""
+    """A way to train: the number of ranks, and a fault (see tests/faults.py)."""
 
     name: str
     num_ranks: int
@@ -73,16 +73,16 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is trained and played."""
+    """The amount of training and playing."""
 
     algorithms: tuple[str, ...] = tuple(ALGORITHMS)
     steps: tuple[int, ...] = (800, 1400)
     seeds: tuple[int, ...] = (1, 2, 3)
     num_episodes: int = 20
-    num_rollouts: int = 10  # of the trainer itself
+    num_rollouts: int = 10  # episodes in the trainer's own rollouts
     horizon: int = 80  # demonstrations are 42 steps long on average
     world_sizes: tuple[int, ...] = (1, 2, 4)
-    num_jobs: int = 2  # at a time: trainings, or processes that play
+    num_jobs: int = 2  # trainings, or processes that play, at a time
 
     @property
     def episodes(self) -> dict[str, int]:
@@ -95,13 +95,13 @@ QUICK = Plan(
 
 
 def checkpoint(run: Run, steps: int) -> Path:
-    """The checkpoint that a run wrote after so many gradient steps."""
+    """Return the checkpoint that a run wrote after `steps` gradient steps."""
     (found,) = run.folder.glob(f"out/*/*/models/model_epoch_{steps // STEPS_AN_EPOCH}.pth")
     return found
 
 
 def train_arms(tree: Path, folder: Path, plan: Plan) -> dict[tuple[str, int, Arm], Run]:
-    """Every algorithm, seed and arm, trained once, with a checkpoint after an epoch and after each of plan.steps."""
+    """Train every algorithm, seed and arm once, with a checkpoint after one epoch and after each of plan.steps."""
     epochs = [steps // STEPS_AN_EPOCH for steps in (STEPS_AN_EPOCH, *plan.steps)]
 
     def run(algorithm: str, seed: int, arm: Arm) -> Run:
@@ -119,7 +119,7 @@ def train_arms(tree: Path, folder: Path, plan: Plan) -> dict[tuple[str, int, Arm
 
 
 def play(plain: Path, folder: Path, checkpoints: Sequence[Path], plan: Plan) -> dict[Path, dict[str, Any]]:
-    """What tests/episodes.py finds for each checkpoint, with the release in `plain`; equal weights play once."""
+    """Play each checkpoint by tests/episodes.py and the release in `plain`; equal weights play only once."""
     alike = equal_weights(checkpoints)
     firsts = [paths[0] for paths in alike]
 
@@ -139,7 +139,7 @@ def play(plain: Path, folder: Path, checkpoints: Sequence[Path], plan: Plan) -> 
 
 
 def equal_weights(checkpoints: Iterable[Path]) -> list[list[Path]]:
-    """The checkpoints, those with the same weights, to the last bit, together."""
+    """Group the checkpoints by weights that are equal to the last bit."""
     alike: dict[tuple[bytes, ...], list[Path]] = {}
     for path in checkpoints:
         alike.setdefault(tuple(value.numpy().tobytes() for value in _weights(path).values()), []).append(path)
@@ -151,7 +151,7 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def detection(runs: dict[tuple[str, int, Arm], Run], plan: Plan) -> list[dict[str, Any]]:
-    """For each algorithm and arm what tells a broken run from a good one: the largest values over the seeds."""
+    """Return, for each algorithm and arm, numbers that reveal a broken run: the largest values over the seeds."""
     rows = []
     for algorithm in plan.algorithms:
         for arm in ARMS:
@@ -175,7 +175,7 @@ def detection(runs: dict[tuple[str, int, Arm], Run], plan: Plan) -> list[dict[st
 
 
 def guarded(tree: Path, folder: Path, algorithm: str = "bc") -> dict[str, str]:
-    """For each broken arm what ends its training where the guards are on; "" where nothing does."""
+    """Return, for each broken arm, the guards' error that ends its training; "" if there is none."""
     said = {}
     for arm in ARMS:
         if arm.fault:
@@ -189,10 +189,10 @@ def guarded(tree: Path, folder: Path, algorithm: str = "bc") -> dict[str, str]:
 
 
 def rollouts(tree: Path, folder: Path, start: Optional[Path], plan: Plan) -> list[dict[str, Any]]:
-    """What the patched trainer prints of its own rollouts, trained on 1, 2, … ranks; rewards are shaped.
+    """Return the statistics of the patched trainer's own rollouts on 1, 2, … ranks; rewards are shaped.
 
-    From the checkpoint `start`, which is not trained further: the weights are equal to the last bit. From nothing,
-    after an epoch, where they are equal to rounding, if that is None.
+    With the checkpoint `start`, which is not trained further, weights are equal to the last bit. If it is None, an
+    epoch is trained from scratch, and weights are equal up to rounding.
     """
     import h5py
 
@@ -224,7 +224,7 @@ def rollouts(tree: Path, folder: Path, start: Optional[Path], plan: Plan) -> lis
 
 
 def success_rows(found: Iterable[tuple[str, int, str, int, int]], num_episodes: int) -> list[dict[str, Any]]:
-    """A row for each (algorithm, steps, arm) of (algorithm, steps, arm, seed, successes), in the order they come."""
+    """Return a row for each (algorithm, steps, arm) in `found`, which has (algorithm, steps, arm, seed, successes)."""
     cells: dict[tuple[str, int, str], dict[int, int]] = {}
     for algorithm, steps, arm, seed, successes in found:
         cells.setdefault((algorithm, steps, arm), {})[seed] = successes
@@ -248,7 +248,7 @@ def success_rows(found: Iterable[tuple[str, int, str, int, int]], num_episodes: 
 
 
 def summary(success: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> str:
-    """What the two tables come to, in numbers."""
+    """Return a summary of the two tables."""
 
     def successes(row: dict[str, Any]) -> tuple[int, int]:
         lifted, played = map(int, row["total"].split("/"))
@@ -279,7 +279,7 @@ not detect it. Weights do after {STEPS_AN_EPOCH} steps: over the seeds, the larg
 
 
 def measure(folder: Path, plan: Plan) -> dict[str, Any]:
-    """Train and play everything: what the page is made of."""
+    """Train and play everything; return the page's numbers."""
     tree, plain = copy_release(RELEASE, folder), copy_release(RELEASE, folder, "plain")
     runs = train_arms(tree, folder, plan)
     paths = {(*key, steps): checkpoint(run, steps) for steps in plan.steps for key, run in runs.items()}
@@ -314,7 +314,7 @@ def measure(folder: Path, plan: Plan) -> dict[str, Any]:
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of all that the rows hold; numbers of rollouts in full, to the last digit."""
+    """Return a table of all columns; floats are shown to the last digit."""
     shown = [{key: repr(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
     return _table(shown, {key: key for key in rows[0]})
 
@@ -325,7 +325,7 @@ def same_statistics(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def page(measured: dict[str, Any], command: str, plan: Plan) -> str:
-    """docs/simulator.md."""
+    """Return the text of docs/simulator.md."""
     success, found = measured["success"], measured["detection"]
     distances = {key: key for key in found[0] if key.startswith("from one process")}
     columns = {

@@ -1,9 +1,9 @@
-"""Builds the documentation site from the Markdown of this repository, to read without a network.
+"""Builds the documentation site from the Markdown of this repository, for reading offline.
 
 python -m tests.site [--out out/site] [--pictures FOLDER]
 
-A warning of the generator (a link that leads nowhere, a page in no list) fails it. --pictures takes pictures of some
-pages, wide and narrow, in light and dark, for a human to look at; they need chromium.
+A warning of the generator (a broken link, a page in no list) is an error. --pictures takes pictures of some pages,
+wide and narrow, light and dark, for a human to check; they need chromium.
 `pip install -r requirements/site.txt` first.
 """
 

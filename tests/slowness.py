@@ -1,10 +1,10 @@
-"""Plants something slow in a phase of a training on ranks, and looks whether the line after 20 steps names it.
+"""Makes a phase of a training on ranks slow, and checks whether the diagnosis after 20 steps names it.
 
     python -m tests.slowness [--rounds 1] [--write docs/slowness.md]
 
-Compute is emulated by sleeps, so that two cores can hold four ranks; loaders, reductions, saves and optimizers are
-real. In each phase 5, 10 and 20% of a step are planted, on one of four ranks (communication: between all of them), and
-as many runs are healthy.
+Compute is emulated by sleeps, so that four ranks run on two cores; loaders, reductions, saves and optimizers are real.
+Each phase is slowed by 5, 10 and 20% of a step, on one of four ranks (communication: between all of them). An equal
+number of runs is healthy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVERY = 10  # steps to a save, or a rollout
 
 
 class Case(NamedTuple):
-    """What is slow: nothing where there is no phase."""
+    """The phase that is slow, if any, and where."""
 
     phase: Optional[str]
     share: float = 0.0
@@ -45,12 +45,12 @@ class Case(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Whose fault it is: of communication nobody's. The main rank saves."""
+        """The ranks at fault: none for communication, the main rank for saves."""
         return () if self.phase == "communication" else (0 if self.phase == "save" else self.rank,)
 
 
 class Notes:
-    """What a rank would write down, of some kinds."""
+    """Collects a rank's records of some kinds."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self.kinds, self.found = kinds, list[dict[str, Any]]()
@@ -95,7 +95,7 @@ class _SlowToPickle:
 
 
 class _Env:
-    """An episode of it is one step."""
+    """Each episode is one step."""
 
     def __init__(self, sleep_s: float) -> None:
         self.sleep_s = sleep_s
@@ -109,7 +109,7 @@ class _Env:
 
 
 def _slow_network(sleep_s, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation but its own
-    """A mean over ranks that arrives `sleep_s` later."""
+    """Return the mean over ranks, `sleep_s` later."""
 
     def arrive(future: Any) -> torch.Tensor:
         time.sleep(sleep_s)
@@ -119,7 +119,7 @@ def _slow_network(sleep_s, bucket):  # type: ignore[no-untyped-def]  # torch tak
 
 
 def train(case: Case) -> list[dict[str, Any]]:
-    """What is found in a training with that planted (collective)."""
+    """Train with the slow phase; return the findings of the diagnosis (collective)."""
     notes, here = Notes(("slow",)), ddpshim.world()
     events.record_to(notes)
     extra = case.share * case.step_s
@@ -150,20 +150,20 @@ def train(case: Case) -> list[dict[str, Any]]:
 
 
 def look(case: Case) -> Optional[dict[str, Any]]:
-    """The first finding of a run with that planted."""
+    """Run the case on ranks, and return the first finding, or None."""
     found = run_ranks(train, NUM_RANKS, case, timeout_s=120)[0]
     return found[0] if found else None
 
 
 def is_right(case: Case, found: Optional[dict[str, Any]]) -> bool:
-    """Whether phase and rank are those that were planted, or nothing was and nothing is found."""
+    """Whether the finding names the slow phase and its ranks; for a healthy run, whether there is none."""
     if case.phase is None or found is None:
         return case.phase is None and found is None
     return found["phase"] == case.phase and tuple(found["ranks"]) == case.ranks
 
 
 def cases(num_rounds: int) -> Iterator[Case]:
-    """Every phase and share, as often as `num_rounds`, on ranks in turn; and as many healthy runs."""
+    """Yield every phase and share `num_rounds` times, on ranks in turn, and as many healthy runs."""
     ranks = itertools.cycle(range(NUM_RANKS))
     for _ in range(num_rounds):
         for phase, share in itertools.product(PHASES, SHARES):
@@ -172,14 +172,14 @@ def cases(num_rounds: int) -> Iterator[Case]:
 
 
 def measure(of: Iterable[Case], num_at_once: int = 1) -> list[tuple[Case, Optional[dict[str, Any]]]]:
-    """Each case with what was found."""
+    """Return each case with its finding."""
     rows = list(of)
     with ThreadPoolExecutor(num_at_once) as pool:
         return list(zip(rows, pool.map(look, rows)))
 
 
 def page(rows: Sequence[tuple[Case, Optional[dict[str, Any]]]]) -> str:
-    """The table, as Markdown."""
+    """Return the table, as Markdown."""
     planted = [(case, found) for case, found in rows if case.phase is not None]
     healthy = [found for case, found in rows if case.phase is None]
     right = sum(is_right(case, found) for case, found in planted)

@@ -25,7 +25,7 @@ SAID = {
         "**Finished: every rank completed the training.**",
     ],
     "1_setup.py": [
-        "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; computes on cpu, talks over gloo",
+        "'LOCAL_RANK': '0', 'GROUP_RANK': '1', 'WORLD_SIZE': '4'}; device cpu, backend gloo",
         "rank 0 of 1, no launcher, no process group",
         "mean 0.625",
         "by hand 4 folders, with run_on_main 1",

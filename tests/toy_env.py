@@ -1,7 +1,7 @@
-"""An environment without a simulator: Lift's observations, walking from a random start, for the trainer's rollouts.
+"""An environment without a simulator, for the trainer's rollouts: Lift's observations, which drift from a random start.
 
-Every episode is written down in the working directory, one file for each rank: what it drew to start from.
-DDPSHIM_FAULT=toy_env:RANK:EPISODE makes that rank's EPISODE-th episode fail.
+A file for each rank in the working directory records every episode's initial draws. DDPSHIM_FAULT=toy_env:RANK:EPISODE
+makes that rank's EPISODE-th episode fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ToyEnv(EnvBase):
     _ep_lang_str = "walk on"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.rng = np.random.default_rng(kwargs.get("seed"))  # as robosuite 1.5
+        self.rng = np.random.default_rng(kwargs.get("seed"))  # as in robosuite 1.5
         self._start = 0.0
         self._steps = self._episodes = 0
         self._reward = 0.0

@@ -1,4 +1,4 @@
-"""Runs the robomimic trainer of a tree of `tests.equivalence.copy_release` the way that its name says."""
+"""Runs the robomimic trainer of a tree from `tests.equivalence.copy_release`, in the way that its name states."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import sys
 from pathlib import Path
 
 WAYS = ("patched", "plain", "unedited", "hooked")
-UNEDITED = "OBSERVED_UNEDITED"  # the way, where ddpshim.auto is to be imported
-COPY = "own_train.py"  # beside the package: a trainer of the user's own, for "hooked"
+UNEDITED = "OBSERVED_UNEDITED"  # a variable with the way, if ddpshim.auto must be imported
+COPY = "own_train.py"  # beside the package: a user's own trainer, for "hooked"
 
 
 def way_of(tree: Path) -> str:
-    """How the trainer of that tree is run: patched on disk, plain, unedited (patched in memory) or hooked."""
+    """Return how to run the trainer of a tree: patched on disk, plain, unedited (patched in memory) or hooked."""
     return next((way for way in WAYS if tree.name.endswith(f"-{way}")), "plain")
 
 
 def activate() -> None:
-    """Import ddpshim.auto, where the tree is for it; before anything of robomimic."""
+    """Import ddpshim.auto if the tree is unedited or hooked; call it before robomimic is imported."""
     if UNEDITED in os.environ:
         importlib.import_module("ddpshim.auto")
 
 
 def preload(everything: bool = False) -> None:
-    """Have algorithms imported as `activate` would have them, in a process that is forked before it is called.
+    """Import algorithms as after `activate`, in a process that is forked before `activate` is called.
 
-    Or `everything`, where a test imports files of the trainer before it runs the trainer.
+    `everything`: import all of robomimic so, for a test that imports the trainer's files before it runs the trainer.
     """
     if UNEDITED in os.environ:
-        from ddpshim.trainers.patching.in_memory import PatchedFiles  # whoever is forked may ask what ddpshim loads
+        from ddpshim.trainers.patching.in_memory import PatchedFiles  # not at the top: forks may count loaded modules
 
         spec = importlib.util.find_spec("robomimic")
         assert spec is not None
@@ -46,7 +46,7 @@ def _starts(prefix: str, name: str) -> bool:
 
 
 def run_trainer() -> None:
-    """Be the trainer, with the arguments in sys.argv."""
+    """Run the trainer, with the arguments in sys.argv."""
     if os.environ.get(UNEDITED) == "hooked":
         package = importlib.import_module("robomimic").__path__[0]
         runpy.run_path(str(Path(package).with_name(COPY)), run_name="__main__")

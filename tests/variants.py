@@ -1,4 +1,4 @@
-"""The algorithms, heads and kinds of observation that robomimic ships, as settings on its own templates."""
+"""robomimic's algorithms, heads and kinds of observation, as settings for its own templates."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _GOALS = {
     "observation.modalities.goal.low_dim": ["object"],
 }
 
-# What distinguishes a variant from its template, by dotted path.
+# The settings in which a variant differs from its template, by dotted path.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bc": ("bc", _BC),
     "bc_goal": ("bc", {**_BC, **_GOALS}),
@@ -156,7 +156,7 @@ SINCE_0_5 = {name for name in VARIANTS if name.startswith("diffusion_policy")} |
 
 
 def is_shipped(variant: str, release: str) -> bool:
-    """Whether a release has what the variant asks for."""
+    """Whether a release supports the variant."""
     return (variant not in SINCE_0_5 or release >= "0.5") and (variant not in OF_ROBOCASA or release == "robocasa")
 
 
@@ -165,7 +165,7 @@ _SPATIAL_SOFTMAX = (
     "`--precision float64` gives 1e-15"
 )
 
-# Why a row is farther from one process than the others, and how far it may be.
+# How much a variant may differ from one process, and why it differs more than others.
 WHY = {
     "bc_image": (1e-4, _SPATIAL_SOFTMAX),
     "bc_rnn_gmm_image": (1e-4, _SPATIAL_SOFTMAX),

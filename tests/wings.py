@@ -1,4 +1,4 @@
-"""The order of the package's folders; tests/test_layout.py holds it."""
+"""The order of the package's folders, which tests/test_layout.py checks."""
 
 # Each folder imports only those above it, and itself.
 WINGS = [
@@ -17,7 +17,7 @@ WINGS = [
     "launch",
     "tools",
 ]
-# The files beside them that are open to all, and import only each other.
+# The files beside the folders: all may import them, and they import only each other.
 OPEN = ["adapters", "arguments", "config_files", "errors", "lazy", "options", "reading", "variables", "version"]
 # These may import anything, inside functions.
 FACES = ["__init__", "__main__", "auto", "testing"]

@@ -1,6 +1,6 @@
-"""Tries what works on any system where all is taken away that Windows lacks, and prints what came of it as JSON.
+"""Runs ddpshim's portable parts without the modules and functions that Windows lacks, and prints the results as JSON.
 
-tests/test_command_line.py starts it in a folder of its own. torch is imported first: on Windows it takes other ways.
+tests/test_command_line.py starts it in its own folder. torch is imported first: on Windows it uses other code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _without_proc(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def train() -> list[float]:
-    """One process: setup, wrapper, loader, checkpoints, progress, records."""
+    """Train in one process: setup, wrapper, loader, checkpoints, progress, records."""
     import ddpshim
     from ddpshim import checkpoint
 
@@ -82,7 +82,7 @@ def train() -> list[float]:
 
 
 def tried(call: Callable[[], Any]) -> list[Any]:
-    """What a call returned, printed, and wrote as errors."""
+    """Return the result of a call, its output and its errors."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

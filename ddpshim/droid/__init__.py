@@ -1,4 +1,4 @@
-"""Holds what the patch sets of DROID's trainers call beside `ddpshim.robomimic`."""
+"""Exports the functions that the patch sets of DROID's trainers call, beside those of `ddpshim.robomimic`."""
 
 from ddpshim.droid.calls import Epochs, cuda, data_parallel, load_checkpoint, run_epoch, tokenize
 

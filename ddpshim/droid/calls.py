@@ -1,6 +1,6 @@
-"""Implements what the patch sets of DROID's trainers call, each in place of the line it replaces.
+"""Implements the functions that the patch sets of DROID's trainers call; each replaces a line of the trainer.
 
-Without a launcher every function here does exactly what that line did. DROID's package is called robomimic, too;
+Without a launcher every function here does exactly what that line did. DROID's package is also called robomimic;
 it is imported inside the functions only.
 """
 
@@ -22,9 +22,9 @@ from ddpshim.job.launch_env import read_launch_env
 
 
 def cuda() -> Union[str, torch.device]:
-    """What "cuda" means for this rank, also before `start`: a GPU of its own, and the CPU where there is none. Local.
+    """Return the device that "cuda" means for this rank, even before `start`: its own GPU, or the CPU. Local.
 
-    From here on a bare "cuda" and `.cuda()` mean the same GPU. Without a launcher it is the current one.
+    From here on a bare "cuda" and `.cuda()` mean the same GPU. Without a launcher it is the current GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -33,7 +33,7 @@ def cuda() -> Union[str, torch.device]:
 
 
 class _Held(nn.Module):
-    """A network where DataParallel would hold it: the same keys, the same `.module`, the same calls; one device."""
+    """Holds a network as DataParallel does, on one device: the same keys, the same `.module`, the same calls."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -44,18 +44,18 @@ class _Held(nn.Module):
 
 
 def data_parallel(module: nn.Module, **options: Any) -> nn.Module:
-    """torch's DataParallel with upstream's arguments; launched, what has its `.module` and its keys, on one device.
+    """Return torch's DataParallel with upstream's arguments; launched, a module with its `.module` and keys.
 
-    Local: the gradients are reduced by `ddpshim.robomimic.prepare`. Published checkpoints have these keys.
+    Local: `ddpshim.robomimic.prepare` reduces the gradients. Published checkpoints have these keys.
     """
     return _Held(module) if world().is_launched else nn.DataParallel(module, **options)
 
 
 def tokenize(tokenizer: Any, texts: list[str], **options: Any) -> Any:
-    """`tokenizer(texts, padding=True)`, padded to the longest text of the whole batch (collective).
+    """Return `tokenizer(texts, padding=True)`, padded to the longest text of the whole batch (collective).
 
-    Upstream adds up what the language model says of every token, of padding as well: what a text means to the
-    policy depends on the longest one beside it.
+    Upstream sums the language model's outputs over all tokens, including padding, so the embedding of a text depends
+    on the longest text in its batch.
     """
     here = world()
     if here.world_size > 1:
@@ -66,9 +66,9 @@ def tokenize(tokenizer: Any, texts: list[str], **options: Any) -> Any:
 
 
 def load_checkpoint(path: str) -> Any:
-    """The checkpoint at `path`, as upstream reads it; launched, into memory of the CPU. Local.
+    """Return the checkpoint at `path`, as upstream reads it; launched, in CPU memory. Local.
 
-    Its tensors say cuda:0, where each rank would keep a copy for as long as it trains.
+    Its tensors are saved for cuda:0, where each rank would keep a copy during the whole training.
     """
     from robomimic.utils.file_utils import maybe_dict_from_checkpoint
 
@@ -78,24 +78,24 @@ def load_checkpoint(path: str) -> Any:
 
 
 class Epochs(Enterable):
-    """`loader` in epochs of `num_steps` steps, each of which goes on in the pass where the one before it ended.
+    """`loader` in epochs of `num_steps` steps; each continues the pass where the previous epoch ended.
 
-    So does upstream's trainer, which keeps its iterator. A stream goes on where it is, and a training that is started
-    again begins it anew. `len()` is `num_steps`; other attributes are the loader's.
+    Upstream's trainer does the same by keeping its iterator. A stream continues, too, but a restarted training begins
+    it anew. `len()` is `num_steps`; other attributes are the loader's.
     """
 
     def __init__(self, loader: Any, num_steps: int) -> None:
         self._loader, self._num_steps = loader, num_steps
-        self._next = 0  # which step of all, from the first epoch on
+        self._next = 0  # the next step, counted from the first epoch
         self._batches: Any = None
-        self._order: Optional[dict[str, Any]] = None  # of the run that is gone on with, until its pass is entered
+        self._order: Optional[dict[str, Any]] = None  # the resumed run's, until its pass begins
 
     def __len__(self) -> int:
         return self._num_steps
 
     @property
     def num_steps_of_a_pass(self) -> Optional[int]:
-        """How many steps the loader has; None for a stream, which cannot be entered either."""
+        """The number of steps of the loader; None for a stream, which cannot be entered midway."""
         is_stream = isinstance(self._loader.dataset, IterableDataset)
         return len(self._loader) if isinstance(self._loader, ShardedLoader) and not is_stream else None
 
@@ -121,7 +121,7 @@ class Epochs(Enterable):
             length, order, self._order = self.num_steps_of_a_pass, self._order, None
             if length is not None:
                 number, first = divmod(self._next, length)
-                if order is not None and number and not first:  # torch's sampler may draw once more at the end of it
+                if order is not None and number and not first:  # enter at a pass's end: torch's sampler may draw there
                     number, first = number - 1, length
                 self._loader.set_epoch(number, first)
                 self._loader.restore_order(order, is_inside=first > 0)
@@ -137,5 +137,5 @@ class Epochs(Enterable):
 
 
 def run_epoch(*, data_loader: Any, data_loader_iter: Epochs, **options: Any) -> tuple[dict[str, float], Epochs]:
-    """Upstream's run_epoch with `ddpshim.robomimic.run_epoch`'s arguments, and what to hand to the next one."""
+    """Call `ddpshim.robomimic.run_epoch`; return its log, and the iterator to pass to the next call."""
     return adapter.run_epoch(data_loader=data_loader_iter, **options), data_loader_iter

@@ -1,7 +1,8 @@
-"""Reads DROID's RLDS data through octo: each rank its share of the trajectories, all ranks one mixture.
+"""Reads DROID's RLDS data through octo: each rank reads its share of the trajectories, and together they mix as one.
 
-What hunks of `robomimic/scripts/train.py` call in place of octo's functions and torch's loader, with their arguments.
-Without a launcher each does what those do. tensorflow, octo and dlimp are imported inside the functions only.
+The patch of `robomimic/scripts/train.py` calls these functions instead of octo's and torch's loader, with the same
+arguments. Without a launcher each does the same as the original. tensorflow, octo and dlimp are imported inside the
+functions only.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ddpshim.job.replaced import replaced
 
 
 def make_dataset_from_rlds(name: str, data_dir: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """octo's dataset of trajectories, those of this rank's share, and the statistics of all trajectories (collective).
+    """Return octo's dataset of this rank's share of the trajectories, and the statistics of all of them (collective).
 
-    The share is an even part of the split, taken before anything is read or decoded. Statistics that are not given are
-    the main rank's on every rank: it computes them, or finds octo's file of them. Each rank's own would differ, as
-    octo reads in no fixed order and the last digits of a sum depend on it.
+    The share is an even part of the split, taken before anything is read or decoded. If no statistics are given, the
+    main rank computes them, or finds octo's file of them, for all ranks. Each rank's own would differ, since octo
+    reads in no fixed order, and the last digits of a sum depend on the order.
 
     Raises:
         DataError: the split has fewer trajectories than there are ranks.
@@ -45,13 +46,13 @@ def make_interleaved_dataset(
     train: bool,
     **options: Any,
 ) -> Any:
-    """octo's mixture of datasets, made of this rank's share of the trajectories of each (collective).
+    """Return octo's mixture of datasets, made of this rank's share of each dataset's trajectories (collective).
 
-    All numbers are those of one process: the shuffle buffer and the batch (where there is one) are divided over the
-    ranks, threads and tf.data's memory for buffers over the ranks of this node. Each rank draws from its shares with
-    the weights given, so all of them together do. What is drawn (mixture, shuffle, subsampling, augmentation) differs
-    by rank, and from one start to the next: `tf.random.set_seed` gets a new number. No seed would make two runs alike,
-    as octo reads in no fixed order.
+    Pass the numbers of one process: the shuffle buffer and the batch (if there is one) are divided over the ranks,
+    threads and tf.data's buffer memory over the ranks of this node. Each rank draws from its shares with the given
+    weights, and so do all ranks together. Random choices (mixture, shuffle, subsampling, augmentation) differ between
+    ranks and between starts: `tf.random.set_seed` gets a new number each time. A fixed seed would not make two runs
+    equal, since octo reads in no fixed order.
 
     Raises:
         DataError: a dataset has fewer trajectories than there are ranks, or the batch does not divide.
@@ -69,13 +70,13 @@ def make_interleaved_dataset(
 
 
 def num_samples(dataset: Any) -> int:
-    """The frames that this rank has in a pass over a mixture, for `len()` of a torch dataset around it. Local.
+    """Return the number of this rank's frames in a pass over a mixture, for `len()` of a torch dataset. Local.
 
-    `dataset` comes from :func:`make_interleaved_dataset`, by any number of `map`s. Its stream does not end; a pass
-    is each dataset's transitions in the split times its weight, as DROID has it, over the number of ranks.
+    `dataset` is the result of :func:`make_interleaved_dataset`, or made from it by `map`s. Its stream never ends; as
+    in DROID, a pass is the sum of each dataset's transitions in the split times its weight, over the number of ranks.
 
     Raises:
-        TypeError: it comes from somewhere else, so nobody knows.
+        TypeError: `dataset` was made in another way, so its length is unknown.
     """
     while not hasattr(dataset, "num_frames"):
         inputs = dataset._inputs()
@@ -89,10 +90,9 @@ def num_samples(dataset: Any) -> int:
 
 
 def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
-    """torch's DataLoader; launched, one over this rank's share with its part of the batch (collective).
+    """Return torch's DataLoader; launched, one over this rank's share, with its part of the batch (collective).
 
-    Iterating raises DataError where a dataset of the mixture has nothing for this rank: octo's filters left none of its
-    share.
+    Iterating raises DataError if octo's filters left nothing of this rank's share of a dataset.
     """
     here = world()
     if not here.is_launched:
@@ -102,7 +102,7 @@ def loader(dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
 
 
 class _Endless(IterableDataset[Any]):
-    """`dataset`, whose end is an error: octo repeats what it reads, unless there is nothing to read."""
+    """Iterates over `dataset`, and raises at its end: octo repeats its data forever, unless there is none."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -130,7 +130,7 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
         share["batch_size"] = divide(options["batch_size"], here.world_size)
     for name in ("traj_transform_threads", "traj_read_threads"):
         if options.get(name) is not None:
-            # octo wants one for each dataset
+            # octo requires at least one for each dataset
             share[name] = max(len(dataset_kwargs_list), divided(options[name], here.local_world_size))
     frames = dict(options.get("frame_transform_kwargs", {}))
     if frames.get("num_parallel_calls", tf.data.AUTOTUNE) != tf.data.AUTOTUNE:
@@ -138,7 +138,7 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
     share["frame_transform_kwargs"] = frames
 
     tf.random.set_seed(derive_seed(here.broadcast(secrets.randbits(63)), "tf.data", here.rank))
-    # octo would go on without a dataset that has nothing for this rank, and this rank's mixture be another one.
+    # octo would drop a dataset that is empty on this rank, and this rank's mixture would differ.
     mix = staticmethod(functools.partial(DLataset.sample_from_datasets, stop_on_empty_dataset=True))
     make_share = replaced(octo_data, "make_dataset_from_rlds", _share_maker(octo_data))
     with make_share, replaced(DLataset, "sample_from_datasets", mix):
@@ -151,7 +151,7 @@ def _make_shares(octo_data: Any, dataset_kwargs_list: Any, sample_weights: Any, 
 
 
 def _share_maker(octo_data: Any) -> Callable[..., Any]:
-    """octo's make_dataset_from_rlds, for this rank's share (collective)."""
+    """Return octo's make_dataset_from_rlds, limited to this rank's share; calling it is collective."""
     from dlimp import DLataset
 
     make, read, here = octo_data.make_dataset_from_rlds, DLataset.from_rlds, world()
@@ -169,14 +169,14 @@ def _share_maker(octo_data: Any) -> Callable[..., Any]:
 
 
 def _num_frames(dataset: Any, dataset_kwargs_list: Sequence[dict[str, Any]], train: bool) -> Optional[float]:
-    """Each dataset's transitions in the split that octo reads, times its weight; None if the statistics do not say."""
+    """Return the sum of each dataset's transitions in the split that octo reads, times its weight; None if unknown."""
     import numpy as np
     import tensorflow_datasets as tfds
 
     statistics = dataset.dataset_statistics
     if isinstance(statistics, str):  # a file, for octo to read
         return None
-    # One for all datasets, in which the numbers are lists, or one for each.
+    # One dict for all datasets, with lists of numbers, or one dict for each dataset.
     is_one = isinstance(statistics, dict)
     nums = np.ravel(statistics["num_transitions"] if is_one else [each["num_transitions"] for each in statistics])
     if len(nums) != len(dataset_kwargs_list):

@@ -1,4 +1,4 @@
-"""Is LeRobot's adapter: answers what ddpshim asks of one (`ddpshim.trainers.interface.Adapter`)."""
+"""Implements the adapter for LeRobot (`ddpshim.trainers.interface.Adapter`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def stand_ins() -> StandIns:
-    """For `lerobot_train` of an installed LeRobot that nobody edits."""
+    """Return the stand-ins for `lerobot_train` of an installed, unedited LeRobot."""
     from ddpshim.lerobot.stand_ins import at_config
 
     return at_config

@@ -1,7 +1,7 @@
-"""Makes LeRobot's trainer train on all ranks what it trains in one process.
+"""Makes LeRobot's trainer run the same training on all ranks as in one process.
 
-Its Accelerator is that of one process on every rank: batch size, learning rate, steps and the numbers in the log are
-those of one process. What ranks share is ddpshim's: gradients, the order of the samples, the noise, and who writes.
+On every rank its Accelerator works as in one process, so batch size, learning rate, steps and the numbers in the log
+are those of one process. ddpshim handles what ranks share: gradients, the order of samples, noise, and who writes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ddpshim.trainers.session import session
 from ddpshim.trainers.unedited.accelerators import in_one_process, strategies
 
 PLACE = "place_in_pass.pt"  # in the training_state of a checkpoint
-# Where each was compared with one process: `python -m tests.lerobot_equivalence`.
+# The policies that `python -m tests.lerobot_equivalence` has compared with one process.
 COMPARED = ("act", "diffusion", "smolvla")
-# Its codebook is fitted to the batch that a rank has, so that ranks would not share it.
+# vqbet fits its codebook to a rank's share of the batch, so ranks would have different codebooks.
 REFUSED = ("vqbet",)
 
 
@@ -39,10 +39,10 @@ class _Training:
     """The training of a job.
 
     Attributes:
-        loader: what gives its batches.
-        checkpoint: the folder that it goes on from.
-        step: of that checkpoint.
-        wrapped: holds what reduces the gradients.
+        loader: the loader of its batches.
+        checkpoint: the folder of the checkpoint from which it resumes.
+        step: the step of that checkpoint.
+        wrapped: the wrapped models, kept alive because they reduce the gradients.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class _Training:
 
 
 def join(config: Any) -> None:
-    """Join the job with this validated config, of which the folder becomes the main rank's (collective).
+    """Join the job with this validated config; its output folder becomes the main rank's (collective).
 
-    Raises HookError for what would differ from one process, WorldError where configs or code differ between ranks.
+    Raises HookError if the training would differ from one process, WorldError if configs or code differ between ranks.
     """
     here = setup(device="cpu" if config.policy.device == "cpu" else None)
     if here.world_size > 1:
         _refuse(config)
-    # By the main rank's clock; and none goes on, and makes the folder, before all have seen that there is none.
+    # The default name contains the time. Barrier: no rank may make the folder before all have checked that none exists.
     config.output_dir = Path(here.broadcast(str(config.output_dir)))
     here.barrier()
     seed = here.broadcast(secrets.randbits(63)) if config.seed is None else config.seed
@@ -96,7 +96,7 @@ def _refuse(config: Any) -> None:
 
 
 def accelerator(original: Any) -> Any:
-    """accelerate's `original` class as it is in one process, on each rank; what ranks share is ddpshim's. Local."""
+    """Return a subclass of accelerate's `original` that works on each rank as in one process. Local."""
     return type("Accelerator", (_OnRanks, original), {})
 
 
@@ -117,9 +117,9 @@ class _OnRanks:
         return world().is_main
 
     def wait_for_everyone(self) -> None:
-        """Wait for the main rank, however long it evaluates or saves, and go on with its random streams (collective).
+        """Wait for the main rank, however long it evaluates or saves, and take over its random streams (collective).
 
-        What it has drawn alone, one process would have drawn.
+        One process would also have drawn the numbers that the main rank has drawn alone.
         """
         here = world()
         here.barrier()
@@ -127,14 +127,14 @@ class _OnRanks:
             restore_rank_states(here.broadcast(rank_states(here.device)), here.device)
 
     def prepare_model(self, model: nn.Module, *arguments: Any, **options: Any) -> Any:
-        """The policy itself, its gradients reduced over the ranks (collective)."""
+        """Return the policy itself, with its gradients reduced over the ranks (collective)."""
         of_one_process: Any = super()
         prepared = of_one_process.prepare_model(model, *arguments, **options)
         current().part(_Training).wrapped.append(wrap_parallel(prepared))
         return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *arguments: Any, **options: Any) -> Any:
-        """This rank's share of the batches of one process, from where the checkpoint was written (collective)."""
+        """Return a loader of this rank's share of one process's batches, continued from a checkpoint (collective)."""
         training = current().part(_Training)
         made = make_loader(**arguments_of(data_loader))
         assert isinstance(made, ShardedLoader)
@@ -144,18 +144,18 @@ class _OnRanks:
         return made
 
     def end_training(self) -> None:
-        """Leave the job, once all ranks are here (collective)."""
+        """Leave the job after all ranks have ended their training (collective)."""
         session().end()
         cleanup()
         of_one_process: Any = super()
         of_one_process.end_training()
 
 
-# What stands in for functions of the trainer's module: each takes the original.
+# The stand-ins for functions of the trainer's module: each takes the original and returns its replacement.
 
 
 def load_training_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes the checkpoint, for the loader that is made next."""
+    """Return `original`, which also records the checkpoint for the loader that is made next."""
 
     @functools.wraps(original)
     def load(checkpoint_dir: Any, *arguments: Any, **options: Any) -> Any:
@@ -168,7 +168,7 @@ def load_training_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the place in the pass over the data; called on the main rank."""
+    """Return `original`, which also saves the place in the pass over the data; called on the main rank."""
 
     @functools.wraps(original)
     def save(*arguments: Any, **options: Any) -> None:
@@ -182,11 +182,11 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Noted:
-    """Takes what `update_policy` notes in the trainer's MetricsTracker."""
+    """Receives the metrics that `update_policy` sets in the trainer's MetricsTracker."""
 
 
 def update_policy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the numbers of the whole batch: means over the ranks (collective)."""
+    """Return `original` with metrics and outputs of the whole batch: means over the ranks (collective)."""
 
     @functools.wraps(original)
     def update(train_metrics: Any, *arguments: Any, **options: Any) -> Any:
@@ -217,7 +217,7 @@ def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def outside_batches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What the main rank evaluates alone draws as one process does, not as for a share of the last batch."""
+    """Return `original`, run outside of any batch: the main rank draws as one process, not for its share of a batch."""
 
     @functools.wraps(original)
     def evaluate(*arguments: Any, **options: Any) -> Any:

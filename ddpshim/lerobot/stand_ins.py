@@ -1,8 +1,8 @@
-"""Exchanges three names in the module of LeRobot's trainer, when its `train` validates the config.
+"""Replaces names in the module of LeRobot's trainer, when its `train` validates the config.
 
-`Accelerator` becomes ours (`ddpshim.lerobot.ranks`), `update_policy` returns the numbers of the whole batch, and the
-functions of checkpoints keep the place in the pass over the data. The module may be `lerobot.scripts.lerobot_train`,
-the program that it is run as, or a copy of it. Without a launcher nothing is exchanged.
+`Accelerator` becomes ddpshim's (`ddpshim.lerobot.ranks`), `update_policy` returns the numbers of the whole batch,
+`eval_policy_all` draws as in one process, and the functions of checkpoints keep the place in the pass over the data.
+The module may be `lerobot.scripts.lerobot_train`, `__main__`, or a copy. Without a launcher nothing is replaced.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ddpshim.trainers.swapping import refuse_unknown, swap
 
 CONFIG = "lerobot.configs.train"
 VALIDATE = f"{CONFIG}.TrainPipelineConfig.validate"
-# What `train` of LeRobot 0.4.4 asks of its Accelerator: each of these is known to do the right thing on several ranks.
+# The names of its Accelerator that `train` of LeRobot 0.4.4 uses: all are known to be right on several ranks.
 ASKED = {
     *("device", "is_main_process", "wait_for_everyone", "num_processes", "prepare", "unwrap_model", "autocast"),
     *("backward", "clip_grad_norm_", "end_training"),
 }
-# The functions of the trainer's module that are exchanged, with the parameters that they have, and may have.
+# The functions of the trainer's module that are replaced: the parameters that they must have, and may have.
 FUNCTIONS = {
     "update_policy": (
         "train_metrics policy batch optimizer grad_clip_norm accelerator lr_scheduler lock",
@@ -36,7 +36,7 @@ FUNCTIONS = {
 
 
 def _swap_in(module: ModuleType) -> str:
-    """Have `train`, of whichever module, come to `_validate` when it validates its config."""
+    """Make `train`, in any module, call `_validate` when it validates its config."""
     function = getattr(getattr(module, "TrainPipelineConfig", None), "validate", None)
     refuse_unknown(VALIDATE, function, ["self"])
     assert isinstance(function, FunctionType)
@@ -67,7 +67,7 @@ def _validate(original: Callable[..., Any], config: Any) -> None:
 
 
 def _refuse_unknown_trainer(caller: FrameType) -> None:
-    """Raise HookError where the caller is not `lerobot_train`'s `train`, or asks for what is not known. Local."""
+    """Raise HookError if the caller is not `lerobot_train`'s `train`, or uses other names of its Accelerator. Local."""
     names, code = caller.f_globals, caller.f_code
     where = f"{code.co_name} in {code.co_filename}"
     more = "Train with lerobot.scripts.lerobot_train, or leave the trainer as it is with DDPSHIM_HOOKS=off."

@@ -1,4 +1,4 @@
-"""Is openpi's adapter: answers what ddpshim asks of one (`ddpshim.trainers.interface.Adapter`)."""
+"""Implements the adapter for openpi (`ddpshim.trainers.interface.Adapter`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def stand_ins() -> StandIns:
-    """For `scripts/train_pytorch.py` of an openpi that nobody edits."""
+    """Return the stand-ins for `scripts/train_pytorch.py` of an unedited openpi."""
     from ddpshim.openpi.stand_ins import at_config
 
     return at_config

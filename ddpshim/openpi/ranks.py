@@ -1,7 +1,7 @@
-"""Makes openpi's PyTorch trainer train on all ranks what it trains in one process.
+"""Makes openpi's PyTorch trainer run the same training on all ranks as in one process.
 
 Each rank runs the trainer as one process does (`use_ddp` is False): batch size, seeds and the numbers in the log are
-those of one process. What ranks share is ddpshim's: gradients, the order of the samples, the noise, and who writes.
+those of one process. ddpshim handles what ranks share: gradients, the order of samples, noise, and who writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLACE = "place_in_pass.pt"  # in the folder of a checkpoint
 
 
 class _Training:
-    """The training of a job: what gives its batches, and what reduces the gradients."""
+    """The training of a job: the loader of its batches, and the model that reduces the gradients."""
 
     def __init__(self) -> None:
         self.loader: Optional[ShardedLoader] = None
@@ -36,7 +36,7 @@ class _Training:
 
 
 def join(config: Any) -> Any:
-    """Join the job; returns the config for this rank, of which the main one alone removes a folder (collective)."""
+    """Join the job; return this rank's config, by which only the main rank overwrites a folder (collective)."""
     here = setup()
     session().begin(dataclasses.asdict(config), "openpi", config.seed)
     if here.is_main:
@@ -45,16 +45,16 @@ def join(config: Any) -> Any:
     return dataclasses.replace(config, overwrite=False)
 
 
-# What stands in for functions of the trainer's module: each takes the original.
+# The stand-ins for functions of the trainer's module: each takes the original and returns its replacement.
 
 
 def setup_ddp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Says that this process is alone, on this rank's device."""
+    """Return a function that reports one process, on this rank's device."""
     return lambda: (False, 0, world().device)
 
 
 def set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Seeds as one process does. From here on the main rank makes the folder; the others wait for it (collective)."""
+    """Seed as one process does. Then the main rank makes the folder, and the others wait for it (collective)."""
 
     def seeded(seed: int, local_rank: int) -> None:
         original(seed, local_rank)
@@ -65,7 +65,7 @@ def set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def init_wandb(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On the main rank alone, which has made the folder by now (collective with `set_seed`)."""
+    """Log on the main rank only. By now it has made the folder: it joins the others' barrier in `set_seed`."""
 
     def init(config: Any, *, resuming: bool, enabled: bool = True) -> None:
         here = world()
@@ -77,7 +77,7 @@ def init_wandb(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def create_torch_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the loader of one process, for which torch has no process group."""
+    """Make the loader of one process, by hiding torch's process group."""
 
     @functools.wraps(original)
     def create(*arguments: Any, **options: Any) -> Any:
@@ -88,7 +88,7 @@ def create_torch_data_loader(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def build_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """This rank's share of the batches of one process (collective)."""
+    """Load this rank's share of one process's batches (collective)."""
 
     def build(config: Any) -> Any:
         made, data_config = original(config)
@@ -102,7 +102,7 @@ def build_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On the main rank alone, with the place in the pass and the random streams."""
+    """Save on the main rank only, with the place in the pass and the random streams."""
 
     def save(model: Any, optimizer: Any, global_step: int, config: Any, is_main: bool, data_config: Any) -> None:
         loader = current().part(_Training).loader
@@ -116,7 +116,7 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Goes on with the next sample and the next noise, on any number of ranks (collective)."""
+    """Resume with the next sample and the next noise, on any number of ranks (collective)."""
 
     def load(model: Any, optimizer: Any, checkpoint_dir: Any, device: Any) -> Any:
         step = original(model, optimizer, checkpoint_dir, device)
@@ -129,7 +129,7 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cleanup_ddp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves the job, once all ranks are here (collective)."""
+    """Leave the job after all ranks have ended their training (collective)."""
 
     def leave() -> None:
         session().end()
@@ -139,15 +139,15 @@ def cleanup_ddp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def policy(original: Any) -> Any:
-    """openpi's policy, whose gradients are reduced over the ranks, and whose loss is that of the whole batch. Local."""
+    """Return a subclass of openpi's policy: gradients reduced over ranks, and the loss of the whole batch. Local."""
     return type(original.__name__, (_OnRanks, original), {"__module__": original.__module__})
 
 
 class _OnRanks:
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """The losses of this rank's samples, moved so that their mean is that of the whole batch (collective).
+        """Return the losses of this rank's samples, shifted so that their mean is the whole batch's (collective).
 
-        Their gradients stay this rank's: those are averaged in the backward pass.
+        Gradients are still those of this rank's samples; the backward pass averages them.
         """
         training = current().part(_Training)
         itself: Any = self

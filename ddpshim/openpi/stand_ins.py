@@ -1,6 +1,6 @@
-"""Exchanges functions in the module of openpi's PyTorch trainer, when its `main` reads the config.
+"""Replaces functions in the module of openpi's PyTorch trainer, when its `main` reads the config.
 
-The module is `scripts/train_pytorch.py`, or a copy of it. Without a launcher nothing is exchanged.
+The module is `scripts/train_pytorch.py`, or a copy of it. Without a launcher nothing is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddpshim.trainers.exchanging import ByItsConfig
 from ddpshim.trainers.swapping import refuse_unknown, swap
 
 CONFIG = "openpi.training.config"
-# The functions of the trainer's module that are exchanged, with their parameters.
+# The functions of the trainer's module that are replaced, with their parameters.
 FUNCTIONS = {
     "setup_ddp": "",
     "set_seed": "seed local_rank",
@@ -26,7 +26,7 @@ FUNCTIONS = {
     "load_checkpoint": "model optimizer checkpoint_dir device",
     "cleanup_ddp": "",
 }
-# Those of `create_torch_data_loader` in openpi's data_loader.
+# The parameters of `create_torch_data_loader` in openpi's data_loader.
 CREATE = (
     "data_config model_config action_horizon batch_size sharding skip_norm_stats shuffle num_batches num_workers seed "
     "framework"
@@ -34,7 +34,7 @@ CREATE = (
 
 
 def _swap_in(module: ModuleType) -> str:
-    """Have the trainer come to `_cli` when it reads its config."""
+    """Make the trainer call `_cli` when it reads its config."""
     function = getattr(module, "cli", None)
     refuse_unknown(f"{CONFIG}.cli", function, [])
     assert isinstance(function, FunctionType)

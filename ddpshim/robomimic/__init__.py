@@ -1,4 +1,4 @@
-"""Lists what the patch sets of robomimic call, each in place of the line it replaces."""
+"""Exports the functions that robomimic's patch sets call; each replaces a line of robomimic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from ddpshim import lazy
 
-# Loaded when first used: a process that asks what robomimic's adapter offers may have no use for a trainer's calls.
+# Loaded on first use: a process that only needs the adapter must not import the trainer's functions.
 _CALLS = (
     *("copyfile", "device_or", "failed", "finish", "get_exp_dir", "has_checkpoint", "is_main", "main_computes"),
     *("main_decides", "main_only", "mean_over_ranks", "prepare", "quiet", "resume", "rollout_with_stats", "run_epoch"),

@@ -1,4 +1,4 @@
-"""Is robomimic's adapter: answers what ddpshim asks of one (`ddpshim.trainers.interface.Adapter`)."""
+"""Implements the adapter for robomimic (`ddpshim.trainers.interface.Adapter`)."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
 
 def fetcher(dataset: Any) -> Optional[Fetcher]:
-    """For SequenceDataset, MetaDataset and what is derived from them."""
+    """Return the fetcher for a SequenceDataset, a MetaDataset or a subclass; None for other datasets."""
     from ddpshim.robomimic import batches
 
     return batches.Fetcher(dataset) if batches.concerns(dataset) else None
 
 
 def draws_by_weight(sampler: Any) -> bool:
-    """Whether `sampler` is robomimic 0.5's stand-in for torch's WeightedRandomSampler, for more categories."""
+    """Whether `sampler` is robomimic 0.5's version of torch's WeightedRandomSampler, which allows more categories."""
     kind = type(sampler)
-    # Of a tree of its own, whose class may do something else, the names tell.
+    # A fork's class of the same name may draw in another way; the names that its code uses would differ.
     return (kind.__module__, kind.__name__) == ("robomimic.utils.dataset", "CustomWeightedRandomSampler") and set(
         kind.__iter__.__code__.co_names
     ) == known.WEIGHTED_SAMPLER_NAMES
 
 
 def trainer() -> list[tuple[str, str]]:
-    """What runs robomimic's own training; other programs borrow its networks and files."""
+    """Return the functions that run robomimic's own training; other programs only use its networks and files."""
     return [("robomimic.utils.train_utils", "run_epoch"), ("robomimic.scripts.train", "train")]
 
 
 def stand_ins() -> StandIns:
-    """For the functions of an installed robomimic that nobody edits."""
+    """Return the stand-ins for functions of an installed, unedited robomimic."""
     from ddpshim.robomimic import stand_ins
 
     return stand_ins
 
 
 def state_of_files() -> str:
-    """Of the installed package; \"not installed\" where there is none."""
+    """Return the state of the installed package's files, or that robomimic is not installed."""
     from ddpshim.trainers.patching.files import status
 
     if importlib.util.find_spec("robomimic") is None:
@@ -55,7 +55,7 @@ def state_of_files() -> str:
 
 
 def new_release(tree: str) -> tuple[list[str], int]:
-    """What a tree of another release has that is not known, for maintainers."""
+    """Compare a tree of another release with the known ones, for maintainers; see `new_release.compared`."""
     from ddpshim.robomimic.new_release import compared
 
     return compared(tree)

@@ -15,7 +15,7 @@ from ddpshim.errors import CheckpointError
 
 
 def algos(model: Any) -> Iterator[Any]:
-    """`model` and the algorithms inside it (hbc and iris hold planners, actors and value functions)."""
+    """Yield `model` and the algorithms inside it (hbc and iris hold planners, actors and value functions)."""
     from robomimic.algo.algo import Algo
 
     inner = [value for value in vars(model).values() if isinstance(value, Algo)]
@@ -26,7 +26,10 @@ def algos(model: Any) -> Iterator[Any]:
 
 
 def trained_together(algo: Any) -> Iterator[nn.Module]:
-    """The networks of `algo` that its optimizers train, cut where those cut them; no target networks."""
+    """Yield the networks that the optimizers of `algo` train, without target networks.
+
+    A ModuleList with an optimizer for each of its parts is yielded part by part.
+    """
     optimizers: Mapping[str, Any] = vars(algo).get("optimizers", {})
     trained = {id(p) for optimizer in flat(optimizers) for group in optimizer.param_groups for p in group["params"]}
     for name, net in algo.nets.items():
@@ -35,7 +38,7 @@ def trained_together(algo: Any) -> Iterator[nn.Module]:
 
 
 class AlgoState:
-    """All of an Algo that training changes: networks, EMA, optimizers, schedules, counters; of inner ones too."""
+    """All state of an Algo and its inner ones that training changes: networks, EMA, optimizers, schedules, counters."""
 
     def __init__(self, model: Any) -> None:
         self._algos = list(algos(model))
@@ -43,11 +46,11 @@ class AlgoState:
         self._held: Optional[list[dict[str, Any]]] = None
 
     def hold(self) -> None:
-        """Keep schedules and counters as they are now: what the trainer changes after an epoch it will change again."""
+        """Save schedules and counters as they are now: a resumed trainer repeats its changes after an epoch."""
         self._held = copy.deepcopy([self._light(*pair) for pair in zip(self._algos, self._before)])
 
     def release(self) -> None:
-        """Take them as they are again."""
+        """Save the current schedules and counters again."""
         self._held = None
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -65,9 +68,9 @@ class AlgoState:
         return out
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        mine = self.state_dict()
+        current = self.state_dict()
         for kind in ("optimizers", "lr_schedulers", "ema"):
-            was, now = ([len(part[kind] or ()) for part in parts] for parts in (state, mine))
+            was, now = ([len(part[kind] or ()) for part in parts] for parts in (state, current))
             if was != now:
                 raise CheckpointError(
                     f"the progress has {kind} of sizes {was}, the algorithm {now}; a part of it would start over. "
@@ -90,7 +93,7 @@ class AlgoState:
         return {
             "param_groups": [o.state_dict()["param_groups"] for o in flat(vars(algo).get("optimizers"))],
             "lr_schedulers": [s.state_dict() for s in flat(vars(algo).get("lr_schedulers"))],
-            # Only those that training has moved: others are the config's, which may say something new next time.
+            # Only those that training has changed: the others come from the config, which may differ after a resume.
             "counters": {name: n for name, n in _counters(algo).items() if before.get(name) != n},
             "ema_counters": {} if ema is None else _counters(ema),
         }
@@ -101,7 +104,7 @@ def _counters(owner: Any) -> dict[str, Any]:
 
 
 def flat(made: Any) -> list[Any]:
-    """The optimizers or schedules of an Algo: it keeps one by name, or a list of them, or None."""
+    """Return the optimizers or schedules of an Algo as one list; it keeps them by name, in lists, or as None."""
     if isinstance(made, Mapping):
         made = list(made.values())
     if isinstance(made, list):

@@ -1,8 +1,8 @@
-"""Fetches batches of robomimic's sequence datasets by one index for each key, not one call for each sample.
+"""Fetches batches of robomimic's sequence datasets with one index per key instead of one call per sample.
 
-Values, types and the order of keys are those of its own `__getitem__` and of torch's default collate, bit for bit: the
-code of the dataset must be one that is known here, and a few samples of it are compared before it is relied upon.
-Whatever is not proven so is fetched sample by sample, as ever.
+Values, types and the order of keys equal those of the dataset's `__getitem__` and torch's default collate, bit for
+bit: the dataset's code must be known here, and a few samples are compared before batches are fetched this way.
+Otherwise they are fetched sample by sample, as without ddpshim.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ddpshim.robomimic.windows import Arrays, Plan, Several, Unproven, Windows, 
 
 
 def concerns(dataset: Any) -> bool:
-    """Whether `dataset` is a SequenceDataset or MetaDataset of robomimic's, or of a class derived from one. Local."""
-    module = sys.modules.get("robomimic.utils.dataset")  # nobody has one who has not imported it
+    """Whether `dataset` is robomimic's SequenceDataset or MetaDataset, or of a subclass of one. Local."""
+    module = sys.modules.get("robomimic.utils.dataset")  # if it is not imported, no such dataset can exist
     kinds = [getattr(module, name, None) for name in ("SequenceDataset", "MetaDataset")]
     return isinstance(dataset, tuple(kind for kind in kinds if kind is not None))
 
 
 def is_known(dataset: Any) -> bool:
-    """Whether the code of `dataset` is known, and so to draw no random numbers. Local."""
+    """Whether the code of `dataset` is known; known code draws no random numbers. Local."""
     with contextlib.suppress(Unproven):
         _releases(dataset)
         return True
@@ -35,9 +35,9 @@ def is_known(dataset: Any) -> bool:
 
 
 def plan(dataset: Any) -> Plan:
-    """How to fetch batches of `dataset`; the layout of its file is read, and none of its data. Local.
+    """Return how to fetch batches of `dataset`; reads the layout of its file, but no data. Local.
 
-    Raises Unproven where they are not known to be those of the dataset itself.
+    Raises Unproven if these batches are not known to equal the dataset's own samples.
     """
     releases = _releases(dataset)
     if not hasattr(dataset, "datasets"):
@@ -47,13 +47,13 @@ def plan(dataset: Any) -> Plan:
 
 
 def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays] = None) -> Optional[str]:
-    """Have torch's loaders fetch `dataset` by the batch, with :class:`Collate`. Local. Returns why not, if it can't be.
+    """Make torch's loaders fetch whole batches of `dataset` (:class:`Collate`). Local. Return the reason if they can't.
 
-    What the dataset itself held of its data it holds no more: its caches become views of `arrays`.
+    The dataset's own caches become views of `arrays`, and its copies of the data are released.
 
     Args:
-        planned: what :func:`plan` returned.
-        arrays: what `planned.fill` has filled already, in memory that other processes share, say.
+        planned: the result of :func:`plan`.
+        arrays: arrays that `planned.fill` has already filled, for example in shared memory.
     """
     if isinstance(vars(dataset).get("__getitems__"), _Fetch):
         return None
@@ -63,7 +63,7 @@ def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays
         planned.compare()
     except Unproven as reason:
         return str(reason)
-    except Exception as error:  # of a file like none that is known; the dataset itself may well read it
+    except Exception as error:  # an unfamiliar file, which the dataset itself may be able to read
         return f"{type(error).__name__}: {error}"
     planned.take_over()
     dataset.__getitems__ = _Fetch(planned)
@@ -71,28 +71,28 @@ def attach(dataset: Any, planned: Optional[Plan] = None, arrays: Optional[Arrays
 
 
 class Fetcher(NamedTuple):
-    """Is what `ddpshim.data.fetching` asks for, of one dataset."""
+    """Implements the interface of `ddpshim.data.fetching` for one dataset."""
 
     dataset: Any
 
     def attach(self) -> Optional[str]:
-        """Have torch's loaders fetch the dataset by the batch. Local. Returns why not, if it can't be."""
+        """Make torch's loaders fetch whole batches of the dataset. Local. Return the reason if they can't."""
         return attach(self.dataset)
 
     def collate(self) -> Collate:
-        """For the loader."""
+        """Return the collate function for the loader."""
         return Collate()
 
 
 class Collate:
-    """torch's default collate; of what an attached dataset gives, without making the samples first. Local."""
+    """Collates as torch does by default; for an attached dataset, without making single samples first. Local."""
 
     def __init__(self) -> None:
         self._mailbox: Optional[mailbox.Mailbox] = None
         self._num_batches = 0
 
     def expect(self, dataset: Any, batch_size: int, num_workers: int, prefetch_factor: Optional[int]) -> None:
-        """Make room for the batches of workers that stay for all epochs: no two passes run at once. Local."""
+        """Allocate shared memory for the batches of persistent workers, which run only one pass at a time. Local."""
         fetch = vars(dataset).get("__getitems__")
         if isinstance(fetch, _Fetch):
             num_bytes = mailbox.num_bytes(fetch([0] * batch_size).collated())
@@ -111,7 +111,7 @@ class Collate:
 
 
 class _Fetch(NamedTuple):
-    """What torch's fetcher calls as `dataset.__getitems__`."""
+    """The function that torch's fetcher calls as `dataset.__getitems__`."""
 
     plan: Plan
 
@@ -120,7 +120,7 @@ class _Fetch(NamedTuple):
 
 
 class _Samples(Sequence[Any]):
-    """The samples at `indices`, made by the dataset itself when they are looked at; or all of them collated."""
+    """The samples at `indices`: made by the dataset itself when accessed, or collated as one batch."""
 
     def __init__(self, planned: Plan, indices: Sequence[int]) -> None:
         self._plan, self._indices = planned, indices
@@ -143,7 +143,7 @@ class _Samples(Sequence[Any]):
 
 
 def _releases(dataset: Any) -> list[known.Release]:
-    """The release whose code each SequenceDataset in `dataset` runs; raises Unproven where it is no known one."""
+    """Return the release whose code each SequenceDataset in `dataset` runs; raise Unproven if one is unknown."""
     if not concerns(dataset):
         raise Unproven(f"{type(dataset).__name__} is no dataset of robomimic's")
     parts, releases = [dataset], []
@@ -162,7 +162,7 @@ def _releases(dataset: Any) -> list[known.Release]:
 
 
 def _digest(dataset: Any, names: Sequence[str]) -> str:
-    """Of the source of the methods `names`; empty where one is none of the class's, or unknown."""
+    """Return the digest of the source of the methods `names`; empty if one is not the class's or has no source."""
     functions = [getattr(type(dataset), name, None) for name in names]
     if any(name in vars(dataset) or not hasattr(function, "__code__") for name, function in zip(names, functions)):
         return ""

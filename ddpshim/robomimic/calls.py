@@ -1,4 +1,4 @@
-"""Implements what the robomimic patch sets call, each in place of the line it replaces.
+"""Implements the functions that robomimic's patch sets call; each replaces a line of robomimic.
 
 Without a launcher every function here does exactly what that line did. robomimic is imported inside the
 functions only.
@@ -45,13 +45,13 @@ from ddpshim.trainers.session import FOLDER, Session, session, wants_to_go_on
 from ddpshim.trainers.swapping import stand_aside
 
 T = TypeVar("T")
-_COMPUTED_ON_CPU = ("rewards", "dones")  # upstream discounts them before it moves a batch
+_COMPUTED_ON_CPU = ("rewards", "dones")  # upstream discounts rewards before it moves a batch to the GPU
 
 
 class _Run:
-    """What the calls of one job's training hand to each other, beside its session."""
+    """State that the calls of one job's training share, beside its session."""
 
-    section: Optional[Mapping[str, Any]] = None  # of the config file, for `start`
+    section: Optional[Mapping[str, Any]] = None  # the config file's `ddpshim` section, until `join` reads it
     state: Optional[AlgoState] = None
 
 
@@ -60,28 +60,27 @@ def _run() -> _Run:
 
 
 def quiet() -> None:
-    """Lead standard output and warnings nowhere on ranks that are not the main one. Local; before imports.
+    """Discard standard output and warnings on all ranks but the main one. Local; call it before imports.
 
-    Nothing under `python -m ddpshim run`, where they go to the rank's own log. Errors still reach standard error.
-    From here on a config file may have a `ddpshim` section. Raises LaunchError where the launcher's variables are
-    impossible.
+    Under `python -m ddpshim run` they go to the rank's own log instead. Errors still reach standard error. From here
+    on a config file may have a `ddpshim` section. Raises LaunchError if the launcher's variables are impossible.
     """
-    stand_aside()  # a patched trainer is not to be hooked as well
+    stand_aside()  # a patched trainer must not be hooked as well
     silence_other_ranks()
     keep_the_section()
 
 
 def silence_other_ranks() -> None:
-    """Print nothing on a rank other than the main one that has no log of its own. Local."""
+    """Discard the output of a rank that is not the main one and has no log of its own. Local."""
     if read_launch_env(os.environ).rank > 0 and not has_log():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
         warnings.simplefilter("ignore")
 
 
 def keep_the_section() -> None:
-    """Keep our section of a config file for `join`: upstream's config refuses unknown keys. Local.
+    """Store the `ddpshim` section of a config file for `join`: upstream's config refuses unknown keys. Local.
 
-    It is not part of the config: what is saved with a checkpoint, code without ddpshim must be able to read.
+    The section is left out of the config, so that code without ddpshim can read the config saved in a checkpoint.
     """
     from robomimic.config.base_config import BaseConfig
     from robomimic.config.config import Config
@@ -95,7 +94,7 @@ def keep_the_section() -> None:
 
 
 def leave_the_section() -> None:
-    """Take `keep_the_section` back. Local."""
+    """Undo `keep_the_section`. Local."""
     from robomimic.config.base_config import BaseConfig
 
     if "update" in vars(BaseConfig):
@@ -103,10 +102,10 @@ def leave_the_section() -> None:
 
 
 def start(config: Any, device: torch.device) -> torch.device:
-    """The device of this rank, in place of `device`; joins the job (collective, once, first of all).
+    """Join the job, and return this rank's device, to use instead of `device` (collective, once, before other calls).
 
-    Raises OptionsError where the `ddpshim` section of the config file or a variable is wrong, and WorldError, on all
-    ranks, where they were given different configs or code.
+    Raises OptionsError if the `ddpshim` section of the config file or a variable is wrong, and WorldError, on all
+    ranks, if their configs or code differ.
     """
     device = join(device)
     begin(config)
@@ -114,7 +113,7 @@ def start(config: Any, device: torch.device) -> torch.device:
 
 
 def join(device: torch.device) -> torch.device:
-    """The device of this rank, in place of `device`; joins the job (collective). The first half of `start`."""
+    """Join the job, and return this rank's device (collective). The first half of `start`."""
     section, _run().section = _run().section, None
     options = Options.read(section)
     if options.accumulation_steps > 1:
@@ -133,35 +132,35 @@ def join(device: torch.device) -> torch.device:
 
 
 def begin(config: Any) -> None:
-    """The second half of `start`: all ranks have the same config and the same code, and its seed (collective)."""
+    """Check that all ranks have the same config and code, and set the seed (collective). The second half of `start`."""
     here = world()
     if not here.is_launched:
         return
     session().begin(config, "robomimic", config.train.seed, first_epoch=1)
     if here.is_main:
-        # Before the ranks load their data: afterwards it would be too late.
+        # Before ranks load their data, which may exhaust the memory.
         advise_on_cache(config, here.local_world_size)
 
 
 def finish() -> None:
-    """Leave the job when training is over (collective)."""
+    """End the training and leave the job (collective)."""
     end_training()
     cleanup()
 
 
 def end_training() -> None:
-    """Take note that training is over: the main rank may be saving still, so all wait (collective)."""
+    """Mark the training as finished; all ranks wait until the main rank has saved its files (collective)."""
     session().end()
 
 
 def failed(error: BaseException) -> None:
-    """Where upstream swallows `error`: end the job with it. Returns without a launcher, as upstream does."""
+    """End the job with `error`, which upstream would swallow. Without a launcher return, as upstream does."""
     if world().is_launched:
         abort(error)
 
 
 def device_or(default: T) -> Union[torch.device, T]:
-    """The device of this rank, or `default` without a launcher. Local."""
+    """Return this rank's device, or `default` without a launcher. Local."""
     return world().device if world().is_launched else default
 
 
@@ -171,12 +170,12 @@ def is_main() -> bool:
 
 
 def main_decides(choice: bool) -> bool:
-    """The main rank's `choice` on every rank: clocks differ (collective)."""
+    """Return the main rank's `choice` on every rank, since the ranks' clocks differ (collective)."""
     return world().broadcast(choice)
 
 
 def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make` on the main rank; elsewhere something that takes the same calls and does nothing. Local."""
+    """Return `make` on the main rank; on others an object that accepts the same calls and does nothing. Local."""
     if not world().is_main:
         return Nothing()
 
@@ -189,19 +188,18 @@ def main_only(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main_computes(compute: Callable[..., T], otherwise: T) -> Callable[..., T]:
-    """`compute` on the main rank; elsewhere something that takes the same calls and returns `otherwise`. Local."""
+    """Return `compute` on the main rank; on others a function that returns `otherwise`. Local."""
     return compute if world().is_main else lambda *args, **kwargs: otherwise
 
 
 def get_exp_dir(config: Any, **options: Any) -> Any:
-    """The experiment's directories, asked for, removed and made by the main rank alone (collective).
+    """Return the experiment's directories; only the main rank asks about, removes and makes them (collective).
 
-    Where a launcher or scheduler started this job before (or with the option resume=always, or upstream's
-    `--resume`) they are those of the last start that left its progress, and nobody is asked; where that start has
-    finished, this one ends with exit code 0. The first of them gets each rank's log, where `python -m ddpshim run`
-    keeps one.
+    If a launcher or scheduler has started this job before (or with the option resume=always, or upstream's `--resume`),
+    they are those of the last start that saved its progress, and the user is not asked; if that start has finished,
+    this one ends with exit code 0. The first directory gets links to the ranks' logs, if `ddpshim run` keeps them.
 
-    Raises LaunchError where upstream asks about a directory that exists, and standard input is closed.
+    Raises LaunchError if upstream asks about an existing directory while standard input is closed.
     """
     here = world()
     newest = here.run_on_main(_newest_start, config, options.get("resume", False))
@@ -213,7 +211,7 @@ def get_exp_dir(config: Any, **options: Any) -> Any:
 
 
 def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
-    """The folder of the last start under this name, if this one may go on in it. Older ones were given up."""
+    """Return the folder of the last start under this name if this one may resume it. Older ones are never resumed."""
     import robomimic
 
     if not wants_to_go_on(is_asked):
@@ -223,7 +221,7 @@ def _newest_start(config: Any, is_asked: bool) -> Optional[Path]:
 
 
 def _get_exp_dir(config: Any, options: dict[str, Any], newest: Optional[Path]) -> tuple[Any, bool]:
-    """The directories, and whether there is progress in them."""
+    """Return the directories, and whether they contain progress."""
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
@@ -235,16 +233,16 @@ def _get_exp_dir(config: Any, options: dict[str, Any], newest: Optional[Path]) -
         return (*folders, str(newest)) if "resume" in options else tuple(folders), True
     if not here.is_launched:
         return TrainUtils.get_exp_dir(config, **options), False
-    # After a restart the directory that is there is this job's own, of a start that left nothing: keep it, ask nobody.
-    knows = here.is_restarted and wants_to_go_on() and not options.get("resume")
-    with replaced(TrainUtils, "input", (lambda prompt: "n") if knows else _ask):
+    # After a restart an existing directory is this job's own, from a start that saved nothing: keep it without asking.
+    is_own = here.is_restarted and wants_to_go_on() and not options.get("resume")
+    with replaced(TrainUtils, "input", (lambda prompt: "n") if is_own else _ask):
         return TrainUtils.get_exp_dir(config, **options), False
 
 
 def _ask(prompt: str) -> str:
     try:
         return input(prompt)
-    except (EOFError, OSError, RuntimeError) as error:  # the last: there is no standard input at all
+    except (EOFError, OSError, RuntimeError) as error:  # RuntimeError: there is no standard input at all
         raise LaunchError(
             f"an experiment of this name exists, and robomimic asks: {' '.join(prompt.split())} Standard input is "
             f"closed ({type(error).__name__}), so nothing was started. Use another experiment.name, remove that "
@@ -253,32 +251,32 @@ def _ask(prompt: str) -> str:
 
 
 def has_checkpoint(resume: bool, *paths: str) -> bool:
-    """Upstream's `resume`, but not for a run that was left before its first checkpoint (collective)."""
+    """Return upstream's `resume`, but False for a run that stopped before its first checkpoint (collective)."""
     if not (resume and session().goes_on):
         return resume
     return world().run_on_main(lambda: any(os.path.exists(path) for path in paths))
 
 
 def resume(model: Any, start_epoch: int, *best_so_far: Any) -> tuple[Any, ...]:
-    """`Session.resume` for all of an Algo that training changes (collective)."""
+    """Call `Session.resume` for all state of an Algo that training changes (collective)."""
     state = _run().state = AlgoState(model)
     return session().resume({"algo": state}, start_epoch, *best_so_far)
 
 
 def mean_over_ranks(statistic: torch.Tensor) -> torch.Tensor:
-    """The mean over ranks of what a loss takes from its shard of a batch: that of the whole batch (collective).
+    """Return the whole batch's value of a statistic that a loss takes from its shard: the mean over ranks (collective).
 
-    Without gradient; for equal shards, which `loader` gives. In one process `statistic` itself.
+    Without gradient; for equal shards, as `loader` makes them. In one process returns `statistic` itself.
     """
     return average(statistic) if exchange.size(world()) > 1 else statistic
 
 
 def prepare(model: Any) -> Any:
-    """`model` (an Algo), every network of which is now reduced over the ranks (collective).
+    """Return `model` (an Algo), with the gradients of all its networks reduced over the ranks (collective).
 
-    The networks stay where they are: no wrapper gets between an algorithm, its optimizers, its EMA and its
-    checkpoints. Networks that train together share one reducer; target networks and the EMA become the
-    main rank's. Then each rank gets random streams of its own.
+    The networks are not wrapped, so the algorithm, its optimizers, its EMA and its checkpoints hold the same modules.
+    Networks that train together share one reducer; target networks and the EMA get the main rank's weights. The last
+    step is `split_random_streams`.
     """
     here = world()
     if not here.is_launched:
@@ -287,7 +285,7 @@ def prepare(model: Any) -> Any:
         refused = import_hook.refused(module)
         if refused is not None:
             raise refused
-    if here.options.exact is None:  # whose number of threads may not depend on that of ranks
+    if here.options.exact is None:  # with exact, the number of threads must not depend on the number of ranks
         torch.set_num_threads(max(1, min(torch.get_num_threads(), machine.num_cores() // here.local_world_size)))
     for algo in algos(model):
         _scale_learning_rates(algo, scale_lr(1.0, here.options.lr_rule))
@@ -301,7 +299,7 @@ def prepare(model: Any) -> Any:
 
 
 def same_on_all_ranks(nets: nn.Module) -> nn.Module:
-    """`nets` with the main rank's weights, so that a copy made next (an EMA) is the same everywhere (collective)."""
+    """Return `nets` with the main rank's weights, so that a copy made next (an EMA) is equal too (collective)."""
     if world().world_size > 1:
         broadcast_state(nets)
     return nets
@@ -316,7 +314,7 @@ def run_epoch(
     best_so_far: tuple[Any, ...] = (),
     **options: Any,
 ) -> dict[str, float]:
-    """Upstream's run_epoch between `Session.begin_epoch` and `Session.end_epoch` (collective)."""
+    """Run upstream's run_epoch between `Session.begin_epoch` and `Session.end_epoch` (collective)."""
     import robomimic.utils.train_utils as TrainUtils
 
     training, state, validates = session(), _run().state, options.get("validate", False)
@@ -332,7 +330,7 @@ def run_epoch(
         else:
             meanwhile.enter_context(world().autocast())
             if world().is_launched:
-                # Of a user's own algorithm nobody knows what it computes on the CPU first.
+                # Not for a user's own algorithm, which may first compute something else on the CPU.
                 if model.device.type == "cuda" and type(model).__module__.startswith("robomimic.algo."):
                     batches = OnDevice(batches, model.device, but=_COMPUTED_ON_CPU)
                 meanwhile.enter_context(_noting(model, training))
@@ -345,7 +343,7 @@ def run_epoch(
 
 @contextlib.contextmanager
 def _noting(model: Any, training: Session) -> Iterator[None]:
-    """Meanwhile `training` takes note of what `model` logs, and no step waits for a GPU only to log a number."""
+    """In this block record the logs of `model` in `training`; no step waits for a GPU only to log a number."""
     log_info, waits = model.log_info, model.device.type == "cuda"
 
     def noted(info: Any) -> Any:
@@ -356,7 +354,7 @@ def _noting(model: Any, training: Session) -> Iterator[None]:
 
 
 def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
-    """Upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`), until a signal ends it (collective)."""
+    """Run upstream's rollout_with_stats on all ranks (`ddpshim.robomimic.rollout`); a signal ends it (collective)."""
     start, training = time.perf_counter(), session().progress
     more: dict[str, Any] = {} if training is None else {"is_told_to_end": lambda: preemption.asked() is not None}
     returns: dict[str, list[float]] = {}
@@ -372,14 +370,14 @@ def rollout_with_stats(**options: Any) -> tuple[Mapping[str, Any], Optional[Mapp
             played |= {"returns": returns.get(name), "seconds": time.perf_counter() - start}
             events.note("rollout", environment=name, **played)
         return logs, videos
-    training.leave(reason)  # not in the handler: this is no failure on its way out
+    training.leave(reason)  # outside of the handler, since this is not a failure
 
 
 def save_model(*, ckpt_path: str, **options: Any) -> None:
-    """Upstream's save_model, on the main rank alone. Local: nobody waits for it.
+    """Call upstream's save_model on the main rank only. Local: other ranks do not wait for it.
 
-    Launched, the file at `ckpt_path` is at any moment the old one or the new one, whole. With the option
-    `background_save` the new one may come a moment later (`checkpoint.save_in_background`).
+    Launched, the file at `ckpt_path` is always complete: the old one or the new one. With the option `background_save`
+    the new one may appear a moment later (`checkpoint.save_in_background`).
     """
     import robomimic.utils.train_utils as TrainUtils
 
@@ -396,7 +394,7 @@ def save_model(*, ckpt_path: str, **options: Any) -> None:
 
 
 def copyfile(source: str, path: str) -> None:
-    """shutil.copyfile, on the main rank alone; launched, `path` is never half a copy, and there after `source` is."""
+    """Copy a file on the main rank only; launched, `path` is never incomplete, and appears only after `source`."""
     if world().is_launched:
         checkpoint.copy_in_background(source, path)
     else:
@@ -406,7 +404,7 @@ def copyfile(source: str, path: str) -> None:
 def _scale_learning_rates(algo: Any, factor: float) -> None:
     """Multiply the learning rates of all optimizers and of their schedules. Local.
 
-    Not those in the config: the one that is saved is to be the one that was given.
+    Those in the config do not change: the saved config must equal the given one.
     """
     for optimizer in flat(vars(algo).get("optimizers", {})):
         for group in optimizer.param_groups:
@@ -417,9 +415,9 @@ def _scale_learning_rates(algo: Any, factor: float) -> None:
 
 
 def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
-    """After `--resume`, give the counters that upstream's checkpoints lack the values they had. Local.
+    """After `--resume`, restore the counters that upstream's checkpoints lack. Local.
 
-    An EMA that counts from 0 again forgets its average in the next step; a td3_bc updates its actor in other steps.
+    An EMA that counts from 0 again loses its average in the next step; td3_bc would update its actor in other steps.
     """
     for algo in algos(model) if epoch > 1 else ():
         ema = getattr(algo, "ema", None)
@@ -428,12 +426,12 @@ def _restore_counters(model: Any, epoch: int, num_steps: int) -> None:
         if getattr(algo, "actor_update_counter", None) == 0:
             num_epochs = sum(bool(algo._check_epoch(net_name="critic", epoch=past)) for past in range(1, epoch))
             algo.actor_update_counter = num_epochs * num_steps
-        if getattr(algo, "_num_batch_steps", None) == 0:  # of cql, which begins with behavioural cloning
+        if getattr(algo, "_num_batch_steps", None) == 0:  # cql's; it begins with behavioural cloning
             algo._num_batch_steps = (epoch - 1) * num_steps
 
 
 class Nothing:
-    """Takes every call and attribute, does nothing: a logger or a file on a rank that must not write."""
+    """Accepts every call and attribute, and does nothing: a logger or a file on a rank that must not write."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
         return self

@@ -26,9 +26,9 @@ from ddpshim.robomimic import batches, node_cache
 
 
 def advise_on_cache(config: Any, num_ranks: int) -> None:
-    """Say whether the copies of the dataset in `num_ranks` processes would not fit into this node's memory. Local.
+    """Warn if the dataset's copies in `num_ranks` processes would not fit into this node's memory. Local.
 
-    Nothing where they are one: that it fits is looked at when it is made.
+    Does nothing if ranks share one copy, whose size is checked when it is made.
     """
     if not _is_shared(config):
         _advise_on_copies(config, num_ranks)
@@ -39,15 +39,15 @@ def _advise_on_copies(config: Any, num_ranks: int) -> None:
         return
     data = config.train.data  # a path, from 0.5.0 on a list of mappings
     paths = [os.path.expanduser(d["path"]) for d in data] if isinstance(data, (list, tuple)) else [str(data)]
-    looks = [_loaded(path, config) for path in paths]
-    num_bytes, has_images = sum(size for size, _ in looks), any(images for _, images in looks)
+    files = [_loaded(path, config) for path in paths]
+    num_bytes, has_images = sum(size for size, _ in files), any(images for _, images in files)
     num_workers, available = int(config.train.num_data_workers), machine.memory().available_bytes
     is_off = world().options.node_memory == "off"
     advice.give(advice.on_cache(num_bytes, has_images, num_ranks, num_workers, available, is_off))
 
 
 def _loaded(path: str, config: Any) -> tuple[float, bool]:
-    """(bytes on disk, whether images are among them) of what robomimic loads from a file, judged by its first demo."""
+    """Return (bytes on disk, whether some are images) of what robomimic loads, estimated from the first demo."""
     import h5py
 
     loaded = {"": set(config.train.dataset_keys), "obs": set(config.all_obs_keys)}
@@ -62,7 +62,7 @@ def _loaded(path: str, config: Any) -> tuple[float, bool]:
             sizes[is_loaded] += item.id.get_storage_size()
             dims.append(item.ndim if is_loaded else 0)
 
-    if not h5py.is_hdf5(path):  # upstream has its own words for a wrong path
+    if not h5py.is_hdf5(path):  # upstream itself reports a wrong path
         return 0.0, False
     with h5py.File(path, "r") as file:
         for demo in list(file.get("data", {}).values())[:1]:
@@ -72,11 +72,11 @@ def _loaded(path: str, config: Any) -> tuple[float, bool]:
 
 
 def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[Any, Any]:
-    """Upstream's datasets for training and validation; launched, with one cache for each node (then collective).
+    """Return upstream's datasets for training and validation; launched, with one cache per node (then collective).
 
-    Those that normalise observations and actions take a pass over the file: one rank reads it, all get the result.
+    Statistics for normalising observations and actions need a pass over the file: one rank computes them for all.
 
-    Raises DataError where the node has no room for the cache; see the option `node_memory`.
+    Raises DataError if the node has no room for the cache; see the option `node_memory`.
     """
     import robomimic.utils.dataset as Datasets
     import robomimic.utils.train_utils as TrainUtils
@@ -99,7 +99,7 @@ def load_data_for_training(config: Any, obs_keys: Any, **options: Any) -> tuple[
 
 
 def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config: Any) -> tuple[Any, Any]:
-    """What `load` makes, with one cache for each node; with upstream's own where they might differ (collective)."""
+    """Return the datasets of `load`, with one cache per node, or upstream's own if they might differ (collective)."""
     here, keys = world(), list(obs_keys)
     if not _is_shared(config):
         return load(obs_keys=obs_keys)  # type: ignore[no-any-return]
@@ -110,7 +110,7 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
     problem = node_cache.share(waiting, here, directory=directory, budget_bytes=budget_bytes)
     if problem is None:
         for dataset in filter(None, datasets):
-            if here.options.batched_fetch:  # before the loader, which would hold arrays of its own for it
+            if here.options.batched_fetch:  # before the loader, which would allocate its own arrays
                 batches.attach(dataset, arrays=node_cache.Flat(dataset))
         node_cache.trim(waiting)
         return datasets  # type: ignore[no-any-return]
@@ -121,18 +121,21 @@ def _load_once_a_node(load: Callable[..., Any], obs_keys: Any, kind: Any, config
 
 
 def _is_shared(config: Any) -> bool:
-    """Whether caches are made once for each node: launched, unless the user or the system says no. Local."""
+    """Whether ranks of a node share one cache: launched, with a cache, and neither disabled nor unsupported. Local."""
     here = world()
     wanted = config.train.hdf5_cache_mode is not None and here.options.node_memory != "off"
     return wanted and here.is_launched and node_memory.is_supported()
 
 
 def _on_main(dataset: Any, compute: Callable[[Any], Any]) -> Any:
-    """What `compute` returns on the main rank. A dataset of datasets asks each of them: DROID's has thousands."""
+    """Return the main rank's result of `compute` (collective).
+
+    Calls inside `compute` are local: a dataset of datasets calls each of its parts, thousands in DROID's.
+    """
     return compute(dataset) if _asking else world().run_on_main(_asked, dataset, compute)
 
 
-_asking: list[Any] = []  # the dataset that is computing, on the main rank
+_asking: list[Any] = []  # on the main rank, the dataset whose `compute` is running
 
 
 def _asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
@@ -144,13 +147,13 @@ def _asked(dataset: Any, compute: Callable[[Any], Any]) -> Any:
 
 
 def loader(**options: Any) -> DataLoader[Any]:
-    """torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
+    """Return torch's DataLoader with upstream's arguments; launched, `make_loader` with the same (then collective).
 
-    There, workers stay for the next epoch where the dataset's code is known to draw no random numbers (a worker that
-    stays goes on with its stream, one that starts has a new one), and batches for a GPU are pinned.
+    Launched, workers persist over epochs if the dataset's code is known to draw no random numbers (a persistent worker
+    continues its random stream, a new one starts another), and batches for a GPU are pinned.
 
-    Raises DataError where the batch does not split over the ranks, or the dataset gives no whole batch. There, upstream
-    in one process ends in an empty StopIteration, or goes without that validation and says nothing.
+    Raises DataError if the batch does not split over the ranks, or the dataset has no whole batch. In the latter case
+    upstream, in one process, fails with an empty StopIteration, or silently skips validation.
     """
     dataset, batch_size, stays = options["dataset"], options["batch_size"], options.get("persistent_workers", False)
     here = world()
@@ -179,9 +182,9 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def divided(given: Any) -> DataLoader[Any]:
-    """The share of this rank in what a plain DataLoader of the trainer's gives; itself, if it is one (collective).
+    """Return a loader of this rank's share of `given`, the trainer's DataLoader (collective).
 
-    Raises DataError for anything else than torch's own DataLoader, or where `loader` does.
+    Returns `given` itself if it is such a loader already. Raises DataError for any other class, or as `loader` does.
     """
     if isinstance(given, ShardedLoader):
         return given
@@ -194,7 +197,7 @@ def divided(given: Any) -> DataLoader[Any]:
 
 
 def _source(dataset: Any) -> str:
-    """Where the samples of `dataset` come from, as the config names it."""
+    """Return the source of the samples of `dataset`, in the config's terms."""
     parts = getattr(dataset, "datasets", [dataset])
     keys = [part.filter_by_attribute for part in parts]
     of = ["all demonstrations" if key is None else f"filter key {key!r}" for key in keys]

@@ -1,6 +1,6 @@
-"""Lists what is known of each robomimic release: digests of its code that ddpshim relies on. Imports no torch.
+"""Lists digests of the code of each robomimic release that ddpshim relies on. Imports no torch.
 
-`python -m ddpshim patch new-release TREE` prints what a tree has that is not listed here.
+`python -m ddpshim patch new-release TREE` prints how a tree differs from this list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Release(NamedTuple):
 
     names: str
     sample_digest: str  # of SAMPLE_METHODS
-    normalizes_obs: bool  # SequenceDataset does so, not the trainer
+    normalizes_obs: bool  # whether SequenceDataset normalises observations; else the trainer does
 
 
 RELEASES = (
@@ -33,7 +33,7 @@ RELEASES = (
     Release("0.5.0, and master at d309eae", "81c972ac3cd0bf40", False),
     Release("the robocasa branch at 271a76c", "c3144dba8022da45", False),
 )
-# The methods of SequenceDataset that make a sample. None of those that are known draws a random number.
+# The methods of SequenceDataset that make a sample. In the releases above none draws random numbers.
 SAMPLE_METHODS = (
     "__len__",
     "__getitem__",
@@ -44,11 +44,11 @@ SAMPLE_METHODS = (
     "get_dataset_for_ep",
     "load_dataset_in_memory",
 )
-# The digest of SequenceDataset.load_dataset_in_memory in all of them: it keeps observations as they are in the file.
+# The digest of SequenceDataset.load_dataset_in_memory in all of them: it stores observations as they are in the file.
 LOAD_DIGEST = "b7c6d06066c3440f"
 BACKPROP_DIGEST = "33cd2d929a81b581"  # of TorchUtils.backprop_for_loss in 0.3.0, 0.4.0, 0.5.0, and master at d309eae
 META_METHODS = ("__len__", "__getitem__")
-META_DIGEST = "0dc43ea475119bc0"  # of META_METHODS wherever there is a MetaDataset, but for DROID
+META_DIGEST = "0dc43ea475119bc0"  # of META_METHODS in all releases that have a MetaDataset, except DROID
 # The names in CustomWeightedRandomSampler.__iter__, since 0.5.0: it draws as torch's WeightedRandomSampler does.
 WEIGHTED_SAMPLER_NAMES = {
     *("np", "random", "choice", "range", "len", "weights", "num_samples"),
@@ -57,16 +57,16 @@ WEIGHTED_SAMPLER_NAMES = {
 
 
 def release_of(sample_digest: str) -> Optional[Release]:
-    """The release whose SequenceDataset has this digest; None where it is none that is known. Local."""
+    """Return the release whose SequenceDataset has this digest; None if it is unknown. Local."""
     return next((release for release in RELEASES if release.sample_digest == sample_digest), None)
 
 
 @functools.lru_cache(maxsize=32)
 def digest(*functions: Any) -> str:
-    """Of the source of plain functions, without blank lines; empty where the source of one is not there. Local."""
+    """Return the digest of the source of plain functions, without blank lines; empty if a source is missing. Local."""
     blocks = []
     for function in functions:
-        # inspect.getsource asks all loaded modules which of them it is in first: a tenth of a second.
+        # inspect.getsource would first search all loaded modules for the function's: a tenth of a second.
         linecache.checkcache(function.__code__.co_filename)
         of_file = linecache.getlines(function.__code__.co_filename, function.__globals__)
         blocks.append(of_file[function.__code__.co_firstlineno - 1 :])
@@ -74,7 +74,7 @@ def digest(*functions: Any) -> str:
 
 
 def digest_of_methods(file: Path, kind: str, names: Iterable[str]) -> str:
-    """The same of methods of the class `kind` in a file that is not imported; empty where one is missing. Local."""
+    """Return the same digest for methods of class `kind` in a file, without import; empty if one is missing. Local."""
     tree, source = parsed(file)
     lines = source.splitlines(keepends=True)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
@@ -87,7 +87,7 @@ def digest_of_methods(file: Path, kind: str, names: Iterable[str]) -> str:
 
 
 def parsed(file: Path) -> tuple[ast.Module, str]:
-    """The syntax tree and the text of a file. Local. Raises PatchError where Python cannot parse it."""
+    """Return the syntax tree and the text of a file. Local. Raises PatchError if Python cannot parse it."""
     try:
         source = read_bytes(file).decode()
         return ast.parse(source), source
@@ -99,7 +99,7 @@ def parsed(file: Path) -> tuple[ast.Module, str]:
 
 
 def _digest(starts: Sequence[list[str]]) -> str:
-    """`starts`: for each function, the lines of its file from its first on."""
+    """Return the digest of functions; `starts` has, for each, the lines of its file from the function's first on."""
     lines = []
     for start in starts:
         try:

@@ -1,4 +1,4 @@
-"""Compares a tree of robomimic with what is known of its releases (`python -m ddpshim patch new-release TREE`)."""
+"""Compares a tree of robomimic with the known releases (`python -m ddpshim patch new-release TREE`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ddpshim.trainers.patching.patchset import transform_moved
 
 
 def compared(tree: str) -> tuple[list[str], int]:
-    """A line for each thing that ddpshim relies on, and how many of them the tree lacks. Local; reads only.
+    """Return a line for each thing that ddpshim relies on, and how many of them the tree lacks. Local; writes nothing.
 
-    `tree` is the package's folder, the one above it, or the name of an installed package. Raises PatchError if there
-    is none.
+    `tree` is the package's folder, the folder above it, or the name of an installed package. Raises PatchError if none
+    exists.
     """
     looked = status(tree)
     lines: list[str] = []
@@ -67,7 +67,7 @@ def _data(package: Path) -> Iterator[tuple[bool, str]]:
 
 
 def _names_in(file: Path, kind: str, method: str) -> Optional[set[str]]:
-    """The names that a method's code looks up; None without one."""
+    """Return the names that a method's code uses; None if there is no such method."""
     for node in known.parsed(file)[0].body:
         if isinstance(node, ast.ClassDef) and node.name == kind:
             code = compile(ast.Module([node], []), str(file), "exec").co_consts
@@ -77,7 +77,7 @@ def _names_in(file: Path, kind: str, method: str) -> Optional[set[str]]:
 
 
 def _functions(package: Path) -> Iterator[tuple[bool, str]]:
-    """The functions that stand-ins replace for an unedited trainer, and their parameters."""
+    """Yield whether each function that a stand-in replaces exists with known parameters, and a text about it."""
     for module, targets in TARGETS.items():
         file = package.joinpath(*module.split(".")[1:]).with_suffix(".py")
         found = _parameters(known.parsed(file)[0]) if file.is_file() else {}
@@ -93,7 +93,7 @@ def _functions(package: Path) -> Iterator[tuple[bool, str]]:
 
 
 def _parameters(tree: ast.Module) -> dict[str, list[str]]:
-    """Those of each function, and of each method by the name of its class."""
+    """Return the parameters of each function, and of each method (`Class.method`)."""
     found = {}
     scopes = [("", tree.body), *((f"{node.name}.", node.body) for node in tree.body if isinstance(node, ast.ClassDef))]
     for prefix, body in scopes:

@@ -1,6 +1,6 @@
-"""Keeps one copy for each node of what robomimic's datasets keep in memory (`hdf5_cache_mode`).
+"""Keeps one copy per node of the data that robomimic's datasets cache in memory (`hdf5_cache_mode`).
 
-Upstream's dataset reads as it always does, from a mapping that looks like its own cache.
+Upstream's dataset code is unchanged: it reads from a mapping with the interface of its own cache.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ddpshim.robomimic import known
 
 
 class _Unlike(DataError):
-    """A demonstration is not like the first one of its dataset; arrays for both would be another dataset."""
+    """A demonstration's arrays differ from the first one's in name, type or shape, so they cannot share one array."""
 
 
 class Waiting:
-    """Datasets that were made without their cache, and how each would have loaded it."""
+    """Datasets that were made without their cache, each with its loader and its layout."""
 
     def __init__(self) -> None:
         self.datasets: list[tuple[Any, _Loader, _Shape]] = []
@@ -38,21 +38,21 @@ class Waiting:
 
 @contextlib.contextmanager
 def without_cache(kind: Any) -> Iterator[Waiting]:
-    """Have datasets of this kind (robomimic's SequenceDataset) that are made in here wait for `share`. Local."""
+    """In this block, make datasets of this kind (robomimic's SequenceDataset) without a cache, for `share`. Local."""
     waiting = Waiting()
     init, load = vars(kind)["__init__"], vars(kind)["load_dataset_in_memory"]
     modes: dict[int, str] = {}
 
     @functools.wraps(load)
     def load_later(dataset: Any, **options: Any) -> Any:
-        if dataset.hdf5_cache_mode is None:  # a fork loads and forgets, to see whether it can
+        if dataset.hdf5_cache_mode is None:  # a fork of robomimic loads the data as a trial, and discards it
             return load(dataset, **options)
         loader = _Loader(load, dataset, options)
         try:
             waiting.datasets.append((dataset, loader, _Shape(dataset, loader)))
         except _Unlike as unlike:
             waiting.problem = str(unlike)
-        # Upstream would go on to make a list of all windows.
+        # With "all", upstream would now make a list of all windows.
         modes[id(dataset)], dataset.hdf5_cache_mode = dataset.hdf5_cache_mode, "low_dim"
         return None
 
@@ -69,20 +69,20 @@ def without_cache(kind: Any) -> Iterator[Waiting]:
 
 
 class _Loader:
-    """How a dataset would have loaded its demonstrations."""
+    """Loads demonstrations as the dataset would have loaded them."""
 
     def __init__(self, load: Callable[..., Any], dataset: Any, options: dict[str, Any]) -> None:
         self._load, self._dataset, self._options = load, dataset, options
         self._is_known = hasattr(load, "__code__") and known.digest(load) == known.LOAD_DIGEST
 
     def loaded(self, name: str, **options: Any) -> dict[tuple[str, ...], Any]:
-        """The arrays that upstream would keep of one, by path: its own function says so, in every release."""
+        """Return the arrays that upstream would cache of one demonstration, by path, as its own function loads them."""
         asked = {**self._options, "demo_list": [name], "hdf5_file": self._dataset.hdf5_file, **options}
         with contextlib.redirect_stdout(io.StringIO()):  # it prints for each call
             return _leaves(self._load(self._dataset, **asked)[name])
 
     def found(self, name: str) -> dict[tuple[str, ...], Any]:
-        """The same; where it is known what upstream keeps as it is in the file, that is only looked up."""
+        """Return the same; if upstream's code is known, observations are datasets of the file that are not read yet."""
         if not self._is_known:
             return self.loaded(name)
         demo, keys = self._dataset.hdf5_file[f"data/{name}"], self._options["obs_keys"]
@@ -94,7 +94,7 @@ class _Loader:
 
 
 def _put(arrays: SharedArrays, name: str, start: int, data: Any, file: int) -> None:
-    """Write an array, or what is in a dataset of the open `file`, to where it belongs."""
+    """Write `data`, an array or a dataset of the open `file`, into the array `name` from byte `start` on."""
     plain = data.dtype.kind in "iuf" and hasattr(data, "id") and not data.external and not data.is_virtual
     offset = data.id.get_offset() if plain and data.chunks is None and not data.file.userblock_size else None
     if offset is not None:
@@ -106,13 +106,13 @@ def _put(arrays: SharedArrays, name: str, start: int, data: Any, file: int) -> N
 def share(
     waiting: Waiting, here: World, *, directory: Optional[str] = None, budget_bytes: Optional[float] = None
 ) -> Optional[str]:
-    """Give the datasets that wait one cache for each node; else say why that would not be upstream's (collective).
+    """Give the waiting datasets one cache per node; else return why it would differ from upstream's (collective).
 
     Raises:
         DataError: the node has no room.
-        Exception: what upstream's own loading raises.
+        Exception: any error of upstream's own loading.
     """
-    # One decision for all ranks: else some would load what others wait for.
+    # All ranks decide alike: otherwise some would load while others wait in a collective.
     problem = next(filter(None, here.gather(waiting.problem)), None)
     if problem is not None or not waiting.datasets:
         return problem
@@ -147,7 +147,7 @@ def share(
 
 
 class _Shape:
-    """What is in a dataset: its demonstrations, and the arrays that each of them has. Local: reads the first one."""
+    """The layout of a dataset: its demonstrations, and the arrays that each of them has. Local: reads the first one."""
 
     def __init__(self, dataset: Any, loader: _Loader) -> None:
         self.path = dataset.hdf5_path
@@ -159,14 +159,14 @@ class _Shape:
         for path, array in first.items():
             if array.dtype.hasobject:
                 raise _Unlike(f"{self.path} holds objects in {'/'.join(path)}, which no array of bytes can")
-        # Bytes: torch of old has not all types that numpy has.
+        # As bytes, since older torch versions lack some of numpy's types.
         self.specs: dict[str, tuple[Sequence[int], torch.dtype]] = {
             "/".join(path): ((self.starts[-1] * _row_bytes(array),), torch.uint8) for path, array in first.items()
         }
         self.check(0, first)
 
     def check(self, index: int, found: Mapping[tuple[str, ...], Any]) -> None:
-        """Raise _Unlike where the arrays of a demonstration, by path, are not like those of the first one."""
+        """Raise _Unlike if a demonstration's arrays, by path, differ from the first one's in name, type or shape."""
         for path in set(found) ^ set(self.kinds):
             raise _Unlike(f"{self.path}: only one of {self.names[0]} and {self.names[index]} has {'/'.join(path)}")
         length = self.starts[index + 1] - self.starts[index]
@@ -180,7 +180,7 @@ class _Shape:
 
 
 def _leaves(tree: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """The arrays in nested mappings, by path. The attributes of a demonstration are none, and nobody reads them."""
+    """Return the arrays in nested mappings, by path, without a demonstration's attributes, which nothing reads."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         inner = (*path, key)
@@ -196,7 +196,7 @@ def _row_bytes(array: Any) -> int:
 
 
 class Demos(Mapping[str, Any]):
-    """A `SequenceDataset.hdf5_cache` whose arrays are views of the node's copy; they cannot be written to.
+    """A `SequenceDataset.hdf5_cache` whose arrays are read-only views of the node's copy.
 
     `cache[demo]["obs"][key]` is (T, ...), and so is `cache[demo][key]`.
     """
@@ -248,9 +248,9 @@ class _Demo(Mapping[str, Any]):
 
 
 class Flat(dict[str, Any]):
-    """The arrays that a dataset's cache consists of, `obs/eef` say; of a dataset of datasets `1:obs/eef`.
+    """The arrays of a dataset's cache by name, such as `obs/eef`; in a dataset of datasets, `1:obs/eef`.
 
-    Handed to another process, they stay where they are.
+    Passing it to another process copies no data.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -268,13 +268,13 @@ class Flat(dict[str, Any]):
 
 
 def trim(waiting: Waiting) -> None:
-    """Do away with the tables in which the datasets hold an entry for each of their samples. Local."""
+    """Replace the datasets' tables, which have an entry for each sample, by computed ones. Local."""
     for dataset, _, _ in waiting.datasets:
         dataset._index_to_demo_id = _DemoOfIndex(dataset)
 
 
 class _DemoOfIndex(Mapping[int, str]):
-    """A `SequenceDataset._index_to_demo_id` without an entry for each index: 100 bytes for each in every process."""
+    """A `SequenceDataset._index_to_demo_id` that is computed: a table takes 100 bytes per index in every process."""
 
     def __init__(self, dataset: Any) -> None:
         self._names = list(dataset.demos)
@@ -294,7 +294,7 @@ class _DemoOfIndex(Mapping[int, str]):
 
 
 class _Items(Sequence[Any]):
-    """A `SequenceDataset.getitem_cache` that makes each window when it is asked for."""
+    """A `SequenceDataset.getitem_cache` that makes each window on access."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

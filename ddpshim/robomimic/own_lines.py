@@ -1,4 +1,4 @@
-"""Replaces names in an unedited trainer's module: the files it opens, its clock, what it does with an exception."""
+"""Replaces names in an unedited trainer's module: how it opens files, its clock, and how it handles exceptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpshim.trainers.swapping import swap
 
 
 class Trainer:
-    """The training that goes on in this process, as its calls show it."""
+    """The state of this process's training, derived from the trainer's calls."""
 
     def __init__(self) -> None:
         self.has_joined = False
@@ -34,7 +34,7 @@ class Trainer:
         self.loggers: list[Any] = []
         self.has_resumed = self.has_ended = self.is_in_epoch = self.has_warned = False
         self.screen: Any = None  # standard output, while finished epochs are repeated
-        self.changed: list[tuple[dict[str, Any], str, Any]] = []  # names of its modules, and what they were
+        self.changed: list[tuple[dict[str, Any], str, Any]] = []  # (a module's globals, name, previous value)
 
 
 trainer = Trainer()
@@ -44,7 +44,7 @@ _MISSING = object()
 
 
 def replace_names(names: dict[str, Any]) -> None:
-    """Give the trainer's module, whose names these are, what fits a rank under some of them. Launched runs only."""
+    """Replace some `names` of the trainer's module by versions for a rank. Does nothing without a launcher."""
     if not world().is_launched or _are_replaced(names):
         return
     files = {name: _once(getattr(shutil, name)) for name in ("copy", "copy2", "copytree", "move", "rmtree")}
@@ -66,26 +66,26 @@ def _are_replaced(names: dict[str, Any]) -> bool:
 
 
 def give_back() -> None:
-    """Give the trainer's modules their names back. Local."""
+    """Restore the names of the trainer's modules. Local."""
     for names, name, value in reversed(trainer.changed):
         names.pop(name, None) if value is _MISSING else names.__setitem__(name, value)
     trainer.changed.clear()
 
 
 def replaced_names() -> list[str]:
-    """A line for each name of the trainer that has been replaced."""
+    """Return a line for each name of the trainer that has been replaced."""
     does = {
         "open": "writes on the main rank alone",
         "time": "time() is the main rank's",
         "shutil": "copies, moves and removes on the main rank alone",
         "traceback": "an exception that the trainer catches and prints ends the job",
     }
-    said = [f"{names.get('__name__')}.{name}: {does[name]}" for names, name, _ in trainer.changed]
-    return [*said, "torch.save: where the trainer calls it, on the main rank alone, whole or not"] if said else []
+    lines = [f"{names.get('__name__')}.{name}: {does[name]}" for names, name, _ in trainer.changed]
+    return [*lines, "torch.save: where the trainer calls it, on the main rank alone, whole or not"] if lines else []
 
 
 class _Seen:
-    """A module in which some names are ours."""
+    """A module in which some names are replaced."""
 
     def __init__(self, module: ModuleType, **ours: Any) -> None:
         self.__dict__.update(ours)
@@ -96,10 +96,10 @@ class _Seen:
 
 
 def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    # A trainer that knows of no ranks means each file once.
+    # A trainer that was written for one process means each file to be written once.
     writes = not world().is_main and set(mode) & set("wax+")
     if not set(mode) & set("wax"):
-        checkpoint.flush()  # it may be what was just saved
+        checkpoint.flush()  # the file may still be written in the background
     return open(os.devnull if writes else file, "w" + "b" * ("b" in mode) if writes else mode, *args, **kwargs)
 
 
@@ -108,12 +108,12 @@ def _time() -> float:
 
 
 def is_past() -> bool:
-    """Whether the trainer is in an epoch that an earlier start of it has done. Local."""
+    """Whether the trainer is in an epoch that an earlier start has finished. Local."""
     return trainer.replay is not None and trainer.replay.is_past
 
 
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` on the main rank, and not in epochs that are done; what was saved before is on the disk by then."""
+    """Return `function`, limited to the main rank and unfinished epochs; it waits until earlier saves are on disk."""
 
     @functools.wraps(function)
     def on_main(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def _copyfile(source: str, path: str, **options: Any) -> Any:
 
 
 def _fatal(name: str) -> Callable[..., Any]:
-    """The function of that name of `traceback`, before which the exception that is being handled ends the job."""
+    """Return `traceback`'s function of that name, which first ends the job with the exception being handled."""
 
     def fail_first(*args: Any, **kwargs: Any) -> Any:
         error = sys.exc_info()[1]

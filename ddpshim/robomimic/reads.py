@@ -1,7 +1,7 @@
-"""Reads what robomimic logs of a step without stopping for it: the host waits for a GPU at each number that it reads.
+"""Reads the numbers that robomimic logs of a step without waiting for the GPU at each of them.
 
-Upstream reads the norm of every gradient by itself, 94 in a step of a transformer. Here they are one number, and all
-numbers of a step's log come together, while the next step is computed.
+Upstream reads the norm of every gradient separately, 94 in a step of a transformer. Here they are summed on the GPU,
+and all numbers of a step's log are copied together, while the next step is computed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ddpshim.robomimic import known
 
 @contextlib.contextmanager
 def all_at_once() -> Iterator[None]:
-    """Meanwhile robomimic's `backprop_for_loss`, where it is the one that is known, reads all norms in one. Local."""
+    """In this block, robomimic's `backprop_for_loss` reads all norms at once, if its code is known. Local."""
     import robomimic.utils.torch_utils as TorchUtils
 
     upstreams = vars(TorchUtils).get("backprop_for_loss")
     if not hasattr(upstreams, "__code__") or known.digest(upstreams) != known.BACKPROP_DIGEST:
-        yield  # it may do something else
+        yield  # unknown code may do something else
         return
     with replaced(TorchUtils, "backprop_for_loss", backprop_for_loss):
         yield
@@ -37,7 +37,7 @@ def backprop_for_loss(
     max_grad_norm: Optional[float] = None,
     retain_graph: bool = False,
 ) -> Any:
-    """Upstream's, with the same weights and the same sum of squared norms: of a GPU a tensor, which nobody has read."""
+    """Do the same as upstream's; the returned sum of squared norms is, on a GPU, a tensor that has not been read."""
     optim.zero_grad()
     loss.backward(retain_graph=retain_graph)
     if max_grad_norm is not None:
@@ -53,28 +53,28 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> Any:
     if len(kinds) != 1 or gradients[0].is_sparse:
         return sum(g.norm(2).pow(2).item() for g in gradients)
     squares = torch.stack(torch._foreach_norm(gradients, 2)).pow(2)
-    # Numbers of Python are added in doubles, one after the other. On a GPU the order is another: the 16th digit.
+    # Python adds doubles one after the other; a GPU adds in another order, which changes the 16th digit.
     return sum(squares.tolist()) if squares.device.type == "cpu" else squares.double().sum()
 
 
 class Unread(Mapping[str, Any]):
-    """The log of a step, of which some numbers are on their way from the device: whoever looks waits for them."""
+    """The log of a step, some of whose numbers are still being copied from the device; reading it waits for them."""
 
     def __init__(self, log: Mapping[str, Any]) -> None:
         self._log: Mapping[str, Any] = log
         self._keys = [key for key, value in log.items() if isinstance(value, torch.Tensor) and value.numel() == 1]
-        self._came: Optional[torch.cuda.Event] = None
+        self._copied: Optional[torch.cuda.Event] = None
         if self._keys:
             numbers = torch.stack([log[key].detach().double().reshape(()) for key in self._keys])
-            self._numbers = numbers.to("cpu", non_blocking=True)  # of a GPU: into pinned memory
+            self._numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
             if numbers.is_cuda:
-                self._came = torch.cuda.Event()
-                self._came.record(torch.cuda.current_stream(numbers.device))
+                self._copied = torch.cuda.Event()
+                self._copied.record(torch.cuda.current_stream(numbers.device))
 
     def _read(self) -> Mapping[str, Any]:
         if self._keys:
-            if self._came is not None:
-                self._came.synchronize()
+            if self._copied is not None:
+                self._copied.synchronize()
             self._log, self._keys = {**self._log, **dict(zip(self._keys, self._numbers.tolist()))}, []
         return self._log
 
@@ -89,15 +89,15 @@ class Unread(Mapping[str, Any]):
 
 
 def later(log_info: Callable[[Any], Mapping[str, Any]], info: Any) -> Unread:
-    """What `log_info(info)` returns, with the numbers of which it asked `.item()` still on their way. Local.
+    """Return `log_info(info)`, but copy the tensors that it reads with `.item()` without waiting for them. Local.
 
-    It is called now: what else it looks at (a learning rate) may be another one a step later.
+    `log_info` is called now: other values that it reads, such as a learning rate, may change in the next step.
     """
     thread, item = threading.get_ident(), torch.Tensor.item
 
     def unread(tensor: torch.Tensor) -> Any:
         is_ours = threading.get_ident() == thread and tensor.numel() == 1
-        return tensor.detach().double() if is_ours else item(tensor)  # log_info adds some up, as Python does
+        return tensor.detach().double() if is_ours else item(tensor)  # as Python floats: log_info adds some up
 
     with replaced(torch.Tensor, "item", unread):
         return Unread(log_info(info))

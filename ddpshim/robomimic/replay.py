@@ -1,7 +1,7 @@
-"""Repeats to a resumed, unedited trainer what it was given in the epochs it has finished.
+"""Replays the finished epochs of a resumed, unedited trainer without training.
 
-A trainer that nobody edited begins at its first epoch, with its own idea of the best loss so far. It is led through the
-epochs that are done without doing them: what it asks is answered as it was then, and it comes to the same decisions.
+An unedited trainer begins at its first epoch, without the best loss so far. In finished epochs its calls return the
+results recorded at that time, so that it makes the same decisions again.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from ddpshim.job.world import World
 
 
 class Replay:
-    """The answers of past epochs by what was asked, and a clock that is the same on every rank.
+    """The recorded answers of past epochs by question, and a clock that is the same on every rank.
 
-    Between two training epochs the clock stands still, as what ranks do there they must do alike. It goes on, after a
-    restart, where it was when the epoch that is gone on with began.
+    Between two training epochs the clock stops, since ranks must make the same decisions there. After a restart it
+    continues from its value at the beginning of the resumed epoch.
     """
 
     def __init__(self, here: World) -> None:
         self._world = here
-        self._told: dict[tuple[str, int], list[Any]] = {}
-        self._asked: dict[tuple[str, int], int] = {}
+        self._answers: dict[tuple[str, int], list[Any]] = {}
+        self._num_asked: dict[tuple[str, int], int] = {}
         self.epoch = self.live_from = 0
         self._start = self.now = here.broadcast(time.time())
-        self._behind = 0.0  # of our clock, where it is not the main rank's
+        self._behind = 0.0  # seconds from this process's time to the clock, after a restart
 
     @property
     def is_past(self) -> bool:
-        """Whether the trainer is in an epoch that an earlier start of it has done."""
+        """Whether the trainer is in an epoch that an earlier start has finished."""
         return self.epoch < self.live_from
 
     def go_on(self, told: dict[tuple[str, int], list[Any]], live_from: int) -> None:
-        """Have the epochs before `live_from` told again. Local."""
-        self._told = {key: answers for key, answers in told.items() if key[1] < live_from}
+        """Replay the epochs before `live_from` with the answers in `told`. Local."""
+        self._answers = {key: answers for key, answers in told.items() if key[1] < live_from}
         self.live_from = live_from
 
     def begin_epoch(self, epoch: int) -> dict[tuple[str, int], list[Any]]:
-        """Take note that this epoch of training begins; what was told so far, to be kept with the progress. Local."""
+        """Begin this epoch of training; return the answers so far, to be saved with the progress. Local."""
         was_past, self.epoch = self.is_past, epoch
         if was_past and not self.is_past:
             self._behind = self.now - time.time()
-        return self._told
+        return self._answers
 
     def end_epoch(self) -> None:
-        """Let the clock go on to the end of the training of an epoch (collective, but in the past)."""
+        """Advance the clock to the end of this epoch's training (collective, except in past epochs)."""
         elapsed = self.answer("clock", lambda: self._world.broadcast(time.time() + self._behind) - self._start)
         self.now = self._start + elapsed
 
     def answer(self, question: str, find_out: Callable[[], Any]) -> Any:
-        """What was answered in this epoch, when it is past; else what `find_out` says, kept for later."""
+        """Return the recorded answer if this epoch is past; else call `find_out`, and record its result."""
         key = (question, self.epoch)
-        number = self._asked[key] = self._asked.get(key, 0) + 1
-        answers = self._told.setdefault(key, [])
+        number = self._num_asked[key] = self._num_asked.get(key, 0) + 1
+        answers = self._answers.setdefault(key, [])
         if self.is_past and number <= len(answers):
             return answers[number - 1]
         answers.append(find_out())

@@ -1,4 +1,4 @@
-"""Keeps the newest of robomimic's own checkpoints, those that are named best, and a link to the last one."""
+"""Keeps the newest of robomimic's own checkpoints, those named for a result, and a link to the last one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Optional
 from ddpshim.checkpoint import files as checkpoint
 from ddpshim.checkpoint.latest import link
 
-# Behind the number stands nothing, or best_validation_..., ..._success_...
+# The number is followed by nothing, or by a result: best_validation_..., ..._success_...
 _OF_AN_EPOCH = re.compile(r"model_epoch_(\d+)(.*)\.pth")
 
 
 def keep(ckpt_path: str, num_kept: int, config: Any) -> None:
-    """Once `ckpt_path` is on the disk: link it as latest.pth, and remove all but the newest `num_kept`. Local."""
+    """When `ckpt_path` is on disk, link it as latest.pth, and remove all but the newest `num_kept`. Local."""
     path = Path(ckpt_path)
     if _OF_AN_EPOCH.fullmatch(path.name):
         asked_for = config.experiment.save.epochs if config is not None else ()
@@ -23,7 +23,10 @@ def keep(ckpt_path: str, num_kept: int, config: Any) -> None:
 
 
 def remove_older(written: Path, num_kept: int, asked_for: Collection[int]) -> None:
-    """Never one that is named for its result, nor of an epoch of `asked_for`. Local; also in the writing process."""
+    """Remove older checkpoints, except those named for a result and the epochs in `asked_for`. Local.
+
+    May run in the process that writes files in the background.
+    """
     link(written, "latest.pth")
     found = _OF_AN_EPOCH.fullmatch(written.name)
     epoch = int(found[1]) if found else -1
@@ -34,6 +37,6 @@ def remove_older(written: Path, num_kept: int, asked_for: Collection[int]) -> No
 
 
 def _epoch(name: str) -> Optional[int]:
-    """Of a file that is named for nothing but its epoch."""
+    """Return the epoch of a file that is named for its epoch alone; else None."""
     found = _OF_AN_EPOCH.fullmatch(name)
     return int(found[1]) if found and not found[2] else None

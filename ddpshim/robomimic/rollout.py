@@ -1,6 +1,6 @@
-"""Runs robomimic's evaluation rollouts on all ranks, each episode with a seed of its own.
+"""Runs robomimic's evaluation rollouts on all ranks, each episode with its own seed.
 
-Episode e is played by rank e % W, from a seed of its own: the statistics do not depend on W. robomimic and
+Episode e is played by rank e % W, with the episode's own seed, so the statistics do not depend on W. robomimic and
 numpy are imported inside the functions only.
 """
 
@@ -36,11 +36,12 @@ from ddpshim.job.world import World
 
 
 def deal_episodes(make: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """The functions that make the environments of a vector environment, each seeded for the episodes it will play.
+    """Return the functions in `make`, so that each environment they make is seeded for the episodes it will play.
 
-    In turn t of an evaluation, which is played by rank t % W, the i-th of n environments plays episode t * n + i, from
-    the seed of that episode. Without it all ranks would play the same ones: upstream seeds its i-th environment alike
-    in each process, and nobody reaches its generators in a process of its own. Local; without a launcher `make`.
+    For the environments of a vector environment. In turn t of an evaluation, played by rank t % W, the i-th of n
+    environments plays episode t * n + i, with that episode's seed. Otherwise all ranks would play the same episodes:
+    upstream gives the i-th environment the same seed on every rank, and later its generators cannot be reached, in
+    another process. Local; without a launcher returns `make`.
     """
     here = world()
     if not here.is_launched:
@@ -72,36 +73,36 @@ def rollout_with_stats(
     returns: Optional[dict[str, list[float]]] = None,
     **options: Any,
 ) -> tuple[Mapping[str, Any], Optional[Mapping[str, str]]]:
-    """Upstream's rollout_with_stats on all ranks: the same statistics on every rank (collective).
+    """Run upstream's rollout_with_stats on all ranks, and return the same statistics on every rank (collective).
 
-    Without a launcher it is upstream's function. With the option rollouts=main the main rank calls it alone, and
-    other ranks return at once, with nothing. `video_paths` is empty on all but the main rank: what it names is
-    there, to be kept or removed there.
+    Without a launcher it is upstream's function. With the option rollouts=main only the main rank calls it, and the
+    others return at once, with empty results. `video_paths` is empty on all but the main rank, which keeps or removes
+    the videos.
 
-    An episode's random numbers (torch's, numpy's and random's global generators, what an environment makes of a seed,
+    An episode's random numbers (torch's, numpy's and random's global generators, an environment's own from its seed,
     and generators in its attributes) depend on the seed of the world, `epoch`, the environment's name and the episode.
-    An environment with randomness elsewhere, or that remembers earlier episodes, has statistics that depend on the
-    number of ranks; it is named where that shows.
+    If an environment has other randomness or remembers earlier episodes, its statistics depend on the number of ranks;
+    where that can be detected, a message names it.
 
-    "Time_Episode" is the sum over all episodes, as upstream has it: W ranks take about a W-th of it.
+    "Time_Episode" is the sum over all episodes, as in upstream: W ranks take about 1/W of it.
 
-    `returns`, where given, gets those of the episodes by environment, where the ranks played them.
+    `returns`, if given, receives the return of each episode by environment, unless the option is rollouts=main.
 
-    Where `is_told_to_end` turns true on a rank, ranks finish the episode they are in and raise Interrupted.
+    If `is_told_to_end` returns True on a rank, ranks finish their current episodes and raise Interrupted.
 
-    Raises RolloutError on all ranks where an episode fails on one, naming environment, episode and rank; peers
-    finish the episode they are in. An environment without episodes is left out.
+    Raises RolloutError on all ranks if an episode fails on one, naming environment, episode and rank; the others finish
+    their current episodes. An environment without episodes is left out.
 
-    Where `envs` makes one environment after the other (robocasa), it is as there: each is made from one seed for each
-    evaluation, so all evaluations start from the same states; one that cannot be made is left out; an episode that
-    fails is printed, and the statistics are those of the episodes before it, -1 without any.
+    If `envs` makes one environment after the other, robocasa's rules apply: an environment's seeds are the same in each
+    evaluation, so all evaluations start from the same states; an environment that cannot be made is left out; a failed
+    episode is printed, and the statistics are those of the episodes before it, or -1 if there are none.
     """
     import robomimic.utils.train_utils as TrainUtils
 
     here = world()
     if not here.is_launched:
         return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options)  # type: ignore[no-any-return]
-    plays = plays_rollouts()  # before environments are made, which robocasa does only now
+    plays = plays_rollouts()  # first: robocasa makes its environments during this call
     if not _on_all_ranks():
         return TrainUtils.rollout_with_stats(policy=policy, envs=envs, **options) if plays else ({}, {})
     played = _Evaluation(here, policy, is_told_to_end=is_told_to_end, **options)
@@ -111,7 +112,7 @@ def rollout_with_stats(
 
 
 class Interrupted(Exception):
-    """The evaluation was left because a rank was told to end; on all ranks alike."""
+    """The evaluation ended early because a rank was told to end; raised on all ranks."""
 
 
 @dataclass
@@ -133,13 +134,13 @@ class _Evaluation:
     del_envs_after_rollouts: bool = False
     data_logger: Any = None
     is_told_to_end: Callable[[], bool] = lambda: False
-    returns: dict[str, list[float]] = field(default_factory=dict)  # of the episodes, by environment
-    _shown: list[environments.Shown] = field(default_factory=list)  # by this rank's episodes
-    _videos: dict[str, str] = field(default_factory=dict)  # their paths, on the main rank
-    _writers: dict[str, Any] = field(default_factory=dict)  # of open ones, by path
+    returns: dict[str, list[float]] = field(default_factory=dict)  # each episode's, by environment
+    _shown: list[environments.Shown] = field(default_factory=list)  # of this rank's episodes
+    _videos: dict[str, str] = field(default_factory=dict)  # path by environment, on the main rank
+    _writers: dict[str, Any] = field(default_factory=dict)  # of open videos, by path
 
     def run(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What upstream returns."""
+        """Return upstream's statistics and paths of videos."""
         seed = self.here.broadcast(torch.initial_seed() if self.here.seed is None else self.here.seed)
         in_turn = not isinstance(envs, Mapping)
         logs: dict[str, Any] = {}
@@ -163,7 +164,7 @@ class _Evaluation:
         return logs, self._videos
 
     def _each(self, envs: Union[Mapping[str, Any], Iterable[Any]]) -> Iterator[tuple[str, Any, int]]:
-        """Name, environment and horizon, the same names on all ranks (collective)."""
+        """Yield name, environment and horizon; checks that names are the same on all ranks (collective)."""
         if isinstance(envs, Mapping):
             self._check_names(list(envs))
             yield from ((name, env, self.horizon) for name, env in envs.items())  # type: ignore[misc]
@@ -175,8 +176,8 @@ class _Evaluation:
             if env is not None:
                 yield name, env, horizon
 
-    def _check_names(self, mine: list[Any]) -> None:
-        names = self.here.gather(mine)
+    def _check_names(self, own: list[Any]) -> None:
+        names = self.here.gather(own)
         if any(other != names[0] for other in names):
             raise RolloutError(
                 f"ranks evaluate different environments ({names}, in rank order); episodes would be played twice or "
@@ -187,9 +188,9 @@ class _Evaluation:
     def _play(
         self, name: str, env: Any, horizon: int, seed: int, in_turn: bool
     ) -> tuple[list[list[dict[str, float]]], dict[int, bytes]]:
-        """The results of the episodes of each turn, in order, and the packed frames of this rank's turns.
+        """Return the results of each turn's episodes, in order, and the packed frames of this rank's turns.
 
-        A turn is what plays at once: an episode, or one in each part of a vector environment.
+        A turn is one episode, or in a vector environment one episode in each of its parts.
         """
         import robomimic.utils.log_utils as LogUtils
 
@@ -201,7 +202,7 @@ class _Evaluation:
             f"num_episodes={num_episodes}, ranks={here.world_size}"
         )
         packing: dict[int, Future[bytes]] = {}
-        packer = ThreadPoolExecutor(1)  # while the next turn is played
+        packer = ThreadPoolExecutor(1)  # packs while the next turn is played
         bar = LogUtils.custom_tqdm(total=num_turns, disable=self.verbose or not here.is_main)
 
         def play(turn: int) -> list[dict[str, float]]:
@@ -212,13 +213,13 @@ class _Evaluation:
                 packing[turn] = packer.submit(_pack, shown)
             return result
 
-        # The parts of a vector environment know which episodes are theirs.
+        # Fixed turns: each part of a vector environment is seeded for certain episodes.
         deal = Deal(here, num_turns, is_fixed=True)
         gathered = deal.play(
             play,
             lambda turn: f"environment {name!r}, episode {turn * num_at_once}",
             is_told_to_end=self.is_told_to_end,
-            ends_at_failure=not in_turn,  # in turn, the turns before the one that failed are still wanted
+            ends_at_failure=not in_turn,  # robocasa uses the turns before the one that failed
             played=lambda so_far: bar.update(so_far - bar.n),
         )
         packer.shutdown()
@@ -247,7 +248,7 @@ class _Evaluation:
     def _play_turn(
         self, env: Any, horizon: int, seed: int, seed_of_env: int, is_checked: bool
     ) -> tuple[list[dict[str, float]], list[Any]]:
-        """Upstream's results of a turn's episodes, and their frames."""
+        """Return upstream's results of a turn's episodes, and their frames."""
         import robomimic.utils.train_utils as TrainUtils
 
         frames: list[Any] = []
@@ -275,7 +276,7 @@ class _Evaluation:
         return [{**{key: of[i] for key, of in result.items()}, "time": share} for i in range(len(env))], frames
 
     def _write(self, name: str, frames: dict[int, bytes], num_turns: int) -> None:
-        """Have the main rank append all turns to the video of `name`, one in memory at a time (collective)."""
+        """Append all turns to the video of `name` on the main rank, one turn in memory at a time (collective)."""
         suffix = "" if self.epoch is None else f"_epoch_{self.epoch}"
         path = self.video_path or os.path.join(self.video_dir or "", f"{name}{suffix}.mp4")  # as upstream names it
         failed: list[Exception] = []
@@ -286,12 +287,12 @@ class _Evaluation:
             if self.here.is_main and not failed:
                 try:
                     self._append(name, path, _unpack(packed))
-                except Exception as error:  # others go on sending what they have
+                except Exception as error:  # raised later: other ranks still send frames
                     failed.append(error)
         self.here.run_on_main(_write_video, failed)
 
     def _append(self, name: str, path: str, frames: list[Any]) -> None:
-        """Add to the video, which is opened for its first frame, as ffmpeg makes no empty file."""
+        """Append frames to the video, which is opened at its first frame, as ffmpeg makes no empty file."""
         import imageio
 
         for frame in frames:
@@ -301,7 +302,7 @@ class _Evaluation:
             self._writers[path].append_data(frame)
 
     def _record(self, name: str, statistics: Mapping[str, float]) -> None:
-        """Log what robocasa's rollout_with_stats logs itself; others leave it to the trainer. Local."""
+        """Log what robocasa's rollout_with_stats logs; in other releases the trainer does. Local."""
         for key, value in statistics.items():
             if key.startswith("Time_"):
                 self.data_logger.record(f"Timing_Stats/Rollout_{name}_{key[5:]}", value, self.epoch)
@@ -312,7 +313,7 @@ class _Evaluation:
 
 
 def _pack(frames: list[Any]) -> bytes:
-    """Small, because a rank keeps them until all episodes of the environment are played."""
+    """Compress frames, because a rank keeps them until all episodes of the environment are played."""
     return zlib.compress(plain.dumps(frames), 1)
 
 
@@ -321,13 +322,13 @@ def _unpack(packed: bytes) -> list[Any]:
 
 
 def _write_video(failed: list[Exception]) -> None:
-    """Raise on all ranks what the main rank met when it wrote a video."""
+    """Raise the main rank's error from writing a video; `run_on_main` raises it on all ranks."""
     if failed:
         raise failed[0]
 
 
 def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:
-    """The statistics that upstream makes of its episodes, in their order: float sums depend on it."""
+    """Return upstream's statistics of the episodes, in their order, on which float sums depend."""
     import numpy
 
     columns = {key: [episode[key] for episode in episodes] for key in episodes[0]}
@@ -336,12 +337,12 @@ def _mean(episodes: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def _is_vector(env: Any) -> bool:
-    """Whether `env` is tianshou's, which plays several episodes at once in processes of their own."""
+    """Whether `env` is a vector environment of tianshou, which plays several episodes at once in other processes."""
     return hasattr(env, "get_env_attr")
 
 
 def _seed_of_environment(seed: int, name: str, episode: int) -> int:
-    """Of the environment in an episode: the same in every evaluation."""
+    """Return the environment's seed for an episode, the same in every evaluation."""
     return derive_seed(seed, "rollout", name, episode)
 
 

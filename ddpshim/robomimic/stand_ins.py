@@ -1,6 +1,6 @@
-"""Replaces functions of an unedited robomimic by what its patch sets call there.
+"""Replaces functions of an unedited robomimic by those that its patch sets call.
 
-The trainer itself is not touched; `own_lines` sees to what it does at lines of its own.
+The trainer's file does not change; `own_lines` handles what the trainer does without a call of robomimic.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ ALGORITHMS = "robomimic.algo."
 
 
 def concerns(name: str) -> bool:
-    """Whether the module of that name has something to replace. Local."""
+    """Whether this file replaces something in the module of that name. Local."""
     return name in CONCERNED or name.startswith(ALGORITHMS)
 
 
 def is_patched(name: str) -> bool:
-    """Whether every program gets the module of that name patched: an algorithm has no calls to hook. Local."""
+    """Whether the module is patched in memory for every program: algorithms have no calls to hook. Local."""
     return name.startswith(ALGORITHMS)
 
 
 def begin() -> None:
-    """Before the first module of robomimic is loaded, or at once where it was. Local."""
+    """Silence ranks before robomimic's first module is loaded, or at once if it already is. Local."""
     robomimic.silence_other_ranks()
 
 
 def hook(modules: Sequence[ModuleType]) -> list[str]:
-    """Hook what concerns us in `modules`, all or nothing; a line for each symbol. Local.
+    """Replace the functions in `modules`, all or none; return a line for each. Local.
 
-    Raises HookError, with nothing changed, where a function is not the one that is known here.
+    Raises HookError, before any change, if a function is not the one that is known here.
     """
     plan = []
     for module in modules:
@@ -65,16 +65,16 @@ def hook(modules: Sequence[ModuleType]) -> list[str]:
     for full, function, target in plan:
         assert inspect.isfunction(function)
         swap(full, function, target.stand_in, _is_trainer)
-    said = [f"{full}: {target.does}" for full, _, target in plan]
+    lines = [f"{full}: {target.does}" for full, _, target in plan]
     for module in modules:
         if module.__name__ == "robomimic.config.base_config":
             robomimic.keep_the_section()
-            said.append("robomimic.config.base_config.BaseConfig.update: leaves out our section of a config file")
-    return said
+            lines.append("robomimic.config.base_config.BaseConfig.update: leaves out our section of a config file")
+    return lines
 
 
 def unhook() -> None:
-    """Give everything back. Local. Raises HookError in the middle of a training on several ranks."""
+    """Restore everything. Local. Raises HookError in the middle of a launched training."""
     if trainer.models and not trainer.has_ended and world().is_launched:
         raise HookError(
             "ddpshim.auto.deactivate() during a training; its ranks would continue separately. Call it before or "
@@ -86,9 +86,9 @@ def unhook() -> None:
 
 
 def end() -> None:
-    """At the end of the program: leave the job. Raises nothing; a training that broke off silently ends the job.
+    """Leave the job at the end of the program, or fail it if the training stopped silently. Raises nothing.
 
-    Collective for those that come; a rank whose training is not complete does not wait for the others.
+    Collective for the ranks that finished; a rank whose training is incomplete does not wait for the others.
     """
     if not (trainer.has_joined and has_world() and world().is_launched):
         return
@@ -103,19 +103,19 @@ def end() -> None:
 
 
 def _is_trainer(names: dict[str, Any]) -> bool:
-    """Whether calls from the module with these names are a trainer's: not ours, nor those inside of robomimic."""
+    """Whether calls from the module with these globals are a trainer's: neither ddpshim's nor within robomimic."""
     module = str(names.get("__name__"))
     inside = module == "robomimic" or (module.startswith("robomimic.") and not module.startswith("robomimic.scripts."))
     return not (inside or module == "ddpshim" or module.startswith("ddpshim."))
 
 
 def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
 def _minds_ranks_itself() -> bool:
-    """Whether the program has joined the job on its own; then it is left alone."""
+    """Whether the program has joined the job itself; then robomimic is not distributed."""
     if trainer.has_joined or not (has_world() or (dist.is_available() and dist.is_initialized())):
         return False
     say("the trainer has joined the job itself, so robomimic is left as it is")
@@ -123,7 +123,7 @@ def _minds_ranks_itself() -> bool:
     return True
 
 
-# What the trainer calls, in the order in which upstream's calls it.
+# The stand-ins for functions that the trainer calls, in upstream's order of calls.
 
 
 def _get_torch_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _begin(config: Any) -> None:
     if trainer.config is not None:
         return
     trainer.config, trainer.has_joined = config, True
-    if not has_world():  # the trainer did not ask for its device
+    if not has_world():  # the trainer did not call get_torch_device
         import robomimic.utils.torch_utils as TorchUtils
 
         robomimic.join(TorchUtils.get_torch_device(try_to_use_cuda=config.train.cuda))
@@ -159,7 +159,7 @@ def _begin(config: Any) -> None:
 
 
 def _is_main() -> bool:
-    return not trainer.has_joined or world().is_main  # without a training, files are the program's own
+    return not trainer.has_joined or world().is_main  # without a training, each process writes its files
 
 
 def _print_logger(original: Callable[..., Any], self: Any, log_file: str) -> None:
@@ -180,7 +180,7 @@ def _wrap_env(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _make_logger(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     options = _named(original, (self, *args), kwargs)
     if not _is_main():
-        options.update(log_tb=False, log_wandb=False)  # it records, for what the trainer asks it, and writes nothing
+        options.update(log_tb=False, log_wandb=False)  # the trainer may query it, so it records, but writes nothing
     original(**options)
     if trainer.has_joined:
         trainer.loggers.append(self)
@@ -194,7 +194,7 @@ def _record(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 def _close_logger(original: Callable[..., Any], self: Any) -> None:
     original(self)
-    # Not in a `finally` of a trainer that fails: the others are not at their end, and would not come.
+    # Not in the `finally` of a trainer that fails: the other ranks have not ended, and would not join this collective.
     if self in trainer.loggers and not trainer.has_ended and sys.exc_info()[1] is None:
         trainer.has_ended = True
         _live_again()  # if all epochs were past
@@ -207,7 +207,7 @@ def _load_data(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _algo_factory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Who has not imported the trainer's utilities takes networks of robomimic for a loop of his own.
+    # A program without the trainer's utilities only uses robomimic's networks, in its own loop.
     if "robomimic.utils.train_utils" not in sys.modules or _minds_ranks_itself():
         return original(*args, **kwargs)
     options = _named(original, args, kwargs)
@@ -223,7 +223,7 @@ def _algo_factory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _watch(model: Any) -> None:
-    """Speak up where the trainer trains `model` on batches of its own, and let no past epoch change it."""
+    """Warn if the trainer trains `model` outside of run_epoch, and skip on_epoch_end in past epochs."""
     train_on_batch, on_epoch_end = model.train_on_batch, model.on_epoch_end
 
     @functools.wraps(train_on_batch)
@@ -311,7 +311,7 @@ def _save_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 class _Target(NamedTuple):
-    """A function of robomimic, what stands in for it, and the parameters that it has, and may have."""
+    """A function of robomimic, its stand-in, and its parameters: those it must have, and those it may have."""
 
     name: str
     stand_in: Callable[..., Any]

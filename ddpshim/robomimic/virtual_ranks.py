@@ -1,4 +1,4 @@
-"""Has the virtual ranks of a process (option exact) train robomimic's algorithms, which nobody edits."""
+"""Trains robomimic's unedited algorithms on the virtual ranks of a process (option exact)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpshim.model.virtual_step import Players
 
 
 class _Batch:
-    """A batch between the calls of run_epoch: what is done to it is done by each virtual rank, in the step."""
+    """A batch between the calls of run_epoch: each virtual rank processes its rows later, in the step."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
-        self.options: Any = None  # of postprocess_batch_for_training
+        self.options: Any = None  # arguments of postprocess_batch_for_training
 
 
 class _Kept:
@@ -29,10 +29,10 @@ class _Kept:
 
 @contextlib.contextmanager
 def playing(model: Any, note: Callable[..., Any]) -> Iterator[None]:
-    """Inside, what run_epoch asks of `model` is asked of its copies too, one for each virtual rank of this process.
+    """In this block, run_epoch's calls of `model` also run on its copies, one for each virtual rank of this process.
 
     Args:
-        note: takes the metrics of a step, of each of them.
+        note: called with the metrics of a step, one argument for each virtual rank.
     """
     kept = current().part(_Kept)
     if kept.players is None or kept.players.copies[0][0] is not model:
@@ -49,7 +49,7 @@ def playing(model: Any, note: Callable[..., Any]) -> Iterator[None]:
 
 
 def _stand_ins(model: Any, players: Players, note: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
-    kind = type(model)  # its methods: copies were made before the stand-ins, the model itself has them
+    kind = type(model)  # for its original methods: the stand-ins are attributes of the model, but not of its copies
 
     def process(batch: Any) -> _Batch:
         return _Batch(batch)
@@ -63,7 +63,7 @@ def _stand_ins(model: Any, players: Players, note: Callable[..., Any]) -> Mappin
 
         def step(objects: tuple[Any, ...], i: int) -> Any:
             own = objects[0]
-            with world().autocast():  # torch keeps it for each thread
+            with world().autocast():  # in torch autocast is set per thread
                 rows = kind.process_batch_for_training(own, parts[i])
                 if batch.options is not None:
                     rows = kind.postprocess_batch_for_training(own, rows, **batch.options)

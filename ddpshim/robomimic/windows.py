@@ -1,8 +1,8 @@
-"""Cuts the windows of a whole batch out of the demonstrations of robomimic's sequence datasets, one index for each key.
+"""Cuts the windows of a whole batch out of the demonstrations of robomimic's sequence datasets, with one index per key.
 
-What a dataset keeps in memory lies in flat arrays, all demonstrations one after the other. `specs` says which, so
-that they can be placed where several processes see them. What it reads from the file (`hdf5_cache_mode` null, and
-images with "low_dim") is still read from there, through a memory map: nothing of it is loaded.
+Data that a dataset caches is in flat arrays, all demonstrations one after the other. `specs` lists the arrays, so that
+they can be allocated in shared memory. Data that it reads from the file (`hdf5_cache_mode` null, and images with
+"low_dim") is still read from there, through a memory map, and not loaded.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any, Callable, Optional, Union
 import torch
 from torch.utils.data import default_collate
 
-Specs = dict[str, tuple[tuple[int, ...], Any]]  # what is held of all demonstrations: (shape, numpy dtype)
+Specs = dict[str, tuple[tuple[int, ...], Any]]  # (shape, numpy dtype) of each flat array
 Arrays = Mapping[str, Any]  # numpy arrays of these shapes and dtypes
 
 _NUM_COMPARED_DEMOS = 3
 
 
 class Unproven(Exception):
-    """Why the batches of a dataset are not known to be equal."""
+    """The batches of a dataset are not known to equal its own samples; the message says why."""
 
 
 class Windows:
-    """The windows of one SequenceDataset: rows of its demonstrations, of which the first and the last repeat."""
+    """The windows of one SequenceDataset: rows of its demonstrations, padded by repeating the first and the last."""
 
-    arrays: Arrays  # what is held, when it is there
+    arrays: Arrays  # the flat arrays, set by `read_from`
 
     def __init__(self, dataset: Any, normalizes_obs: bool, prefix: str = "") -> None:
-        """`prefix`: of the names of its arrays."""
+        """`prefix` is put before the names of its arrays."""
         import numpy as np
 
         self.dataset = dataset
@@ -52,13 +52,13 @@ class Windows:
         self._refuse_strange_tables()
         self._prefix = prefix
         self.specs: Specs = {}
-        self.held: dict[str, str] = {}  # the array of each key that is not in the file
+        self.held: dict[str, str] = {}  # the name of the array of each key that is cached
         self.mapped: dict[str, _Region] = {}
         with _left_as_found(dataset), _finder(dataset) as find:
             self._stats = _stats(dataset)
             for key in self._keys():
                 self._place(key, [find(demo, key) for demo in demos])
-        if dataset.hdf5_cache_mode == "all":  # its samples are what they were when it was made
+        if dataset.hdf5_cache_mode == "all":  # its samples were cached with these statistics
             self._stats = copy.deepcopy(self._stats)
         self._languages = _languages(dataset)
 
@@ -81,7 +81,7 @@ class Windows:
             raise Unproven("a demonstration is shorter than what is stacked of it")
 
     def _place(self, key: str, found: list[Any]) -> None:
-        """Take note of where the data of all demonstrations under `key` are to be held, or are in the file."""
+        """Record the array that will contain the data of `key`, or their place in the file."""
         import numpy as np
 
         of, group = self.dataset, key.rpartition("/")[0]
@@ -90,7 +90,7 @@ class Windows:
             raise Unproven(f"there are demonstrations without {key}")
         kinds = {(data.shape[1:], data.dtype.str) if data is not None else ((1,), "<f4") for data in found}
         if in_memory and not group:
-            kinds = {(shape, "<f4") for shape, _ in kinds}  # whatever the file says
+            kinds = {(shape, "<f4") for shape, _ in kinds}  # whatever type the file has
         if len(kinds) > 1:
             raise Unproven(f"{key} differs in shape or type from demonstration to demonstration")
         ((shape, dtype),) = kinds
@@ -115,11 +115,11 @@ class Windows:
                     arrays[name][row : row + length] = 0 if data is None else data[:length]
 
     def read_from(self, arrays: Arrays) -> None:
-        """Take what is held from `arrays`, which `fill` has filled. Local."""
+        """Use `arrays`, which `fill` has filled, for cached data. Local."""
         self.arrays = arrays
 
     def batch(self, indices: Sequence[int]) -> Optional[dict[str, Any]]:
-        """The collated samples at `indices`; None where only the dataset itself knows what they are. Local."""
+        """Return the collated samples at `indices`; None if only the dataset itself can make them. Local."""
         import numpy as np
 
         at = _positions(indices, len(self.dataset))
@@ -133,7 +133,7 @@ class Windows:
         return _each(torch.from_numpy, self._sample(at, here, last, mask, demo))
 
     def _sample(self, at: Any, here: _Rows, last: _Rows, mask: Any, demo: Any) -> dict[str, Any]:
-        """All samples of a batch as if they were one, in the order in which upstream puts one together."""
+        """Build all samples of a batch at once, with the steps by which upstream builds one sample, in their order."""
         import numpy as np
 
         of = self._settings
@@ -167,12 +167,12 @@ class Windows:
         return obs
 
     def _is_current(self) -> bool:
-        """Whether nobody has changed the dataset since."""
+        """Whether the dataset's settings and statistics have not changed since."""
         stats = _stats(self.dataset)
         return all(stats[of] is self._stats[of] for of in stats) and _settings(self.dataset) == self._settings
 
     def compare(self) -> None:
-        """Raise Unproven unless a few samples are, bit for bit, what the dataset gives. Local."""
+        """Raise Unproven unless a few samples equal the dataset's own, bit for bit. Local."""
         draw, num_demos = random.Random(0), len(self._starts)
         some = {0, num_demos - 1, *draw.sample(range(num_demos), min(num_demos, _NUM_COMPARED_DEMOS))}
         ends = [*self._starts[1:], len(self.dataset)]
@@ -181,7 +181,7 @@ class Windows:
         _compare(self, indices)
 
     def take_over(self) -> None:
-        """Have the dataset's own caches be views of what `read_from` was given. Local."""
+        """Make the dataset's own caches views of the arrays given to `read_from`. Local."""
         of = self.dataset
         if of.hdf5_cache_mode == "all":
             of.getitem_cache = _Items(self, len(of))
@@ -248,7 +248,7 @@ Plan = Union[Windows, Several]
 
 
 def filled(plan: Plan) -> Arrays:
-    """What `plan` must hold, in this process's memory. Local."""
+    """Return the arrays of `plan`, filled, in this process's memory. Local."""
     import numpy as np
 
     arrays = {key: np.empty(shape, dtype) for key, (shape, dtype) in plan.specs.items()}
@@ -257,7 +257,7 @@ def filled(plan: Plan) -> Arrays:
 
 
 class _Rows:
-    """What is found under a key at given times of given demonstrations."""
+    """The rows of any key at given times of given demonstrations."""
 
     def __init__(self, windows: Windows, demo: Any, time: Any) -> None:
         self.time = time
@@ -273,7 +273,7 @@ class _Rows:
 
 
 class _Region:
-    """Where the data of all demonstrations under one key lie in a file, and what is read from there."""
+    """The place in a file of one key's data, for all demonstrations; reads rows from there."""
 
     def __init__(self, path: str, key: str, found: Sequence[Any]) -> None:
         import numpy as np
@@ -281,7 +281,7 @@ class _Region:
         offsets = [None if data.chunks or data.external or data.is_virtual else data.id.get_offset() for data in found]
         if None in offsets or found[0].file.userblock_size:
             raise Unproven(f"{key} is read from the file, where it is chunked or compressed")
-        there = os.stat(path)  # a file that was written anew is another one
+        there = os.stat(path)  # identifies the file: a rewritten one must be mapped again
         self._file = path, there.st_ino, there.st_mtime_ns, there.st_size
         self._shape, self._dtype = found[0].shape[1:], found[0].dtype
         self._row_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
@@ -292,9 +292,9 @@ class _Region:
         return rows.view(self._dtype).reshape(*time.shape, *self._shape)
 
 
-@functools.cache  # in this process; a fork sees the same pages
+@functools.cache  # per process; forked processes share the pages
 def _rows_of(file: tuple[str, int, int, int], row_bytes: int) -> Any:
-    """The bytes of a file from each of its bytes on, as rows that overlap."""
+    """Return a file as rows that overlap: row i has the `row_bytes` bytes from byte i on."""
     import numpy as np
 
     held = np.memmap(file[0], np.uint8, "r")
@@ -304,7 +304,7 @@ def _rows_of(file: tuple[str, int, int, int], row_bytes: int) -> Any:
 
 @contextlib.contextmanager
 def _finder(dataset: Any) -> Iterator[Callable[[str, str], Any]]:
-    """Finds the data of one demonstration: in the dataset's cache, else in its file, which is opened when needed."""
+    """Yield a function that finds the data of a demonstration: in the dataset's cache, else in its file."""
     file: Any = None
 
     def find(demo: str, key: str) -> Any:
@@ -327,7 +327,7 @@ def _finder(dataset: Any) -> Iterator[Callable[[str, str], Any]]:
 
 
 class _Items(Sequence[Any]):
-    """The samples of a dataset that cached them all, made from its arrays when they are asked for."""
+    """The samples of a dataset that caches all of them, made from its arrays on access."""
 
     def __init__(self, windows: Windows, num_samples: int) -> None:
         self._windows, self._num_samples = windows, num_samples
@@ -338,13 +338,13 @@ class _Items(Sequence[Any]):
     def __getitem__(self, at: Any) -> Any:
         batch = self._windows.batch([range(self._num_samples)[at]])
         assert batch is not None
-        # As it was before it was collated.
+        # Undo the collation.
         first = _each(lambda value: value[0].numpy(), batch)
         return {**first, "index": int(first["index"])} if "index" in first else first
 
 
 def _positions(indices: Sequence[int], num_samples: int) -> Any:
-    """`indices` as an array; None where they are no positions of samples."""
+    """Return `indices` as an array; None if they are not positions of samples."""
     import numpy as np
 
     at = np.asarray(indices)
@@ -353,7 +353,7 @@ def _positions(indices: Sequence[int], num_samples: int) -> Any:
 
 
 def _each(function: Callable[..., Any], *trees: dict[str, Any]) -> dict[str, Any]:
-    """What `function` makes of each leaf of nested dictionaries that have the same keys."""
+    """Apply `function` to each leaf of nested dictionaries that have the same keys."""
     made = {}
     for key, value in trees[0].items():
         values = [tree[key] for tree in trees]
@@ -362,20 +362,20 @@ def _each(function: Callable[..., Any], *trees: dict[str, Any]) -> dict[str, Any
 
 
 def _settings(dataset: Any) -> dict[str, Any]:
-    """What decides about a sample, and anybody may set."""
+    """Return the settings that affect a sample; a program may change them."""
     names = ["n_frame_stack", "seq_length", "pad_frame_stack", "pad_seq_length", "get_pad_mask", "goal_mode"]
     names += ["load_next_obs", "obs_keys", "dataset_keys", "hdf5_normalize_obs", "hdf5_cache_mode", "hdf5_path"]
     return {**{name: getattr(dataset, name) for name in names}, "action_keys": getattr(dataset, "action_keys", None)}
 
 
 def _stats(dataset: Any) -> dict[str, Any]:
-    """What observations and actions are normalised by."""
+    """Return the statistics by which observations and actions are normalised."""
     action = dataset.get_action_normalization_stats() if hasattr(dataset, "action_keys") else None
     return {"obs": dataset.obs_normalization_stats, "action": action}
 
 
 def _languages(dataset: Any) -> Optional[tuple[str, Any]]:
-    """The key and, for each demonstration, the embedding of its instruction, where there are any."""
+    """Return the key and, for each demonstration, the embedding of its instruction; None if there are none."""
     import numpy as np
 
     of_demo = getattr(dataset, "_demo_id_to_demo_lang_emb", {})
@@ -392,7 +392,7 @@ def _languages(dataset: Any) -> Optional[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _left_as_found(dataset: Any) -> Iterator[None]:
-    """Close the file again that `dataset` opens meanwhile: workers must not inherit it."""
+    """Close the file that `dataset` opens in this block: workers must not inherit it."""
     was_open = dataset._hdf5_file is not None
     try:
         yield
@@ -409,7 +409,7 @@ def _compare(plan: Plan, indices: list[int]) -> None:
         try:
             expected = default_collate([dataset[index] for index in indices])
         except Exception as error:
-            # Where it fails is the user's to see: in the training, as without us.
+            # The training will raise the same error, as without ddpshim.
             raise Unproven(f"{type(dataset).__name__} itself fails ({type(error).__name__}: {error})") from error
     found = plan.batch(indices)
     if found is None or not _is_same(found, expected):

@@ -1,4 +1,4 @@
-"""A trainer for nn.DataParallel as people write it: nothing in it knows of ranks.
+"""A typical trainer for nn.DataParallel, without any code for ranks.
 
 python -m ddpshim run --nproc-per-node 2 examples/any_trainer/train_dataparallel.py
 """

@@ -29,9 +29,9 @@ import ddpshim
 
 # %%
 def who_am_i():
-    told = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")}
+    variables = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")}
     world = ddpshim.setup(seed=1)
-    print(f"told {told}; computes on {world.device}, talks over {world.backend}")
+    print(f"variables {variables}; device {world.device}, backend {world.backend}")
     return world.rank, world.local_rank, world.node_rank, world.is_main
 
 
@@ -67,11 +67,11 @@ print("python train.py: rank 0 of 1, no launcher, no process group")
 # %%
 def talk():
     world = ddpshim.setup(seed=1)
-    loss = (world.rank + 1) / 4  # each rank sees other samples, and so another loss
+    loss = (world.rank + 1) / 4  # each rank has different samples, so a different loss
     everyones = world.gather(loss)
     mean = world.mean(loss)
     chosen = world.broadcast(f"the checkpoint that rank {world.rank} likes")
-    world.barrier()  # all wait for the last
+    world.barrier()  # all ranks wait for the last one
     return everyones, mean, chosen
 
 
@@ -171,8 +171,8 @@ weights, before, after = zip(*run(draw_noise, 4))
 assert all(torch.equal(weight, weights[0]) for weight in weights)
 assert all(torch.equal(noise, before[0]) for noise in before)
 torch.manual_seed(1)
-torch.nn.Linear(4, 4), torch.randn(24)  # what one process draws before
-torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does when it is iterated over
+torch.nn.Linear(4, 4), torch.randn(24)  # the earlier draws of one process
+torch.empty((), dtype=torch.int64).random_()  # a DataLoader draws this number when its iteration begins
 whole = torch.randn(96)
 assert all(torch.equal(noise, whole[rank::4]) for rank, noise in enumerate(after))
 print("weights equal on all ranks; noise for a batch: rank r of 4 has numbers r, r + 4, ... of what one process draws")

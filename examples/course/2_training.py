@@ -79,7 +79,7 @@ for num_ranks, ranks in results.items():
 
 # %%
 class Loss(torch.nn.Module):
-    """DistributedDataParallel averages gradients only of what goes through its own forward: so the loss goes there."""
+    """Computes the loss in `forward`: DistributedDataParallel averages only gradients of its own forward pass."""
 
     def __init__(self, policy):
         super().__init__()
@@ -95,7 +95,7 @@ def train_by_hand(mistake):
     policy = Policy()
     loss_of = DistributedDataParallel(Loss(policy))
     if mistake == "trained past DDP":
-        loss_of = loss_of.module  # what one writes when `loss_of.policy` is not found
+        loss_of = loss_of.module  # a usual fix for "no attribute 'policy'"
     optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
     sampler = None if mistake == "same samples on all ranks" else DistributedSampler(TRAINING)
     batch_size = 128 if mistake == "batch of 128 on each rank" else 128 // dist.get_world_size()
@@ -110,7 +110,7 @@ def train_by_hand(mistake):
             loss.backward()
             optimizer.step()
         curve.append(error(policy, HELD_OUT))
-    del loss_of  # before the group: torch may hang where DDP is the last to hold it
+    del loss_of  # before the group: torch may hang if DDP holds the last reference to it
     dist.destroy_process_group()
     return curve, success_rate(policy), policy.state_dict()
 
@@ -136,7 +136,7 @@ def curves(figure):
     shown = {"ddpshim, 4 ranks": results[4][0][0], **{mistake: ranks[0][0] for mistake, ranks in mistaken.items()}}
     for (name, curve), colour in zip(shown.items(), RANK_COLOURS):
         left.plot(epochs, curve, color=colour, label=name)
-        apart = [max(abs(a - b), 1e-10) for a, b in zip(curve, alone)]  # a logarithm has no 0
+        apart = [max(abs(a - b), 1e-10) for a, b in zip(curve, alone)]  # a logarithmic axis has no 0
         right.plot(epochs, apart, color=colour, marker="o", markersize=3)
         right.annotate(name, (NUM_EPOCHS, apart[-1]), (4, 0), textcoords="offset points", color=colour, fontsize=7)
     left.set(xlabel="epoch", ylabel="error on held-out demonstrations", ylim=(0, None))
@@ -191,7 +191,7 @@ def see_by_hand():
     dist.init_process_group("gloo")
     loader = DataLoader(range(16), 4, sampler=DistributedSampler(range(16)))  # and set_epoch forgotten
     epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
-    dist.barrier()  # or the other rank may still be connecting to this one when it leaves
+    dist.barrier()  # otherwise this rank may leave while the other is still connecting to it
     dist.destroy_process_group()
     return epochs
 

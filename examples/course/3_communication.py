@@ -124,7 +124,7 @@ def time_messages(sizes, num_rounds):
             started = time.perf_counter()
             dist.all_reduce(message)
             rounds.append(time.perf_counter() - started)
-        seconds.append(min(rounds[1:]))  # undisturbed by what else this machine does
+        seconds.append(min(rounds[1:]))  # the round least disturbed by other programs
     return seconds
 
 
@@ -164,8 +164,8 @@ assert gradients_s(250e6, 4, 1e9) == 1.5
 LINKS = {"NVLink": 450e9, "PCIe": 32e9, "10 Gbit Ethernet": 1.25e9, "here": bytes_per_s}
 print("milliseconds to average the gradients of eight ranks:")
 for num_parameters in (1e6, 20e6, 100e6):
-    told = [f"{link} {1000 * gradients_s(num_parameters, 8, speed):.1f}" for link, speed in LINKS.items()]
-    print(f"{num_parameters / 1e6:5.0f}M parameters: {', '.join(told)}")
+    by_link = [f"{link} {1000 * gradients_s(num_parameters, 8, speed):.1f}" for link, speed in LINKS.items()]
+    print(f"{num_parameters / 1e6:5.0f}M parameters: {', '.join(by_link)}")
 
 # %% [markdown]
 # [docs/scaling.md](../../docs/scaling.md) shows this for diffusion policies on up to 512 GPUs, with overlap.
@@ -209,7 +209,7 @@ class Sleeper(nn.Module):
 
 
 def note_messages(sent, bucket):
-    """Average a bucket as DDP does, and note when it was sent, when it was there, and its bytes."""
+    """Average a bucket as DDP does, and record when it was sent, when it arrived, and its bytes."""
     started, gradients = time.perf_counter(), bucket.buffer().div_(dist.get_world_size())
 
     def arrived(future):
@@ -234,12 +234,12 @@ def watch_a_step(bucket_cap_mb):
         total_s = time.perf_counter() - started
         spans = [[(a - started, b - started) for a, b, *_ in sorted(times)] for times in (policy.computed, sent)]
         steps.append((total_s, *spans, [num_bytes for *_, num_bytes in sent]))
-    return min(steps)  # the one that was least disturbed
+    return min(steps)  # the step least disturbed by other programs
 
 
 watched = {"a large bucket": run(watch_a_step, 2, 100)[0], "ddpshim's buckets": run(watch_a_step, 2, None)[0]}
 for name, (total_s, computed, sent, sizes) in watched.items():
-    # All gradients, for each parameter whether this rank used it, and what says that ranks are at one step.
+    # All gradients, a number per parameter for whether this rank used it, and those that compare the ranks' steps.
     assert sum(sizes) // 4 == 8 * LAYER_SIZE + 8 + NUM
     hidden = sum(max(0.0, min(b, computed[-1][1]) - a) for a, b in sent)
     print(
@@ -283,7 +283,7 @@ def accumulated(forgotten):
     ddpshim.setup(seed=1)
     sent = []
     policy = ddpshim.wrap_parallel(make_policy(), comm_hook=note_messages, comm_hook_state=sent)
-    batch = torch.randn(32, 64)  # another one on each rank
+    batch = torch.randn(32, 64)  # different on each rank
     policy(batch).square().mean().backward()
     whole, in_one = policy.module[0].weight.grad.clone(), sum(num_bytes for *_, num_bytes in sent)
     policy.zero_grad()

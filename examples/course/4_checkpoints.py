@@ -100,10 +100,10 @@ for name, save in (("by_hand", save_by_hand), ("ddpshim", checkpoint.save)):
 # %%
 (FOLDER / "ddpshim.pth").rename(FOLDER / "epoch_1.pth")
 os.utime((FOLDER / "by_hand.pth").rename(FOLDER / "epoch_2.pth"))  # the newest
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     newest = checkpoint.find_latest(FOLDER, "epoch_*.pth")
-print(f"{newest.name}, because: {str(told[0].message).replace(str(FOLDER) + '/', '')}")
+print(f"{newest.name}, because: {str(caught[0].message).replace(str(FOLDER) + '/', '')}")
 assert newest.name == "epoch_1.pth"
 
 # %% [markdown]
@@ -148,7 +148,7 @@ assert first.any()
 
 # %%
 def train(folder, log, disturb=None):
-    """`disturb`: (rank, epoch, step, signal), where a rank sends itself a signal."""
+    """`disturb`: (rank, epoch, step, signal); at this step the rank sends itself the signal."""
     world = ddpshim.setup(seed=1)
     policy = ddpshim.wrap_parallel(Policy().double())
     optimizer = torch.optim.Adam(policy.parameters(), lr=2e-3)
@@ -171,7 +171,7 @@ def train(folder, log, disturb=None):
 
 
 def losses(log):
-    """By step; a step that was made again after a kill counts as it was made last."""
+    """Return the loss by step; for a step repeated after a kill, the last one."""
     return dict(json.loads(line) for line in log.read_text().splitlines())
 
 
@@ -254,7 +254,7 @@ def train_lean(folder, log, disturb=None):
                 os.kill(os.getpid(), disturb[3])
             optimizer.zero_grad()
             total = 0.0
-            for obs, action in ddpshim.accumulate(batch, policy):  # gradients cross the ranks in the last part
+            for obs, action in ddpshim.accumulate(batch, policy):  # gradients are averaged in the last part
                 with world.autocast():
                     obs = obs + 0.05 * torch.randn_like(obs)
                     loss = -policy.forward_train(obs).log_prob(action).mean() / 2

@@ -3,7 +3,7 @@
     python examples/course/notebooks.py                                  # writes 1_setup.ipynb and the others
     python examples/course/notebooks.py examples/course/1_setup.ipynb    # runs its cells one after another
 
-Edit the scripts: a test fails if a notebook is not what this makes of its script.
+Edit the scripts, not the notebooks: a test fails if a notebook differs from its script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CELL = re.compile(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", re.MULTILINE)
 
 
 def notebook(script: str) -> str:
-    """The text of the notebook (nbformat 4.5, without outputs) of a script whose cells begin with `# %%`."""
+    """Return the text of a notebook (nbformat 4.5, without outputs) for a script whose cells begin with `# %%`."""
     cells: list[dict[str, Any]] = []
     for number, (kind, text) in enumerate(CELL.findall(script)):
         is_markdown = kind.strip() == "[markdown]"
@@ -33,7 +33,7 @@ def notebook(script: str) -> str:
 
 
 def scripts() -> list[Path]:
-    """The quick start and the chapters."""
+    """Return the scripts of the quick start and of the chapters."""
     return [FOLDER.parent / "quick_start.py", *sorted(FOLDER.glob("[0-9]_*.py"))]
 
 

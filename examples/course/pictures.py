@@ -33,6 +33,6 @@ def draw(name: str, paint: Callable[[Any], None], width: float = 8.0, height: fl
         from PIL import Image
 
         FOLDER.mkdir(exist_ok=True)
-        # A palette: a third of the bytes, for a file that lives in a repository.
+        # With a palette the file has a third of the bytes; it is kept in the repository.
         Image.open(drawn).convert("RGB").quantize(128).save(FOLDER / f"{name}.png", optimize=True)
         print(f"picture: {FOLDER / name}.png")

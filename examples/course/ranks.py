@@ -1,7 +1,7 @@
 """Runs a function on several ranks of this machine, from a script or from the cell of a notebook.
 
-It stands in for torchrun, which starts files: here a rank is a copy of this process, so it has what the cells before
-have imported and defined. The ranks compute on the CPU, whatever the machine has. Linux or macOS.
+It replaces torchrun, which starts files: here a rank is a fork of this process, with everything that previous cells
+have imported and defined. The ranks compute on the CPU, even if the machine has GPUs. Linux or macOS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-# Here once, or DDP imports it for seconds in each rank.
+# Imported once here; otherwise DDP imports it in each rank, which takes seconds.
 import torch._dynamo  # isort: skip
 
 import ddpshim
@@ -35,8 +35,8 @@ class RanksFailed(Exception):
 
     Attributes:
         exit_codes: in rank order; negative for a signal.
-        output: what the ranks printed.
-        error: the last line of the first traceback in it.
+        output: the ranks' output.
+        error: the last line of the first traceback in the output.
     """
 
     def __init__(self, exit_codes: list[int], output: str, why: str) -> None:
@@ -54,16 +54,16 @@ def run(
     launched: bool = True,
     deadline_s: float = 60.0,
 ) -> list[Any]:
-    """What `function(*args)` returned on each rank, in rank order; what the ranks printed is printed rank by rank.
+    """Return the results of `function(*args)` on all ranks, in rank order, and print the ranks' output rank by rank.
 
     The function calls `ddpshim.setup()`, as a trainer does; `ddpshim.cleanup()` is called after it.
 
     Args:
-        nodes: as if so many machines had `num_ranks / nodes` ranks each.
-        launched: False, as if the user had typed `python train.py`: no launcher has set anything.
-        deadline_s: after which ranks that still run are killed.
+        nodes: emulate this many machines, with `num_ranks / nodes` ranks each.
+        launched: False means `python train.py`, without a launcher's variables.
+        deadline_s: kill the ranks after this many seconds.
 
-    Raises RanksFailed where a rank does not end well; like torchrun, it then ends the others.
+    Raises RanksFailed if a rank fails; like torchrun, it then ends the others.
     """
     if not hasattr(os, "fork"):
         raise OSError("this machine cannot copy a process (fork); use Linux, macOS, or WSL on Windows.")
@@ -79,8 +79,8 @@ def run(
             processes.append(process)
             pipes.append(tell)
         try:
-            # Served from here, as torchrun's agent does, at a port that is surely free. Only now that all ranks are
-            # copied: what the store's thread has locked as it serves (libc's resolver) would stay locked in a copy.
+            # This process serves the store, as torchrun's agent does, so the system can choose a free port. Only after
+            # all forks: a lock that the store's thread holds (libc's resolver) would stay locked in a fork.
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
             for tell in pipes:
                 tell.send(str(store.port))
@@ -89,7 +89,7 @@ def run(
             for process in processes:
                 process.kill()
                 process.join()
-            del store  # ends its thread now: an exception that is kept would keep it, and the next ranks be copied then
+            del store  # ends its thread: a stored exception would keep it alive while the next ranks are forked
         logs = [(Path(folder) / f"{rank}.log").read_text() for rank in range(num_ranks)]
         output = "".join(f"rank {rank} | {line}\n" for rank, log in enumerate(logs) for line in log.splitlines())
         if why:
@@ -99,7 +99,7 @@ def run(
 
 
 def run_failing(function: Callable[..., Any], num_ranks: int, *args: Any) -> RanksFailed:
-    """How `run` of the same failed, for what is to fail. Raises AssertionError where nothing did."""
+    """Call `run` for a function that must fail, and return its failure. Raises AssertionError if nothing failed."""
     try:
         run(function, num_ranks, *args)
     except RanksFailed as failed:
@@ -108,7 +108,7 @@ def run_failing(function: Callable[..., Any], num_ranks: int, *args: Any) -> Ran
 
 
 def _as_torchrun_says(rank: int, num_ranks: int, per_node: int) -> dict[str, str]:
-    said = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": num_ranks,
         "LOCAL_RANK": rank % per_node,
@@ -118,14 +118,14 @@ def _as_torchrun_says(rank: int, num_ranks: int, per_node: int) -> dict[str, str
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
-    return {name: str(value) for name, value in said.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _wait(processes: list[Any], end: float) -> str:
-    """Why the ranks did not end well; empty where they did."""
+    """Wait for the ranks; return why they failed, or an empty string."""
     why = ""
     while True:
-        codes = [process.exitcode for process in processes]  # once: a process may end between two looks at it
+        codes = [process.exitcode for process in processes]  # read once: a process may end between two reads
         failed = [code for code in codes if code]
         running = [process for process, code in zip(processes, codes) if code is None]
         if failed and not why:
@@ -139,21 +139,21 @@ def _wait(processes: list[Any], end: float) -> str:
         multiprocessing.connection.wait([process.sentinel for process in running], end - time.monotonic())
 
 
-def _become_rank(function: Callable[..., Any], args: Any, place: dict[str, str], mine: Path, hear: Connection) -> None:
-    atexit._clear()  # what the copied process is to do at its end, as to remove the folder of `mine`, is not for a rank
-    log = os.open(f"{mine}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _become_rank(function: Callable[..., Any], args: Any, place: dict[str, str], own: Path, hear: Connection) -> None:
+    atexit._clear()  # exit functions of the parent, such as removing its temporary folder, must not run in a rank
+    log = os.open(f"{own}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
     port = hear.recv()
     os.environ.update({**place, "MASTER_PORT": port} if place else {})
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # A laptop's own name and networks come and go; it can always reach itself.
+    # A laptop's name and networks change; the loopback interface always works.
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    torch.set_num_threads(1)  # several ranks share the cores; and threads of the copied process are not here
+    torch.set_num_threads(1)  # ranks share the cores, and a fork does not have its parent's threads
     try:
         result = function(*args)
         ddpshim.cleanup()
-        torch.save(result, f"{mine}.pt")
+        torch.save(result, f"{own}.pt")
     except Exception as error:
         ddpshim.abort(error)

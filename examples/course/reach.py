@@ -1,4 +1,4 @@
-"""The task of the course: move a gripper above an object and down to it, as a scripted expert does; and a policy."""
+"""The task of the course (move a gripper above an object, then down to it), its scripted expert, and a policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEAR = 0.05  # metres
 
 
 def expert(obs: torch.Tensor) -> torch.Tensor:
-    """Velocities (N, 3) for obs (N, 6), which are the positions of gripper and object: first above it, then down."""
+    """Return velocities (N, 3) for obs (N, 6), the positions of gripper and object: first above it, then down."""
     gripper, thing = obs[:, :3], obs[:, 3:]
     is_above = (gripper - thing)[:, :2].norm(dim=1, keepdim=True) < NEAR
     above = torch.tensor([0.0, 0.0, 0.2], dtype=obs.dtype)
@@ -18,13 +18,13 @@ def expert(obs: torch.Tensor) -> torch.Tensor:
 
 
 def starts(num_episodes: int, seed: int) -> torch.Tensor:
-    """Where gripper and object are in the beginning: (num_episodes, 6)."""
+    """Return initial positions of gripper and object: (num_episodes, 6)."""
     drawn = torch.rand(num_episodes, 6, generator=torch.Generator().manual_seed(seed))
     return drawn * torch.tensor([1, 1, 0.5, 1, 1, 0.05]) + torch.tensor([0, 0, 0.3, 0, 0, 0])
 
 
 def play(act: nn.Module, obs: torch.Tensor, num_steps: int = 40) -> torch.Tensor:
-    """The observations (num_steps, N, 6) of episodes in which `act` gives the velocity."""
+    """Return the observations (num_steps, N, 6) of N episodes in which `act` chooses the velocity."""
     seen = []
     for _ in range(num_steps):
         seen.append(obs)
@@ -33,13 +33,13 @@ def play(act: nn.Module, obs: torch.Tensor, num_steps: int = 40) -> torch.Tensor
 
 
 def demonstrations(num_episodes: int, seed: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
-    """(obs, action) of 40 steps of each episode of the expert."""
+    """Return (obs, action) of the expert's episodes, 40 steps each."""
     obs = play(expert, starts(num_episodes, seed).to(dtype)).flatten(0, 1)
     return TensorDataset(obs, expert(obs))
 
 
 class Policy(nn.Module):
-    """Trained by a method of its own, as robomimic's networks are."""
+    """Trained through a method other than `forward`, as robomimic's networks are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def error(policy: Policy, held_out: TensorDataset) -> float:
-    """The mean squared error of the actions on demonstrations that were not trained on."""
+    """Return the mean squared error of the actions on demonstrations that were not trained on."""
     obs, action = held_out.tensors
     return float((policy(obs) - action).square().mean())
 
 
 @torch.no_grad()
 def success_rate(policy: Policy, num_episodes: int = 200) -> float:
-    """In how many episodes the gripper ends near the object."""
+    """Return the share of episodes in which the gripper ends near the object."""
     last = play(policy, starts(num_episodes, seed=99).to(next(policy.parameters()).dtype))[-1]
     return float(((last[:, :3] - last[:, 3:]).norm(dim=1) < NEAR).double().mean())

@@ -1,4 +1,4 @@
-"""trainer.py as it is often migrated by hand: it runs on two ranks, and is another experiment. See MIGRATION.md."""
+"""A typical migration of trainer.py by hand: it runs on two ranks, but is a different experiment. See MIGRATION.md."""
 
 import argparse
 import copy
@@ -25,7 +25,7 @@ class Policy(nn.Module):
 
 
 def make_data():
-    """Two datasets in one (obs: (N, 8), actions: (N, 2)), weights that make them equally likely, one to validate."""
+    """Return a training set (obs: (N, 8), actions: (N, 2)), weights that balance its two parts, a validation set."""
     obs = torch.randn(2400, 8)
     data = TensorDataset(obs, torch.stack([obs.sum(1), obs.prod(1)], 1))
     weights = torch.tensor([1 / 400] * 400 + [1 / 1600] * 1600)

@@ -1,4 +1,4 @@
-"""A trainer for one process, with DataParallel and its company. MIGRATION.md makes it distributed, step by step."""
+"""A one-process trainer with DataParallel, an EMA, and a weighted sampler. MIGRATION.md distributes it step by step."""
 
 import argparse
 import copy
@@ -23,7 +23,7 @@ class Policy(nn.Module):
 
 
 def make_data():
-    """Two datasets in one (obs: (N, 8), actions: (N, 2)), weights that make them equally likely, one to validate."""
+    """Return a training set (obs: (N, 8), actions: (N, 2)), weights that balance its two parts, a validation set."""
     obs = torch.randn(2400, 8)
     data = TensorDataset(obs, torch.stack([obs.sum(1), obs.prod(1)], 1))
     weights = torch.tensor([1 / 400] * 400 + [1 / 1600] * 1600)

@@ -1,8 +1,8 @@
-"""Write a small RLDS dataset in DROID's schema, with tensorflow-datasets' own writer and without the network.
+"""Write a small RLDS dataset in DROID's schema, with tensorflow-datasets' own writer and no network access.
 
     python examples/rlds/build_dataset.py FOLDER --name droid --episodes 51 --files 3
 
-Every frame says where it is from: its cartesian_position begins with (episode, step) / 128, which is exact in float32.
+Every frame can be identified: its cartesian_position begins with (episode, step) / 128, which is exact in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCALE = 128
 
 
 def features(height: int) -> Any:
-    """What the public DROID release declares, where images are 180 pixels high."""
+    """Return the features that the public DROID release declares (there images are 180 pixels high)."""
     image = tfds.features.Image(shape=_shape(height), dtype=np.uint8, encoding_format="jpeg")
     parts = {"cartesian_position": 6, "gripper_position": 1, "joint_position": 7}
     velocities = {"cartesian_velocity": 6, "gripper_velocity": 1, "joint_velocity": 7}
@@ -43,7 +43,7 @@ def features(height: int) -> Any:
 
 
 def episodes(num_episodes: int, num_steps: int, height: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Successful episodes with an instruction; their images are noise."""
+    """Yield successful episodes with an instruction; their images are noise."""
     random = np.random.default_rng(seed)
     for episode in range(num_episodes):
         length = int(random.integers(num_steps, 2 * num_steps + 1))
@@ -87,7 +87,7 @@ def _step(random: np.random.Generator, episode: int, step: int, length: int, hei
 def build(
     folder: str, name: str = "droid", num_episodes: int = 51, num_files: int = 3, num_steps: int = 10, height: int = 18
 ) -> None:
-    """Write `folder`/`name`/1.0.0 with one split, train; episodes have `num_steps` steps, to twice as many."""
+    """Write `folder`/`name`/1.0.0 with one split, train; episodes have `num_steps` to twice `num_steps` steps."""
     tfds.dataset_builders.store_as_tfds_dataset(
         name=name,
         version="1.0.0",

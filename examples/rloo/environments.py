@@ -1,4 +1,4 @@
-"""Two environments with tasks, start states that can be repeated, and demonstrations: robosuite's Lift, and a toy."""
+"""Two environments with tasks, repeatable start states, and demonstrations: robosuite's Lift, and a toy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OBSERVED = ("object-state", "robot0_eef_pos", "robot0_eef_quat", "robot0_grippe
 
 
 class Lift:
-    """robosuite's Lift; a task is where on the table the cube lies. Demonstrations have it in the centre alone."""
+    """robosuite's Lift; a task is the cube's area on the table. In demonstrations it is always the centre."""
 
     tasks: ClassVar = {"centre": (0.0, 0.0), "left": (0.0, 0.07), "right": (0.0, -0.07), "far": (0.05, 0.0)}
     observation_size, action_size, noise, horizon = 19, 7, 0.1, 70
@@ -29,7 +29,7 @@ class Lift:
             self._env = robosuite.make(arguments["env_name"], hard_reset=False, **arguments["env_kwargs"])
 
     def draw_start(self, task: str, draw: np.random.Generator) -> Any:
-        """Where the cube lies, how it is turned, and what the noise of the arm's first pose is drawn from."""
+        """Return the cube's position and angle, and the seed of the noise in the arm's first pose."""
         at = np.array(self.tasks[task]) + draw.uniform(-0.03, 0.03, 2)
         return at, draw.uniform(-np.pi, np.pi), int(draw.integers(2**31))
 
@@ -44,7 +44,7 @@ class Lift:
         return self._observed(self._env._get_observations(force_update=True))
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, bool, bool]:
-        """The next observation, whether the episode is over, whether it succeeded."""
+        """Return the next observation, whether the episode is over, and whether it succeeded."""
         observed, reward, _, _ = self._env.step(np.clip(action, -1, 1))
         self._num_steps += 1
         is_success = reward > 0
@@ -65,7 +65,7 @@ class Lift:
 
 
 class Toy:
-    """A point walks to the place of its task; demonstrations are of somebody who stops too early."""
+    """A point moves to its task's goal; the demonstrator slows down too early."""
 
     tasks: ClassVar = {"east": (0.8, 0), "north": (0, 0.8), "west": (-0.8, 0), "south": (0, -0.8), "origin": (0, 0)}
     observation_size, action_size, noise, horizon = 4, 2, 0.4, 12

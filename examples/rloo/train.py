@@ -1,15 +1,15 @@
-"""Fine-tunes a policy of behaviour cloning by its success alone (RLOO), with tasks dealt to ranks.
+"""Fine-tunes a behaviour-cloning policy from its successes alone (RLOO), with tasks dealt to ranks.
 
     python -m ddpshim run --nproc 2 examples/rloo/train.py --toy --out out/toy   seconds, needs torch and numpy alone
     python -m ddpshim run --nproc 2 examples/rloo/train.py --out out/lift        needs robosuite and h5py
 
-In an iteration each task has so many groups of episodes; those of a group begin alike. An episode's advantage is its
-reward less the mean of the others in its group (reinforce, leave one out). Groups whose rewards are all equal say
-nothing. What a group draws depends on its task and number alone: any number of ranks plays the same groups, and trains
-the weights that one process trains, but for rounding.
+In each iteration every task has several groups of episodes, and all episodes of a group start from one state. An
+episode's advantage is its reward minus the mean of the others in its group (reinforce, leave one out). Groups whose
+rewards are all equal are not used. A group's random draws depend only on its task and number: any number of ranks plays
+the same groups, and trains the same weights as one process, up to rounding.
 
-In OUT: distributed_training_results.json, ranks/rank_N.jsonl, policy_N.pth of which three are kept, and `resume`.
-An interrupted run that is started again goes on. See docs/rloo.md.
+In OUT: distributed_training_results.json, ranks/rank_N.jsonl, the newest three policy_N.pth, and `resume`. An
+interrupted run resumes when it is started again. See docs/rloo.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddpshim import checkpoint
 
 
 class Policy(nn.Module):
-    """Says the mean of an action; observations are normalised by what the demonstrations have."""
+    """Predicts the mean of an action; normalises observations by the demonstrations' mean and deviation."""
 
     def __init__(self, env: Any, observations: torch.Tensor) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Policy(nn.Module):
         return self.layers((observations - self.mean) / self.deviation)
 
     def log_likelihood(self, observations: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """Of each action, but for a constant."""
+        """Return the log-likelihood of each action, up to a constant."""
         difference = (actions - self(observations).to(actions.dtype)) / self.noise
         return -0.5 * difference.pow(2).sum(-1)
 
@@ -55,12 +55,12 @@ class Policy(nn.Module):
 class Episode(NamedTuple):
     observations: torch.Tensor
     actions: torch.Tensor
-    likelihood: torch.Tensor  # of the actions when they were drawn
+    likelihood: torch.Tensor  # log-likelihood of the actions when they were drawn
     is_success: bool
 
 
 def clone(policy: Any, observations: torch.Tensor, actions: torch.Tensor, num_steps: int) -> None:
-    """Behaviour cloning: the start of the fine-tuning."""
+    """Train by behaviour cloning, before the fine-tuning."""
     loader = ddpshim.make_loader(TensorDataset(observations, actions), batch_size=240, shuffle=True)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
     for step in range(num_steps):
@@ -76,7 +76,7 @@ def clone(policy: Any, observations: torch.Tensor, actions: torch.Tensor, num_st
 
 @torch.no_grad()
 def play(policy: Policy, env: Any, task: str, seed: list[int], num_episodes: int) -> list[Episode]:
-    """A group: episodes from one start state, which is drawn, like their noise, from `seed`."""
+    """Play a group: episodes from one start state. The state and the noise are drawn from `seed`."""
     draw, group = np.random.default_rng(seed), []
     start = env.draw_start(task, draw)
     for _ in range(num_episodes):
@@ -92,7 +92,7 @@ def play(policy: Policy, env: Any, task: str, seed: list[int], num_episodes: int
 
 
 def group_loss(policy: Policy, group: list[Episode], clip: float) -> torch.Tensor:
-    """The sum over the episodes of a group of PPO's clipped loss, with RLOO's advantages."""
+    """Return the sum of PPO's clipped loss over a group's episodes, with RLOO's advantages."""
     rewards = torch.tensor([float(episode.is_success) for episode in group])
     advantages = rewards - (rewards.sum() - rewards) / (len(group) - 1)
     total = torch.zeros(())
@@ -103,17 +103,17 @@ def group_loss(policy: Policy, group: list[Episode], clip: float) -> torch.Tenso
 
 
 def update(policy: Any, optimizer: Any, groups: list[list[Episode]], args: argparse.Namespace) -> int:
-    """Train on the groups of all ranks; how many backward passes this rank made (collective)."""
+    """Train on the groups of all ranks; return how many backward passes this rank made (collective)."""
     world, num_passes = ddpshim.world(), 0
-    num_all = world.sum(sum(map(len, groups)))  # the mean is that of all episodes, of which ranks have unequally many
+    num_all = world.sum(sum(map(len, groups)))  # ranks have unequal numbers of episodes; the mean is over all
     if not num_all:
         return 0  # on all ranks
-    # A rank without a valid group has one empty part: the others wait for its backward pass.
+    # A rank without a valid group has one empty part, because the others wait for its backward pass.
     parts = [groups[i : i + args.groups_at_once] for i in range(0, len(groups), args.groups_at_once)] or [[]]
     for _ in range(args.epochs):
         optimizer.zero_grad()
         for number, part in enumerate(parts):
-            with policy.accumulate(is_last=number == len(parts) - 1):  # so ranks may have different numbers of parts
+            with policy.accumulate(is_last=number == len(parts) - 1):  # allows ranks to have unequal numbers of parts
                 with world.autocast():
                     total = sum(p.sum() for p in policy.parameters()) * 0
                     for group in part:
@@ -143,15 +143,15 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10, help="iterations between two files, for going on as well")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # a step of so small a network is over before a second thread is awake
-    # Each rank collects data of its own. Simulators are on the CPU, and so small a network as well.
+    torch.set_num_threads(1)  # a step of this small network ends before a second thread has started
+    # Each rank collects its own data. Simulators run on the CPU, and so does this small network.
     world = ddpshim.setup(seed=args.seed, device="cpu", options=ddpshim.Options.read(noise="per_rank"))
     if args.toy and world.options.precision == "float32":
-        torch.set_default_dtype(torch.float64)  # that no rounding makes a success of a failure
+        torch.set_default_dtype(torch.float64)  # so that rounding cannot turn a failure into a success
     env = Toy() if args.toy else Lift()
     observations, actions = (torch.from_numpy(x).to(torch.get_default_dtype()) for x in env.demonstrations())
     policy = ddpshim.wrap_parallel(Policy(env, observations))
-    # With DDPSHIM_PER_RANK_BATCH=yes --groups are those of each rank, and DDPSHIM_LR_RULE=sqrt suits their number.
+    # With DDPSHIM_PER_RANK_BATCH=yes, --groups is per rank, and DDPSHIM_LR_RULE=sqrt is a suitable rule.
     is_per_rank = world.options.per_rank_batch
     num_groups = args.groups * (world.world_size if is_per_rank else 1)
     optimizer = torch.optim.Adam(policy.parameters(), lr=ddpshim.scale_lr(args.lr) if is_per_rank else args.lr)
@@ -166,7 +166,7 @@ def main() -> None:
     show = world.only_main(print)
 
     for iteration in training.iterations(args.iterations):
-        # Costly tasks, whose episodes are long, are spread over the ranks; ranks without a task of their own share one.
+        # Spread expensive tasks (long episodes) over the ranks; several ranks may share one task.
         costs = [running.mean(f"steps of {task}") if running.num(f"steps of {task}") else 1.0 for task in env.tasks]
         mine, begin, groups = ddpshim.deal(list(env.tasks), costs), time.perf_counter(), []
         for task, part in zip(mine, mine.parts):
@@ -182,11 +182,11 @@ def main() -> None:
                 groups += [group] * is_valid
         played_s = time.perf_counter() - begin
         num_passes = update(policy, optimizer, groups, args)
-        told = {"iteration": iteration, "tasks": mine, "valid groups": len(groups), "backward passes": num_passes}
+        row = {"iteration": iteration, "tasks": mine, "valid groups": len(groups), "backward passes": num_passes}
         with own_log.open("a") as file:
-            file.write(json.dumps({**told, "seconds of play": round(played_s, 3)}) + "\n")
+            file.write(json.dumps({**row, "seconds of play": round(played_s, 3)}) + "\n")
         new = running.step()
-        if new is not None:  # of the iterations since the last merge, over all ranks
+        if new is not None:  # statistics of all ranks since the last merge
             rates = {task: found["success_rate"] for task, found in new["success_rates"].items()}
             mean = sum(rates.values()) / len(rates)
             training.values["curve"].append({"iterations": iteration + 1, "success_rate": mean, "tasks": rates})
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def write_results(args: argparse.Namespace, curve: list[Any], totals: dict[str, Any]) -> None:
-    """Replace the file of results; whoever reads it sees the old one or the new one."""
+    """Replace the file of results atomically: a reader sees the old file or the new one."""
     settings = {name: str(value) for name, value in vars(args).items()}
     found = {"world_size": ddpshim.world().world_size, "settings": settings, "curve": curve, **totals}
     written = args.out / ".results"

@@ -1,1 +1,1 @@
-"""The field's trainers, unedited: each in one process and on two ranks, compared. `python -m tests.field --help`"""
+"""Compares unedited public trainers in one process and on two ranks: `python -m tests.field --help`."""

@@ -1,9 +1,9 @@
-"""Runs public trainers, not one character edited, in one process and on two ranks, and compares what they leave behind.
+"""Runs public trainers, completely unedited, in one process and on two ranks, and compares their results.
 
 Run it: python -m tests.field --upstream DIR [--only NAME,NAME] [--work DIR] [--write docs/trainers.md]
 
-DIR holds a folder OWNER+NAME of each trainer's sources at its commit (patches/README.md says how to make it);
-requirements/trainers.txt is what they need.
+DIR contains a folder OWNER+NAME with each trainer's sources at its commit (see patches/README.md);
+requirements/trainers.txt lists the packages they need.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ROOT = HERE.parent.parent
 DEADLINE_S = 900
 TOLERANCE = 1e-5  # float32, after 10 to 30 steps
 LAUNCHED = ["-m", "ddpshim", "run", "--nproc", "2"]
-# Other instructions of the CPU round otherwise: how far one process is then from itself says what rounding amounts to.
+# Other CPU instructions round differently: the difference of two such runs in one process measures the rounding error.
 ROUNDS_OTHERWISE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "DNNL_MAX_CPU_ISA": "SSE41"}
-NUDGED = {"FIELD_NUDGED": "1"}  # another sample of that, where one does not explain a difference
+NUDGED = {"FIELD_NUDGED": "1"}  # another measurement of it, if the first does not explain a difference
 TIMES_ROUNDING = 10.0
 IGNORED = {"__pycache__", "ddpshim-logs"}
 
@@ -51,8 +51,8 @@ class Row:
     verdict: str  # equal, differs, refused, failed
     differences: dict[str, Optional[float]]
     notes: list[str]
-    is_split: bool = False  # whether a rank stepped on shares of batches
-    rounding: dict[str, Optional[float]] = field(default_factory=dict)  # as `differences`, of one process from itself
+    is_split: bool = False  # whether ranks trained on shares of batches
+    rounding: dict[str, Optional[float]] = field(default_factory=dict)  # as `differences`, between runs of one process
 
 
 def environment(trainer: Trainer, upstream: Path, sources: Path, probe: Optional[Path]) -> dict[str, str]:
@@ -82,7 +82,7 @@ def digests(folder: Path) -> dict[str, str]:
 def play(
     trainer: Trainer, upstream: Path, place: Path, launched: bool, variables: Optional[Mapping[str, str]] = None
 ) -> Left:
-    """Runs the trainer in a fresh copy of its sources and data, and collects what it left behind."""
+    """Run the trainer in a fresh copy of its sources and data, and collect its results."""
     root, probe = place / "run", place / "probe"
     sources = root / "sources"
     shutil.copytree(upstream / trainer.upstream, sources, ignore=shutil.ignore_patterns("*.ipynb", ".git"))
@@ -134,13 +134,13 @@ def play(
 
 
 def refusal(printed: str) -> str:
-    """The sentence by which ddpshim refused, if it did."""
+    """Return ddpshim's message if it refused the trainer, else an empty string."""
     found = re.findall(r"(?:\w*Error|ddpshim[\w.]*\.\w+Error|NotTheSame\w*|Refused): (.+)", printed)
     return found[-1] if found else ""
 
 
 def _differences(one: Left, other: Left, pattern: str) -> tuple[dict[str, Optional[float]], list[str]]:
-    """The largest difference of each kind, and what could not be read."""
+    """Return the largest difference of each kind, and notes on files that could not be read."""
     found: dict[str, Optional[float]] = {}
     for key in ("weights", "optimizer"):
         found[key] = max((probed(one.probes[0], ranks, key) for ranks in other.probes.values()), default=math.inf)
@@ -151,7 +151,7 @@ def _differences(one: Left, other: Left, pattern: str) -> tuple[dict[str, Option
 
 
 def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left) -> Row:
-    """The row of `trainer`; `samples` are runs of one process that rounded otherwise."""
+    """Return the row of `trainer`; `samples` are runs of one process with different rounding."""
     notes = []
     exit_code = next((left.exit_code for left in (one, *samples) if left.exit_code), 0)
     if exit_code:
@@ -184,7 +184,7 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left) -> Row
 
 
 def _left(trainer: Trainer, name: str, upstream: Path, work: Path, reuses: bool) -> Left:
-    """What the run `name` of a trainer left behind: one process, two ranks, or one process that rounds otherwise."""
+    """Return the results of a trainer's run `name`: one process, two ranks, or one process with different rounding."""
     place = work / trainer.name / name
     kept = place / "left.pickle"
     if reuses and name != "two" and kept.is_file():

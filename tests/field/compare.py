@@ -1,4 +1,4 @@
-"""What one process left behind against what two ranks did: weights, EMA, optimizers, losses, files."""
+"""Compares the results of one process and of two ranks: weights, EMA, optimizers, losses, files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|\bnan\b|\binf\b")
 
 @dataclass
 class Left:
-    """What one run left behind."""
+    """The results of one run."""
 
     exit_code: int
     folder: Path  # of the sources, in which it ran
@@ -25,7 +25,7 @@ class Left:
     checkpoints: dict[str, Any]  # file: tensors by name, or why it could not be read
     files: dict[str, Path]  # names without the time
     printed: str
-    edited: list[str] = field(default_factory=list)  # upstream files that are not what they were
+    edited: list[str] = field(default_factory=list)  # upstream files that have changed
 
 
 def without_clock(name: str) -> str:
@@ -46,7 +46,7 @@ def difference(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def probed(one: list[dict[str, Any]], two: list[dict[str, Any]], key: str) -> float:
-    """The largest difference of the optimizers' weights or states; infinite where there are others."""
+    """Return the largest difference of the optimizers' weights or states; infinite if their structure differs."""
     if len(one) != len(two):
         return math.inf
     largest = 0.0
@@ -66,7 +66,7 @@ def probed(one: list[dict[str, Any]], two: list[dict[str, Any]], key: str) -> fl
 
 
 def saved(one: Left, two: Left, ema: bool) -> tuple[Optional[float], list[str]]:
-    """The largest difference in checkpoint files, of averaged weights or of all else, and files that do not read."""
+    """Return the largest difference in checkpoints, of averaged weights or of the rest, and unreadable files."""
     largest, wrong = None, []
     names = {without_clock(name): name for name in two.checkpoints}
     for name, tensors in one.checkpoints.items():
@@ -86,7 +86,7 @@ def saved(one: Left, two: Left, ema: bool) -> tuple[Optional[float], list[str]]:
 
 
 def rows(left: Left, pattern: str) -> list[list[float]]:
-    """The numbers that the trainer logged, row by row: of JSON lines, or of the printed lines with a pattern."""
+    """Return the numbers that the trainer logged, by row: from JSON lines, or from printed lines with a pattern."""
     found = []
     if pattern:
         for line in left.printed.splitlines():
@@ -102,7 +102,7 @@ def rows(left: Left, pattern: str) -> list[list[float]]:
 
 
 def losses(one: list[list[float]], two: list[list[float]]) -> float:
-    """The largest difference of a logged number, relative above 1; infinite where rows or columns are missing."""
+    """Return the largest difference of a logged number, relative above 1; infinite if rows or columns are missing."""
     if len(one) != len(two) or any(len(a) != len(b) for a, b in zip(one, two)):
         return math.inf
     pairs = [(x, y) for a, b in zip(one, two) for x, y in zip(a, b)]

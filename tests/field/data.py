@@ -1,4 +1,4 @@
-"""Tiny data for each trainer, made from a seed into the folder that it reads."""
+"""Makes tiny data for each trainer from a seed, in the folder that it reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def replay_buffer(path: Path, shapes: dict[str, tuple[int, ...]], lengths: list[int]) -> None:
-    """A zarr folder as diffusion_policy's ReplayBuffer reads it: `data/KEY` (steps, *shape), `meta/episode_ends`."""
+    """Write a zarr folder for diffusion_policy's ReplayBuffer: `data/KEY` (steps, *shape), `meta/episode_ends`."""
     import zarr
 
     rng = np.random.default_rng(0)
@@ -32,13 +32,13 @@ def blockpush(root: Path) -> None:
 
 
 def adroit(root: Path) -> None:
-    """Above the sources: DP3's train.py goes there."""
+    """Write data above the sources, the folder to which DP3's train.py changes."""
     shapes = {"state": (24,), "action": (24,), "point_cloud": (512, 6), "img": (4, 4, 3)}
     replay_buffer(root.parent / "data/adroit_pen_expert.zarr", shapes, [21, 18, 23])
 
 
 def aloha(root: Path) -> None:
-    """Episodes as ACT records them, in the folder that its constants name, and a ResNet in torch's cache."""
+    """Write episodes as ACT records them, in the folder that its constants name, and a ResNet in torch's cache."""
     import h5py
     import torch
     import torchvision
@@ -60,7 +60,7 @@ def aloha(root: Path) -> None:
 
 
 def trajectories(root: Path) -> None:
-    """Four walks with images, and the two lists that visualnav-transformer splits them by."""
+    """Write four walks with images, and visualnav-transformer's two lists that split them."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def trajectories(root: Path) -> None:
 
 
 def umi(root: Path) -> None:
-    """Four episodes with a gripper's camera, as a zip of zarr; and no more workers for the normalizer than needed."""
+    """Write four episodes with a gripper's camera, as a zip of zarr."""
     import zarr
 
     rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def umi(root: Path) -> None:
 
 
 def libero(root: Path) -> None:
-    """A short demonstration of each of the ten tasks, a config file that says where, and the command that pip makes."""
+    """Write a short demonstration of each of the ten tasks, a config file with the paths, and the script pip makes."""
     import ast
 
     import h5py
@@ -127,7 +127,7 @@ def libero(root: Path) -> None:
 
 
 def mnist(root: Path) -> None:
-    """MNIST's four files with 250 and 60 random digits, beside the trainer's folder as it expects them."""
+    """Write MNIST's four files with 250 and 60 random digits, beside the trainer's folder as it expects them."""
     rng = np.random.default_rng(0)
     folder = root / "data" / "MNIST" / "raw"
     folder.mkdir(parents=True)
@@ -139,11 +139,11 @@ def mnist(root: Path) -> None:
 
 
 def mnist_and_results(root: Path) -> None:
-    """And the folder for pictures, which the VAE expects."""
+    """Write the same, and make the folder for pictures that the VAE expects."""
     mnist(root)
     (root / "vae" / "results").mkdir()
 
 
 def _idx(array: np.ndarray) -> bytes:
-    """The bytes of MNIST's format: a magic number, the shape, the values."""
+    """Return an array in MNIST's format: a magic number, the shape, the values."""
     return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">i4").tobytes() + array.tobytes()

@@ -1,4 +1,4 @@
-"""The page about the field's trainers, of what was measured."""
+"""Builds the page about public trainers from the measurements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ installing it (Python 3.11) takes half a minute of CPU.
 
 
 def written(rows: list[Row]) -> str:
-    """The page, with a table of these rows."""
+    """Return the page, with a table of these rows."""
     lines = []
     for row in rows:
         found = row.differences

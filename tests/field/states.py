@@ -1,6 +1,6 @@
-"""`python states.py FOLDER OUT`: every checkpoint under FOLDER as tensors by name, into OUT.
+"""`python states.py FOLDER OUT` writes every checkpoint under FOLDER, as tensors by name, to OUT.
 
-Run with the trainer's path: a checkpoint may hold its classes.
+Run it with the trainer's PYTHONPATH: a checkpoint may contain objects of its classes.
 """
 
 import sys
@@ -14,7 +14,7 @@ ENDINGS = {".ckpt", ".pth", ".pt"}
 
 
 def flat(value: Any, name: str = "") -> dict[str, torch.Tensor]:
-    """The tensors and numbers in nested containers, modules and optimizers, by their path."""
+    """Return the tensors and numbers in nested containers, modules and optimizers, by path."""
     if isinstance(value, torch.Tensor):
         return {name: value.detach().double()} if value.is_floating_point() else {name: value.detach()}
     if hasattr(value, "state_dict"):

@@ -1,4 +1,4 @@
-"""The trainers: where each is had, its tiny data, and the one line that is typed."""
+"""The trainers: each one's source, tiny data and command line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Trainer:
 
     name: str
     source: tuple[str, str]  # owner/name on GitHub, commit
-    command: list[str]  # what follows `python`, or `python -m ddpshim run --nproc 2`
-    make_data: Callable[[Path], None]  # into the folder of the trainer's sources
-    folder: str = "."  # where the line is typed, in those sources
+    command: list[str]  # the arguments after `python`, or after `python -m ddpshim run --nproc 2`
+    make_data: Callable[[Path], None]  # writes data into the folder of the trainer's sources
+    folder: str = "."  # the working directory, in those sources
     environment: dict[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # packages beyond torch
-    stubs: tuple[str, ...] = ()  # what has a stand-in, told in the page
+    stubs: tuple[str, ...] = ()  # parts that have a stand-in; the page lists them
     losses: str = ""  # a pattern of the printed lines whose numbers are compared; else files of JSON lines
     path: tuple[str, ...] = ()  # folders for PYTHONPATH: of these sources, or others beside them
 
@@ -39,7 +39,7 @@ class Trainer:
 
 
 def workspace(name: str, config: str, *overrides: str, **more: object) -> Trainer:
-    """One of diffusion_policy's: small, on the CPU, without a simulator; with robomimic as its environment has it."""
+    """Return a workspace of diffusion_policy: small, on the CPU, without a simulator, with its version of robomimic."""
     command = [
         "train.py",
         f"--config-name={config}",
@@ -67,7 +67,7 @@ def workspace(name: str, config: str, *overrides: str, **more: object) -> Traine
 
 
 def runner(kind: str, **shapes: list[int]) -> list[str]:
-    """The overrides that put tests/field/stubs/field_runner.py in the simulator's place."""
+    """Return the overrides that replace the simulator by tests/field/stubs/field_runner.py."""
     shown = ",".join(f"{name}:{shape}" for name, shape in shapes.items()).replace(" ", "")
     return [f"task.env_runner._target_=field_runner.{kind}", f"+task.env_runner.shapes={{{shown}}}"]
 
@@ -80,7 +80,7 @@ WARM = ["training.lr_warmup_steps=2"]
 
 
 def visualnav(name: str) -> Trainer:
-    """ViNT, GNM or NoMaD, with tests/field/configs/NAME.yaml."""
+    """Return the trainer of ViNT, GNM or NoMaD, with tests/field/configs/NAME.yaml."""
     return Trainer(
         name,
         VISUALNAV,

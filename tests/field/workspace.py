@@ -1,4 +1,4 @@
-"""A small trainer in the style of diffusion_policy's workspaces, for one process: it knows nothing of ddpshim."""
+"""A small one-process trainer in the style of diffusion_policy's workspaces, without any code for ddpshim."""
 
 import copy
 import datetime
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Windows(Dataset):
-    """Windows of 4 steps of some episodes: 30 of 42 are for training, the last batch of 8 is uneven."""
+    """Windows of 4 steps of some episodes: 30 of 42 are for training, so the last batch of 8 is incomplete."""
 
     def __init__(self, start, stop):
         rng = np.random.default_rng(3)
@@ -78,7 +78,7 @@ class Workspace:
         thread.start()
 
     def keep_best(self, score, epoch):
-        """At most two files, named by their score; the worst goes."""
+        """Keep at most two files, named by their scores; remove the worst."""
         path = self.output / "checkpoints" / f"epoch={epoch:03d}-score={score:.4f}.ckpt"
         if len(self.kept) == 2:
             worst = min(self.kept, key=self.kept.get)

@@ -1,20 +1,20 @@
-"""Two simulated GPUs for a torch that was built for the CPU: what a program calls on them, where and in which order.
+"""Simulates two GPUs for a CPU build of torch, and records a program's calls on them, with place and order.
 
     python -m tests.simulated_gpus PROGRAM.py ARGS      # or: -m MODULE ARGS
     SIMULATED_GPUS=4 python -m tests.simulated_gpus -m ddpshim run --nproc 4 train.py
 
 runs a program, and all Python processes that it starts, with two (or four) GPUs that torch.cuda sees. From Python:
-`environment()` holds the variables that do it, `why_not()` the reason why it cannot be done here (None: it can).
+`environment()` returns the variables for that, `why_not()` the reason why it is impossible here (None: it is possible).
 
-In such a process `with recorded() as log:` takes down what happens: `log.syncs` (the host waits, each with the Python
-stack that caused it), `log.launches` (collectives: communicator, bytes, stream, thread), `log.copies`, `log.races`
-(work that uses memory of another stream, or of a collective, without having waited for it), `log.waits` (a stream waits
-for an event), `log.kernels`. Other variables:
+In such a process `with recorded() as log:` records events: `log.syncs` (the host waits, each with the Python stack that
+caused it), `log.launches` (collectives: communicator, bytes, stream, thread), `log.copies`, `log.races` (work that uses
+memory of another stream or of a collective without waiting for it), `log.waits` (a stream waits for an event),
+`log.kernels`. Other variables:
 
-    SIMULATED_GPUS_GENERATOR=cpu    random numbers on GPUs come from the CPU's generator: to compare with CPU ranks
-    SIMULATED_GPUS_LOG=FOLDER       each process takes all down there, in rank<RANK>-<pid>.jsonl (`read_log`)
+    SIMULATED_GPUS_GENERATOR=cpu    random numbers on GPUs are drawn by the CPU's generator, to compare with CPU ranks
+    SIMULATED_GPUS_LOG=FOLDER       each process writes all events there, to rank<RANK>-<pid>.jsonl (`read_log`)
 
-What it cannot show: docs/simulated_gpus.md.
+Its limits: docs/simulated_gpus.md.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import Any, NamedTuple, Optional
 
 from tests.simulated_gpus import building
 
-LIBRARY = "SIMULATED_GPUS_LIBRARY"  # the variable that holds the folder of what was built
+LIBRARY = "SIMULATED_GPUS_LIBRARY"  # the variable with the folder of the built library
 NUM = "SIMULATED_GPUS"
 
 
 def why_not() -> Optional[str]:
-    """Why there can be no simulated GPUs here, None where they can be; builds them if need be."""
+    """Return why simulated GPUs are impossible here, or None; builds them if needed."""
     return building.built()[1]
 
 
 def environment(num: int = 2, **more: str) -> dict[str, str]:
-    """The variables of a process that sees `num` simulated GPUs; raises RuntimeError where they cannot be built."""
+    """Return the variables of a process with `num` simulated GPUs; raise RuntimeError if they cannot be built."""
     folder, reason = building.built()
     if folder is None:
         raise RuntimeError(f"no simulated GPUs: {reason}")
@@ -67,7 +67,7 @@ class Event(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The innermost line of its stack that is not torch's; "" where none is Python's."""
+        """The innermost line of its stack that is not torch's; "" if there is none."""
         return next((line for line in self.stack if "/torch/" not in line), "")
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Event(NamedTuple):
 
 
 class Log:
-    """What has happened on the GPUs, in order."""
+    """The events on the GPUs, in order."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -108,7 +108,7 @@ class Log:
 
 
 def library() -> Any:
-    """The extension of this process."""
+    """Return the extension module of this process."""
     if not is_active():
         raise RuntimeError("this process has no simulated GPUs: start it by `python -m tests.simulated_gpus PROGRAM`")
     return sys.modules["simulated_gpus_c"]
@@ -116,7 +116,7 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def recorded(kernels: bool = False) -> Iterator[Log]:
-    """Meanwhile what happens is taken down, filled in at the end; `kernels`: each kernel by name, too."""
+    """Record events in this block; the log is filled at its end. `kernels`: record each kernel by name, too."""
     log, device = Log(), library()
     device.trace_kernels(kernels)
     begin, before = device.begin_log(), device.num_kernels()
@@ -128,7 +128,7 @@ def recorded(kernels: bool = False) -> Iterator[Log]:
 
 
 def read_log(folder: Path) -> dict[str, Log]:
-    """What each process wrote into SIMULATED_GPUS_LOG, by rank ("-": one without)."""
+    """Return the logs that processes wrote into SIMULATED_GPUS_LOG, by rank ("-": without a rank)."""
     logs: dict[str, Log] = {}
     for file in sorted(folder.glob("rank*.jsonl"), key=lambda file: file.stat().st_mtime):
         log = logs.setdefault(file.name[len("rank") :].split("-")[0] or "-", Log())

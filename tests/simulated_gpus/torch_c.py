@@ -1,6 +1,6 @@
-"""Gives a torch that was built for the CPU what a build for CUDA has in `torch._C`; torch's own Python does the rest.
+"""Adds to a CPU build of torch the names that a CUDA build has in `torch._C`; torch's own Python does the rest.
 
-Loaded by site/sitecustomize.py, beside which it imports nothing of the repository.
+site/sitecustomize.py loads it; it imports nothing else of the repository.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GIGABYTES = 8
 
 
 def prepare(library: str) -> None:
-    """Have simulated GPUs in the torch that is imported later. Cheap: nothing is loaded before."""
+    """Add simulated GPUs to the torch that is imported later. Cheap: nothing is loaded before that."""
     begun = _Begin(library)
     sys.meta_path.insert(
         0,
@@ -39,7 +39,7 @@ def nothing(*_: Any) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls functions before and after modules are run."""
+    """Calls functions before and after modules are executed."""
 
     def __init__(self, calls: dict[str, tuple[Callable[[], None], Any]]) -> None:
         self._calls = calls
@@ -69,11 +69,11 @@ class _Begin:
         self._extension: Any = None
 
     def load_device(self) -> None:
-        """Register the GPUs before torch asks for the first time whether there are any."""
+        """Register the GPUs, before torch first checks whether there are any."""
         ctypes.CDLL(os.path.join(self._library, "simulated_gpus_c.so"), ctypes.RTLD_GLOBAL)
 
     def fill_c(self) -> None:
-        """Before torch.cuda looks whether torch._C was built for CUDA."""
+        """Add the names to torch._C, before torch.cuda checks whether it was built for CUDA."""
         spec = importlib.util.spec_from_file_location(
             "simulated_gpus_c", os.path.join(self._library, "simulated_gpus_c.so")
         )
@@ -91,13 +91,13 @@ class _Begin:
             extension.use_host_generator(True)
 
     def fill_cuda(self) -> None:
-        """What torch.cuda would ask NVIDIA's own libraries."""
+        """Replace torch.cuda's calls of NVIDIA's own libraries."""
         cuda = sys.modules["torch.cuda"]
         cuda._device_count_nvml = lambda: -1  # type: ignore[attr-defined]
         cuda.utilization = lambda device=None: 50  # type: ignore[attr-defined]
 
     def fill_storage(self) -> None:
-        """Memory on GPUs for `torch.UntypedStorage(size, device="cuda")`, which copies of tensors ask for."""
+        """Allocate GPU memory for `torch.UntypedStorage(size, device="cuda")`, which copies of tensors use."""
         storage = sys.modules["torch.storage"].UntypedStorage
         make = storage.__new__
 
@@ -115,7 +115,7 @@ class _Begin:
         sys.modules["torch.backends.cudnn"].is_acceptable = lambda tensor: False  # type: ignore[attr-defined]
 
     def fill_c10d(self) -> None:
-        """nccl between the GPUs, and gloo for their tensors as well, which a build for the CPU lacks."""
+        """Add nccl between the GPUs, and gloo for their tensors, which a CPU build lacks."""
         c10d = sys.modules["torch._C._distributed_c10d"]
         c10d.ProcessGroupNCCL = self._extension.process_group_nccl()  # type: ignore[attr-defined]
         groups = c10d.ProcessGroup
@@ -130,7 +130,7 @@ class _Begin:
 
 
 class _Properties:
-    """A GPU of no make."""
+    """The properties of a simulated GPU."""
 
     def __init__(self, index: int, physical: int) -> None:
         self.name, self.uuid = "Simulated GPU", f"simulated-{physical}"
@@ -151,7 +151,7 @@ def _properties(index: int) -> _Properties:
 
 
 def _names(extension: Any) -> dict[str, Any]:
-    """What torch's Python asks of torch._C, by name."""
+    """Return the members of torch._C that torch's Python uses, by name."""
     import torch._C as c
 
     class _CudaStreamBase(c.Stream):  # type: ignore[misc, name-defined]
@@ -236,13 +236,13 @@ def _names(extension: Any) -> dict[str, Any]:
         "_CudaStreamBase": _CudaStreamBase,
         "_CudaEventBase": _CudaEventBase,
         "_CUDAGraph": _CUDAGraph,
-        "_cuda_CUDAAllocator_AllocatorState": object,  # imported by name where graphs are looked for
+        "_cuda_CUDAAllocator_AllocatorState": object,  # imported by name in checks for CUDA graphs
         "_cudart": cudart,
         "_cuda_init": init,
         "_cuda_getDeviceCount": extension.num_devices,
         "_cuda_getDevice": extension.current_device,
         "_cuda_setDevice": extension.set_device,
-        "_cuda_exchangeDevice": lambda device: extension.exchange_device(device),  # dynamo tells the two apart
+        "_cuda_exchangeDevice": lambda device: extension.exchange_device(device),  # dynamo distinguishes the two
         "_cuda_maybeExchangeDevice": lambda device: extension.exchange_device(device),
         "_cuda_isInBadFork": extension.is_in_bad_fork,
         "_cuda_getArchFlags": lambda: "",

@@ -1,4 +1,4 @@
-"""Stands in for LIBERO's simulators: each environment shows random images, and says by itself whether it succeeded."""
+"""Replaces LIBERO's simulators: each environment returns random images and its own success."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ class OffScreenRenderEnv:
 
 
 class DummyVectorEnv:
-    """As many worlds as there are functions; a world succeeds where the actions' first number is positive."""
+    """One environment for each function; it succeeds if the first number of its action is positive."""
 
     def __init__(self, make_envs):
         self.num_envs = len(make_envs)

@@ -1,11 +1,11 @@
-"""Stands in for simulators: plays a policy for a few steps in a world of four numbers, and scores what it did."""
+"""Replaces simulators: calls a policy a few times on random observations, and scores its actions."""
 
 import numpy as np
 import torch
 
 
 class Played:
-    """`run(policy)` as the env_runners of diffusion_policy have it, with any arguments."""
+    """Implements `run(policy)` of diffusion_policy's env_runners; accepts any arguments."""
 
     def __init__(self, output_dir=None, shapes=None, n_obs_steps=2, **ignored):
         self.output_dir = output_dir

@@ -1,9 +1,9 @@
 """Observes a trainer from outside: at its end each rank writes its optimizers' parameters and states to $FIELD_PROBE.
 
 With FIELD_NUDGED=1, the weights are one unit in the last place larger after the first step.
-With FIELD_CUDA=cpu, `.cuda()` leaves modules and tensors where they are: some trainers know no other device.
-With FIELD_NUMPY=1.22, numpy has the name `bool` that it lost in 1.24: some trainers pin an older one.
-With FIELD_INSTEAD=MODULE:OTHER, another module is imported in place of one of the trainer's: that of its simulator.
+With FIELD_CUDA=cpu, `.cuda()` does not move modules and tensors: some trainers support no other device.
+With FIELD_NUMPY=1.22, numpy has the name `bool`, removed in 1.24: some trainers pin an older numpy.
+With FIELD_INSTEAD=MODULE:OTHER, the module OTHER replaces one of the trainer's, its simulator.
 """
 
 import atexit
@@ -14,7 +14,7 @@ import io
 import os
 import sys
 
-# Kept before anything may replace them: what is observed must not see this file's own writing.
+# Saved before they are replaced: the observed program must not notice this file's own writes.
 _OPEN, _WRITE, _CLOSE = os.open, os.write, os.close
 OPTIMIZERS = {}  # by id, kept alive until the end
 
@@ -74,7 +74,7 @@ def _write():
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module once it was imported."""
+    """Calls a function with a module after its import."""
 
     def __init__(self, actions):
         self.actions = actions
@@ -95,7 +95,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _Instead(importlib.abc.MetaPathFinder):
-    """Imports another module by a module's name."""
+    """Imports the module `other` under the name `name`."""
 
     def __init__(self, name, other):
         self.name, self.other = name, other

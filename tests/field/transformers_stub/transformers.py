@@ -1,4 +1,4 @@
-"""Stands in for BERT, whose weights are on a hub: a sentence's embedding is drawn from its letters."""
+"""Replaces BERT, whose weights are online: a sentence's embedding is computed from its letters."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Stands in for Weights & Biases without a network: what is logged becomes a line of wandb.jsonl."""
+"""Replaces Weights & Biases without a network: each logged row becomes a line of wandb.jsonl."""
 
 import json
 from typing import Any

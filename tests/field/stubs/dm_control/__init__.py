@@ -1,1 +1,1 @@
-"""Stands in for dm_control: ACT imports its simulation for training, too, and makes none."""
+"""Replaces dm_control: ACT imports it even for training, which does not use it."""

@@ -1,4 +1,4 @@
-"""Stands in for IPython where it is not installed: the act package names its debugger when it is imported."""
+"""Replaces IPython if it is not installed: the act package imports its debugger."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ def embed(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("a debugger was asked for")
 
 
-version_info = (8, 24)  # matplotlib asks
+version_info = (8, 24)  # matplotlib reads it
 
 
 def get_ipython() -> None:
-    """No shell is there, which matplotlib asks, too."""
+    """Return None, as without a shell; matplotlib calls it."""

@@ -1,4 +1,4 @@
-"""Environments in processes of their own, with as much of tianshou's interface as robomimic uses."""
+"""Environments in their own processes, with the part of tianshou's interface that robomimic uses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Stands in for transformers where it is not installed: robomimic loads a CLIP model, 0.5.0 while it is imported.
+"""Replaces transformers if it is not installed: robomimic loads a CLIP model, 0.5.0 at import.
 
-An embedding is drawn from the text alone.
+An embedding depends only on the text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 EMBEDDING_SIZE = 768
-# torch before 2.2 writes to it while `torch._dynamo` is imported.
+# torch before 2.2 writes to it when `torch._dynamo` is imported.
 configuration_utils = types.SimpleNamespace(PretrainedConfig=type("PretrainedConfig", (), {}))
 
 
