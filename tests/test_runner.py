@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessHandler
 
 import ddpshim.__main__ as command_line
 from ddpshim import variables
-from ddpshim.errors import LaunchError
-from ddpshim.job import failure_notes, rank_log
+from ddpshim.errors import LaunchError, WorldError
+from ddpshim.job import failure, failure_notes, rank_log
 from ddpshim.job.launch_env import EXIT_REQUEUE, read_launch_env
 from ddpshim.launch import alone, runner, warm
 from ddpshim.launch.runner import Launch
@@ -340,6 +340,15 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(tmp_path: Path, monke
     assert failure_notes.read(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=60), 1, True, said)}
     failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
     assert failure_notes.read(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n")
+    failure_notes.forget(str(tmp_path))
+    failure_notes.write(failure.caused_by(1, WorldError("its own")), 1)
+    assert not failure_notes.read(str(tmp_path))[1].lost_a_peer
+    failure_notes.forget(str(tmp_path))
+    failure_notes.write(failure.caused_by(0, WorldError("call failed on the main rank (EOFError)")), 1)
+    time.sleep(0.01)  # so that rank 0 is later
+    monkeypatch.setenv("RANK", "0")
+    failure_notes.write(EOFError("closed"), 3)
+    assert failure_notes.first({}, failure_notes.read(str(tmp_path))) == (0, 3), "the cause, not what it caused"
     failure_notes.forget(str(tmp_path))
     assert failure_notes.read(str(tmp_path)) == {}
 
